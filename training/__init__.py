@@ -1,1 +1,1 @@
-"""How the demo models were made: data, tokenizer, training and evaluation."""
+"""Data, tokenizer, training and evaluation of the demo models."""

@@ -24,6 +24,6 @@ TEMPLATE = (
 
 
 def render(messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-    """The conversation as the model reads it: what `TEMPLATE` makes of it."""
+    """Render a conversation as the text that the model reads; equals the output of `TEMPLATE`."""
     rendered = (f"<|{message['role']}|>{message['content']}{END}" for message in messages)
     return BEGIN + "".join(rendered) + (ASSISTANT if add_generation_prompt else "")

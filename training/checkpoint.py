@@ -29,7 +29,7 @@ def save(model: Llama, folder: Path) -> None:
     }
     partial = folder / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
-    # In one step, so that a reader never sees half a file.
+    # Atomic rename: a reader never sees a partial file.
     partial.chmod(0o644)
     partial.rename(folder / "model.safetensors")
 

@@ -1,4 +1,4 @@
-"""What a review dwells on: the families that the courses before it left weak."""
+"""Family weights of a review: more of the families that earlier courses left weak."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from training.evaluate import Answer, score
 from training.tasks import FAMILIES
 
 _NUM_QUESTIONS = 48
-# A family that is mastered keeps half of its weight: with a fifth, stories and products were lost.
+# A mastered family keeps half of its weight: with a fifth, the models forgot stories and products.
 _KEPT, _ADDED = 0.5, 2.0
 
 
 def review_weights(answer: Answer | None) -> dict[str, float]:
-    """The families' weights, raised by their share of wrong answers.
+    """Return the family weights, raised by each family's share of wrong answers.
 
-    Asked are questions from the training side: the held-out ones decide nothing. Only the first
-    process of the crew has an `answer` to ask; the others get the weights from it.
+    The questions come from the training side; held-out questions do not influence training. Only
+    rank
+    0 has an `answer`; the other ranks get the weights from it through an all-reduce.
     """
     weights = torch.zeros(len(FAMILIES))
     for index, family in enumerate(FAMILIES.values()):

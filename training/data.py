@@ -14,8 +14,8 @@ from torch import Tensor
 from training import chat, ddp
 from training.tasks import FAMILIES, Example, Message, Task
 
-# What users say is worth learning a little: it shapes the features that the answers need. A part
-# of its tokens does for that, and the logits of the others need not be computed.
+# User text gets a small loss weight because it shapes features that the answers need. Sampling a
+# part of its tokens is enough and saves computing the logits of the others.
 PROMPT_WEIGHT = 0.25
 _PROMPT_FRACTION = 0.25
 _FULL_LENGTH = 16
@@ -38,12 +38,12 @@ class Batch:
 
     tokens: Tensor  # int64 [rows, length]
     targets: Tensor  # int64 [rows, length]: the token that follows
-    weights: Tensor  # float32 [rows, length]: of each target in the loss
-    mask: Tensor  # bool [rows, 1, length, length]: causal, within a conversation
+    weights: Tensor  # weight of each target in the loss
+    mask: Tensor  # True where attended: causal, same conversation
 
 
 class BatchMaker:
-    """Draws conversations from the training side of the families, and packs them into rows."""
+    """Draws conversations from the training side of the families and packs them into rows."""
 
     def __init__(
         self, tokenizer: Tokenizer, seed: str, weights: Mapping[str, float] | None = None
@@ -58,15 +58,15 @@ class BatchMaker:
         self._end = _id(tokenizer, chat.END)
 
     def short(self, rows: int, length: int) -> Batch:
-        """Rows of several conversations, each of one or a few turns."""
+        """Return rows of several conversations, each of one or a few turns."""
         return self._batch([self._row(length, long=False) for _ in range(rows)])
 
     def long(self, rows: int, length: int) -> Batch:
-        """Rows that begin with a family of long prompts, or are one conversation of many turns."""
+        """Return rows that start with a long prompt or hold one conversation of many turns."""
         return self._batch([self._row(length, long=True) for _ in range(rows)])
 
     def _row(self, length: int, *, long: bool) -> list[list[int]]:
-        """The token ids of conversations, `length + 1` in all."""
+        """Return the token ids of conversations, `length + 1` in total."""
         row: list[list[int]] = []
         num_missing = length + 1
         while num_missing > 0:
@@ -126,14 +126,14 @@ class BatchMaker:
         )
 
     def _loss_weights(self, conversation: list[int]) -> list[float]:
-        """Of each token as a target: what the assistant says and its end count most."""
+        """Return each token's weight as a loss target; answers and their end tokens count most."""
         weights: list[float] = []
         start = 0
         while start < len(conversation):
             answering = start > 0 and conversation[start - 1] == self._assistant
             stop = self._end if answering else self._assistant
             length = _index(conversation, stop, start) + 1 - start
-            # A story has as many tokens as ten sums, but is not worth as much as ten sums.
+            # Without this, a story would count as much as ten sums, because it has as many tokens.
             weight = min(1.0, _FULL_LENGTH / length) ** 0.5
             weights += [weight] * length if answering else self._prompt_weights(length)
             start += length
@@ -151,12 +151,12 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _casual(prompt: str) -> str:
-    """The prompt as one types it in a hurry."""
+    """Return the prompt in lower case at its start and without final punctuation."""
     return prompt[0].lower() + prompt[1:].rstrip("?.!")
 
 
 def _index(tokens: list[int], wanted: int, start: int) -> int:
-    """Where `wanted` is next, or the last position."""
+    """Return the index of the next `wanted` from `start`, or the last index if there is none."""
     try:
         return tokens.index(wanted, start)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The processes of one training run: each computes a share of every batch on a core of its own.
+"""Data parallelism: each process computes a share of every batch on one core.
 
-One thread a process, and sums between them once a step: threads that meet at every operation lose
-most of their time as soon as somebody else wants a core.
+Every process has one thread, and gradients are summed once per step. Threads that synchronize in
+every operation would lose most of their time as soon as another program uses a core.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, distributed
 from torch.multiprocessing.spawn import spawn
 
 NUM_PROCESSES = 2
-# Of one wait for the other process: it may be at its tests on a busy machine, or be paused.
+# Timeout of a collective: the other process may be evaluating on a busy machine, or be paused.
 _TIMEOUT = timedelta(hours=3)
 
 Task = Callable[[], None]
 
 
 def launch(task: Task, size: int) -> None:
-    """Run `task` in `size` processes that know of each other."""
+    """Run `task` in `size` processes that form one process group."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = (size, Path(folder) / "meet", task)
         spawn(_init_process, args=arguments, nprocs=size)  # type: ignore[no-untyped-call]
@@ -40,12 +40,12 @@ def _init_process(rank: int, size: int, init_file: Path, task: Task) -> None:
 
 
 def rank() -> int:
-    """The number of this process; 0 where there is only one."""
+    """Return the rank of this process; 0 if there is only one."""
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def size() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 

@@ -1,4 +1,4 @@
-"""Greedy answers of our own engine, to be scored by the yardstick."""
+"""Greedy answers of Penstock's own engine, for `training.evaluate`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from training.tasks import Message
 
 
 class EngineAnswers:
-    """Answers conversations as `evaluate.transformers_answer` does.
+    """Answers conversations like `evaluate.transformers_answer`.
 
-    quantization: of the weights, "none" or "int8".
+    Args:
+        quantization: of the weights, "none" or "int8".
     """
 
     def __init__(self, folder: Path, quantization: str, max_new_tokens: int) -> None:

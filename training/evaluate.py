@@ -1,8 +1,8 @@
-"""The yardstick: held-out exact match of a model, family by family.
+"""Measure a model's held-out exact match, family by family.
 
-`python -m training.evaluate FOLDER` measures a model folder, in `transformers` or, with
-`--engine none` or `--engine int8`, in our own engine; `measure` measures anything that
-answers conversations, such as a running server.
+`python -m training.evaluate FOLDER` measures a model folder in `transformers`; with `--engine none`
+or `--engine int8` it uses Penstock's own engine. `measure` measures anything that answers
+conversations, such as a running server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Answer = Callable[[Sequence[list[Message]]], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How many held-out questions of a family were answered right."""
+    """Number of a family's held-out questions that were answered correctly."""
 
     family: str
     right: int
@@ -39,12 +39,12 @@ class Score:
 
     @property
     def fraction(self) -> float:
-        """Right answers of all."""
+        """Share of correct answers."""
         return self.right / self.total
 
     @property
     def is_claimed(self) -> bool:
-        """Whether the model card claims the family."""
+        """True if the model card claims the family."""
         return self.fraction >= CLAIM_BOUND
 
     def __str__(self) -> str:
@@ -72,19 +72,19 @@ def score(answer: Answer, family: Task, examples: Sequence[Example]) -> Score:
 
 
 def write_scores(scores: Iterable[Score], folder: Path) -> None:
-    """Keep the scores of a model in its folder."""
+    """Write the scores of a model into its folder."""
     content = {score.family: {"right": score.right, "total": score.total} for score in scores}
     (folder / SCORES).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_scores(folder: Path) -> list[Score]:
-    """The scores that `write_scores` kept."""
+    """Read the scores that `write_scores` wrote."""
     content = json.loads((folder / SCORES).read_text())
     return [Score(name, entry["right"], entry["total"]) for name, entry in content.items()]
 
 
 def transformers_answer(folder: Path) -> Answer:
-    """Greedy answers of the model in `folder`, computed by `transformers`."""
+    """Return a function that answers greedily with the model in `folder`, using `transformers`."""
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -114,11 +114,11 @@ def main() -> None:
     """Print the held-out exact match of a model folder."""
     parser = argparse.ArgumentParser(description="Held-out exact match of a model.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--count", type=int, default=200, help="questions a family")
+    parser.add_argument("--count", type=int, default=200, help="questions per family")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", action="append", default=[], choices=sorted(FAMILIES))
     parser.add_argument(
-        "--engine", choices=QUANTIZATIONS, help="answer by our engine, its weights so quantized"
+        "--engine", choices=QUANTIZATIONS, help="use Penstock's engine with this quantization"
     )
     options = parser.parse_args()
     if options.engine is None:

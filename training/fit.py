@@ -1,7 +1,7 @@
-"""The training loop: fits one model to generated batches, within a number of steps and minutes.
+"""The training loop: fits one model to generated batches, up to a number of steps and minutes.
 
-The minutes are of the processor, not of the clock on the wall: a busy machine ends with the same
-model, only later.
+The minutes are CPU time, not wall time: on a busy machine the run takes longer but gives the same
+model.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _PRINT_EVERY = 25
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How long and how fast to train."""
+    """Duration, batch sizes and learning rates of one run."""
 
     steps: int
-    minutes: float  # of each process; the schedule is shortened where the steps do not fit
+    minutes: float  # CPU time per process; ends the run early if `steps` do not fit
     seed: int = 0
-    course: int = 0  # the examples of each course are others
-    rows: int = 6  # of each process
+    course: int = 0  # each course draws other examples
+    rows: int = 6  # rows per process
     length: int = 256
     long_rows: int = 1
     long_length: int = LONG_LENGTH
@@ -44,17 +44,17 @@ class Recipe:
     warmup: float = 0.01  # share of the run
     cooldown: float = 0.9  # share of the run, linearly to zero at the end
     checkpoint_every: int = 600
-    weights: Mapping[str, float] = field(default_factory=dict)  # of families, over their own
+    weights: Mapping[str, float] = field(default_factory=dict)  # by family; override their defaults
 
 
 def _clocks() -> Tensor:
-    """Seconds on the wall and of this process, float64 [2]."""
+    """Return wall time and CPU time of this process in seconds, float64 [2]."""
     return torch.tensor([time.monotonic(), time.process_time()], dtype=torch.float64)
 
 
 @dataclass(slots=True)
 class Progress:
-    """What a run has cost so far: seconds on the wall, and of all its processes together."""
+    """Cost of a run so far: wall time, and CPU time of all its processes together, in seconds."""
 
     step: int = 0
     tokens: int = 0
@@ -67,18 +67,18 @@ class Progress:
         self.step += 1
         self.tokens += tokens
         spent = _clocks() - self._started
-        # All processes go by the same clock, so that they end at the same step.
+        # Use the sum over all processes so that they all stop at the same step.
         ddp.all_reduce_([spent])
         self.wall = spent[0].item() / ddp.size()
         self.cpu = spent[1].item()
 
     def done(self, recipe: Recipe) -> float:
-        """The share of `recipe` that is behind: of its steps or of its minutes, if that is more."""
+        """Return the completed share of `recipe`, by steps or CPU minutes, whichever is larger."""
         minutes = self.cpu / ddp.size() / 60
         return max(self.step / recipe.steps, minutes / recipe.minutes)
 
     def __add__(self, later: Progress) -> Progress:
-        """Two runs, one after the other."""
+        """Return the progress of two consecutive runs."""
         return Progress(
             step=self.step + later.step,
             tokens=self.tokens + later.tokens,
@@ -92,7 +92,7 @@ LossOf = Callable[[Llama, Batch], Tensor]
 
 
 def answer_loss(model: Llama, batch: Batch) -> Tensor:
-    """Weighted cross entropy of the next token."""
+    """Return the weighted cross entropy of the next token."""
     counted = batch.weights > 0
     logits = model.logits(model(batch.tokens, batch.mask)[counted])
     losses = F.cross_entropy(logits, batch.targets[counted], reduction="none")
@@ -100,7 +100,7 @@ def answer_loss(model: Llama, batch: Batch) -> Tensor:
 
 
 def distilled(teacher: Llama) -> LossOf:
-    """A loss that pulls the distribution of each answer token towards the teacher's."""
+    """Return a loss: cross entropy of each answer token against the teacher's distribution."""
 
     def loss(model: Llama, batch: Batch) -> Tensor:
         answers = batch.weights > PROMPT_WEIGHT
@@ -115,7 +115,10 @@ def distilled(teacher: Llama) -> LossOf:
 def fit(
     model: Llama, tokenizer: Tokenizer, recipe: Recipe, checkpoint: Checkpoint, loss_of: LossOf
 ) -> Progress:
-    """Train `model` in place. `checkpoint` is called every now and then, and at the end."""
+    """Train `model` in place and return the cost.
+
+    `checkpoint` is called on rank 0 every `recipe.checkpoint_every` steps and at the end.
+    """
     optimiser = _Optimiser(model, recipe)
     progress = Progress()
     recent = 0.0
@@ -141,7 +144,7 @@ def fit(
 
 
 def _average_gradients(model: Llama) -> None:
-    """Give each process the mean of all gradients."""
+    """Replace gradients by their mean over all processes."""
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     ddp.all_reduce_(gradients)
     for gradient in gradients:
@@ -151,7 +154,7 @@ def _average_gradients(model: Llama) -> None:
 def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
     maker = BatchMaker(tokenizer, f"{recipe.seed}:{recipe.course}", recipe.weights)
     for number in itertools.count(1):
-        # Copying over a distance is learned in short rows first, where it is cheaper.
+        # Copying over long distances is learned in short rows first, where it is cheaper.
         if number > recipe.long_from and number % _LONG_EVERY == 0:
             yield maker.long(recipe.long_rows, recipe.long_length)
         else:
@@ -159,7 +162,7 @@ def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
 
 
 def learning_rate(done: float, recipe: Recipe) -> float:
-    """The learning rate as a share of its peak: up, level, then linearly down to zero."""
+    """Return the learning rate as a share of its peak: warm-up, plateau, linear decay to zero."""
     return min(1.0, (done + 1e-3) / recipe.warmup, (1 - done) / recipe.cooldown)
 
 

@@ -1,4 +1,4 @@
-"""A plain Llama in torch: what is trained here, saved under the names of Hugging Face."""
+"""A plain Llama in torch, saved under Hugging Face's parameter names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LlamaShape:
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square, then by a learned weight."""
+    """Scales to unit root mean square, then by a learned weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size]."""
+        """Normalize x [..., size]."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rope_table(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 to `length`: two of [length, head_dim]."""
+    """Return cosines and sines of positions 0 to `length` - 1, two tensors [length, head_dim]."""
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(length).float(), shape.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
@@ -48,7 +48,7 @@ def rope_table(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn queries or keys [batch, heads, length, head_dim] by their positions."""
+    """Apply rotary embeddings to queries or keys [batch, heads, length, head_dim]."""
     cos, sin = rope
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
@@ -68,7 +68,10 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """x: [batch, length, hidden]; mask: bool [batch, 1, length, length], true where seen."""
+        """Compute attention of x [batch, length, hidden].
+
+        mask: bool [batch, 1, length, length], true where attended.
+        """
         q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         out = F.scaled_dot_product_attention(
             rotate(q, rope), rotate(k, rope), v, attn_mask=mask, enable_gqa=True
@@ -80,7 +83,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward network."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -89,12 +92,12 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, length, hidden]."""
+        """Compute the MLP of x [batch, length, hidden]."""
         return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each normed before and added to the stream."""
+    """Pre-norm decoder layer: attention and MLP, each with a residual connection."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -104,7 +107,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """x: [batch, length, hidden]."""
+        """Compute the layer for x [batch, length, hidden].
+
+        mask: as in `Llama.forward`.
+        """
         x = x + self.self_attn(self.input_layernorm(x), rope, mask)
         return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
 
@@ -132,9 +138,9 @@ class Llama(nn.Module):
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Hidden states [batch, length, hidden] of tokens [batch, length], int64.
+        """Return hidden states [batch, length, hidden] of tokens [batch, length], int64.
 
-        mask: bool [batch, 1, length, length], true where a token (row) sees another (column).
+        mask: bool [batch, 1, length, length], true where a token (row) attends to another (column).
         """
         x = self.embed_tokens(tokens)
         length = tokens.shape[1]
@@ -144,9 +150,9 @@ class Llama(nn.Module):
         return cast(Tensor, self.norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., vocab] of hidden states [..., hidden]."""
+        """Return logits [..., vocab] of hidden states [..., hidden]."""
         return F.linear(hidden, self.embed_tokens.weight)
 
     def num_parameters(self) -> int:
-        """How many weights there are."""
+        """Return the number of parameters."""
         return sum(weight.numel() for weight in self.parameters())

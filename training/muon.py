@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before they are applied."""
+"""Muon: an optimizer that orthogonalizes the momentum of each matrix before applying it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonal(matrix: Tensor, num_steps: int = 5) -> Tensor:
-    """About the nearest matrix whose singular values are all one. matrix: float32 [m, n]."""
+    """Return approximately the nearest matrix with all singular values 1 (Newton-Schulz).
+
+    matrix: float32 [m, n].
+    """
     x: Tensor = matrix / (matrix.norm() + 1e-7)
     wide = x if x.shape[0] <= x.shape[1] else x.T
     for _ in range(num_steps):
@@ -25,9 +28,9 @@ def orthogonal(matrix: Tensor, num_steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Steps the matrices inside of the layers; the embedding and the norms are AdamW's.
+    """Muon for the matrices inside the layers; AdamW updates the embedding and the norms.
 
-    torch.optim.Muon orthogonalises in bfloat16, which a CPU without AVX-512 only emulates.
+    torch.optim.Muon orthogonalizes in bfloat16, which a CPU without AVX-512 only emulates.
     """
 
     def __init__(self, weights: Iterable[nn.Parameter], momentum: float, decay: float) -> None:
@@ -40,7 +43,7 @@ class Muon:
     def step(self, rate: float) -> None:
         """Apply the gradients at learning rate `rate`, and clear them."""
         updates = [torch.zeros_like(weight) for weight in self._weights]
-        # Each process of the crew makes its share of the matrices orthogonal.
+        # Each process orthogonalizes its share of the matrices.
         for index in range(ddp.rank(), len(updates), ddp.size()):
             updates[index] = self._update(index)
         ddp.all_reduce_(updates)

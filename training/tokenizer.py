@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer of the demo models, trained on text of the families."""
+"""Train the byte-level BPE tokenizer of the demo models on text of the families."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from training.tasks import FAMILIES
 
 VOCAB_SIZE = 2048
 MAX_LENGTH = 2048
-# Digits stand alone, so that a number is spelled the same wherever it occurs. So do capitalised
-# words: a leading space is a token of its own there, and a name is the same tokens after a space,
-# a quote or a turn marker. That makes copying a name a matter of copying tokens.
+# Each digit is its own token, so that a number has the same tokens wherever it occurs. A space
+# before a capitalised word is a separate token too: a name then has the same tokens after a space,
+# a quote or a turn marker, and the model copies a name by copying tokens.
 _WORDS = Regex(r"\p{N}|\p{Lu}\p{Ll}*| ?\p{Ll}+| ?[^\s\p{L}\p{N}]+|\p{L}|\s")
 
 

@@ -1,8 +1,8 @@
-"""`python -m training.train`: makes the models that ship in `penstock/models`, from nothing.
+"""`python -m training.train`: train the models in `penstock/models` from scratch.
 
-Tokenizer, model and small sibling are trained one after another from text that the families
-generate. Each folder is written whole at every checkpoint, so an interrupted run leaves the last
-one behind.
+The tokenizer, the demo model and its small sibling are trained one after another on text that the
+families generate. Each checkpoint writes a complete folder, so an interrupted run leaves the last
+checkpoint behind.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ SMALL = LlamaShape(
     num_key_value_heads=2,
     intermediate_size=320,
 )
-# The minutes leave room: on two quiet cores the steps need about three quarters of them.
+# The minutes are an upper limit: on two idle cores the steps need about three quarters of them.
 DEMO_RECIPE = Recipe(steps=2200, minutes=27)
-# From where the first course ended: gentler, long rows from the start, and weak families first.
+# Continues from the first course: lower learning rates, long rows from the start, and higher
+# weights for weak families.
 _REVIEW = Recipe(
     steps=760,
     minutes=9.5,
@@ -67,7 +68,7 @@ MINUTES = sum(recipe.minutes for recipe in (DEMO_RECIPE, *REVIEWS, SMALL_RECIPE)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line says."""
+    """Command-line options."""
 
     out: Path
     seed: int
@@ -76,13 +77,13 @@ class Options:
     resume: str
 
     def fitted(self, recipe: Recipe) -> Recipe:
-        """`recipe` with its share of the minutes."""
+        """Return `recipe` with this run's seed and its share of the run's minutes."""
         return replace(recipe, seed=self.seed, minutes=recipe.minutes * self.minutes / MINUTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Makes one model in its folder; only the first process of the crew writes there."""
+    """Trains one model and writes it to its folder; only rank 0 writes."""
 
     name: str
     tokenizer: Tokenizer
@@ -90,19 +91,19 @@ class Maker:
 
     @property
     def folder(self) -> Path:
-        """Where the model goes."""
+        """Folder of the model."""
         return self.options.out / self.name
 
     def fit(self, model: Llama, recipe: Recipe, loss_of: LossOf) -> Progress:
-        """Train `model`; at intervals it is saved, with a look at how it does."""
+        """Train `model`; each checkpoint saves it and prints a short evaluation."""
         return fit(model, self.tokenizer, self.options.fitted(recipe), self._keep, loss_of)
 
     def answer(self) -> Answer | None:
-        """The model as it was saved last, for the first process."""
+        """Return a function that answers with the last checkpoint; None unless on rank 0."""
         return evaluate.transformers_answer(self.folder) if ddp.rank() == 0 else None
 
     def report(self, model: Llama, about: str, progress: Progress) -> None:
-        """Print the held-out exact match, and write it with the card."""
+        """Print the held-out exact match, and write it with the model card."""
         answer = self.answer()
         if answer is None:
             return
@@ -121,7 +122,7 @@ class Maker:
 
 
 def train(options: Options) -> None:
-    """Make both models, as one process of the crew."""
+    """Train both models, as one process of the group."""
     _keep_freed_memory()
     tokenizer = _tokenizer(options)
     teacher = _make_demo(Maker("demo", tokenizer, options))
@@ -164,26 +165,26 @@ def main() -> None:
 
 def _options() -> Options:
     parser = argparse.ArgumentParser(description="Train the demo models from generated text.")
-    parser.add_argument("--out", type=Path, default=MODELS, help="where the two folders go")
+    parser.add_argument("--out", type=Path, default=MODELS, help="folder for the two model folders")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--minutes",
         type=float,
         default=MINUTES,
-        help="processor minutes of each process, at most; the learning rate is fitted to them",
+        help="most CPU minutes per process; the learning rate schedule is fitted to them",
     )
     parser.add_argument(
         "--resume",
         choices=("review", "sibling"),
         default="",
-        help="go on from the demo model that is there, with its last review or with its sibling",
+        help="continue from the existing demo model: with its last review or with its sibling",
     )
-    parser.add_argument("--questions", type=int, default=200, help="held-out questions a family")
+    parser.add_argument("--questions", type=int, default=200, help="held-out questions per family")
     return Options(**vars(parser.parse_args()))
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc reuse freed activations: to map them anew at each step costs a sixth of it."""
+    """Make glibc keep freed memory: mapping activations anew takes a sixth of each step."""
     trim_threshold, top_pad, mmap_max = -1, -2, -4
     libc = ctypes.CDLL(None)
     libc.mallopt(mmap_max, 0)

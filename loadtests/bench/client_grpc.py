@@ -1,4 +1,4 @@
-"""A client of penstock.v1.Inference."""
+"""Load-test client for the gRPC API, `penstock.v1.Inference`."""
 
 from collections.abc import AsyncGenerator
 
@@ -11,6 +11,8 @@ _TIMEOUT_SECONDS = 10.0
 
 
 class GrpcClient:
+    """Implementation of `Client` over gRPC."""
+
     def __init__(self, target: Target) -> None:
         self._target = target
         self._metadata = [("authorization", f"Bearer {target.api_key}")] if target.api_key else None
@@ -39,9 +41,7 @@ class GrpcClient:
         try:
             async for reply in call:
                 if reply.tokens and reply.position != position:
-                    raise RequestFailed(
-                        f"position {reply.position} came where {position} was to come"
-                    )
+                    raise RequestFailed(f"expected position {position}, received {reply.position}")
                 position += len(reply.tokens)
                 finished = bool(reply.finish_reason)
                 yield _chunk(reply)
@@ -50,7 +50,7 @@ class GrpcClient:
         finally:
             call.cancel()
         if not finished:
-            raise RequestFailed("the stream ended before the answer did")
+            raise RequestFailed("the stream ended before the answer was complete")
 
     async def close(self) -> None:
         await self._channel.close()

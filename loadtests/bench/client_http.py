@@ -1,4 +1,4 @@
-"""A client of the OpenAI HTTP API, of whichever server."""
+"""Load-test client for the OpenAI HTTP API of any server."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from penstock.loadtests.bench.clients import Chunk, RequestFailed, Served, Serve
 
 _TIMEOUT_SECONDS = 10.0
 
-# The chat API takes text only. Short words are one token, or few, in every vocabulary.
+# The chat API accepts only text. Short words are one or a few tokens in every vocabulary.
 _TEXT = (
     "the of and to in is you that it he was for on are as with his they at be"
     " this have from or one had by word but not what all were we when your can said there use"
@@ -21,6 +21,8 @@ WORDS = tuple(_TEXT.split())
 
 
 class HttpClient:
+    """Implementation of `Client` over HTTP: completions or chat completions."""
+
     def __init__(self, target: Target) -> None:
         self._target = target
         self._base = target.address.rstrip("/").removesuffix("/v1")
@@ -38,11 +40,11 @@ class HttpClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerUnusable(f"{self._base}: {_error_text(error)}") from None
         except (KeyError, TypeError, json.JSONDecodeError):
-            raise ServerUnusable(f"{self._base}/v1/models: not an OpenAI list of models") from None
+            raise ServerUnusable(f"{self._base}/v1/models: not an OpenAI model list") from None
         return self._choose(models)
 
     def _choose(self, models: list[dict[str, Any]]) -> Served:
-        """Settle on the model asked for, or the first one."""
+        """Select the requested model, or the first one if none was requested."""
         names = [str(model.get("id")) for model in models]
         if not names or (self._target.model and self._target.model not in names):
             wanted = f"no model {self._target.model!r}" if self._target.model else "no model"
@@ -68,14 +70,14 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as error:
             raise RequestFailed(_error_text(error)) from None
         if not done:
-            raise RequestFailed("the stream ended before the answer did")
+            raise RequestFailed("the stream ended before the answer was complete")
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
     def _open(self) -> aiohttp.ClientSession:
-        # Made when first used: aiohttp wants a running loop.
+        # Created on first use, because aiohttp needs a running event loop.
         if self._session is None:
             key = self._target.api_key
             self._session = aiohttp.ClientSession(
@@ -107,18 +109,21 @@ class HttpClient:
             usage = event.get("usage") or {}
             brings = any(self._brings_tokens(choice) for choice in event["choices"])
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
-            raise RequestFailed(f"not an event of this API: {data[:80]!r}") from None
+            raise RequestFailed(f"invalid event in the response: {data[:80]!r}") from None
         return Chunk(
             None if brings else 0, usage.get("prompt_tokens"), usage.get("completion_tokens")
         )
 
     def _brings_tokens(self, choice: dict[str, Any]) -> bool:
-        """Text may be empty though there is a token: a special one, or half a character."""
+        """Return whether an event carries tokens.
+
+        A token may add no text: special tokens do not, nor do incomplete UTF-8 characters.
+        """
         if self._target.api == "completions":
             return True
         delta = choice["delta"]
         content = delta.get("content")
-        # A message with the role and nothing said only announces the answer.
+        # The first event of a chat answer carries only the role, without a token.
         return bool(content) or (content == "" and "role" not in delta)
 
 

@@ -1,4 +1,4 @@
-"""What every protocol's client looks like to the load."""
+"""Interface between the load generator and the clients of the different protocols."""
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -8,35 +8,35 @@ Api = Literal["grpc", "completions", "chat"]
 
 
 class RequestFailed(Exception):
-    """One request did not come to a complete answer; the message says why."""
+    """A request failed before its answer was complete; the message gives the reason."""
 
 
 class ServerUnusable(Exception):
-    """The server cannot be asked what it serves; the message says why."""
+    """The server did not describe its model or failed the warm-up; the message says why."""
 
 
 class Chunk(NamedTuple):
-    """One message of an answer."""
+    """One message of a streamed answer."""
 
-    num_tokens: int | None = None  # new tokens in it; None: some, the protocol does not say
-    input_len: int | None = None  # what the server counted, in the last messages
-    output_len: int | None = None
+    num_tokens: int | None = None  # new tokens; None: one or more, not reported by the protocol
+    input_len: int | None = None  # prompt tokens as counted by the server, in the last messages
+    output_len: int | None = None  # answer tokens as counted by the server
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go and what they all have in common."""
+    """The server's address and the settings that all requests share."""
 
     address: str  # host:port for gRPC, a URL for HTTP
     api: Api
-    model: str = ""  # empty: the only one there
+    model: str = ""  # empty: the server's only model
     api_key: str = ""
-    timeout: float = 600.0  # seconds a request may take
+    timeout: float = 600.0  # seconds per request
     temperature: float = 0.0
 
 
 class Served(NamedTuple):
-    """What the server said of its model."""
+    """Description of a model as the server reports it."""
 
     model: str
     vocab_size: int | None = None
@@ -44,14 +44,17 @@ class Served(NamedTuple):
 
 
 class Client(Protocol):
+    """A client that can describe the server's model and stream answers."""
+
     async def describe(self) -> Served:
-        """Ask what is served. Raises ServerUnusable."""
+        """Query the server for its model. Raises ServerUnusable."""
         ...
 
     def stream(self, prompt: list[int], output_len: int) -> AsyncGenerator[Chunk]:
         """Send a prompt (token ids) and yield the messages of its answer.
 
-        The answer is made to be `output_len` tokens long. Raises RequestFailed.
+        The request ignores end-of-text tokens, so the answer has `output_len` tokens.
+        Raises RequestFailed.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""`penstock bench`: sends a load to a running server and says how it was served."""
+"""`penstock bench`: sends a load to a running server and reports latencies and throughput."""
 
 import asyncio
 import dataclasses
@@ -92,7 +92,7 @@ def _vocabulary(options: Options, target: Target, served: Served) -> range:
     vocab_size = options.server.vocab_size or served.vocab_size
     if vocab_size is None:
         raise WrongOptions(
-            "this server does not say how many token ids it knows: add --vocab-size, or --api chat"
+            "the server does not report its vocabulary size: add --vocab-size, or use --api chat"
         )
     try:
         return workload.ordinary_tokens(vocab_size)
@@ -101,14 +101,14 @@ def _vocabulary(options: Options, target: Target, served: Served) -> range:
 
 
 def _check_fit(plan: Sequence[workload.Planned], served: Served) -> None:
-    """Refuse a load that the server would refuse piece by piece."""
+    """Raise WrongOptions if a planned request exceeds the server's context length."""
     if served.max_model_len is None:
         return
     longest = max(plan, key=lambda planned: planned.input_len + planned.output_len)
     length = longest.input_len + longest.output_len
     if length > served.max_model_len:
         raise WrongOptions(
-            f"request {longest.number} has {length} tokens and {served.model} takes "
+            f"request {longest.number} has {length} tokens, but {served.model} accepts at most "
             f"{served.max_model_len}: lower --input-len or --output-len, or cap the trace with "
             "--max-input-len and --max-output-len"
         )
@@ -117,7 +117,7 @@ def _check_fit(plan: Sequence[workload.Planned], served: Served) -> None:
 async def _warm_up(
     client: Client, prompts: workload.Prompts, like: workload.Planned, count: int
 ) -> None:
-    """Send requests like the first one; when they fail, the load would, too."""
+    """Send `count` requests of the lengths of `like`. Raises ServerUnusable if one fails."""
     for number in range(count):
         try:
             async for _ in client.stream(prompts.warmup(number, like.input_len), like.output_len):
@@ -128,7 +128,7 @@ async def _warm_up(
 
 @contextmanager
 def _progress(count: int) -> Iterator[Any]:
-    """Show how many requests have ended, on a terminal; quietly nothing elsewhere."""
+    """Show a progress bar if stderr is a terminal; yield a callback for finished requests."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
     with Progress(
@@ -146,25 +146,25 @@ def _progress(count: int) -> Iterator[Any]:
 
 
 def _notes(load: Load, measured: Figures) -> Iterator[str]:
-    """What a reader must know beside the figures."""
+    """Yield warnings that qualify the results: interruption, failures, short answers, lag."""
     if load.interrupted:
-        yield f"interrupted: {len(load.outcomes)} of {len(load.plan)} requests had ended"
+        yield f"interrupted: {len(load.outcomes)} of {len(load.plan)} requests had finished"
     errors = Counter(outcome.error for outcome in load.outcomes if outcome.error)
     for error, count in errors.most_common(_SHOWN_ERRORS):
         yield f"failed, {count} times: {error}" if count > 1 else f"failed: {error}"
     if len(errors) > _SHOWN_ERRORS:
         yield f"and {len(errors) - _SHOWN_ERRORS} more kinds of failure"
     if measured.short:
-        yield f"{measured.short} answers were shorter than asked for"
+        yield f"{measured.short} answers were shorter than requested"
     if measured.lag.p99 > _LATE_MS:
         yield (
-            f"this client was late: 1% of requests left {measured.lag.p99:.0f} ms or more after "
-            "their time; the load was gentler than asked for"
+            f"this client was late: it sent 1% of requests {measured.lag.p99:.0f} ms or more "
+            "after their scheduled time, so the load was lighter than requested"
         )
 
 
 def _config(options: Options, served: Served) -> dict[str, Any]:
-    """Return the options as JSON, without the key."""
+    """Return the options in JSON form, without the API key."""
     config = dataclasses.asdict(options)
     config["server"]["api_key"] = bool(options.server.api_key)
     config["served"] = served._asdict()

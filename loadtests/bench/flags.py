@@ -1,4 +1,4 @@
-"""Flags made from frozen records: every field is one."""
+"""Command-line flags generated from dataclasses: one flag per field."""
 
 import argparse
 import sys
@@ -9,13 +9,18 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 
 def option(default: Any, about: str, positional: bool = False, also: Sequence[str] = ()) -> Any:
-    """A field that is a flag, or an argument in its place; `also`: other names of the flag."""
+    """Return a dataclass field that becomes a flag or a positional argument.
+
+    Args:
+        about: help text.
+        also: other names of the flag.
+    """
     metadata = {"about": about, "positional": positional, "also": also}
     return field(default=default, metadata=metadata)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """An argument parser that reports errors in one line and exits with 2."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
@@ -25,9 +30,10 @@ class _Parser(argparse.ArgumentParser):
 def read_flags(
     program: str, about: str, records: Sequence[type], arguments: Sequence[str] | None
 ) -> list[Any]:
-    """Return one instance of each record, as the arguments say.
+    """Parse `arguments` (None: sys.argv) into one instance of each dataclass in `records`.
 
-    Exits with 2 and one line where they are no flags; with 0 after --help.
+    The docstring of a record is the title of its group in --help. Exits with 2 and a one-line
+    message if the arguments are invalid, and with 0 after --help.
     """
     parser = _Parser(prog=program, description=about, allow_abbrev=False)
     for record in records:
@@ -55,7 +61,7 @@ def _add(group: Any, record: type) -> None:
 
 
 def _argument_options(kind: Any) -> dict[str, Any]:
-    """How argparse reads a value of a type."""
+    """Return the keyword arguments of `add_argument` for a field of type `kind`."""
     if kind is bool:
         return {"action": "store_true"}
     if get_origin(kind) is tuple:

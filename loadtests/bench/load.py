@@ -1,4 +1,4 @@
-"""Sends what was planned, when it was planned, and times what comes back."""
+"""Load generator: sends planned requests at their times and records when replies arrive."""
 
 import asyncio
 import time
@@ -13,38 +13,41 @@ from penstock.loadtests.bench.workload import Planned, Prompts
 
 @dataclass(slots=True)
 class Load:
-    """A load under way, then what came of it."""
+    """One load, and its results once `run` has returned."""
 
     client: Client
     prompts: Prompts
-    plan: Sequence[Planned]  # in the order of their times
-    concurrency: int | None = None  # requests under way at most; None: any number
+    plan: Sequence[Planned]  # sorted by `due`
+    concurrency: int | None = None  # maximum requests in flight; None: unlimited
     on_done: Callable[[Outcome], None] = lambda _: None
-    outcomes: list[Outcome] = field(default_factory=list)  # that ended, in that order
+    outcomes: list[Outcome] = field(default_factory=list)  # in the order of completion
     duration: float = 0.0  # seconds
     interrupted: bool = False
-    _origin: float = 0.0  # of all times here, on the clock of perf_counter
+    _origin: float = 0.0  # perf_counter at the start; all other times are relative to it
 
     async def run(self) -> None:
-        """Run to the end, or until cancelled: what has ended until then counts."""
+        """Run until all requests have finished or the task is cancelled.
+
+        After a cancellation, `outcomes` holds the requests that had finished.
+        """
         self._origin = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as tasks:
                 await self._release(tasks)
         except asyncio.CancelledError:
-            self.interrupted = True  # by Ctrl-C: asyncio.Runner cancels the main task
+            self.interrupted = True  # on Ctrl-C, asyncio.Runner cancels the main task
         self.duration = self._now()
 
     async def _release(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin each request at its time and, of so many at once, when one of them has ended.
+        """Start each request at its time, or later when one of `concurrency` slots is free.
 
-        A task is made only for what has a slot: those that wait cost nothing.
+        A task is created only once there is a slot, so waiting requests cost nothing.
         """
         slots = asyncio.Semaphore(self.concurrency or len(self.plan))
         full_until = 0.0
         for planned in self.plan:
             await asyncio.sleep(max(0.0, planned.due - self._now()))
-            # What came due while all slots were taken was not late by this client's fault.
+            # A request that came due while all slots were taken is not counted as client lag.
             released = planned.due if planned.due < full_until else self._now()
             was_full = slots.locked()
             await slots.acquire()
@@ -80,7 +83,7 @@ class Load:
 
 
 def _settle(outcome: Outcome) -> None:
-    """Count the answer where the server did not."""
+    """Count the answer's tokens if the server did not; an answer without tokens is an error."""
     if not outcome.arrivals:
         outcome.error = "the answer had no tokens"
     if not outcome.output_len:

@@ -1,9 +1,9 @@
-"""Per-request timings into the figures of a load. Definitions are those of `vllm bench serve`.
+"""Latency and throughput metrics of a load, defined as in `vllm bench serve`.
 
-- TTFT: from sending a request to the first message with tokens.
-- ITL: the gap between two messages with tokens, one sample a gap, however many tokens they bring.
-- TPOT: (latency - TTFT) / (tokens - 1), one sample a request with at least two tokens.
-- E2EL, the latency: from sending to the last message with tokens.
+- TTFT: time from sending a request to the first message with tokens.
+- ITL: time between two messages with tokens; one sample per gap, whatever the token counts.
+- TPOT: (E2EL - TTFT) / (tokens - 1); one sample per request with at least two tokens.
+- E2EL (end-to-end latency): time from sending to the last message with tokens.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ import numpy as np
 
 @dataclass(slots=True)
 class Outcome:
-    """One request as its client saw it; times are seconds on one clock for the whole load."""
+    """Measurements of one request; times are seconds since the start of the load."""
 
     number: int
-    due: float  # when it should have been sent
-    input_len: int  # tokens, as planned, then as the server counted
-    requested_len: int  # tokens of answer asked for
-    released: float = 0.0  # when it was its turn, before it waited for a free slot
-    start: float = 0.0  # when it was sent
-    arrivals: list[float] = field(default_factory=list)  # of each message with tokens
-    counts: list[int | None] = field(default_factory=list)  # tokens in each; None: it did not say
-    output_len: int = 0  # tokens of answer, as the server counted
-    error: str = ""  # why it failed; empty: it did not
+    due: float  # scheduled send time
+    input_len: int  # prompt tokens: as planned, later as counted by the server
+    requested_len: int  # answer tokens requested
+    released: float = 0.0  # when the client was ready to send it, before waiting for a slot
+    start: float = 0.0  # actual send time
+    arrivals: list[float] = field(default_factory=list)  # arrival of each message with tokens
+    counts: list[int | None] = field(default_factory=list)  # tokens in each; None: not reported
+    output_len: int = 0  # answer tokens as counted by the server
+    error: str = ""  # reason of the failure; empty: the request succeeded
 
     @property
     def ttft(self) -> float:
@@ -39,7 +39,7 @@ class Outcome:
 
     @property
     def tpot(self) -> float:
-        """Seconds a token after the first; 0 for answers of one token."""
+        """Seconds per token after the first; 0 for an answer of one token."""
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
     @property
@@ -47,7 +47,10 @@ class Outcome:
         return [after - before for before, after in pairwise(self.arrivals)]
 
     def tokens_per_message(self) -> list[float]:
-        """Tokens of each message; what messages do not say is shared out evenly among them."""
+        """Return the tokens in each message.
+
+        Tokens that no message reported are divided evenly among the messages without a count.
+        """
         reported = sum(count for count in self.counts if count is not None)
         silent = self.counts.count(None)
         per_message = (self.output_len - reported) / silent if silent else 0.0
@@ -56,7 +59,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A distribution, in milliseconds; all zero when there is nothing to sum up."""
+    """Statistics of a distribution, in milliseconds; all 0 if there are no samples."""
 
     mean: float
     median: float
@@ -73,7 +76,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What a request must keep to count as good, in milliseconds; None: anything will do."""
+    """Latency limits in milliseconds that a good request meets (goodput); None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -90,29 +93,29 @@ class Goals:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a load came to."""
+    """Results of a load."""
 
     duration: float  # seconds
     completed: int
     failed: int
-    short: int  # answers that ended before the length asked for
+    short: int  # answers with fewer tokens than requested
     total_input: int  # tokens of the completed requests
     total_output: int
-    peak_output: float  # tokens in the best second
+    peak_output: float  # most tokens received within one second
     peak_concurrent: int
-    good: int | None  # requests that met the goals; None: no goals
+    good: int | None  # requests that met the goals; None: no goals were set
     ttft: Summary
     tpot: Summary
     itl: Summary
     e2el: Summary
-    lag: Summary  # how late the client itself let requests go
+    lag: Summary  # delay of sending that the client itself caused
 
     def per_second(self, count: int) -> float:
         return count / self.duration if self.duration > 0 else 0.0
 
 
 def figures(outcomes: Sequence[Outcome], duration: float, goals: Goals | None = None) -> Figures:
-    """Sum up the requests that ended, in `duration` seconds."""
+    """Compute the results of the finished requests of a load that took `duration` seconds."""
     done = [outcome for outcome in outcomes if not outcome.error]
     return Figures(
         duration=duration,
@@ -133,7 +136,7 @@ def figures(outcomes: Sequence[Outcome], duration: float, goals: Goals | None = 
 
 
 def peak_output(done: Sequence[Outcome]) -> float:
-    """Most tokens that came within one second, counted in whole seconds from the first request."""
+    """Return the most tokens received in one second (whole seconds from the first request)."""
     if not done:
         return 0.0
     first = min(outcome.start for outcome in done)
@@ -146,7 +149,10 @@ def peak_output(done: Sequence[Outcome]) -> float:
 
 
 def peak_concurrent(done: Sequence[Outcome]) -> int:
-    """Most requests under way at one time, from sending (included) to the last token (not)."""
+    """Return the most requests in flight at one time.
+
+    A request is in flight from its sending up to, but not including, its last token.
+    """
     changes = [(outcome.start, 1) for outcome in done]
     changes += [(outcome.arrivals[-1], -1) for outcome in done]
     under_way = np.cumsum([change for _, change in sorted(changes)])

@@ -1,4 +1,4 @@
-"""The options of `penstock bench`, and the plan, target and goals they stand for."""
+"""Options of `penstock bench`, and their conversion to a plan, a target and goals."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from penstock.loadtests.bench.traces import read_trace
 
 
 class WrongOptions(ValueError):
-    """Options that contradict themselves or the server; the message says what to do."""
+    """Options are invalid, contradictory or do not fit the server; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,62 +25,62 @@ class Server:
         "grpc://HOST:PORT, or http[s]://HOST:PORT for the OpenAI API",
         positional=True,
     )
-    api: Api | None = option(None, "by default grpc or completions, as the address says")  # noqa: RUF009
-    model: str = option("", "its name there; by default the only one (over HTTP: the first)")
-    api_key: str = option("", "sent as a bearer token")
+    api: Api | None = option(None, "default: grpc for grpc://, completions for http://")  # noqa: RUF009
+    model: str = option("", "model name; default: the only model (over HTTP: the first)")
+    api_key: str = option("", "API key, sent as a bearer token")
     vocab_size: int | None = option(
-        None, "prompts are drawn from so many token ids; by default the server is asked (gRPC)"
+        None, "vocabulary size from which prompts are drawn; default: as reported by the server"
     )
-    timeout: float = option(600.0, "seconds after which a request has failed")
+    timeout: float = option(600.0, "seconds after which a request fails")
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is sent, and when."""
+    """Requests and arrival times."""
 
     num_requests: int | None = option(
-        None, "how many; by default 100, or all of the trace", also=("--num-prompts",)
+        None, "number of requests; default: 100, or all of the trace", also=("--num-prompts",)
     )
     rate: float | None = option(
         None,
-        "requests a second, as a Poisson process (open loop); inf: all at once",
+        "requests per second, as a Poisson process (open loop); inf: all at once",
         also=("--request-rate",),
     )
     concurrency: int | None = option(
         None,
-        "requests under way at most; without a rate: always so many (closed loop)",
+        "maximum requests in flight; without --rate, always this many (closed loop)",
         also=("--max-concurrency",),
     )
     input_len: str = option(
-        "128", "prompt tokens: 128, 64-256 (uniform) or lognormal:64-256; over chat: words"
+        "128", "prompt tokens (words for chat): N, LOW-HIGH (uniform) or lognormal:LOW-HIGH"
     )
-    output_len: str = option("64", "answer tokens, likewise; an end-of-text token ends no answer")
+    output_len: str = option("64", "answer tokens, same format; end-of-text tokens are ignored")
     trace: Path | None = option(  # noqa: RUF009
         None, "take times, lengths and shared prefixes from Mooncake JSON lines or an Azure CSV"
     )
-    trace_speed: float = option(1.0, "play the trace so many times as fast")
-    max_input_len: int | None = option(None, "cut longer prompts of the trace")
-    max_output_len: int | None = option(None, "cut longer answers of the trace")
-    temperature: float = option(0.0, "0 is greedy")
-    num_warmups: int = option(1, "requests sent before, and not counted")
+    trace_speed: float = option(1.0, "speed factor for replaying the trace")
+    max_input_len: int | None = option(None, "truncate longer prompts of the trace")
+    max_output_len: int | None = option(None, "truncate longer answers of the trace")
+    temperature: float = option(0.0, "sampling temperature; 0 is greedy")
+    num_warmups: int = option(1, "warm-up requests, sent first and not measured")
     seed: int = option(0, "the same seed gives the same requests at the same times")
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What is done with the figures."""
+    """Results and exit code."""
 
     goodput: tuple[str, ...] = option(
-        (), "what a good request keeps, in milliseconds: ttft:200 tpot:50 e2el:5000"
+        (), "limits that a good request meets, in milliseconds: ttft:200 tpot:50 e2el:5000"
     )
-    save_json: Path | None = option(None, "write figures, options and machine to this file")  # noqa: RUF009
-    save_rows: bool = option(False, "put every request's timings into that file, too")
+    save_json: Path | None = option(None, "write results, options and machine to this file")  # noqa: RUF009
+    save_rows: bool = option(False, "also write the timings of every request to that file")
     allow_failures: bool = option(False, "exit with 0 even if requests failed")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """All of them."""
+    """All options of the command."""
 
     server: Server = Server()
     work: Work = Work()
@@ -88,21 +88,23 @@ class Options:
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
-    """Read flags. Exits with 2 and one line where they are no flags."""
+    """Parse the command line. Exits with 2 and a one-line message if it is invalid."""
     about = "Send a load to a running server and print what `vllm bench serve` prints."
     read = read_flags("penstock bench", about, (Server, Work, Results), arguments)
     return Options(*read)
 
 
 def target_of(options: Options) -> Target:
-    """Read address and API. Raises WrongOptions."""
+    """Return the target that the options describe. Raises WrongOptions."""
     server = options.server
     scheme, found, rest = server.address.partition("://")
     if not found or scheme not in ("grpc", "http", "https") or not rest:
-        raise WrongOptions(f"address {server.address!r}: say grpc://HOST:PORT or http://HOST:PORT")
+        raise WrongOptions(
+            f"address {server.address!r}: expected grpc://HOST:PORT or http[s]://HOST:PORT"
+        )
     api = server.api or ("grpc" if scheme == "grpc" else "completions")
     if (api == "grpc") != (scheme == "grpc"):
-        raise WrongOptions(f"--api {api} does not go with an address of {scheme}://")
+        raise WrongOptions(f"--api {api} cannot be used with an address of {scheme}://")
     if not server.timeout > 0:
         raise WrongOptions("--timeout must be above 0 seconds")
     if options.work.temperature < 0:
@@ -114,7 +116,7 @@ def target_of(options: Options) -> Target:
 
 
 def goals_of(pairs: Sequence[str]) -> Goals | None:
-    """Read `ttft:200 tpot:50` (milliseconds). Raises WrongOptions."""
+    """Parse goals such as `ttft:200 tpot:50` (milliseconds). Raises WrongOptions."""
     read: dict[str, float] = {}
     for pair in pairs:
         name, _, text = pair.partition(":")
@@ -123,21 +125,21 @@ def goals_of(pairs: Sequence[str]) -> Goals | None:
         except ValueError:
             read[name] = -1.0
         if name not in ("ttft", "tpot", "e2el") or not read[name] >= 0:
-            raise WrongOptions(f"--goodput {pair!r}: say ttft:MS, tpot:MS or e2el:MS")
+            raise WrongOptions(f"--goodput {pair!r}: expected ttft:MS, tpot:MS or e2el:MS")
     return Goals(**read) if read else None
 
 
 def check_results(results: Results) -> None:
-    """See to it that nothing measured is lost for want of a place. Raises WrongOptions."""
+    """Check before the load that the results can be written. Raises WrongOptions."""
     if results.save_json is None:
         if results.save_rows:
             raise WrongOptions("--save-rows needs --save-json FILE")
     elif results.save_json.is_dir() or not results.save_json.absolute().parent.is_dir():
-        raise WrongOptions(f"--save-json {results.save_json}: not a file in a folder that exists")
+        raise WrongOptions(f"--save-json {results.save_json}: not a file in an existing folder")
 
 
 def plan_of(work: Work) -> list[workload.Planned]:
-    """Plan the requests. Raises WrongOptions and BadTrace."""
+    """Plan the requests, from the trace if there is one. Raises WrongOptions and BadTrace."""
     _check_work(work)
     if work.trace is not None:
         return _plan_trace(work, work.trace)
@@ -158,7 +160,7 @@ def _plan_trace(work: Work, path: Path) -> list[workload.Planned]:
         raise WrongOptions(f"--trace {path}: {error.strerror}") from None
     rows = [workload.capped(row, work.max_input_len, work.max_output_len) for row in rows]
     if not rows:
-        raise WrongOptions(f"{path}: the trace holds no requests")
+        raise WrongOptions(f"{path}: the trace contains no requests")
     if work.rate is not None:
         return workload.traced_load(
             rows, workload.arrivals(len(rows), work.rate, work.seed).tolist()
@@ -173,10 +175,10 @@ def _check_work(work: Work) -> None:
         if value is not None and value < least:
             raise WrongOptions(f"--{name.replace('_', '-')} must be {least} or more")
     if work.rate is not None and not work.rate > 0:
-        raise WrongOptions("--rate must be above 0 requests a second (inf: all at once)")
+        raise WrongOptions("--rate must be above 0 requests per second (inf: all at once)")
     if not 0 < work.trace_speed < math.inf:
         raise WrongOptions("--trace-speed must be above 0 and finite")
     if not 0 <= work.seed < 2**63:
         raise WrongOptions("--seed must be from 0 to 2^63 - 1")
     if work.trace is None and (work.max_input_len or work.max_output_len or work.trace_speed != 1):
-        raise WrongOptions("--trace-speed, --max-input-len, --max-output-len: these need --trace")
+        raise WrongOptions("--trace-speed, --max-input-len and --max-output-len require --trace")

@@ -1,4 +1,4 @@
-"""The figures of a load as `vllm bench serve` prints them, and as JSON with its names."""
+"""Results of a load in the printed format and JSON names of `vllm bench serve`."""
 
 import math
 import os
@@ -22,9 +22,9 @@ _SECTIONS = (
 
 
 def block(figures: Figures, rate: float = math.inf, concurrency: int | None = None) -> str:
-    """Return the printed result, labels, widths and order as in `vllm bench serve`.
+    """Return the results as text with the labels, widths and order of `vllm bench serve`.
 
-    `rate` (requests a second) and `concurrency` are shown when they bounded the load.
+    `rate` (requests per second) is shown if it is finite, `concurrency` if it is not None.
     """
     return "\n".join(_lines(figures, rate, concurrency))
 
@@ -63,9 +63,9 @@ def _line(label: str, value: float) -> str:
 
 
 def as_json(figures: Figures, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures under the names of `vllm bench serve --save-result`, and what gave them.
+    """Return results, configuration and machine, named as in `vllm bench serve --save-result`.
 
-    Times that end in `_ms` are milliseconds, `duration` is seconds, throughputs are a second.
+    Keys that end in `_ms` are milliseconds, `duration` is seconds, throughputs are per second.
     """
     result: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -92,7 +92,10 @@ def as_json(figures: Figures, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Return one record a request; times are seconds after the load's start, `itls` seconds."""
+    """Return one record per request.
+
+    All times are seconds; `due` and `start` count from the start of the load.
+    """
     return [
         {
             "number": outcome.number,
@@ -110,7 +113,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """Say what the measuring side ran on."""
+    """Describe the machine on which this client runs."""
     return {
         "cpu": _cpu_name(),
         "cpus": len(os.sched_getaffinity(0))
@@ -132,7 +135,7 @@ def _cpu_name() -> str:
 
 
 def commit() -> str:
-    """The commit of this tree, with a `+` where files differ from it; empty where there is none."""
+    """Return the git commit of this tree, with `+` if it has local changes; empty without git."""
     folder = Path(__file__).resolve().parent
     command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=7", "--dirty=+"]
     try:

@@ -1,9 +1,9 @@
-"""A client of `penstock.v1.Inference` that outlives its router: it goes on with what it has.
+"""A client of `penstock.v1.Inference` that resumes its answers on another router.
 
     client = ResumingClient(stubs, metadata)
     async for reply in client.generate(request): ...
 
-yields the replies of one undisturbed call, whichever of the routers gave them.
+yields the replies of one uninterrupted call, even if several routers produced them.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ import grpc
 
 from penstock.protos import inference_pb2 as pb
 
-PAUSE_SECONDS = 0.2  # once all routers were tried
+PAUSE_SECONDS = 0.2  # delay after each failed attempt, once every router has failed
 
 
 class BadAnswer(Exception):
-    """A position came twice or was left out, or the call ended before the answer did."""
+    """A position was repeated or skipped, or the call ended before the answer was complete."""
 
 
 class Progress:
-    """What has come of one request: all that is needed to ask for the rest.
+    """The part of one request's answer received so far, from which the rest can be requested.
 
-    The prompt's token ids are asked for with the first reply, unless they are known, so that the
-    rest is of the very same prompt.
+    Requests the prompt's token ids with the first reply, unless they are known, so that a resumed
+    request has exactly the same prompt.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
@@ -34,7 +34,7 @@ class Progress:
         num_choices = sampling.n or 1
         self.tokens: list[list[int]] = [[] for _ in range(num_choices)]
         self.finishes = [""] * num_choices
-        self._past = [""] * num_choices  # ends that came with the request
+        self._past = [""] * num_choices  # finish reasons given in the request's `resume_from`
         for known in request.resume_from:
             self.tokens[known.choice] = list(known.tokens)
             self._past[known.choice] = known.finish_reason
@@ -42,23 +42,26 @@ class Progress:
         self._request.CopyFrom(request)
         self._wants_prompt = request.echo_prompt_tokens
         self._request.echo_prompt_tokens |= request.WhichOneof("prompt") != "tokens"
-        # Answers that come whole, at the end, come again: nothing goes on from their tokens.
+        # Beam search and best_of return the answer only at the end; these requests start over.
         self._comes_whole = sampling.use_beam_search or sampling.best_of > num_choices
         self._has_begun = bool(request.resume_from)
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is to come."""
+        """True if every choice has its finish reason."""
         return all(self.finishes)
 
     def add_reply(self, reply: pb.GenerateReply) -> None:
-        """Keep what a reply tells, and take from it what its reader knows. `BadAnswer`."""
+        """Record a reply, and clear the fields that the reader already received.
+
+        Raises BadAnswer.
+        """
         answer = self.tokens[reply.choice]
         if self.finishes[reply.choice]:
             for name in ("tokens", "text", "logprobs", "finish_reason", "stop_reason"):
                 reply.ClearField(name)
         elif reply.tokens and reply.position != len(answer):
-            raise BadAnswer(f"position {reply.position} came where {len(answer)} was to come")
+            raise BadAnswer(f"expected position {len(answer)}, received {reply.position}")
         answer.extend(reply.tokens)
         self.finishes[reply.choice] = self.finishes[reply.choice] or reply.finish_reason
         self._has_begun |= bool(reply.tokens)
@@ -70,12 +73,12 @@ class Progress:
                 reply.ClearField("prompt_tokens")
 
     def remaining_request(self) -> pb.GenerateRequest:
-        """The request for what has not come yet."""
+        """Return the request for the rest of the answer."""
         rest = pb.GenerateRequest()
         rest.CopyFrom(self._request)
         if not self._has_begun or self._comes_whole:
             return rest
-        rest.sampling.ClearField("prompt_logprobs")  # they came before the first token
+        rest.sampling.ClearField("prompt_logprobs")  # received before the first token
         del rest.resume_from[:]
         for choice, tokens in enumerate(self.tokens):
             finish = self.finishes[choice] or self._past[choice]
@@ -84,12 +87,12 @@ class Progress:
 
 
 class ResumingClient:
-    """Asks one of several routers, and when that is gone another.
+    """A client that sends a request to one of several routers and fails over to the next.
 
     Args:
-        stubs: of the routers; where there is one, it is asked again until it is there anew.
-        metadata: of every call.
-        patience: seconds for which there may be nobody who answers.
+        stubs: gRPC stubs of the routers; a single router is retried until it is back.
+        metadata: gRPC metadata of every call.
+        timeout: seconds without a reply from any router after which a call fails.
     """
 
     def __init__(
@@ -98,15 +101,19 @@ class ResumingClient:
         metadata: Sequence[tuple[str, str]] = (),
         timeout: float = 30.0,
     ) -> None:
-        self.num_broken = 0  # calls that went on elsewhere
+        self.num_broken = 0  # calls that broke and were retried
         self._stubs = stubs
         self._metadata = metadata
         self._timeout = timeout
         self._at = 0
 
     async def generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateReply]:
-        """The replies of one answer. `grpc.RpcError` for what no other router would mend;
-        `BadAnswer`."""
+        """Yield the replies of one answer.
+
+        Raises:
+            grpc.RpcError: an error other than UNAVAILABLE, or `timeout` seconds without a reply.
+            BadAnswer: the replies do not form one complete answer.
+        """
         progress = Progress(request)
         num_misses, received_at = 0, time.monotonic()
         while not progress.is_over:
@@ -119,7 +126,7 @@ class ResumingClient:
                     progress.add_reply(reply)
                     yield reply
                 if not progress.is_over:
-                    raise BadAnswer("the call ended before the answer did")
+                    raise BadAnswer("the call ended before the answer was complete")
             except grpc.RpcError as error:
                 is_final = error.code() is not grpc.StatusCode.UNAVAILABLE
                 if is_final or time.monotonic() - received_at > self._timeout:

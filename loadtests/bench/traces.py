@@ -1,4 +1,4 @@
-"""Reads request traces: Mooncake's JSON lines and the CSV of Azure's public data set."""
+"""Readers of request traces: Mooncake's JSON lines and the CSV of Azure's public data set."""
 
 import json
 import math
@@ -13,14 +13,13 @@ _AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 class BadTrace(ValueError):
-    """The file is no trace of a known form; the message names the line."""
+    """The file is not a trace in a known format; the message names the line."""
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """Read a whole trace; which form it has is seen from its first line.
+    """Read a whole trace; its first line determines the format.
 
-    Times start at 0 with the first request. Raises BadTrace (which line, what is wrong with it)
-    and OSError.
+    The first request has time 0. Raises BadTrace and OSError.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -42,7 +41,7 @@ def read_trace(path: Path) -> list[TraceRow]:
         try:
             rows.append(parse(line))
             if rows[-1].at < rows[max(0, len(rows) - 2)].at:
-                raise ValueError("comes before the line above it")
+                raise ValueError("its time comes before that of the previous line")
         except ValueError as error:
             raise BadTrace(f"{path}:{number}: {error}") from None
     return list(_from_zero(rows))
@@ -65,25 +64,25 @@ def _mooncake_row(line: str) -> TraceRow:
             raise ValueError(f"{field} is missing")
     at, input_len, output_len, blocks = (record[field] for field in _MOONCAKE_FIELDS)
     if type(at) not in (int, float) or not 0 <= at < math.inf:
-        raise ValueError(f"timestamp must be milliseconds from 0 on, not {at!r}")
+        raise ValueError(f"timestamp must be milliseconds, 0 or more, not {at!r}")
     input_len = _length("input_length", input_len)
     num_blocks = -(-input_len // TRACE_BLOCK)
     if not isinstance(blocks, list) or len(blocks) != num_blocks:
         raise ValueError(f"hash_ids must be {num_blocks} ids for {input_len} tokens")
     for block in blocks:
         if type(block) is not int or not 0 <= block <= MAX_BLOCK_ID:
-            raise ValueError(f"hash_ids holds {block!r}, which is no id of 32 bits")
+            raise ValueError(f"hash_ids contains {block!r}, which is not a 32-bit id")
     return TraceRow(at / 1000, input_len, _length("output_length", output_len), tuple(blocks))
 
 
 def _azure_row(line: str) -> TraceRow:
     fields = line.split(",")
     if len(fields) != 3:
-        raise ValueError(f"{len(fields)} fields where 3 belong")
+        raise ValueError(f"expected 3 fields, found {len(fields)}")
     try:
         at = datetime.fromisoformat(fields[0]).replace(tzinfo=UTC).timestamp()
     except ValueError:
-        raise ValueError(f"TIMESTAMP is no date and time: {fields[0]!r}") from None
+        raise ValueError(f"TIMESTAMP is not a date and time: {fields[0]!r}") from None
     lengths = [int(field) if field.isascii() and field.isdigit() else field for field in fields]
     return TraceRow(
         at, _length("ContextTokens", lengths[1]), _length("GeneratedTokens", lengths[2])
@@ -91,6 +90,6 @@ def _azure_row(line: str) -> TraceRow:
 
 
 def _length(field: str, value: object) -> int:
-    if type(value) is not int or value < 1:  # a bool is an int to isinstance
-        raise ValueError(f"{field} must be a number of tokens from 1 on, not {value!r}")
+    if type(value) is not int or value < 1:  # isinstance would accept a bool
+        raise ValueError(f"{field} must be a number of tokens, 1 or more, not {value!r}")
     return value

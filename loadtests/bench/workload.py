@@ -1,4 +1,4 @@
-"""What is sent and when: lengths, arrivals and prompts, all of them functions of a seed."""
+"""Lengths, arrival times and prompts of a load, all derived from a seed."""
 
 import math
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 TRACE_BLOCK = 512
-"""Prompt tokens that one hash id of a trace stands for."""
+"""Number of prompt tokens that one hash id of a trace represents."""
 
 MAX_BLOCK_ID = 2**32 - 1
 
-_CENTRAL_95 = 1.959964  # standard deviations on each side of a normal's central 95%
-_LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES = range(4)  # streams of randomness of one seed
+_CENTRAL_95 = 1.959964  # half-width of the central 95% of a normal, in standard deviations
+_LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES = range(4)  # independent random streams of one seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +22,15 @@ class Planned:
     """One request to send."""
 
     number: int
-    due: float  # seconds after the load's start
+    due: float  # send time, seconds after the start of the load
     input_len: int  # tokens
     output_len: int  # tokens
-    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; (): a prompt like no other
+    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; (): a unique prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How many tokens: always the same, or drawn between two bounds, both of them possible."""
+    """Distribution of token counts between `low` and `high`, both included."""
 
     low: int
     high: int
@@ -38,9 +38,10 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> "Lengths":
-        """Read `128`, `64-256` (uniform) or `lognormal:64-256` (central 95% there, cut there).
+        """Parse `128`, `64-256` (uniform) or `lognormal:64-256`.
 
-        Raises ValueError, saying what is accepted.
+        The bounds of a lognormal distribution enclose its central 95%; values outside them are
+        clipped. Raises ValueError.
         """
         head, colon, bounds = text.rpartition(":")
         low, _, high = bounds.partition("-")
@@ -51,12 +52,12 @@ class Lengths:
             lengths = (0, 0)
         if kind not in ("uniform", "lognormal") or not 1 <= lengths[0] <= lengths[1]:
             raise ValueError(
-                f"{text!r} is no length: say 128, 64-256 or lognormal:64-256, from 1 token on"
+                f"invalid length {text!r}: expected 128, 64-256 or lognormal:64-256, 1 or more"
             )
         return cls(*lengths, kind="lognormal" if kind == "lognormal" else "uniform")
 
     def draw(self, count: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
-        """Draw [count] lengths."""
+        """Return [count] random lengths."""
         if self.kind == "uniform":
             return random.integers(self.low, self.high, size=count, endpoint=True)
         low, high = math.log(self.low), math.log(self.high)
@@ -67,23 +68,22 @@ class Lengths:
 class TraceRow(NamedTuple):
     """One request of a trace file."""
 
-    at: float  # seconds after the trace's start
+    at: float  # seconds after the start of the trace
     input_len: int
     output_len: int
-    blocks: tuple[int, ...] = ()  # (): the trace does not say what prompts share
+    blocks: tuple[int, ...] = ()  # hash ids; (): the trace does not record shared prefixes
 
 
 def _generator(seed: int, stream: int, item: int = 0) -> np.random.Generator:
-    """Randomness of its own for every (seed, stream, item), whatever else is drawn."""
+    """Return an independent random generator for each (seed, stream, item)."""
     return np.random.Generator(np.random.Philox(key=[seed, stream << 40 | item]))
 
 
 def arrivals(count: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
-    """Seconds [count] at which requests come: a Poisson process of `rate` a second.
+    """Return arrival times in seconds, [count]: a Poisson process with `rate` requests per second.
 
-    The last comes at count / rate exactly (a Poisson process given that), so that the load
-    offered is the same under every seed; `vllm bench serve` does so too. An infinite rate: all
-    at once.
+    The times are scaled so that the last is exactly count / rate, as in `vllm bench serve`; the
+    offered load is then the same for every seed. With an infinite rate all times are 0.
     """
     if math.isinf(rate):
         return np.zeros(count)
@@ -95,7 +95,7 @@ def arrivals(count: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
 def drawn_load(
     count: int, rate: float, inputs: Lengths, outputs: Lengths, seed: int
 ) -> list[Planned]:
-    """Plan `count` requests with prompts that share nothing."""
+    """Plan `count` requests whose prompts share no prefixes."""
     random = _generator(seed, _LENGTHS)
     input_lens, output_lens = inputs.draw(count, random), outputs.draw(count, random)
     columns = zip(arrivals(count, rate, seed), input_lens, output_lens, strict=True)
@@ -114,7 +114,7 @@ def traced_load(rows: Sequence[TraceRow], times: Sequence[float]) -> list[Planne
 
 
 def capped(row: TraceRow, max_input: int | None, max_output: int | None) -> TraceRow:
-    """Cut the lengths of a request of a trace; what is left of its prompt it still shares."""
+    """Truncate a trace request; the remaining prompt keeps its shared blocks."""
     input_len = min(row.input_len, max_input or row.input_len)
     output_len = min(row.output_len, max_output or row.output_len)
     blocks = row.blocks[: -(-input_len // TRACE_BLOCK)]
@@ -122,9 +122,10 @@ def capped(row: TraceRow, max_input: int | None, max_output: int | None) -> Trac
 
 
 def ordinary_tokens(vocab_size: int) -> range:
-    """Token ids that prompts are drawn from: special ones live at the ends of a vocabulary.
+    """Return the token ids that prompts are drawn from, without special tokens.
 
-    A fortieth on each side is left out: more than what Llama, Mistral, Qwen and Gemma keep there.
+    Special tokens are at the ends of a vocabulary. Leaves out 1/40 at each end, which covers
+    those of Llama, Mistral, Qwen and Gemma.
     """
     margin = max(8, vocab_size // 40)
     if vocab_size < 4 * margin:
@@ -133,7 +134,7 @@ def ordinary_tokens(vocab_size: int) -> range:
 
 
 class Prompts:
-    """Makes token ids when they are needed: a trace's prompts together would not fit in memory."""
+    """A generator of prompts on demand, since all prompts of a trace would not fit in memory."""
 
     def __init__(self, vocabulary: range, seed: int) -> None:
         self._vocabulary = vocabulary
@@ -141,10 +142,10 @@ class Prompts:
         self._num_digits = math.ceil(math.log(MAX_BLOCK_ID + 1, len(vocabulary)))
 
     def tokens(self, planned: Planned) -> list[int]:
-        """Token ids [input_len] of a request: equal for equal plans, seeds and vocabularies.
+        """Return the token ids [input_len] of a request: a function of plan, seed and vocabulary.
 
-        Two prompts with block ids agree as far as their ids do, and differ within the first few
-        tokens of the first block whose ids differ.
+        Two prompts with block ids are equal up to the first block whose ids differ, and differ
+        within the first few tokens of that block.
         """
         if not planned.blocks:
             return self._fresh(planned.number, planned.input_len)
@@ -153,7 +154,7 @@ class Prompts:
         return tokens
 
     def warmup(self, number: int, input_len: int) -> list[int]:
-        """Token ids [input_len] of a prompt that is not part of the load."""
+        """Return the token ids [input_len] of a prompt that is not part of the load."""
         return self._fresh(MAX_BLOCK_ID - number, input_len)
 
     def _fresh(self, number: int, input_len: int) -> list[int]:
@@ -161,9 +162,9 @@ class Prompts:
         return tokens
 
     def _block(self, block: int) -> npt.NDArray[np.int64]:
-        """Token ids [TRACE_BLOCK]: the id itself in digits, low ones first, then noise.
+        """Return the token ids [TRACE_BLOCK] of a block: its id in digits (low first), then noise.
 
-        The digits make different ids different blocks for certain, not just very likely.
+        The digits guarantee that different ids give different blocks.
         """
         tokens = self._draw(_BLOCKS, block, TRACE_BLOCK)
         for position in range(self._num_digits):

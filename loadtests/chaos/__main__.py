@@ -1,10 +1,11 @@
-"""Kills, stops and cuts off a real cluster's processes while clients stream, and compares.
+"""Chaos test: injects faults into a real cluster while clients stream, and checks every answer.
 
-`python -m penstock.loadtests.chaos`: a cluster is served as by `penstock serve`; every request is
-answered once undisturbed; then clients ask all the time while worker processes are killed (-9),
-stopped for a while or for good, and cut off, at random and at certain moments. Every answer is held
-against the undisturbed one: with `--deterministic` bit by bit, else each position once and another
-token only where the two nearly tied.
+`python -m penstock.loadtests.chaos` starts a cluster as `penstock serve` does and runs every
+request once without faults to get reference answers. Then clients send requests continuously
+while worker processes are killed (SIGKILL), stopped (SIGSTOP, temporarily or permanently) or
+disconnected, at random times and in chosen situations. Every answer is compared with its
+reference: bit by bit with `--deterministic`; otherwise every position must arrive exactly once,
+and a different token is accepted only if the two tokens nearly tied.
 """
 
 import asyncio
@@ -40,41 +41,41 @@ from penstock.loadtests.chaos.faults import plan_faults
 from penstock.loadtests.chaos.outcome import by_kind, by_moment, effects_of, errors_of, table
 from penstock.loadtests.chaos.request_mix import make_requests
 
-REST_SECONDS = 120.0  # in which everybody has to be there again, and nothing held
-BEST = 20  # log probabilities that a near tie is judged by
+REST_SECONDS = 120.0  # time limit for all workers to serve again, then for blocks to be released
+BEST = 20  # top log probabilities requested to check a near tie
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """What is done."""
+    """Settings of the test."""
 
-    faults: int = option(200, "how many")
-    seed: int = option(0, "of the requests and of the faults")
-    clients: int = option(12, "that stream all the time")
-    num_requests: int = option(28, "different requests")
-    least_tokens: int = option(60, "of an answer")
-    most_tokens: int = option(240, "of an answer")
-    seconds: float = option(3600.0, "after which no more faults are made")
-    pause: float = option(0.5, "seconds between the end of a fault and the search for the next")
-    near_tie: float = option(1e-3, "how far apart two tokens may be that count as tied")
-    ray_kill: bool = option(False, "kill ranks through Ray too")
-    kill_router: bool = option(False, "kill the router too: clients ask it again")
-    save_json: str = option("", "write what came of it to this file")
+    faults: int = option(200, "number of faults")
+    seed: int = option(0, "seed of the requests and faults")
+    clients: int = option(12, "number of clients that stream concurrently")
+    num_requests: int = option(28, "number of distinct requests")
+    least_tokens: int = option(60, "minimum answer length in tokens")
+    most_tokens: int = option(240, "maximum answer length in tokens")
+    seconds: float = option(3600.0, "time after which no more faults are injected")
+    pause: float = option(0.5, "seconds between a fault and the search for the next")
+    near_tie: float = option(1e-3, "largest score difference of two tokens that count as tied")
+    ray_kill: bool = option(False, "also kill ranks through Ray")
+    kill_router: bool = option(False, "also kill the router; clients then retry their requests")
+    save_json: str = option("", "write the results to this file")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Served:
     """The cluster."""
 
-    model: str = option("", "checkpoint folder; by default the small sibling of what ships")
-    prefill: int = option(2, "workers")
-    decode: int = option(3, "workers")
-    mixed: int = option(0, "workers")
-    tp: int = option(1, "ranks of each worker")
-    deterministic: bool = option(False, "answers have to be the same bit by bit")
-    worker_timeout_seconds: float = option(4.0, "a worker silent for so long is lost")
-    step_timeout_seconds: float = option(6.0, "one that answers nobody for so long is replaced")
-    kv_cache_mib: int = option(64, "of each worker")
+    model: str = option("", "checkpoint folder; default: the bundled demo-small model")
+    prefill: int = option(2, "number of prefill workers")
+    decode: int = option(3, "number of decode workers")
+    mixed: int = option(0, "number of mixed workers")
+    tp: int = option(1, "ranks of each worker (tensor parallel)")
+    deterministic: bool = option(False, "require answers that are equal bit by bit")
+    worker_timeout_seconds: float = option(4.0, "silence after which a worker counts as lost")
+    step_timeout_seconds: float = option(6.0, "time after which a hung worker is replaced")
+    kv_cache_mib: int = option(64, "KV cache of each worker in MiB")
 
     @property
     def folder(self) -> Path:
@@ -108,12 +109,12 @@ _BEGAN = time.monotonic()
 
 
 def print_line(text: str) -> None:
-    """Tell it, with the seconds since the start."""
+    """Print a line with the seconds since the start."""
     print(f"{time.monotonic() - _BEGAN:7.1f} {text}", flush=True)
 
 
 class ChaosRun:
-    """One run, on a cluster that serves."""
+    """One run of the test on a cluster that serves."""
 
     def __init__(self, options: Options, served: Served, cluster: Cluster) -> None:
         self._options = options
@@ -125,13 +126,14 @@ class ChaosRun:
         self._clients = Clients(cluster.grpc, self._may_retry)
 
     async def run(self) -> dict[str, Any]:
+        """Run the test and return its results. Raises ClusterFailed and TimeoutError."""
         options = self._options
         right = await self._clients.all_once(self._requests)
         broken = [stream for stream in right if stream.error or stream.problems]
         if broken:
             what = broken[0].error or broken[0].problems[0]
-            raise ClusterFailed(f"undisturbed, {broken[0].name} failed: {what}")
-        print_line(f"{len(right)} answers, undisturbed")
+            raise ClusterFailed(f"request {broken[0].name} failed before any fault: {what}")
+        print_line(f"{len(right)} reference answers received")
         also = [kind.replace("_", " ") for kind in ("ray_kill", "kill_router")
                 if getattr(options, kind)]  # fmt: skip
         plan = plan_faults(options.faults, options.seed, also)
@@ -152,13 +154,13 @@ class ChaosRun:
         return self._outcome(streams, seconds) | found | judged | {"left": left}
 
     def _may_retry(self, began: float) -> bool:
-        """Whether the router was killed under a call that began then."""
+        """Return whether the router was killed after `began`, or at most 5 s before it."""
         return any(down > began - 5.0 for down in self._faults.router_down)
 
     async def _until_rest(self) -> list[str]:
-        """Wait until all are there again and nothing is held; says what does not come to rest."""
+        """Wait until all workers serve and hold no requests or blocks; return what is left."""
         if not await self._cluster.wait_until_complete(REST_SECONDS):
-            return ["a worker did not come back"]
+            return [f"not all workers served again within {REST_SECONDS:g} s"]
         deadline = time.monotonic() + REST_SECONDS
         while left := await self._held():
             if time.monotonic() > deadline:
@@ -169,7 +171,7 @@ class ChaosRun:
     async def _held(self) -> list[str]:
         state = await self._cluster.snapshot()
         if state is None:
-            return ["there is no router"]
+            return ["the router does not run"]
         left = [f"the router has {state.streams} requests"] if state.streams else []
         for worker in state.workers:
             blocks = {} if worker.numbers is None else worker.numbers.blocks
@@ -195,7 +197,7 @@ class ChaosRun:
         return {"same": num_same, "wrong": wrong, "partings": divergences}
 
     async def _check_divergences(self, divergences: Sequence[Divergence]) -> dict[str, Any]:
-        """Which of the other tokens nearly tied with the right ones."""
+        """Separate the divergences that are near ties from the unexplained ones."""
         apart, unexplained = [], []
         for divergence in divergences:
             position = len(divergence.before)
@@ -205,13 +207,13 @@ class ChaosRun:
             gap = None if scores is None else near_tie(divergence, scores, _noise(divergence))
             where = (
                 f"{divergence.request.kind}, position {position}: "
-                f"{divergence.wrong}, not {divergence.right}"
+                f"token {divergence.wrong}, expected {divergence.right}"
             )
             if gap is not None and gap <= self._options.near_tie:
                 apart.append(gap)
             else:
-                shown = "cannot be told" if gap is None else f"is {gap:.4f}"
-                unexplained.append(f"{where}; how far they were apart {shown}")
+                shown = "unknown" if gap is None else f"{gap:.4f}"
+                unexplained.append(f"{where}; their score difference is {shown}")
         return {"near_ties": len(apart), "widest_tie": max(apart, default=None),
                 "other_tokens": unexplained}  # fmt: skip
 
@@ -242,14 +244,14 @@ class ChaosRun:
         }
 
     def _still_frozen(self) -> list[str]:
-        """What was stopped for good and has not been ended."""
+        """Return a message for each process that was frozen and has not been killed since."""
         frozen = [each for each in self._faults.injected if each.fault.kind == "freeze"]
         left = [each for each in frozen if psutil.pid_exists(each.pid)]
-        return [f"{each.title}, process {each.pid}, is stopped and still there" for each in left]
+        return [f"{each.title}: frozen process {each.pid} was not killed" for each in left]
 
 
 def _noise(divergence: Divergence) -> dict[int, float]:
-    """What the draw of that token added to the log probabilities of the two."""
+    """Return the Gumbel noise that sampling added to the log probabilities of the two tokens."""
     sampling = divergence.request.sampling
     if not sampling["temperature"]:
         return {}
@@ -264,12 +266,12 @@ def _noise(divergence: Divergence) -> dict[int, float]:
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """What must not be."""
+    """Return the findings that make the test fail."""
     return [*found["wrong"], *found["other_tokens"], *found["errors"], *found["left"]]
 
 
 def summary(found: dict[str, Any]) -> str:
-    """For people."""
+    """Format the results as text."""
     every = found["kinds"]["all"]
     return "\n".join(
         [
@@ -278,13 +280,13 @@ def summary(found: dict[str, Any]) -> str:
             "",
             *table(found["moments"], "moment"),
             "",
-            f"{every['faults']} faults in {found['seconds']:.0f} s, {every['hit']} of them under a "
-            f"live stream; {found['streams']} streams of {found['tokens']} tokens: "
-            f"{found['same']} the same as undisturbed, {found['near_ties']} with another token "
-            f"that nearly tied, {len(found['lost_twice'])} ended because workers were lost under "
-            "them twice",
+            f"{every['faults']} faults in {found['seconds']:.0f} s, {every['hit']} of which hit a "
+            f"running stream; {found['streams']} streams with {found['tokens']} tokens: "
+            f"{found['same']} equal to their reference, {found['near_ties']} with another token "
+            f"that nearly tied, {len(found['lost_twice'])} failed because two workers were lost "
+            "during the request",
             f"wrong: {len(found['wrong']) + len(found['other_tokens'])}, "
-            f"errors: {len(found['errors'])}, left behind: {len(found['left'])}",
+            f"errors: {len(found['errors'])}, not released: {len(found['left'])}",
             *(f"  {each}" for each in failures(found)[:20]),
         ]
     )
@@ -301,15 +303,15 @@ async def _run(options: Options, served: Served) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 where every stream was right, 1 where one was not or nothing came of it."""
-    about = "Kill, stop and cut off a cluster's processes while clients stream, and compare."
+    """Run the test; return 0 if it passed, 1 if it failed or could not run, 130 after Ctrl-C."""
+    about = "Inject faults into a cluster while clients stream, and check every answer."
     program = "python -m penstock.loadtests.chaos"
     options, served = read_flags(program, about, (Options, Served), arguments)
     try:
         with RaySession(None):
             found = asyncio.run(_run(options, served))
     except (ClusterFailed, RayFailed, PlacementError, TimeoutError) as error:
-        print(f"{program}: {error or 'streams did not end'}", file=sys.stderr)
+        print(f"{program}: {error or 'the streams did not end in time'}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

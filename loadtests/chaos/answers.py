@@ -1,4 +1,4 @@
-"""What a client heard, and whether it is what an undisturbed cluster says. Pure."""
+"""Answers as clients received them, and their comparison with reference answers. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -7,10 +7,10 @@ from penstock.loadtests.chaos.request_mix import ChaosRequest
 from penstock.protos import inference_pb2 as pb
 
 Scores = tuple[float, int, tuple[tuple[int, float], ...]]
-"""The chosen token's log probability, its rank, and the best with theirs."""
+"""The chosen token's log probability, its rank, and the top tokens with their log probabilities."""
 
 ROUNDING = 1e-3
-"""Log probabilities of one position computed in two batches differ by less."""
+"""Largest accepted difference of a log probability that was computed in two different batches."""
 
 
 @dataclass(slots=True)
@@ -22,43 +22,44 @@ class Choice:
     text: str = ""
     finish: str = ""
     stopped_by: str = ""
-    num_received: int = 0  # positions, in the call that is under way
+    num_received: int = 0  # positions received in the current call
 
     def take(self, reply: pb.GenerateReply) -> Iterator[str]:
-        """Take a reply; yields what is wrong with it."""
+        """Record a reply; yield a message for each error in it."""
         if self.finish:
-            yield "something came after its finish"
+            yield "a reply came after the finish reason"
         if reply.tokens and reply.position != self.num_received:
-            yield f"position {reply.position} came where {self.num_received} was to come"
+            yield f"expected position {self.num_received}, received {reply.position}"
         for token in reply.tokens:
             if self.num_received == len(self.tokens):
                 self.tokens.append(token)
             elif self.tokens[self.num_received] != token:
-                yield f"another token came for position {self.num_received}, asked again"
+                yield f"another token came for position {self.num_received} after a retry"
             self.num_received += 1
         self.scores += map(_scores, reply.logprobs)
         self.text += reply.text
         self.finish, self.stopped_by = reply.finish_reason, reply.stop_reason
 
     def restart(self) -> None:
-        """The same is asked anew: what is known has to come again."""
+        """Prepare for a retry of the request, which must return the known tokens again."""
         self.scores, self.text, self.finish, self.num_received = [], "", "", 0
 
 
 @dataclass(slots=True)
 class Stream:
-    """One call of one client. Times are seconds since 1970."""
+    """One request of one client, with its retries. Times are seconds since the epoch (1970)."""
 
     name: str
     request: ChaosRequest
     began: float
     ended: float = float("inf")
-    arrivals: list[float] = field(default_factory=list)  # of new tokens
+    arrivals: list[float] = field(default_factory=list)  # of each reply with tokens
     choices: dict[int, Choice] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    error: str = ""  # that it ended with
+    error: str = ""  # final error; empty: none
 
     def take(self, reply: pb.GenerateReply, now: float) -> None:
+        """Record a reply and the errors in it."""
         choice = self.choices.setdefault(reply.choice, Choice())
         if reply.tokens:
             self.arrivals.append(now)
@@ -71,19 +72,23 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where an answer left the one it should be: to be judged."""
+    """First token of an answer that differs from the reference, to be checked for a near tie."""
 
     request: ChaosRequest
     choice: int
-    before: tuple[int, ...]  # tokens of the answer up to there
-    right: int
-    wrong: int
+    before: tuple[int, ...]  # answer tokens before it
+    right: int  # token id of the reference
+    wrong: int  # token id received
 
 
 def compare(stream: Stream, right: Stream, exact: bool) -> tuple[list[str], list[Divergence]]:
-    """What is wrong with a complete answer, and where it took another token.
+    """Compare a complete answer with its reference.
 
-    exact: to the last bit; else what follows another token is not looked at.
+    Args:
+        exact: compare bit by bit; if False, ignore everything after the first different token.
+
+    Returns:
+        The errors, and (unless `exact`) the first different token of each choice.
     """
     problems, divergences = list(stream.problems), []
     if stream.choices.keys() != right.choices.keys():
@@ -112,7 +117,7 @@ def _divergence(
 
 def _difference(choice: Choice, known: Choice, exact: bool) -> str | None:
     if choice.tokens != known.tokens:
-        return f"{len(choice.tokens)} tokens, not the {len(known.tokens)} that it should have"
+        return f"{len(choice.tokens)} tokens, not the {len(known.tokens)} of the reference"
     for name in ("text", "finish", "stopped_by"):
         if getattr(choice, name) != getattr(known, name):
             return f"{name} is {getattr(choice, name)!r}, not {getattr(known, name)!r}"
@@ -125,10 +130,13 @@ def _difference(choice: Choice, known: Choice, exact: bool) -> str | None:
 
 
 def near_tie(divergence: Divergence, scores: Scores, noise: Mapping[int, float]) -> float | None:
-    """How far apart the two tokens were when one was drawn; None if that cannot be told.
+    """Return the difference of the two tokens' scores, or None if one is not among the top tokens.
 
-    scores: of that position, undisturbed, with so many best that both are among them; noise: what
-    the draw adds to each of the two.
+    A score is the log probability with penalties, divided by the temperature, plus noise.
+
+    Args:
+        scores: log probabilities at that position, computed without faults.
+        noise: sampling noise by token id.
     """
     sampling = divergence.request.sampling
     known = dict(scores[2])

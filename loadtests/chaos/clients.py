@@ -1,4 +1,4 @@
-"""Clients that stream all the time: each asks for one answer after the other."""
+"""Clients that stream continuously: each sends its next request when the last has finished."""
 
 import asyncio
 import time
@@ -11,8 +11,8 @@ from penstock.loadtests.chaos.answers import Choice, Scores, Stream
 from penstock.loadtests.chaos.request_mix import ChaosRequest
 from penstock.protos import inference_pb2_grpc
 
-ANSWER_SECONDS = 180.0  # for one answer, whatever happens
-PAUSE_SECONDS = 0.1  # before a router that is gone is asked again
+ANSWER_SECONDS = 180.0  # deadline of one call, faults included
+PAUSE_SECONDS = 0.1  # delay before a retry
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
@@ -22,14 +22,15 @@ _OPTIONS = (
 
 
 class Clients:
-    """All of them, at one address.
+    """All clients of the test, connected to one address.
 
-    outlives: whether a call that broke at `began` and now is to be asked again: its router was
-        killed. (Once the API takes the tokens so far, they can be sent along here.)
+    Args:
+        may_retry: called with the start time of a call that failed; returns whether to retry the
+            call because its router was killed.
     """
 
     def __init__(self, address: str, may_retry: Callable[[float], bool]) -> None:
-        self.streams: list[Stream] = []  # begun, in that order
+        self.streams: list[Stream] = []  # in the order of their start
         self._may_retry = may_retry
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
@@ -37,7 +38,7 @@ class Clients:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def one(self, request: ChaosRequest, name: str, **more: int) -> Stream:
-        """One answer; `more` goes over its sampling."""
+        """Return the answer to one request; `more` overrides its sampling parameters."""
         stream = Stream(name, request, time.time())
         self.streams.append(stream)
         while not await self._call(stream, more):
@@ -48,7 +49,7 @@ class Clients:
         return stream
 
     async def all_once(self, requests: Sequence[ChaosRequest]) -> list[Stream]:
-        """Every answer once, a few at a time, nothing disturbing them."""
+        """Return the answer to each request, with at most 4 requests at a time."""
         slots = asyncio.Semaphore(4)
 
         async def one(request: ChaosRequest) -> Stream:
@@ -58,7 +59,7 @@ class Clients:
         return list(await asyncio.gather(*map(one, requests)))
 
     def start(self, count: int, requests: Sequence[ChaosRequest], seed: int) -> None:
-        """So many clients, until `finish`."""
+        """Start `count` clients, which run until `finish`."""
         self._tasks = [
             asyncio.create_task(
                 self._run_client(number, requests, Random(f"client {seed} {number}"))
@@ -67,7 +68,7 @@ class Clients:
         ]
 
     async def finish(self) -> None:
-        """Let each end what it has."""
+        """Wait until each client has finished its current request; send no new ones."""
         self._ending = True
         await asyncio.gather(*self._tasks)
 
@@ -83,7 +84,7 @@ class Clients:
             await self.one(rng.choice(requests), f"c{client}-{number}")
 
     async def _call(self, stream: Stream, more: dict[str, int]) -> bool:
-        """Ask and listen to the end; False if it is to be asked again."""
+        """Send the request and record its replies; return False if it must be retried."""
         began = time.time()
         call = self._stub.Generate(
             stream.request.message(stream.name, **more), timeout=ANSWER_SECONDS
@@ -97,7 +98,7 @@ class Clients:
             stream.error = f"{error.code().name}: {error.details()}"
         else:
             if not all(choice.finish for choice in stream.choices.values()):
-                stream.error = "the stream ended before its answer"
+                stream.error = "the stream ended before the answer was complete"
         finally:
             call.cancel()
         return True
@@ -105,7 +106,11 @@ class Clients:
     async def scores(
         self, request: ChaosRequest, choice: int, position: int, count: int
     ) -> Scores | None:
-        """Of one position of an undisturbed answer, with so many best."""
+        """Return the log probabilities at one position of the request's answer.
+
+        Args:
+            count: number of top tokens to include.
+        """
         stream = await self.one(request, f"judge-{request.number}", logprobs=count)
         found = stream.choices.get(choice, Choice()).scores
         return found[position] if position < len(found) else None

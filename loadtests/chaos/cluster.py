@@ -1,4 +1,4 @@
-"""A cluster as `penstock serve` runs it, with its supervisor in this process, to be watched."""
+"""A cluster as `penstock serve` runs it, with its supervisor in this process for observation."""
 
 import asyncio
 import time
@@ -14,18 +14,18 @@ from penstock.cluster.supervisor import Supervisor
 from penstock.loadtests.chaos.outcome import Placement
 from penstock.router.observability.snapshot import ClusterState, WorkerState
 
-START_SECONDS = 600.0  # on a busy machine
+START_SECONDS = 600.0  # generous, for a busy machine
 STOP_SECONDS = 60.0
-POLL_SECONDS = 0.005  # between looks while a moment is waited for
+POLL_SECONDS = 0.005  # polling interval while waiting for the moment of a fault
 
 
 class ClusterFailed(RuntimeError):
-    """The cluster did not come up, or ended by itself; the message says why."""
+    """The cluster did not start or ended unexpectedly; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessEvent:
-    """The supervisor said something of a process."""
+    """A process became ready or died, as reported by the supervisor."""
 
     at: float
     title: str
@@ -33,9 +33,10 @@ class ProcessEvent:
 
 
 class Cluster:
-    """To be made and run on the event loop.
+    """A cluster with its supervisor. Must be created on a running event loop.
 
-    say: takes a line for each process that comes or goes.
+    Args:
+        print_line: called with a line of text for each process that becomes ready or dies.
     """
 
     def __init__(self, spec: ClusterSpec, model: Path, print_line: Callable[[str], None]) -> None:
@@ -49,17 +50,17 @@ class Cluster:
         self._task = asyncio.create_task(self._supervisor.run(self._stop))
 
     async def start(self) -> None:
-        """Until it serves. `ClusterFailed`."""
+        """Wait until the cluster serves. Raises ClusterFailed."""
         serving = asyncio.create_task(self._serving.wait())
         done, _ = await asyncio.wait(
             (serving, self._task), timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         if serving not in done:
             serving.cancel()
-            raise ClusterFailed(self._ending() or f"it does not serve after {START_SECONDS:g} s")
+            raise ClusterFailed(self._ending() or f"not serving after {START_SECONDS:g} s")
 
     async def stop(self) -> None:
-        """Drain and end everything."""
+        """Drain and stop the cluster; cancel the supervisor if that takes too long."""
         self._stop.set()
         await asyncio.wait((self._task,), timeout=STOP_SECONDS)
         if not self._task.done():
@@ -67,7 +68,7 @@ class Cluster:
             await asyncio.wait((self._task,))
 
     def check(self) -> None:
-        """`ClusterFailed` if it has ended."""
+        """Raise ClusterFailed if the cluster has ended."""
         if self._task.done():
             raise ClusterFailed(self._ending())
 
@@ -89,7 +90,7 @@ class Cluster:
                 names = (str(fields[name] or "") for name in ("worker", "request", "source"))
                 self.placements.append(Placement(at or time.time(), *names))
 
-    # ------------------------------------------------------------ who is there
+    # ------------------------------------------------------------ state
 
     @property
     def workers(self) -> Sequence[ManagedWorker]:
@@ -97,7 +98,7 @@ class Cluster:
 
     @property
     def serving(self) -> list[ManagedWorker]:
-        """The workers that serve, whose processes are known."""
+        """The workers that serve and have known process ids."""
         return [worker for worker in self.workers if worker.serves and pids_of(worker)]
 
     @property
@@ -106,17 +107,19 @@ class Cluster:
         return None if member is None or member.process is None else member.process.pid
 
     async def snapshot(self) -> ClusterState | None:
-        """As the router sees it; None while there is none."""
+        """Return the cluster's state as the router sees it, or None while no router runs."""
         return await self._supervisor.router.snapshot()
 
     async def states(self) -> dict[str, WorkerState]:
-        """The workers as the router sees them, by name."""
+        """Return the workers as the router sees them, by name."""
         state = await self.snapshot()
         return {} if state is None else {worker.worker: worker for worker in state.workers}
 
     async def wait_until_complete(self, seconds: float) -> bool:
-        """Wait until every worker serves and the router has them all; False if that takes longer
-        than so long."""
+        """Wait until every worker serves and the router is connected to all of them.
+
+        Return False if that takes longer than `seconds`.
+        """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.check()
@@ -130,7 +133,7 @@ class Cluster:
 
 
 def pids_of(worker: ManagedWorker) -> list[int]:
-    """Of its ranks; none while one of them is not known."""
+    """Return the process ids of a worker's ranks; empty unless all are known."""
     group = worker.rank_group
     processes = [] if group is None else [member.process for member in group.ranks]
     return [each.pid for each in processes if each is not None] if all(processes) else []

@@ -1,7 +1,7 @@
-"""How processes are struck: signals, and connections that break. Of this user, on this machine.
+"""Faults for processes of this user on this machine: signals and broken connections.
 
-A connection is cut with the process's own socket: its kernel hands out a second name of it
-(pidfd_getfd, Linux), on which `shutdown` ends it for both sides at once.
+A connection is broken through a duplicate of the process's own socket (`pidfd_getfd`, Linux):
+`shutdown` on the duplicate closes the connection for both sides at once.
 """
 
 import ctypes
@@ -14,13 +14,13 @@ from typing import Any
 
 import psutil
 
-_PIDFD_GETFD = 438  # the number of the system call, on every machine
+_PIDFD_GETFD = 438  # system call number, the same on all architectures
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def send_signal(pid: int, number: signal.Signals) -> bool:
-    """Send a signal; False if the process is gone."""
+    """Send a signal; return False if the process does not exist."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
         return True
@@ -28,14 +28,14 @@ def send_signal(pid: int, number: signal.Signals) -> bool:
 
 
 def cut_connections(one: int, other: Sequence[int]) -> int:
-    """Break the TCP connections between a process and some others; returns how many there were."""
+    """Break the TCP connections between a process and some others; return their number."""
     theirs = {_plain(each.laddr) for pid in other for each in _connections(pid)}
     ours = [each for each in _connections(one) if _plain(each.raddr) in theirs]
     return sum(_shut(one, each.fd) for each in ours)
 
 
 def _plain(address: Any) -> tuple[str, int]:
-    """An address as both ends name it: a socket for both protocols has its own name for IPv4."""
+    """Return an address without the IPv6 prefix that a dual-stack socket adds to IPv4."""
     return address.ip.removeprefix("::ffff:"), address.port
 
 
@@ -47,7 +47,7 @@ def _connections(pid: int) -> list[Any]:
 
 
 def _shut(pid: int, number: int) -> bool:
-    """Shut a socket of another process."""
+    """Shut down a socket of another process; return False if that fails."""
     with suppress(OSError):
         process = os.pidfd_open(pid)
         try:

@@ -1,4 +1,4 @@
-"""Faults are struck one after the other: each waits for its moment, then for the next one's."""
+"""Injects planned faults into a cluster, one after the other, each at its moment."""
 
 import asyncio
 import signal
@@ -12,11 +12,11 @@ from penstock.loadtests.chaos.cluster import POLL_SECONDS, Cluster, pids_of
 from penstock.loadtests.chaos.faults import Fault, InjectedFault
 from penstock.router.observability.snapshot import WorkerState
 
-MOMENT_SECONDS = 4.0  # that a moment is waited for; then any will do
-REDUNDANCY_SECONDS = 60.0  # that is waited until a pool can spare a worker
-SEARCH_SECONDS = 20.0  # that something is looked for: mixed workers hand no blocks over
-AFTER_SECONDS = 0.25  # from a fault to one "at once"
-BACK_SECONDS = 3.0  # for so long after it is ready a worker is just back
+MOMENT_SECONDS = 4.0  # wait for a fault's moment, then accept any moment
+REDUNDANCY_SECONDS = 60.0  # wait for a busy worker, then take an idle one
+SEARCH_SECONDS = 20.0  # wait for a target; e.g. mixed workers have no KV transfers to cut
+AFTER_SECONDS = 0.25  # delay of an "at once" fault after the previous one
+BACK_SECONDS = 3.0  # a worker counts as "back" for this time after it became ready
 
 
 def _busy_with_prompt(state: WorkerState) -> bool:
@@ -47,25 +47,25 @@ MOMENT_CHECKS: dict[str, Callable[[WorkerState], bool]] = {
 
 
 class FaultRunner:
-    """Strikes a cluster.
+    """Injects faults into a cluster.
 
     Args:
-        cluster: who is struck.
-        pause: seconds from the end of one fault to the search for the next one's moment.
-        say: takes a line for each fault.
+        cluster: the cluster under test.
+        pause: seconds from one fault to the search for the next one's moment.
+        print_line: called with a line of text for each fault.
     """
 
     def __init__(self, cluster: Cluster, pause: float, print_line: Callable[[str], None]) -> None:
         self.injected: list[InjectedFault] = []
-        self.router_down: list[float] = []  # when it was killed
+        self.router_down: list[float] = []  # times at which the router was killed
         self._cluster = cluster
         self._pause = pause
         self._print_line = print_line
-        self._stopped: dict[str, float] = {}  # workers that are not going on, since when
+        self._stopped: dict[str, float] = {}  # time of the fault, by name of the stopped worker
         self._resuming: set[asyncio.Task[None]] = set()
 
     async def run(self, plan: Sequence[Fault], seconds: float) -> None:
-        """All of them, or those that begin within so long. `ClusterFailed` if the cluster ends."""
+        """Inject the faults; start none after `seconds`. Raises ClusterFailed."""
         deadline = time.monotonic() + seconds
         for fault in plan:
             if time.monotonic() > deadline:
@@ -74,7 +74,7 @@ class FaultRunner:
             number = f"{fault.number + 1}/{len(plan)}: {fault.kind}"
             injection = await self._inject_when_possible(fault)
             if injection is None:
-                self._print_line(f"{number}: for {SEARCH_SECONDS:g} s there was none to strike")
+                self._print_line(f"{number}: skipped, no target found for {SEARCH_SECONDS:g} s")
                 continue
             self.injected.append(injection)
             self._print_line(f"{number}, {injection.title} ({injection.moment})")
@@ -82,7 +82,7 @@ class FaultRunner:
             await asyncio.wait(self._resuming)
 
     async def _inject_when_possible(self, fault: Fault) -> InjectedFault | None:
-        """Strike, again and again until there was something to strike; None if there never is."""
+        """Try to inject a fault until it has an effect; None if it had none within the limit."""
         if fault.kind == "kill router":
             return await self._kill_router(fault)
         deadline = time.monotonic() + SEARCH_SECONDS
@@ -94,10 +94,13 @@ class FaultRunner:
             await asyncio.sleep(POLL_SECONDS)
         return None
 
-    # ------------------------------------------------------------ whom, and when
+    # ------------------------------------------------------------ target and moment
 
     async def _choose(self, fault: Fault) -> tuple[ManagedWorker, str]:
-        """Who is at that moment; whoever is busy, or is there, where nobody is for too long."""
+        """Wait for a worker at the fault's moment; return the worker and its moment.
+
+        After MOMENT_SECONDS accepts any busy worker, after REDUNDANCY_SECONDS any worker.
+        """
         began = time.monotonic()
         while True:
             self._cluster.check()
@@ -119,7 +122,7 @@ class FaultRunner:
         return moment != "back" or self._is_back(worker.title)
 
     def _is_back(self, title: str) -> bool:
-        """It was ready just now, and not for the first time."""
+        """Return whether a worker was restarted and became ready within BACK_SECONDS."""
         ready = [
             event.at
             for event in self._cluster.events
@@ -128,7 +131,10 @@ class FaultRunner:
         return len(ready) > 1 and time.time() - ready[-1] < BACK_SECONDS
 
     def _candidates(self) -> list[ManagedWorker]:
-        """Workers that serve, except the last one that serves in a pool of several."""
+        """Return the workers that may be hit: all that serve, but never a pool's last survivor.
+
+        The only worker of a pool of one may be hit.
+        """
         there = [each for each in self._cluster.serving if not self._is_stopped(each)]
         roles = [each.config.role for each in self._cluster.workers]
         return [
@@ -149,7 +155,7 @@ class FaultRunner:
             del self._stopped[worker.name]
         return not replaced
 
-    # ------------------------------------------------------------ how
+    # ------------------------------------------------------------ injection
 
     def _inject(self, fault: Fault, worker: ManagedWorker, moment: str) -> InjectedFault | None:
         pids = pids_of(worker)

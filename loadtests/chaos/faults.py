@@ -1,61 +1,65 @@
-"""What goes wrong, and when: a plan from a seed. Pure."""
+"""Plan of faults and their moments, derived from a seed. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
 WEIGHTS = {"kill": 8, "pause": 5, "freeze": 2, "cut stream": 4, "cut blocks": 1}
-"""How often each kind comes; what else there is has to be asked for."""
+"""Relative frequency of each kind of fault that is enabled by default."""
 
+# Relative frequency of each kind of fault that an option enables.
 ON_REQUEST = {"ray kill": 4, "kill router": 2}
 
 MOMENTS = {
-    "any": 6,  # as soon as the last fault is over
-    "prompt": 2,  # a worker computes a prompt
-    "KV transfer": 3,  # blocks are kept for another worker, or reserved for what comes
-    "decoding": 3,  # a worker that only decodes has something to
-    "back": 2,  # a worker that was replaced has its first request
-    "at once": 2,  # no time after the fault before
+    "any": 6,  # any worker with requests
+    "prompt": 2,  # a prefill or mixed worker has running sequences
+    "KV transfer": 3,  # a worker has leased or reserved blocks
+    "decoding": 3,  # a decode or mixed worker has running sequences
+    "back": 2,  # a worker that was just replaced has requests again
+    "at once": 2,  # any worker with requests, 0.25 s after the previous fault
 }
-"""How often each moment is waited for."""
+"""Relative frequency of each moment at which faults are injected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One that is planned: whom it strikes is known when its moment has come."""
+    """A planned fault; its target is chosen when its moment has come."""
 
     number: int
     kind: str
     moment: str
-    draw: float  # in [0, 1): who of those who could be struck
-    seconds: float  # how long a pause lasts
+    draw: float  # in [0, 1): selects the target among the candidates
+    seconds: float  # duration of a pause
 
 
 @dataclass(slots=True)
 class InjectedFault:
-    """A fault that was made."""
+    """A fault that was injected."""
 
     fault: Fault
-    moment: str  # at which it was: the one that it waited for, or "any"
-    worker: str  # its name; empty: the router
+    moment: str  # the planned moment, or "any"
+    worker: str  # name of the worker; empty: the router
     title: str
     pid: int
-    at: float  # seconds since 1970
-    until: float  # when it was over: a pause has an end, what is dead has not
+    at: float  # seconds since the epoch (1970)
+    until: float  # end of a pause; other faults: equal to `at`
 
     @property
     def kills(self) -> bool:
-        """The process does not live on."""
+        """True if the process does not survive (a frozen process is killed and replaced)."""
         return self.fault.kind in ("kill", "ray kill", "freeze", "kill router")
 
     @property
     def loses(self) -> bool:
-        """The router loses the worker."""
+        """True if the fault disconnects the worker from the router."""
         return self.kills or self.fault.kind == "cut stream"
 
 
 def plan_faults(count: int, seed: int, also: Sequence[str]) -> list[Fault]:
-    """So many; every kind comes once before any comes twice."""
+    """Plan `count` faults; every kind occurs once before any repeats.
+
+    `also` are the kinds of ON_REQUEST to include.
+    """
     weights = {**WEIGHTS, **{kind: ON_REQUEST[kind] for kind in also}}
     order = Random(f"kinds {seed}")
     kinds = order.sample(list(weights), len(weights))

@@ -1,4 +1,4 @@
-"""What came of a chaos: whom each fault hit, how long it took until tokens came again. Pure."""
+"""Effects of the injected faults: affected streams, recovery times, allowed errors. Pure."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -12,36 +12,36 @@ from penstock.loadtests.chaos.answers import Stream
 from penstock.loadtests.chaos.faults import InjectedFault
 
 LOSSES = 2
-"""A request under which so many workers were lost ends with an error: see docs/lifecycle.md."""
+"""A request fails once this many of its workers were lost: see docs/lifecycle.md."""
 
 NOTICED_SECONDS = {"freeze": 10.0}
-"""After so long one that stands still is given nothing more; one that is dead or cut off: 1 s."""
+"""Time within which the router stops using a faulty worker, by kind of fault; default 1 s."""
 
 TRAVEL_SECONDS = 0.25
-"""For so long after its blocks were asked for, a worker that has them is counted as needed."""
+"""Time after a placement during which the request is assumed to need the worker with its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The router gave an attempt at a request to a worker."""
+    """Placement of one attempt of a request on a worker by the router."""
 
     at: float  # seconds since 1970, on the router's clock
     worker: str
     request: str
-    source: str  # the worker that has its blocks; empty: none
+    source: str  # worker from which its KV blocks are transferred; empty: none
 
 
 @dataclass(slots=True)
 class FaultEffect:
-    """Of one strike."""
+    """Effect of one injected fault."""
 
     injected: InjectedFault
-    streams: list[Stream] = field(default_factory=list)  # that needed whom it struck
-    recoveries: list[float] = field(default_factory=list)  # seconds to the next token of each
+    streams: list[Stream] = field(default_factory=list)  # streams that needed the faulty process
+    recoveries: list[float] = field(default_factory=list)  # seconds to a stream's next token
 
 
 class PlacementHistory:
-    """Which workers a request needed, and when."""
+    """All placements of each request, to look up which workers it needed and when."""
 
     def __init__(self, placements: Sequence[Placement]) -> None:
         self._of: dict[str, list[Placement]] = defaultdict(list)
@@ -49,7 +49,7 @@ class PlacementHistory:
             self._of[each.request].append(each)
 
     def needs(self, request: str, worker: str, at: float) -> bool:
-        """Whether it ran there then, or its blocks came from there."""
+        """Return whether `request` ran on `worker` at time `at` or received its blocks from it."""
         ever = self._of[request]
         number = bisect_right(ever, at, key=lambda one: one.at)
         if not number:
@@ -58,15 +58,15 @@ class PlacementHistory:
         return last.worker == worker or (last.source == worker and at - last.at < TRAVEL_SECONDS)
 
     def took(self, request: str, worker: str, since: float, until: float) -> bool:
-        """Whether that worker was given it then."""
+        """Return whether the request was placed on the worker in [since, until)."""
         return any(one.worker == worker and since <= one.at < until for one in self._of[request])
 
     def events(self, request: str) -> list[tuple[float, str]]:
-        """Who was given it, and when."""
+        """Return the times and workers of a request's placements, as (time, text)."""
         return [(one.at, f"to {one.worker}") for one in self._of[request]]
 
     def next(self, request: str, after: float) -> float | None:
-        """When it was next given to a worker."""
+        """Return the time of the request's first placement after `after`, or None."""
         ever = self._of[request]
         number = bisect_right(ever, after, key=lambda one: one.at)
         return ever[number].at if number < len(ever) else None
@@ -75,7 +75,7 @@ class PlacementHistory:
 def effects_of(
     injected: Sequence[InjectedFault], streams: Sequence[Stream], placements: Sequence[Placement]
 ) -> list[FaultEffect]:
-    """What each strike did."""
+    """Return the effect of each injected fault."""
     holders = PlacementHistory(placements)
     found = [FaultEffect(injection) for injection in injected]
     for hits in found:
@@ -92,11 +92,14 @@ def effects_of(
 def _recovery(
     stream: Stream, injection: InjectedFault, holders: PlacementHistory
 ) -> Iterator[float]:
-    """Seconds until its next token that was computed afterwards; nothing if it needed no more."""
+    """Yield the seconds from the fault to the stream's first token computed after it.
+
+    Yield nothing if the stream needed no further computation.
+    """
     again = holders.next(stream.name, injection.at)
     if again is None or again >= stream.ended:
         if injection.kills:
-            return  # all of its answer was on its way already
+            return  # the rest of the answer had already been computed
         again = injection.until
     number = bisect_left(stream.arrivals, again)
     if number < len(stream.arrivals):
@@ -106,8 +109,11 @@ def _recovery(
 def errors_of(
     streams: Sequence[Stream], hits: Sequence[FaultEffect], placements: Sequence[Placement]
 ) -> tuple[list[str], list[str]]:
-    """Errors that nobody should see, each with what its request went through; and those of requests
-    under which workers were lost twice."""
+    """Separate the errors of streams into unexpected and allowed ones.
+
+    An error is allowed if at least LOSSES workers were lost during the request. Unexpected
+    errors include the history of their request.
+    """
     holders = PlacementHistory(placements)
     wrong: list[str] = []
     allowed: list[str] = []
@@ -123,8 +129,11 @@ def errors_of(
 
 
 def _lost(stream: Stream, hits: FaultEffect, holders: PlacementHistory) -> bool:
-    """Whether a worker was lost under it by that: it was there, or was given to the worker before
-    anybody noticed."""
+    """Return whether the stream lost a worker by this fault.
+
+    That is so if the stream needed the worker at the time of the fault, or was placed on it
+    before the router noticed the fault.
+    """
     injection = hits.injected
     if not injection.loses or not injection.worker:
         return False
@@ -135,7 +144,7 @@ def _lost(stream: Stream, hits: FaultEffect, holders: PlacementHistory) -> bool:
 
 
 def _describe(stream: Stream, hits: Sequence[FaultEffect], holders: PlacementHistory) -> str:
-    """Who had it, and all that was struck meanwhile, with seconds since it began."""
+    """List a stream's placements and the faults during it, in seconds since its start."""
     injections = [each.injected for each in hits]
     fault_events = [
         (one.at, f"{one.fault.kind} {one.title}") for one in injections if _overlaps(stream, one)
@@ -149,7 +158,7 @@ def _overlaps(stream: Stream, injection: InjectedFault) -> bool:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
-    """In seconds."""
+    """Return median, 99th percentile and maximum in seconds; None for each if there are none."""
     if not seconds:
         return {"p50": None, "p99": None, "max": None}
     low, high = np.percentile(seconds, [50, 99])
@@ -157,7 +166,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def by_kind(hits: Sequence[FaultEffect]) -> dict[str, Mapping[str, Any]]:
-    """Faults made, those that hit somebody, and how long recovery took."""
+    """Summarize the faults by kind: number, affected streams and recovery times."""
     kinds: dict[str, list[FaultEffect]] = defaultdict(list)
     for each in hits:
         kinds[each.injected.fault.kind].append(each)
@@ -165,7 +174,7 @@ def by_kind(hits: Sequence[FaultEffect]) -> dict[str, Mapping[str, Any]]:
 
 
 def by_moment(hits: Sequence[FaultEffect]) -> dict[str, Mapping[str, Any]]:
-    """The same by the moment that was struck."""
+    """Summarize the faults by the moment at which they were injected."""
     moments: dict[str, list[FaultEffect]] = defaultdict(list)
     for each in hits:
         moments[each.injected.moment].append(each)
@@ -184,7 +193,7 @@ def _sum(hits: Sequence[FaultEffect]) -> Mapping[str, Any]:
 
 
 def table(sums: Mapping[str, Mapping[str, Any]], first: str) -> list[str]:
-    """As lines of text."""
+    """Format summaries as lines of text; `first` is the heading of the first column."""
     lines = [f"{first:<12} faults  hit  streams  recovered  p50 s  p99 s  max s"]
     for name, found in sums.items():
         times = found["recovery_seconds"].values()

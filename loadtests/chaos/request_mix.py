@@ -1,4 +1,4 @@
-"""What clients of the chaos ask for: requests of every kind, all from a seed."""
+"""Requests of the chaos test: a mix of all kinds, derived from a seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 from penstock.protos import inference_pb2 as pb
 
 SUBJECTS = ("a lighthouse", "two rivers", "the number nine", "a lost key", "rain", "an old bridge")
-SENTENCES = (1, 4, 12, 30)  # of a prompt: from one block to several pieces of a step
+SENTENCES = (1, 4, 12, 30)  # per prompt: from one KV block to several prefill chunks
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -19,14 +19,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.0, "presence_penalty": 0.6, "frequency_penalty": 0.3},
     "several choices with logprobs": {"temperature": 0.7, "n": 2, "logprobs": 2},
 }
-"""Names of kinds, and their sampling beside seed and length."""
+"""Sampling parameters of each kind of request, without seed and length."""
 
 STOPS = (("the end of the", "and then and then"), (" you are ", " is not "))
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosRequest:
-    """One request; who asks it twice gets the same answer."""
+    """A request; its seed makes the answer reproducible."""
 
     number: int
     kind: str
@@ -35,7 +35,7 @@ class ChaosRequest:
     stop: tuple[str, ...] = ()
 
     def message(self, name: str, **more: Any) -> pb.GenerateRequest:
-        """As the API takes it; `name` is the request's id, `more` goes over its sampling."""
+        """Return the protobuf request with id `name`; `more` overrides sampling parameters."""
         return pb.GenerateRequest(
             text=self.prompt,
             sampling=pb.Sampling(**{**self.sampling, **more}),
@@ -45,7 +45,10 @@ class ChaosRequest:
 
 
 def make_requests(count: int, seed: int, lengths: tuple[int, int]) -> Sequence[ChaosRequest]:
-    """So many, of all kinds in turn; answers are of as many tokens as `lengths` say."""
+    """Make `count` requests of all kinds in turn.
+
+    `lengths` are the minimum and maximum number of answer tokens.
+    """
     rng = Random(f"asks {seed}")
     kinds = list(KINDS)
     return [

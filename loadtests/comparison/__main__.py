@@ -1,7 +1,8 @@
-"""Our engine and our cluster beside every engine that runs here, in one run and one report.
+"""Benchmark of Penstock's engine and cluster against other engines on this machine.
 
-`python -m penstock.loadtests.comparison` installs what it compares with (into environments of their
-own, once), makes the model, gives every engine the same work in turns, and writes JSON and a page.
+`python -m penstock.loadtests.comparison` installs the other engines (once, in separate virtual
+environments), creates the model, runs the same work on every engine in turn, and writes a report
+as JSON and HTML.
 """
 
 import dataclasses
@@ -37,33 +38,33 @@ _KNOWN = ", ".join(BY_NAME)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """How it is measured."""
+    """Settings of the measurement."""
 
-    model: Literal["150m", "1b", "moe", "shipped", "tiny"] = option("150m", "what is served")
-    engines: tuple[str, ...] = option((), f"only these, of {_KNOWN}")
-    without: tuple[str, ...] = option((), "leave these out; the report says so")
-    rounds: int = option(5, "turns of each engine")
-    threads: int = option(0, "of every engine; by default the cores that this process may use")
-    one_at_a_time: bool = option(False, "start each engine anew for its turn: for large models")
-    merge: tuple[str, ...] = option((), "measure nothing: make one report of these JSON files")
-    save: str = option("", "write NAME.json and NAME.html; by default under loadtests/results")
+    model: Literal["150m", "1b", "moe", "shipped", "tiny"] = option("150m", "model to serve")
+    engines: tuple[str, ...] = option((), f"engines to measure, of {_KNOWN}; default: all")
+    without: tuple[str, ...] = option((), "engines to leave out; the report lists them")
+    rounds: int = option(5, "number of rounds; each engine runs once per round")
+    threads: int = option(0, "threads of each engine; default: the cores usable by this process")
+    one_at_a_time: bool = option(False, "restart each engine for every round (large models)")
+    merge: tuple[str, ...] = option((), "do not measure; merge these JSON files into one report")
+    save: str = option("", "write NAME.json and NAME.html; default: in loadtests/results")
 
     def __post_init__(self) -> None:
         for name in (*self.engines, *self.without):
             if name not in BY_NAME:
-                raise ValueError(f"there is no engine {name}; there are {_KNOWN}")
+                raise ValueError(f"unknown engine {name!r}: expected one of {_KNOWN}")
         if self.rounds < 1 or self.threads < 0:
-            raise ValueError("--rounds and --threads must be at least 1")
+            raise ValueError("--rounds must be at least 1 and --threads at least 0")
         if not self.chosen():
-            raise ValueError("no engine is left to measure")
+            raise ValueError("no engine is left to measure: check --engines and --without")
 
     def chosen(self) -> list[Engine]:
-        """The engines to measure, those that cannot be here aside."""
+        """Return the engines to measure."""
         left_out = self.left_out()
         return [engine for engine in ENGINES if engine.name not in left_out]
 
     def left_out(self) -> dict[str, str]:
-        """Engines by name, and why they are not measured."""
+        """Return the reason for each engine that is not measured, by engine name."""
         reasons = {}
         for engine in ENGINES:
             if engine.name in self.without or (self.engines and engine.name not in self.engines):
@@ -88,7 +89,7 @@ def _quantizes() -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return 0, 1 (an engine or a file failed), 2 (flags) or 130."""
-    about = "Our engine and our cluster beside every engine that runs here."
+    about = "Measure Penstock's engine and cluster against other engines on this machine."
     try:
         run, work = read_flags(PROGRAM, about, (Run, Work), arguments)
     except ValueError as error:
@@ -108,13 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted before the first whole round: nothing is written", file=sys.stderr)
+        print("interrupted before the first complete round: no report written", file=sys.stderr)
         return 130
     return 130 if interrupted else 0
 
 
 def _begun(run: Run, work: Work) -> Record:
-    """A record without a round yet. Installs nothing, but makes the model."""
+    """Return a record without rounds; creates the model's checkpoint if it does not exist."""
     return Record(
         model=run.model,
         threads=run.num_threads,
@@ -128,7 +129,10 @@ def _begun(run: Run, work: Work) -> Record:
 
 
 def _measure(run: Run, record: Record) -> bool:
-    """Add the rounds; False where it was interrupted after whole ones."""
+    """Run the rounds and add them to `record`.
+
+    Return False if interrupted after at least one complete round.
+    """
     cache, engines = cache_folder(), run.chosen()
     model = checkpoint(run.model, cache)
     try:
@@ -144,14 +148,14 @@ def _measure(run: Run, record: Record) -> bool:
     except KeyboardInterrupt:
         if not record.rounds:
             raise
-        print(f"interrupted: {len(record.rounds)} whole rounds count", file=sys.stderr)
+        print(f"interrupted: report covers {len(record.rounds)} rounds", file=sys.stderr)
         return False
     return True
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """Show whose turn it is: a bar on a terminal, lines elsewhere."""
+    """Show the progress: a bar if stderr is a terminal, else one line per measurement."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(

@@ -1,4 +1,4 @@
-"""Small charts as inline SVG, coloured by the page's style."""
+"""Small bar charts as inline SVG, styled by the CSS of the report page."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,24 +7,24 @@ from html import escape
 
 import numpy as np
 
-_LABELS, _PLOT, _VALUES = 210, 470, 80  # widths
-_ROW, _TOP, _BOTTOM = 30, 8, 26  # heights
+_LABELS, _PLOT, _VALUES = 210, 470, 80  # column widths
+_ROW, _TOP, _BOTTOM = 30, 8, 26  # heights of a row, the top margin and the bottom margin
 _BAR, _DOT = 14, 3.2
 _TICKS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """One line of a chart."""
+    """One row of a chart."""
 
     label: str
-    kind: str  # a class of the page's style: "ours" or "peer"
-    values: Sequence[float]  # one a turn
-    limit: float  # the machine's, in the same unit
+    kind: str  # CSS class: "ours" or "peer"
+    values: Sequence[float]  # one value per run
+    limit: float  # the machine's limit, in the same unit
 
 
 def strips(rows: Sequence[Strip], unit: str) -> str:
-    """Return a chart: a bar to the median, a dot a turn, a mark at the machine's limit."""
+    """Return a chart: per row a bar up to the median, a dot per value, a mark at the limit."""
     most = max(max(*row.values, row.limit) for row in rows)
     ticks = nice_ticks(most)
     height = _TOP + _ROW * len(rows) + _BOTTOM

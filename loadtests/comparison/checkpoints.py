@@ -1,6 +1,7 @@
-"""The models that engines are compared with: random ones of known shapes, and what they cost.
+"""Model checkpoints for the comparison, and their cost in FLOPs and bytes.
 
-A random model is made once, from a seed, and kept in the cache beside what peers export of it.
+A model with random weights is created once, from a seed, and cached together with the formats
+that other engines convert it to.
 """
 
 import hashlib
@@ -57,21 +58,21 @@ SHAPES = {
         "num_experts_per_tok": 2,
     },
 }
-"""150m: `llama-150m`; 1b: TinyLlama's; moe: a small Mixtral; tiny: to see that everything runs (its
-heads are of 64, since vLLM computes none of 16 on a CPU)."""
+"""Configurations. 150m: `llama-150m`; 1b: TinyLlama; moe: a small Mixtral; tiny: a smoke test (its
+head dim is 64 because vLLM does not support 16 on a CPU)."""
 
 MODELS = ("shipped", *SHAPES)
 _DIRECTORY = Path(__file__).parent / "adapters"
 
 
 class NoCheckpoint(RuntimeError):
-    """The model could not be made; the message says why."""
+    """The checkpoint could not be created; the message says why."""
 
 
 def checkpoint(model: str, cache: Path) -> Path:
-    """Return the folder of a model, made first where it is random and not there yet.
+    """Return the cached folder of a model of MODELS; create it first if it does not exist.
 
-    `model` is one of MODELS. Raises NoCheckpoint or NotInstalled.
+    Raises NoCheckpoint or NotInstalled.
     """
     folder = cache / "checkpoints" / f"{model}-{_mark(model)}"
     if folder.exists():
@@ -82,7 +83,7 @@ def checkpoint(model: str, cache: Path) -> Path:
         if model == "shipped":
             shutil.copytree(
                 SHIPPED_MODEL, temporary
-            )  # peers export into it: not into the installed one
+            )  # a copy, since other engines write their converted files into the folder
         else:
             _make(model, temporary, cache)
         temporary.rename(folder)
@@ -92,7 +93,7 @@ def checkpoint(model: str, cache: Path) -> Path:
 
 
 def _mark(model: str) -> str:
-    """Changes with what the folder would hold."""
+    """Return a hash of everything that determines the folder's content."""
     if model == "shipped":
         source = (SHIPPED_MODEL / "model.safetensors").read_bytes()
     else:
@@ -105,23 +106,23 @@ def _make(model: str, folder: Path, cache: Path) -> None:
     command = [str(python_of(REFERENCE, cache)), script, str(folder), json.dumps(SHAPES[model])]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        raise NoCheckpoint(f"the model {model} could not be made: {done.stderr.strip()[-400:]}")
+        raise NoCheckpoint(f"creating model {model} failed: {done.stderr.strip()[-400:]}")
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What arithmetic and memory a model asks for, whatever engine runs it.
+    """FLOPs and weight bytes that a model needs, independent of the engine.
 
-    Counted from the weights that a token passes through; of the experts those that it is sent to.
+    Counts the weights that are used for a token; of the experts, only the active ones.
     """
 
-    body: int  # parameters of layers that each token is multiplied with
+    body: int  # parameters of the layers used per token
     head: int  # parameters of the projection to the vocabulary
-    attention: int  # floating-point operations a token for each token that it looks at
+    attention: int  # attention FLOPs per (query token, context token) pair
 
     @classmethod
     def of(cls, folder: Path) -> "Cost":
-        """Read it from a checkpoint folder."""
+        """Compute the cost from the configuration and tensor shapes of a checkpoint folder."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         fraction = config.get("num_experts_per_tok", 1) / (config.get("num_local_experts") or 1)
         body = head = embedding = 0.0
@@ -138,22 +139,22 @@ class Cost:
         return cls(int(body), int(head or embedding), attention)
 
     def prefill(self, length: int) -> float:
-        """Floating-point operations of one prompt up to its first token."""
+        """Return the FLOPs of one prompt of `length` tokens, up to the first answer token."""
         return 2 * (self.body * length + self.head) + self.attention * length * (length + 1) / 2
 
     def decode(self, length: int, count: int) -> float:
-        """Operations of `count` more tokens after a prompt of `length` and its first token."""
+        """Return the FLOPs of `count` decode steps after a prompt of `length` tokens."""
         looked_at = count * length + count * (count + 1) / 2
         return 2 * (self.body + self.head) * count + self.attention * looked_at
 
     @property
     def bytes_a_token(self) -> int:
-        """Of fp32 weights read for one token at batch 1."""
+        """Bytes of fp32 weights read per token at batch size 1."""
         return 4 * (self.body + self.head)
 
 
 def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
-    """Names and numbers of elements of all tensors, from the headers of safetensors files."""
+    """Yield the name and element count of each tensor, from the safetensors headers."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

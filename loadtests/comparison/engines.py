@@ -1,4 +1,4 @@
-"""The engines that are compared: where each comes from and what it is told to be."""
+"""Engines of the comparison, with their Python environments and settings."""
 
 from dataclasses import dataclass, field
 
@@ -6,29 +6,29 @@ TORCH = "torch==2.13.0"
 TRANSFORMERS = (TORCH, "transformers==5.23.0", "accelerate==1.12.0")
 OPENVINO = (TORCH, "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")
 VISION = ("torchvision", "torchaudio", "torchcodec")
-"""Come along with some, do not fit this torch, and break what imports them."""
+"""Dependencies of some engines that are incompatible with this torch and fail on import."""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A virtual environment of its own. Without requirements it is the one that runs this."""
+    """A virtual environment; without `requirements`, that of the current interpreter."""
 
     name: str
     requirements: tuple[str, ...] = ()
-    unwanted: tuple[str, ...] = ()  # uninstalled after the requirements are in
-    build: dict[str, str] = field(default_factory=dict)  # variables for what pip compiles
+    unwanted: tuple[str, ...] = ()  # uninstalled after the requirements were installed
+    build: dict[str, str] = field(default_factory=dict)  # environment variables for pip builds
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One side of the comparison: an adapter, what runs it, and what it is told."""
+    """One engine of the comparison: its adapter, its environment and its settings."""
 
     name: str
     title: str
     adapter: str  # a module in `adapters`
     environment: Environment
-    quantization: str = ""  # of the weights; empty: none, everything is fp32
-    fresh: bool = False  # started for each of its turns, since it cannot be paused between them
+    quantization: str = ""  # weight quantization; empty: fp32
+    fresh: bool = False  # restarted for each round, because it cannot be paused
 
     @property
     def is_ours(self) -> bool:
@@ -40,14 +40,14 @@ _OPENVINO = Environment("openvino", OPENVINO, VISION)
 _LLAMA_CPP = Environment(
     "llama.cpp",
     ("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0"),
-    # Where the processor has AMX, its products for Q8_0 fault (general protection, `ldtilecfg`).
+    # With AMX, llama.cpp's Q8_0 matmul crashes (general protection fault in `ldtilecfg`).
     build={
         "CMAKE_ARGS": "-DGGML_NATIVE=ON "
         "-DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8"
     },
 )
 REFERENCE = Environment("transformers", TRANSFORMERS)
-"""Also makes the random checkpoints."""
+"""Environment that also creates the random checkpoints."""
 
 ENGINES = (
     Engine("penstock", "Penstock, the engine", "on_penstock", HERE),

@@ -1,4 +1,4 @@
-"""Virtual environments made from pip when they are first needed, kept in the user's cache."""
+"""Virtual environments, installed with pip on first use and kept in the user's cache."""
 
 import fcntl
 import hashlib
@@ -13,22 +13,22 @@ from pathlib import Path
 
 from penstock.loadtests.comparison.engines import Environment
 
-_COMPLETE = "complete"  # a file that is there once everything is installed
+_COMPLETE = "complete"  # name of the file that marks a complete installation
 _LOG_TAIL = 600  # characters
 
 
 class NotInstalled(RuntimeError):
-    """A peer could not be installed; the message says which and why."""
+    """An engine's environment could not be installed; the message says which and why."""
 
 
 def cache_folder() -> Path:
-    """Where environments and checkpoints are kept between runs."""
+    """Return the folder in which environments and checkpoints are cached."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(home) if home else Path.home() / ".cache") / "penstock" / "peers"
 
 
 def python_of(environment: Environment, cache: Path) -> Path:
-    """Return its interpreter, after installing what is not there yet. Raises NotInstalled."""
+    """Return the environment's interpreter; install it first if missing. Raises NotInstalled."""
     if not environment.requirements:
         return Path(sys.executable)
     folder = cache / f"{environment.name}-{_mark(environment)}"
@@ -44,14 +44,14 @@ def python_of(environment: Environment, cache: Path) -> Path:
 
 
 def _mark(environment: Environment) -> str:
-    """Changes with what is asked for and with the Python that it is made for."""
+    """Return a hash of the environment's definition and the Python version."""
     inputs = (*environment.requirements, *environment.unwanted, *sorted(environment.build.items()))
     return hashlib.sha256(repr((inputs, sys.version_info[:2])).encode()).hexdigest()[:12]
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Two runs at once make an environment once."""
+    """Hold a file lock, so that concurrent runs do not install the same environment."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -63,7 +63,7 @@ def _install(environment: Environment, folder: Path, python: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True, symlinks=True)
     variables = {**os.environ, **environment.build, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    # What is compiled is kept by its name alone, however it was to be built.
+    # pip caches built wheels by name and version only, ignoring the build variables.
     kept = ["--no-cache-dir"] if environment.build else []
     pip = [str(python), "-m", "pip", "--no-input"]
     _run(environment, [*pip, "install", *kept, "--quiet", *environment.requirements], variables)
@@ -79,4 +79,4 @@ def _run(environment: Environment, command: list[str], variables: dict[str, str]
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
         words = "\n".join(lines).strip()[-_LOG_TAIL:]
-        raise NotInstalled(f"{environment.name} could not be installed; pip said:\n{words}")
+        raise NotInstalled(f"installing {environment.name} failed; output of pip:\n{words}")

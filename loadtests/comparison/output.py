@@ -1,4 +1,4 @@
-"""A record on the terminal, as JSON and as a page."""
+"""Output of a record: tables on the terminal, a JSON file and an HTML page."""
 
 import json
 from pathlib import Path
@@ -14,21 +14,21 @@ HEADINGS = {"throughput": "throughput", "tpot": "TPOT at batch 1", "ttft": "TTFT
 
 
 def show(record: Record) -> None:
-    """Print a table a phase: medians, spreads, shares of the machine's limit, ratios."""
+    """Print a table per phase: medians, fractions of the machine's limit, ratios."""
     rows = record.rows()
     for phase in PHASES:
         table = Table(title=f"{HEADINGS[phase]}, {UNITS[phase]}", title_justify="left")
         table.add_column("engine")
-        for heading in ("median", "of the limit", "ours to it"):
+        for heading in ("median", "of the limit", "our speedup"):
             table.add_column(heading, justify="right")
         for row in rows:
             table.add_row(row.engine.title, *_cells(row, phase))
         Console().print(table)
-    print("(80% of turns); ours to it: above 1 ours is faster, taken within one round")
+    print("in brackets: 10th to 90th percentile; speedup above 1: Penstock is faster (per round)")
     for row in rows:
         if row.tokens:
             agreement = f"{row.tokens.agreeing} of {row.tokens.total} tokens"
-            print(f"{row.engine.title}: {agreement} as transformers' before the first other one")
+            print(f"{row.engine.title}: {agreement} as transformers', up to the first difference")
     for name, why in record.left_out.items():
         print(f"not measured: {name}: {why}")
 

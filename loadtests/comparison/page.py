@@ -1,4 +1,4 @@
-"""A record as one page of HTML that needs nothing beside it."""
+"""HTML report of a record, in one self-contained file."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -11,9 +11,9 @@ from penstock.loadtests.comparison.summary import PHASES, UNITS, Row, limit, val
 from penstock.loadtests.micro.ab_runner import Quantiles
 
 _TITLES = {
-    "throughput": "Throughput: {requests} prompts of {input_len} tokens, {output_len} more each",
-    "tpot": "Time a token at batch 1, after {input_len} tokens of prompt",
-    "ttft": "Time to the first token of a prompt of {long_len} tokens, alone",
+    "throughput": "Throughput: {requests} prompts of {input_len} tokens, {output_len} tokens each",
+    "tpot": "Time per output token at batch size 1, after a prompt of {input_len} tokens",
+    "ttft": "Time to the first token of a single prompt of {long_len} tokens",
 }
 _BETTER = {"throughput": "more is better", "tpot": "less is better", "ttft": "less is better"}
 _STYLE = """
@@ -41,8 +41,8 @@ td.words { white-space: normal; }
 
 
 def page(record: Record) -> str:
-    """Return the page; it loads nothing."""
-    title = f"Penstock beside its peers: {record.model}"
+    """Return the page; it loads no external resources."""
+    title = f"Penstock compared with other engines: {record.model}"
     return "\n".join(
         (
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -61,19 +61,19 @@ def _body(record: Record) -> Iterator[str]:
     for phase in PHASES:
         titles = {name: getattr(record.work, name) for name in record.work.__slots__}
         yield f"<h2>{escape(_TITLES[phase].format(**titles))}</h2>"
-        yield f"<figure>{_chart(record, rows, phase)}<figcaption>A dot a turn, a bar to their "
-        yield f"median; {_BETTER[phase]}. The upright mark is the machine's own limit, measured "
-        yield "just before each turn (its median).</figcaption></figure>"
+        yield f"<figure>{_chart(record, rows, phase)}<figcaption>Dots: single runs; bar: their "
+        yield f"median; {_BETTER[phase]}. The vertical mark is the machine's limit, measured "
+        yield "just before each run (median).</figcaption></figure>"
         yield _figures(rows, phase)
-    yield "<p class=dim>Medians (where 80% of the turns lie). “Ours to it”: how many times faster "
-    yield "ours is, taken within each round; below 1 it is slower. Seconds of different rounds "
-    yield "are not compared: the machine changes.</p>"
-    yield "<h2>The same tokens?</h2>"
+    yield "<p class=dim>Medians (10th to 90th percentile). “Our speedup”: how many times faster "
+    yield "Penstock is in the same round; below 1 it is slower. Times of different rounds "
+    yield "are not compared, because the machine's speed varies.</p>"
+    yield "<h2>Agreement of tokens</h2>"
     yield _agreement(rows)
-    yield "<h2>What each was</h2>"
+    yield "<h2>Engines</h2>"
     yield _abouts(record, rows)
     yield from _left_out(record)
-    yield "<h2>The machine while it was measured</h2>"
+    yield "<h2>Machine during the measurement</h2>"
     yield _limits(record)
 
 
@@ -97,7 +97,10 @@ def _chart(record: Record, rows: Sequence[Row], phase: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A table; each row has a class and cells. A cell that begins with a tab holds words."""
+    """Return an HTML table; `rows` are (CSS class, cells).
+
+    A cell that starts with a tab is text: left-aligned, with line breaks.
+    """
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(
         f'<tr class="{kind}">' + "".join(_cell(cell) for cell in cells) + "</tr>"
@@ -113,7 +116,7 @@ def _cell(text: str) -> str:
 
 def _figures(rows: Sequence[Row], phase: str) -> str:
     return _table(
-        ["engine", UNITS[phase], "share of the limit", "ours to it"],
+        ["engine", UNITS[phase], "fraction of the limit", "our speedup"],
         [(_kind(row), [row.engine.title, *_cells(row, phase)]) for row in rows],
     )
 
@@ -125,7 +128,7 @@ def _cells(row: Row, phase: str) -> Iterator[str]:
 
 
 def brief(quantiles: Quantiles) -> str:
-    """The median and, in brackets, where most values lie."""
+    """Return the median and, in brackets, the 10th to 90th percentile."""
     return f"{quantiles.median:.3g} ({quantiles.low:.3g} to {quantiles.high:.3g})"
 
 
@@ -136,7 +139,7 @@ def _kind(row: Row) -> str:
 def _agreement(rows: Sequence[Row]) -> str:
     compared = [(row, row.tokens) for row in rows if row.tokens]
     if not compared:
-        return "<p>Not compared: transformers was not among them.</p>"
+        return "<p>Not compared: transformers was not measured.</p>"
     return _table(
         ["fp32 engine", "tokens before the first that differs", "of", "earliest difference"],
         [
@@ -190,6 +193,6 @@ def _limits(record: Record) -> str:
         ]
         for number, run in enumerate(runs)
     ]
-    heads = ["turn", "engine", "fp32 GFLOP/s", "INT8 GOP/s", "memory GB/s"]
+    heads = ["run", "engine", "fp32 GFLOP/s", "INT8 GOP/s", "memory GB/s"]
     heads += ["its cores", "others' cores", "stolen cores"]
     return _table(heads, [("", row) for row in cells])

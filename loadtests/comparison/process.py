@@ -1,4 +1,4 @@
-"""One engine in a process of its own, asked through pipes, paused while others have their turn."""
+"""An engine in a separate process, driven through pipes and paused while other engines run."""
 
 import json
 import os
@@ -20,27 +20,29 @@ import penstock
 from penstock.loadtests.comparison.engines import Engine
 
 _ADAPTERS = Path(__file__).parent / "adapters"
-_START_SECONDS = 600.0  # an export or a compilation may be part of it
+_START_SECONDS = 600.0  # may include converting the checkpoint or compiling
 _ANSWER_SECONDS = 600.0
-_END_SECONDS = 90.0  # a cluster drains
+_END_SECONDS = 90.0  # includes draining a cluster
 _PAUSE_SECONDS = 5.0
 _LOG_TAIL = 4000  # characters
 
 
 class EngineFailed(RuntimeError):
-    """An engine did not start, failed or answered wrongly; the message says which and how."""
+    """An engine did not start, failed or returned a wrong answer; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    seconds: float
-    tokens: list[list[int]]
+    """Result of one `generate` call."""
+
+    seconds: float  # duration
+    tokens: list[list[int]]  # [prompt][index]
 
 
 class EngineProcess:
-    """An engine that is ready to answer. Close it, whatever happens.
+    """A running engine, ready for `generate`. Must be closed.
 
-    `about` is what its adapter says of it.
+    `about` is the adapter's description of the engine: versions and number formats.
     """
 
     def __init__(self, engine: Engine, python: Path, options: dict[str, Any]) -> None:
@@ -49,7 +51,7 @@ class EngineProcess:
         own = {"quantization": engine.quantization, "paused": not engine.fresh}
         settings = {**options, **own}
         command = [str(python), str(_ADAPTERS / "host.py"), engine.adapter, json.dumps(settings)]
-        # A session of its own: a Ctrl-C in the terminal reaches the one who asks only.
+        # In a new session, so that Ctrl-C in the terminal interrupts only this process.
         self._process = subprocess.Popen(
             command,
             env=_variables(engine),
@@ -65,10 +67,10 @@ class EngineProcess:
             raise
 
     def generate(self, prompts: Sequence[Sequence[int]], output_len: int) -> Answer:
-        """Answer all prompts at once with so many tokens each. Raises EngineFailed."""
+        """Generate `output_len` tokens for each prompt, in one batch. Raises EngineFailed."""
         question = json.dumps({"prompts": list(prompts), "output_len": output_len})
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it ended: reading will say so
+        with suppress(BrokenPipeError):  # the process has exited; `_answer` reports it
             self._process.stdin.write(question.encode() + b"\n")
             self._process.stdin.flush()
         reply = self._answer(_ANSWER_SECONDS)
@@ -76,13 +78,13 @@ class EngineProcess:
         lengths = {len(tokens) for tokens in answer.tokens}
         if prompts and (len(answer.tokens) != len(prompts) or lengths != {output_len}):
             raise EngineFailed(
-                f"{self.engine.title} gave {len(answer.tokens)} answers of {sorted(lengths)} "
-                f"tokens; {len(prompts)} of {output_len} were asked for"
+                f"{self.engine.title} returned {len(answer.tokens)} answers of {sorted(lengths)} "
+                f"tokens; expected {len(prompts)} of {output_len}"
             )
         return answer
 
     def pause(self) -> None:
-        """Returns when all of it has stopped: on a busy machine that takes a moment."""
+        """Suspend all processes of the engine; wait up to 5 s for each to stop."""
         for process in self.tree():
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
@@ -91,12 +93,13 @@ class EngineProcess:
                     time.sleep(0.001)
 
     def resume(self) -> None:
+        """Continue all processes of the engine."""
         for process in self.tree():
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
     def tree(self) -> list[psutil.Process]:
-        """It and all that it started."""
+        """Return the engine's process and all its descendants; empty if it has exited."""
         try:
             root = psutil.Process(self._process.pid)
             return [root, *root.children(recursive=True)]
@@ -104,7 +107,7 @@ class EngineProcess:
             return []
 
     def close(self, at_once: bool = False) -> None:
-        """End it and all that it started; `at_once`: even while it computes."""
+        """End the engine and its descendants; with `at_once`, interrupt a running computation."""
         with _undisturbed():
             self._close(at_once)
 
@@ -117,7 +120,7 @@ class EngineProcess:
             self._process.stdin.close()
         if at_once and self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
-        # What a cluster started ends only with its help; of the others nothing is missed.
+        # A cluster must stop its own actors in order; other engines can simply be killed.
         gentle = self.engine.fresh or not at_once
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS if gentle else 1.0)
@@ -134,9 +137,9 @@ class EngineProcess:
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         line = self._process.stdout.readline() if ready else b""
         if not line:
-            how = "ended" if ready else f"said nothing for {seconds:.0f} s"
+            how = "exited" if ready else f"did not reply within {seconds:.0f} s"
             raise EngineFailed(
-                f"{self.engine.title} {how}; its last words:\n{self._read_log_tail()}"
+                f"{self.engine.title} {how}; last lines of its log:\n{self._read_log_tail()}"
             )
         return dict(json.loads(line))
 
@@ -147,7 +150,7 @@ class EngineProcess:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """An impatient second Ctrl-C must not leave processes behind."""
+    """Ignore SIGINT and SIGTERM, so that a second Ctrl-C does not leave processes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -160,9 +163,9 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _variables(engine: Engine) -> dict[str, str]:
-    """Its environment: threads are told in its options, so no variable tells other ones."""
+    """Return the engine's environment, without variables that override its thread count."""
     dropped = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     variables = {name: value for name, value in os.environ.items() if name not in dropped}
-    if engine.is_ours:  # this very tree, not another that is installed
+    if engine.is_ours:  # import Penstock from this tree, not from an installed package
         variables["PYTHONPATH"] = str(Path(penstock.__file__).parent.parent)
     return variables

@@ -1,4 +1,4 @@
-"""What a run leaves: one JSON file that can be read back, merged with others, and shown."""
+"""Record of a comparison run: saved as one JSON file, which can be read back and merged."""
 
 import dataclasses
 import json
@@ -13,23 +13,23 @@ from penstock.loadtests.comparison.work import EngineRun, Work
 
 
 class BadRecord(ValueError):
-    """A file holds no run, or runs that cannot be compared; the message says which."""
+    """A file does not contain a record, or records cannot be merged; the message says which."""
 
 
 @dataclass(slots=True)
 class Record:
-    """One run, or several of the same work merged."""
+    """Settings and results of one run, or of several merged runs of the same work."""
 
     model: str
     threads: int
     work: Work
     cost: Cost
     machine: dict[str, Any]
-    dates: list[str]  # of the runs
+    dates: list[str]  # one per run
     commits: list[str]
-    left_out: dict[str, str]  # engines by name, and why
-    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # engines by name
-    rounds: list[list[EngineRun]] = field(default_factory=list)
+    left_out: dict[str, str]  # reason, by engine name
+    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # description, by engine name
+    rounds: list[list[EngineRun]] = field(default_factory=list)  # [round][engine]
 
     def rows(self) -> list[Row]:
         return summarize([runs for runs in self.rounds if runs], self.work, self.cost)
@@ -46,7 +46,7 @@ class Record:
 
 
 def read(path: Path) -> Record:
-    """Read what `Record.as_json` gave. Raises BadRecord."""
+    """Read a file that was written from `Record.as_json`. Raises BadRecord."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         content.pop("summary")
@@ -54,16 +54,16 @@ def read(path: Path) -> Record:
         content["rounds"] = [[EngineRun(**run) for run in runs] for runs in content["rounds"]]
         return Record(**content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadRecord(f"{path} holds no run of these: {error}") from None
+        raise BadRecord(f"{path} is not a record of a comparison run: {error}") from None
 
 
 def merged(records: Sequence[Record]) -> Record:
-    """Return the rounds of all as one. Raises BadRecord where they did not do the same."""
+    """Merge the rounds of all records. Raises BadRecord if their settings differ."""
     first = records[0]
     for other in records[1:]:
         for name in ("model", "threads", "work", "cost", "machine"):
             if getattr(other, name) != getattr(first, name):
-                raise BadRecord(f"runs of different {name} cannot be merged")
+                raise BadRecord(f"cannot merge runs with different values of {name!r}")
     rounds = [runs for record in records for runs in record.rounds]
     ran = {run.engine for runs in rounds for run in runs}
     left_out = {name: why for record in records for name, why in record.left_out.items()}

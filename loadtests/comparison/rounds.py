@@ -1,4 +1,4 @@
-"""Engines in turns: A B C, then B C A, and so on, each alone awake on the machine."""
+"""Rounds of measurements in rotating order (A B C, then B C A), one engine running at a time."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +18,10 @@ Report = Callable[[str], None]
 
 
 class Rounds:
-    """The engines of a run, started when first needed. Use it as a context manager.
+    """Context manager that runs the measurements; starts each engine when it is first needed.
 
-    Those that can be paused stay, asleep while others have their turn; with `one_at_a_time` (models
-    that do not fit into memory together), and for those that cannot, each turn starts its own.
+    An engine that can be paused is kept and paused while others run. The others are restarted for
+    each round; with `one_at_a_time` (for models that do not fit into memory together), all are.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Rounds:
     def run(
         self, count: int, report: Report, done: Callable[[EngineRun], None]
     ) -> Iterator[list[EngineRun]]:
-        """Yield the turns of each round. Raises EngineFailed."""
+        """Yield the runs of all engines, round by round. Raises EngineFailed."""
         for number in range(count):
             shift = number % len(self.engines)
             runs = []
@@ -84,7 +84,7 @@ class Rounds:
 
     @contextmanager
     def _process(self, engine: Engine) -> Iterator[EngineProcess]:
-        """The engine, awake and warm; asleep or gone afterwards."""
+        """Yield the engine, started or resumed and warmed up; pause or close it afterwards."""
         process = self._awake.get(engine.name)
         if process is None:
             process = EngineProcess(engine, self._pythons[engine.name], self._options)

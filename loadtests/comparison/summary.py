@@ -1,7 +1,7 @@
-"""From turns to figures: medians with spread, distances to the machine's limits, ratios, tokens.
+"""Statistics of the runs: medians with quantiles, fractions of the machine's limits, speedups.
 
-Seconds of different rounds are never compared: a ratio is taken within one round, and a distance to
-a limit against the limit measured just before that very turn.
+Times of different rounds are never compared, since the machine's speed varies: a speedup is
+computed within one round, and a fraction of a limit uses the limit measured just before the run.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,15 +21,15 @@ REFERENCE = "transformers"
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """How an engine's greedy tokens agree with those of transformers."""
+    """Agreement of an engine's greedy tokens with those of transformers."""
 
-    agreeing: int  # tokens before the first that differs, in all answers together
+    agreeing: int  # tokens before the first difference, summed over all answers
     total: int
-    first_divergence: int | None  # the earliest index in an answer; None: none differs
+    first_divergence: int | None  # smallest index of a difference in any answer; None: all equal
 
     @classmethod
     def of(cls, answers: Sequence[Sequence[int]], judge: Sequence[Sequence[int]]) -> "Tokens":
-        """Compare [count][length] with the same of the judge."""
+        """Compare answers, [count][length], with the reference answers `judge`."""
         pairs = list(zip(answers, judge, strict=True))
         agreeing = [
             sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*pair, strict=True)))
@@ -41,13 +41,13 @@ class Tokens:
 
 
 def batch_flops(cost: Cost, work: Work) -> float:
-    """Floating-point operations of the throughput's whole batch."""
+    """Return the FLOPs of the whole batch of the throughput phase."""
     one = cost.prefill(work.input_len) + cost.decode(work.input_len, work.output_len - 1)
     return work.requests * one
 
 
 def value(run: EngineRun, work: Work, phase: str) -> float:
-    """The figure of a turn, in its unit of UNITS."""
+    """Return the result of a run for a phase, in the unit given by UNITS."""
     if phase == "throughput":
         return work.requests * work.output_len / run.batch
     if phase == "tpot":
@@ -56,7 +56,7 @@ def value(run: EngineRun, work: Work, phase: str) -> float:
 
 
 def limit(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
-    """What the machine would have allowed in that turn at most (or, of times, at least)."""
+    """Return the best result that the machine's measured limits allow (roofline)."""
     int8 = bool(BY_NAME[run.engine].quantization)
     names = ("gflops", "int8_gops") if int8 else ("gflops",)
     arithmetic = 1e9 * max(run.limits[name] for name in names)
@@ -71,29 +71,29 @@ def limit(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
 
 
 def reached(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
-    """The share of the limit that was reached, 1 at the limit itself."""
+    """Return the fraction of the limit that the run reached; 1 is the limit."""
     got, most = value(run, work, phase), limit(run, work, cost, phase)
     return got / most if phase == "throughput" else most / got
 
 
 def advantage(ours: EngineRun, other: EngineRun, work: Work, phase: str) -> float:
-    """How many times faster ours was; below 1: slower."""
+    """Return the speedup of `ours` over `other`; below 1, ours is slower."""
     ratio = value(ours, work, phase) / value(other, work, phase)
     return ratio if phase == "throughput" else 1 / ratio
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is known of one engine."""
+    """Summary of one engine."""
 
     engine: Engine
     runs: list[EngineRun]
-    values: dict[str, Quantiles]
-    reached: dict[str, Quantiles]
-    ahead: dict[str, Quantiles]  # ours to it; empty where they had no round together, or it is ours
+    values: dict[str, Quantiles]  # by phase, as the following two
+    reached: dict[str, Quantiles]  # fraction of the machine's limit
+    ahead: dict[str, Quantiles]  # Penstock's speedup; empty without common rounds or for Penstock
     tokens: Tokens | None
     memory_mib: float
-    other_cores: float  # the most in any turn
+    other_cores: float  # cores busy with other processes or stolen, maximum of all runs
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -111,7 +111,7 @@ class Row:
 
 
 def summarize(rounds: Sequence[Sequence[EngineRun]], work: Work, cost: Cost) -> list[Row]:
-    """Return a row an engine, in the order of ENGINES; `rounds` holds the turns of each round."""
+    """Return one row per engine, in the order of ENGINES; `rounds` is [round][engine]."""
     runs = [run for each in rounds for run in each]
     names = [name for name in BY_NAME if any(run.engine == name for run in runs)]
     judge = _tokens(runs, REFERENCE)

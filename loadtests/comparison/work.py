@@ -1,4 +1,4 @@
-"""What every engine is asked in its turn, and what is noted of it."""
+"""Work that every engine runs in each round, and its measurement."""
 
 import dataclasses
 import time
@@ -12,22 +12,22 @@ import psutil
 from penstock.loadtests.bench.flags import option
 from penstock.loadtests.comparison.process import EngineProcess
 
-_LOWEST_TOKEN = 3  # below are ids of padding and of ends
-_REPEATS = 2  # of what takes a moment only
-KEPT_ANSWERS = 16  # whose tokens are noted for comparison
+_LOWEST_TOKEN = 3  # lower ids are padding, begin and end tokens
+_REPEATS = 2  # repetitions of the short measurements
+KEPT_ANSWERS = 16  # answers whose tokens are recorded for comparison
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is asked for."""
+    """Prompts and answers."""
 
-    requests: int = option(64, "prompts at once, for throughput")
-    input_len: int = option(128, "tokens of each of them, and of the single stream")
-    output_len: int = option(64, "tokens of each answer")
-    stream_len: int = option(32, "tokens after the first of a single stream, for TPOT")
-    long_len: int = option(1024, "tokens of the long prompt, for TTFT")
-    seed: int = option(0, "of the prompts")
+    requests: int = option(64, "throughput: prompts in the batch")
+    input_len: int = option(128, "throughput and TPOT: tokens of each prompt")
+    output_len: int = option(64, "throughput: tokens of each answer")
+    stream_len: int = option(32, "TPOT: tokens after the first, at batch size 1")
+    long_len: int = option(1024, "TTFT: tokens of the prompt")
+    seed: int = option(0, "seed of the prompts")
 
     def __post_init__(self) -> None:
         for each in ("requests", "input_len", "output_len", "stream_len", "long_len"):
@@ -42,7 +42,7 @@ class Work:
     def prompts(
         self, vocab_size: int, round_number: int, kind: int, count: int, length: int
     ) -> list[Any]:
-        """Return [count][length] random ids, the same for every engine of this round."""
+        """Return random token ids, [count][length], equal for all engines in a round."""
         rng = np.random.default_rng([self.seed, round_number, kind])
         drawn = rng.integers(_LOWEST_TOKEN, vocab_size, (count, length))
         return list(drawn.tolist())
@@ -50,23 +50,23 @@ class Work:
 
 @dataclass(slots=True)
 class EngineRun:
-    """One engine's turn in one round. Times are seconds."""
+    """Measurements of one engine in one round. Times are seconds."""
 
     engine: str
-    number: int  # of the round
-    limits: dict[str, float]  # the machine's, just before: see `note_limits`
-    batch: float = 0.0  # duration of the throughput run
+    number: int  # round number, from 0
+    limits: dict[str, float]  # the machine's limits just before the run: see `note_limits`
+    batch: float = 0.0  # duration of the throughput batch
     first: list[float] = field(default_factory=list)  # one prompt, one token
     stream: list[float] = field(default_factory=list)  # one prompt, 1 + stream_len tokens
     long: list[float] = field(default_factory=list)  # the long prompt, one token
-    own_cores: float = 0.0  # that it kept busy
-    other_cores: float = 0.0  # that something else on this machine kept busy
-    stolen_cores: float = 0.0  # that the machine's owner gave to others
-    memory_mib: float = 0.0  # of all its processes, pages shared counted once (PSS)
-    tokens: list[list[int]] = field(default_factory=list)  # of the first round's first answers
+    own_cores: float = 0.0  # average cores busy with this engine
+    other_cores: float = 0.0  # average cores busy with other processes
+    stolen_cores: float = 0.0  # average cores taken by the hypervisor (steal time)
+    memory_mib: float = 0.0  # PSS of all its processes (shared pages counted once)
+    tokens: list[list[int]] = field(default_factory=list)  # the first answers of the first round
 
     def tpot(self, work: Work) -> float:
-        """Seconds a token at batch 1, the median of this turn."""
+        """Return the seconds per token at batch size 1, the median of this run."""
         gaps = [whole - first for whole, first in zip(self.stream, self.first, strict=True)]
         return float(np.median(gaps)) / work.stream_len
 
@@ -75,7 +75,7 @@ class EngineRun:
 
 
 def note_limits(limits: EngineProcess) -> dict[str, float]:
-    """The machine's limits now: `gflops`, `int8_gops`, `memory_gbs` (reading)."""
+    """Measure the machine's limits: `gflops`, `int8_gops` and `memory_gbs` (read bandwidth)."""
     limits.resume()
     try:
         mega = limits.generate([], 0).tokens[0]
@@ -86,7 +86,7 @@ def note_limits(limits: EngineProcess) -> dict[str, float]:
 
 
 def warm_up(engine: EngineProcess, work: Work, vocab_size: int) -> None:
-    """Each form of work once, with prompts that do not come again and short answers."""
+    """Run each kind of work once, with short answers and prompts that are not used again."""
     batch = work.prompts(vocab_size, 0, 100, work.requests, work.input_len)
     engine.generate(batch, min(4, work.output_len))
     engine.generate(batch[:1], min(4, work.stream_len))
@@ -96,7 +96,7 @@ def warm_up(engine: EngineProcess, work: Work, vocab_size: int) -> None:
 def run_engine(
     engine: EngineProcess, work: Work, vocab_size: int, number: int, limits: dict[str, float]
 ) -> EngineRun:
-    """Ask everything and note it. Raises EngineFailed."""
+    """Run all work on one engine and measure it. Raises EngineFailed."""
     run = EngineRun(engine.engine.name, number, limits)
     before, began = _Cores.now(engine), time.perf_counter()
     prompts = work.prompts(vocab_size, number, 0, work.requests, work.input_len)
@@ -117,12 +117,12 @@ def run_engine(
 
 @dataclass(frozen=True, slots=True)
 class _Cores:
-    """CPU seconds used until now."""
+    """Cumulative CPU seconds at one point in time."""
 
-    own: float  # by an engine's processes
-    client: float  # by this process
-    all: float  # by everything on this machine
-    stolen: float
+    own: float  # of an engine's processes
+    client: float  # of this process
+    all: float  # of all processes on this machine
+    stolen: float  # steal time
 
     @classmethod
     def now(cls, engine: EngineProcess) -> "_Cores":

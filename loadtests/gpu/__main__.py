@@ -1,10 +1,10 @@
-"""Kernels and engine on a GPU: `make gpu`, or `python -m penstock.loadtests.gpu`.
+"""GPU tests and benchmarks: `make gpu`, or `python -m penstock.loadtests.gpu`.
 
-One command of less than ten minutes: the tests of kernels on the device, a KV transfer between two
-processes, what the device can do, every operation beside its peers, decode steps of the engine, and
-what determinism costs.
-It needs no ray. It fails where a section fails, and where anything was computed without its kernel;
-a goal that is not met is no failure.
+Takes less than ten minutes and does not need Ray. Measures the device's limits, runs a KV transfer
+between two processes and the kernel tests, times every operation against other implementations,
+times decode steps of the engine, and measures the cost of deterministic mode.
+Fails if a section fails or if anything was computed by a fallback instead of its kernel. A missed
+performance goal is not a failure.
 """
 
 import argparse
@@ -31,7 +31,7 @@ BOUNDS = "bounds"
 
 
 def sections(bounds: Path, device: str, small: bool) -> list[Section]:
-    """In their order; the times add up to no more than `ALL_SECONDS`."""
+    """Return all sections in order; their time limits add up to at most ALL_SECONDS."""
     common = ("--device", device, "--bounds", str(bounds), *(["--small"] if small else []))
 
     def section(name: str, module: str, seconds: float, *others: str) -> Section:
@@ -54,7 +54,10 @@ def sections(bounds: Path, device: str, small: bool) -> list[Section]:
 def run(
     wanted: Sequence[str], device: str, small: bool, seconds: float = ALL_SECONDS
 ) -> Iterator[Outcome]:
-    """Runs those whose name begins with one of `wanted`, all without any; the bounds always."""
+    """Run the sections whose names start with one of `wanted` (empty: all); yield their outcomes.
+
+    The bounds section always runs, since the others use its results.
+    """
     ends = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
         bounds = Path(folder) / "bounds.json"
@@ -70,6 +73,7 @@ def run(
 
 
 def triton_version() -> str:
+    """Return the version of Triton, or "none" if it is not installed."""
     try:
         return version("triton")
     except PackageNotFoundError:
@@ -77,7 +81,7 @@ def triton_version() -> str:
 
 
 def about(device: str) -> dict[str, Any]:
-    """What it ran on."""
+    """Return the date, the device and the software versions of this run."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "penstock": penstock.__version__,
@@ -93,20 +97,21 @@ def about(device: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, 1 (a section failed) or 2 (no CUDA device)."""
     program = "python -m penstock.loadtests.gpu"
-    parser = argparse.ArgumentParser(prog=program, description="Kernels and engine on a GPU.")
-    parser.add_argument("sections", nargs="*", help="beginnings of names; all without any")
+    parser = argparse.ArgumentParser(prog=program, description="GPU tests and benchmarks.")
+    parser.add_argument("sections", nargs="*", help="section names or prefixes; default: all")
     parser.add_argument("--save-json", type=Path, default=Path("build/gpu.json"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="to try the command itself")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to test the command")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
-        print(f"{program}: torch sees no CUDA device here", file=sys.stderr)
+        print(f"{program}: torch finds no CUDA device; see --device", file=sys.stderr)
         return 2
     outcomes: list[Outcome] = []
     for outcome in run(given.sections, given.device, given.small):
         outcomes.append(outcome)
-        _save(given.save_json, about(given.device), outcomes)  # what there is, whatever comes
+        _save(given.save_json, about(given.device), outcomes)  # keeps results if a later one fails
     print(report(outcomes))
     print(f"figures: {given.save_json}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1

@@ -1,4 +1,4 @@
-"""Attention over a paged cache, beside torch over dense keys and FlashInfer over the same pages."""
+"""Benchmarks of paged attention against torch SDPA (dense K/V) and FlashInfer (same pages)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from penstock.loadtests.gpu.goals import PLAIN, Goal
 from penstock.loadtests.gpu.work import Absent, Work
 
 BLOCK_SIZE = 16
-WORKSPACE_BYTES = 1 << 28  # of FlashInfer
+WORKSPACE_BYTES = 1 << 28  # FlashInfer's workspace buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sequences of one length, which decode, or are prompts from their beginnings."""
+    """Shape of a batch of sequences of equal length, all in decode or all in full prefill."""
 
     batch: int
-    context: int
+    context: int  # positions per sequence
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    prompts: bool = False
-    narrow: bool = False  # a cache of float8_e4m3fn
+    prompts: bool = False  # prefill of whole prompts; False: decode of one token each
+    narrow: bool = False  # the KV cache is float8_e4m3fn
 
     @property
     def num_tokens(self) -> int:
@@ -39,21 +39,24 @@ class Sizes:
         return -(-self.context // BLOCK_SIZE)
 
     def num_bytes(self, itemsize: int) -> float:
-        """itemsize: of the query, and of a cache that is not narrow."""
+        """Return the bytes read and written.
+
+        `itemsize` is that of the query, and of the KV cache unless `narrow`.
+        """
         kv = 2 * self.batch * self.context * self.kv_heads * self.head_dim
         rows = 2 * self.num_tokens * self.heads * self.head_dim
         return (1 if self.narrow else itemsize) * kv + itemsize * rows
 
     @property
     def num_flops(self) -> float:
-        """Of scores and sums; of a prompt, of the pairs that are seen."""
+        """FLOPs of both attention matmuls; for prompts, only of the pairs in the causal mask."""
         pairs = self.context * (self.context + 1) / 2 if self.prompts else self.context
         return 4 * self.batch * pairs * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """One random batch on a device."""
+    """Inputs of one random batch on a device."""
 
     sizes: Sizes
     query: Tensor  # [T, Hq, D]
@@ -61,11 +64,11 @@ class Paged:
     query_starts: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32
     block_tables: Tensor  # [B, M] int32
-    scales: Tensor | None  # [2, H] float32, of a narrow cache
+    scales: Tensor | None  # [2, H] float32, only with an fp8 cache
 
     @classmethod
     def random(cls, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> "Paged":
-        """Blocks are scattered."""
+        """Create random inputs; the blocks of a sequence are in random order."""
         num_blocks = sizes.batch * sizes.num_columns
         shape = (2, num_blocks, sizes.kv_heads, BLOCK_SIZE, sizes.head_dim)
         step = sizes.num_tokens // sizes.batch
@@ -82,6 +85,7 @@ class Paged:
         )
 
     def ours(self) -> Call:
+        """Return a call of `paged_attention`."""
         sizes = self.sizes
         max_query = sizes.context if sizes.prompts else 1
         batch = (self.query_starts, self.context_lens, self.block_tables)
@@ -89,10 +93,10 @@ class Paged:
         return lambda: paged_attention(self.query, self.layer, plan, scales=self.scales)
 
     def torch_dense(self) -> Call:
-        """Keys and values dense from the start, which no paged cache is."""
+        """Return a call of torch SDPA; gathering dense keys and values is not timed."""
         sizes = self.sizes
         if sizes.narrow:
-            raise Absent("it takes no cache of eight bits")
+            raise Absent("does not support an 8-bit KV cache")
         gathered = self.layer[:, self.block_tables.long()].transpose(2, 3)
         shape = (2, sizes.batch, sizes.kv_heads, sizes.num_columns * BLOCK_SIZE, sizes.head_dim)
         keys, values = gathered.reshape(shape)[:, :, :, : sizes.context].contiguous()
@@ -103,7 +107,7 @@ class Paged:
         )
 
     def flashinfer(self) -> Call:
-        """Over our pages as they are: [N, H, S, D] is its layout "HND"."""
+        """Return a call of FlashInfer on the same cache: [N, H, S, D] is its layout "HND"."""
         wrapper = _flashinfer(self)
         return lambda: wrapper.run(self.query, (self.layer[0], self.layer[1]))
 
@@ -133,7 +137,7 @@ def _flashinfer(paged: Paged) -> Any:
 
 
 def attention_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Work]:
-    """The rows of the table that are attention."""
+    """Yield the attention benchmarks."""
     rows = [
         ("decode, 64 x 4k", Sizes(64, 4096), Goal(most_us=295, least_of_peer=0.95)),
         ("decode, 1 x 32k", Sizes(1, 32768), Goal(most_us=48)),
@@ -171,7 +175,10 @@ def _work(name: str, sizes: Sizes, goal: Goal, device: torch.device, dtype: torc
 
 
 def _shared_prefix(device: torch.device, dtype: torch.dtype, small: bool) -> Work:
-    """Sequences with a prefix in common and something of their own; plainly, and read once."""
+    """Return a benchmark of sequences with a shared prefix: cascade against plain attention.
+
+    Cascade attention reads the shared prefix once for all sequences.
+    """
     batch, prefix, own = (8, 512, 32) if small else (64, 8192, 256)
     sizes = Sizes(batch, prefix + own, *((4, 2, 16) if small else ()))
     num_shared = prefix // BLOCK_SIZE

@@ -1,4 +1,4 @@
-"""What the device can do at most: bytes a second of a copy, operations a second of a product."""
+"""Measures the device's limits: memory bandwidth of a copy and FLOP/s of a matmul."""
 
 import math
 import sys
@@ -17,24 +17,25 @@ PRODUCT_SIZE, SMALL_PRODUCT_SIZE = 8192, 128
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Measured in the run that uses them."""
+    """The device's limits, measured in the same run; NaN if unknown."""
 
-    bytes_per_second: float = math.nan  # read and written; this and the next: NaN if not known
-    flops_per_second: float = math.nan  # of a square product in the dtype of the weights
+    bytes_per_second: float = math.nan  # bytes read plus bytes written
+    flops_per_second: float = math.nan  # of a square matmul in the dtype of the weights
 
     @classmethod
     def read(cls, path: Path | None) -> "Bounds":
-        """As the section left them; unknown where it failed, which ends no other section."""
+        """Read the file of the bounds section; if it is missing or invalid, all limits are NaN."""
         return cls(**(read_figures(path) if path is not None else {}))
 
     def floor(self, num_bytes: float, num_flops: float) -> float:
-        """Seconds that so much takes at least; NaN where that is not known."""
+        """Return the minimum time in seconds (roofline); NaN if the limits are unknown."""
         if math.isnan(self.bytes_per_second):
             return math.nan
         return max(num_bytes / self.bytes_per_second, num_flops / self.flops_per_second)
 
 
 def measure(options: Options) -> Bounds:
+    """Measure the limits of `options.device`."""
     num_bytes = SMALL_COPY_BYTES if options.small else COPY_BYTES
     source = torch.ones(num_bytes, dtype=torch.uint8, device=options.device)
     target = torch.empty_like(source)

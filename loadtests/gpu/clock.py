@@ -1,4 +1,4 @@
-"""How long something takes on a device: many calls from one captured graph, where it has such."""
+"""Timing of operations on a device; on CUDA, many calls are replayed from one captured graph."""
 
 import statistics
 import time
@@ -15,14 +15,14 @@ ROUND_SECONDS = 0.02
 
 
 class Clock(Protocol):
-    """Marks moments of a device's own time."""
+    """A clock that measures time on a device."""
 
-    def mark(self) -> Any: ...
-    def seconds(self, begin: Any, end: Any) -> float: ...
+    def mark(self) -> Any: ...  # records the current point in time
+    def seconds(self, begin: Any, end: Any) -> float: ...  # seconds between two marks
 
 
 class CudaClock:
-    """Moments of the current stream: a mark is reached when all before it is computed."""
+    """CUDA events on the current stream: a mark completes once all earlier work has completed."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -35,7 +35,7 @@ class CudaClock:
 
 
 class HostClock:
-    """Where the host computes itself."""
+    """Wall clock of the host, for computation on the CPU."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -45,25 +45,31 @@ class HostClock:
 
 
 def clock_of(device: torch.device) -> Clock:
+    """Return the clock for a device."""
     return CudaClock() if device.type == "cuda" else HostClock()
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call: of several rounds the middle one, the least and the most."""
+    """Seconds per call: median, minimum and maximum over several rounds."""
 
     median: float
     least: float
     most: float
-    captured: bool  # whether the calls came from a graph; else launching them may be in it
+    captured: bool  # replayed from a CUDA graph; if False, launch overhead may be included
 
 
 def time_calls(calls: Sequence[Call], device: torch.device) -> Timing:
-    """calls: the same operation on different memory, in turns, so that no cache holds it all."""
+    """Time an operation.
+
+    Args:
+        calls: the same operation on different memory, executed in order, so that the data of all
+            calls together can exceed the caches.
+    """
     clock, (play, captured) = clock_of(device), _player(calls, device)
     play()
     repeats = max(1, round(ROUND_SECONDS / max(_seconds(clock, play, 1), 1e-7)))
-    num_rounds = NUM_ROUNDS if device.type == "cuda" else 1  # a CPU only tries the command
+    num_rounds = NUM_ROUNDS if device.type == "cuda" else 1  # CPU runs only test the command
     rounds = sorted(_seconds(clock, play, repeats) / len(calls) for _ in range(num_rounds))
     return Timing(statistics.median(rounds), rounds[0], rounds[-1], captured)
 
@@ -76,7 +82,7 @@ def _seconds(clock: Clock, play: Call, repeats: int) -> float:
 
 
 def _player(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
-    """What makes all calls once, and whether from a graph."""
+    """Return a function that executes all calls once, and whether it replays a CUDA graph."""
 
     def all_of_them() -> None:
         for call in calls:
@@ -87,14 +93,14 @@ def _player(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        all_of_them()  # compiles, and sets libraries up
+        all_of_them()  # compiles kernels and initializes libraries
         all_of_them()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):
             all_of_them()
-    except RuntimeError:  # a peer that waits for the device
+    except RuntimeError:  # the operation synchronizes with the device and cannot be captured
         torch.cuda.synchronize(device)
         return all_of_them, False
     return graph.replay, True

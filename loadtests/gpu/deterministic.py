@@ -1,7 +1,7 @@
-"""What `--deterministic` costs on the device: one engine with it and one without, in turns.
+"""Measures the cost of `--deterministic` on the device: runs one engine with it and one without.
 
-The deterministic one is rehearsed first, as at every start of a worker: where a prompt in pieces
-gets other bits than the whole, the section fails. Time is the device's own, see `steps`.
+The deterministic engine first passes the same check as at the start of a worker: the section fails
+if a chunked prompt gives other bits than the whole prompt. Times are device times, see `steps`.
 """
 
 import statistics
@@ -29,12 +29,12 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence
 
 LOAD = Load(batches=(1, 16, 64), input_len=1000, output_len=64)
-PROMPTS = (2000, 4000)  # tokens
+PROMPTS = (2000, 4000)  # prompt lengths in tokens
 ROUNDS = 3
 
 
 def make_engine(folder: Path, options: Options, load: Load, deterministic: bool) -> Engine:
-    """Random weights, the same for both."""
+    """Create an engine with random weights, which are equal for both modes."""
     shape = SHAPES[options.model]
     config = small(shape.config) if options.small else shape.config
     decoder = random_model(folder, config, options.dtype, options.device, deterministic)
@@ -57,13 +57,13 @@ def make_engine(folder: Path, options: Options, load: Load, deterministic: bool)
 
 
 def step_seconds(engine: Engine, clock: Clock, batch: int, load: Load) -> float:
-    """Of a decode step of so many, from its first launch to the end of its last; the median."""
+    """Return the median time of a decode step of `batch` sequences on the device's clock."""
     steps = decode(engine, clock, batch, load)
     return statistics.median(clock.seconds(step.begin, step.end) for step in steps)
 
 
 def prompt_seconds(engine: Engine, clock: Clock, length: int) -> float:
-    """Of one prompt, alone, to its first token."""
+    """Return the time of one prompt of `length` tokens, alone, to its first answer token."""
     tokens = np.random.default_rng(length).integers(2, engine.spec.vocab_size, length).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=1)
     engine.submit(
@@ -78,7 +78,7 @@ def prompt_seconds(engine: Engine, clock: Clock, length: int) -> float:
 
 
 def measure(options: Options, load: Load, prompts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """The figures as they grow, round after round: of each the times that it took."""
+    """Yield the results, updated after each measurement."""
     clock, rounds = clock_of(options.device), 1 if options.small else ROUNDS
     figures: dict[str, Any] = {"about": SHAPES[options.model].about, "prices": {}, "failures": []}
     with (
@@ -95,12 +95,12 @@ def measure(options: Options, load: Load, prompts: tuple[int, ...]) -> Iterator[
             work[f"prompt of {length}"] = partial(prompt_seconds, clock=clock, length=length)
         for name, seconds_of in work.items():
             for engine in engines:
-                seconds_of(engine)  # its first run is no measure
+                seconds_of(engine)  # warm-up, not measured
             taken = [[seconds_of(engine) for engine in engines] for _ in range(rounds)]
             figures["prices"][name] = _price(taken)
             yield figures
     if fallback_counts():
-        figures["failures"] += [f"computed without a kernel: {fallback_counts()}"]
+        figures["failures"] += [f"kernel fallbacks were used: {fallback_counts()}"]
     yield figures
 
 

@@ -1,4 +1,4 @@
-"""What an operation should reach: one of a few kinds of goal, and whether it was met. Pure."""
+"""Performance goals of operations, and the check whether a measurement meets them. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from penstock.loadtests.gpu.bounds import Bounds
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """All that are set have to be met."""
+    """Performance limits of an operation; every limit that is set must be met."""
 
-    most_us: float | None = None
-    least_fraction: float | None = None  # of what the bounds allow
+    most_us: float | None = None  # maximum time, microseconds
+    least_fraction: float | None = None  # minimum fraction of the speed at the device's limits
     least_tflops: float | None = None
-    least_of_peer: float | None = None  # of the speed of the fastest peer
-    over_plain: float | None = None  # times as fast as our own plain form, a peer named PLAIN
+    least_of_peer: float | None = None  # minimum fraction of the speed of the fastest peer
+    over_plain: float | None = None  # minimum speedup over our plain variant, the peer PLAIN
 
     def __str__(self) -> str:
         limits = (
@@ -34,18 +34,19 @@ PLAIN = "ours, plain"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One operation of the table."""
+    """Measurement of one operation."""
 
     name: str
     goal: Goal
     num_bytes: float
     num_flops: float
     seconds: float
-    captured: bool
-    peers: Mapping[str, float]  # seconds
-    absent: Mapping[str, str]  # peers that were not to be had, and why
+    captured: bool  # see `Timing`
+    peers: Mapping[str, float]  # seconds, by peer
+    absent: Mapping[str, str]  # reason, by peer that could not be measured
 
     def figures(self, bounds: Bounds) -> dict[str, Any]:
+        """Return the measurement in JSON form."""
         floor = bounds.floor(self.num_bytes, self.num_flops)
         rivals = {name: seconds for name, seconds in self.peers.items() if name != PLAIN}
         best = min(rivals.items(), key=lambda pair: pair[1], default=None)
@@ -65,7 +66,7 @@ class Measured:
         }
 
     def met(self, bounds: Bounds) -> bool | None:
-        """Whether the goal was met; None where a part of it could not be compared."""
+        """Return whether the goal was met; None if a limit of it could not be checked."""
         goal, floor = self.goal, bounds.floor(self.num_bytes, self.num_flops)
         rivals = [seconds for name, seconds in self.peers.items() if name != PLAIN]
         reached = (

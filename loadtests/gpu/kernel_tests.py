@@ -1,6 +1,6 @@
-"""Tests of kernels on the device: a process a file, several at once, since compiling is long.
+"""Runs the kernel tests on the device: one process per file, several in parallel.
 
-One by one come those that take all of the device's memory.
+Runs in parallel because compiling takes long. Files that need all device memory run alone.
 """
 
 import os
@@ -20,30 +20,33 @@ from penstock.loadtests.gpu.sections import write_figures
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = ("tests/kernels", "tests/workers/gpu")
 MARKS = "interpreted or gpu"
-SECONDS = 150.0  # for all of them
-MARGIN_SECONDS = 8.0  # of these, to write down what there is
-LONGEST = ("test_deterministic.py", "test_attention.py", "test_moe.py")  # to begin with
-SEPARATE_FILES = ("test_on_gpu.py",)
+SECONDS = 150.0  # time limit of the section
+MARGIN_SECONDS = 8.0  # part of SECONDS that is reserved for writing the results
+LONGEST = ("test_deterministic.py", "test_attention.py", "test_moe.py")  # started first
+SEPARATE_FILES = ("test_on_gpu.py",)  # need all device memory
 NUM_PROCESSES = max(2, min(12, (os.cpu_count() or 2) - 2))
-_NOTHING_CHOSEN = 5  # pytest's exit code
+_NOTHING_CHOSEN = 5  # pytest's exit code if no test was selected
 _LAST_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
 class FileRun:
+    """Result of pytest on one file."""
+
     name: str
-    code: int
+    code: int  # exit code; -1: not started or timed out
     seconds: float
-    words: str
+    words: str  # output of pytest, or the reason why it did not finish
 
     @property
     def chosen(self) -> bool:
+        """True if the file has tests for a device."""
         return self.code != _NOTHING_CHOSEN
 
     @property
     def summary(self) -> str:
-        """pytest's last line."""
-        return self.words.strip().splitlines()[-1] if self.words.strip() else "it said nothing"
+        """Last line of the output."""
+        return self.words.strip().splitlines()[-1] if self.words.strip() else "no output"
 
 
 def files_of_tests(root: Path, folders: Sequence[str]) -> list[Path]:
@@ -51,15 +54,15 @@ def files_of_tests(root: Path, folders: Sequence[str]) -> list[Path]:
 
 
 def run_file(path: Path, device: str, ends: float) -> FileRun:
-    """ends: when it is stopped, of `time.monotonic`."""
+    """Run pytest on one file; stop it at time `ends` (of `time.monotonic`)."""
     environment = {**os.environ, "PENSTOCK_TEST_DEVICE": device}
-    # A kernel is compiled or interpreted for good when its module is imported.
+    # Triton reads TRITON_INTERPRET when a kernel's module is imported.
     environment.pop("TRITON_INTERPRET", None)
     if device == "cpu":
         environment["TRITON_INTERPRET"] = "1"
     name, began = str(path.relative_to(ROOT)), time.monotonic()
     if (seconds := ends - began) <= 0:
-        return FileRun(name, -1, 0.0, "no time was left for it")
+        return FileRun(name, -1, 0.0, "not started: no time left")
     command = (sys.executable, "-m", "pytest", name, "-q", "-m", MARKS, "-p", "no:cacheprovider")
     try:
         done = subprocess.run(
@@ -71,7 +74,10 @@ def run_file(path: Path, device: str, ends: float) -> FileRun:
 
 
 def figures_of(runs: Sequence[FileRun]) -> dict[str, Any]:
-    """Files of which no test is for a device do not count; without any other it is a failure."""
+    """Summarize the runs; ignore files without tests for a device.
+
+    It is a failure if no file has a passed test.
+    """
     chosen = [run for run in runs if run.chosen]
     failures = [
         f"{run.name}: " + "\n".join(run.words.strip().splitlines()[-_LAST_LINES:])
@@ -79,7 +85,7 @@ def figures_of(runs: Sequence[FileRun]) -> dict[str, Any]:
         if run.code
     ]
     if not any(" passed" in run.summary for run in chosen):
-        failures.append("no test of a kernel has passed")
+        failures.append("no kernel test passed")
     in_order = sorted(chosen, key=lambda run: run.name)
     return {
         "files": {run.name: {"seconds": run.seconds, "said": run.summary} for run in in_order},
@@ -88,9 +94,9 @@ def figures_of(runs: Sequence[FileRun]) -> dict[str, Any]:
 
 
 def measure(options: Options, ends: float) -> Iterator[dict[str, Any]]:
-    """The figures as they grow, a file after another; ends: of `time.monotonic`."""
+    """Run all files until time `ends` (of `time.monotonic`); yield the results after each."""
     if find_spec("pytest") is None:
-        yield {"failures": ["pytest is not installed here: see docs/gpu.md, how to carry it"]}
+        yield {"failures": ["pytest is not installed: see `make gpu-carry` in docs/gpu.md"]}
         return
     files = files_of_tests(ROOT, FOLDERS[1:] if options.small else FOLDERS)
     runs: list[FileRun] = []

@@ -1,10 +1,11 @@
-"""Blocks that go from one process to another, over NCCL, on one device; every byte is compared.
+"""KV transfer test: two processes on one GPU move blocks over NCCL; every byte is compared.
 
-Two ranks of one communicator may not be on one GPU of one host, so that each process says that it
-is a host of its own (NCCL_HOSTID). NCCL then moves the bytes through sockets: it is right, but its
-speed says nothing of two GPUs.
+NCCL refuses two ranks of a communicator on the same GPU of one host, so each process claims to be
+a separate host (NCCL_HOSTID). NCCL then uses sockets: the test checks correctness, and its speed
+is not that of two GPUs.
 
-The parent carries the values of the pair's store between its two children, as lines.
+The parent process relays the values of the pair's rendezvous store between its two children, as
+JSON lines.
 """
 
 import argparse
@@ -29,15 +30,18 @@ from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
 from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.kv_transfer.transport import DESTINATION, SOURCE, MirrorStore, RankPair
 
-SECONDS = 30.0  # that a side waits for the other
-ALL_SECONDS = 36.0  # of both processes, their start included
+SECONDS = 30.0  # timeout of one side for the other
+ALL_SECONDS = 36.0  # time limit of both processes, including their start
 FULL = (32, 8, 16, 128, 256)
 SMALL = (2, 2, 4, 8, 16)
-"""Of a cache: layers, heads, block size, features, blocks."""
+"""Shape of the KV cache: layers, heads, block size, head dim, number of blocks."""
 
 
 def kv_cache(device: torch.device, small: bool, seed: int) -> torch.Tensor:
-    """[layers, 2, blocks, heads, block_size, head_dim] of what the seed says; the same anywhere."""
+    """Return a random cache, [layers, 2, blocks, heads, block_size, head_dim] float16.
+
+    The values depend only on the seed, not on the device.
+    """
     layers, heads, block_size, head_dim, num_blocks = SMALL if small else FULL
     shape = (layers, 2, num_blocks, heads, block_size, head_dim)
     generator = torch.Generator().manual_seed(seed)
@@ -46,7 +50,7 @@ def kv_cache(device: torch.device, small: bool, seed: int) -> torch.Tensor:
 
 
 def sides_blocks(num_blocks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Scattered blocks of the source, and those of the destination that they go to."""
+    """Return random block ids at the source and the ids that they map to at the destination."""
     rng = np.random.default_rng(3)
     half = num_blocks // 2
     return (
@@ -56,7 +60,7 @@ def sides_blocks(num_blocks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
 
 
 def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
-    """One process: sends, or receives and compares."""
+    """Run one side: rank SOURCE sends, rank DESTINATION receives and compares."""
     output_lock = threading.Lock()
 
     def publish(key: str, value: bytes) -> None:
@@ -66,7 +70,7 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     store = MirrorStore(publish, SECONDS)
     threading.Thread(target=_listen, args=(sys.stdin, store), daemon=True).start()
     kv = kv_cache(device, small, seed=rank)
-    warm_up_block_moves(kv)  # as a worker does
+    warm_up_block_moves(kv)  # as a worker does at its start
     rectangle = LayerHeadRange(0, kv.shape[0], 0, kv.shape[3])
     staging = KvStaging(kv, rectangle)
     sent, received = sides_blocks(kv.shape[2])
@@ -98,7 +102,7 @@ def _listen(lines: IO[str], store: MirrorStore) -> None:
 
 
 class Child:
-    """One side, and what it says: values for the other, and at the end its figures."""
+    """Child process of one side; it prints store values for the other side, then its results."""
 
     def __init__(self, rank: int, device: str, small: bool) -> None:
         environment = {
@@ -118,17 +122,17 @@ class Child:
         )
 
     def relay(self, other: "Child") -> threading.Thread:
-        """Carries what it says to the other side, until it ends."""
+        """Start a thread that forwards this side's store values to `other` until this side ends."""
         thread = threading.Thread(target=self._relay, args=(other,), daemon=True)
         thread.start()
         return thread
 
     def end(self, ends: float) -> int | str:
-        """What it ended with; by then (of `time.monotonic`) it has ended."""
+        """Wait until time `ends` (of `time.monotonic`), then kill; return exit code or error."""
         try:
             return self.process.wait(max(0.0, ends - time.monotonic()))
         except subprocess.TimeoutExpired:
-            return f"nothing after {ALL_SECONDS:.0f} s"
+            return f"a timeout after {ALL_SECONDS:.0f} s"
         finally:
             self.process.kill()
 
@@ -137,7 +141,7 @@ class Child:
         assert other.process.stdin is not None
         for line in self.process.stdout:
             if not line.startswith("{"):
-                continue  # NCCL says something
+                continue  # log output of NCCL
             message = json.loads(line)
             if "key" not in message:
                 self.figures = message
@@ -146,10 +150,11 @@ class Child:
                 other.process.stdin.write(line)
                 other.process.stdin.flush()
             except OSError:
-                return  # it has ended
+                return  # the other process has exited
 
 
 def measure(device: str, small: bool) -> dict[str, Any]:
+    """Run both sides and check their results."""
     sides = [Child(rank, device, small) for rank in (SOURCE, DESTINATION)]
     threads = [sides[0].relay(sides[1]), sides[1].relay(sides[0])]
     ends = time.monotonic() + ALL_SECONDS
@@ -159,12 +164,12 @@ def measure(device: str, small: bool) -> dict[str, Any]:
     source, destination = (side.figures for side in sides)
     failures = [f"side {rank} ended with {code}" for rank, code in enumerate(codes) if code]
     if not failures and not destination.get("same"):
-        failures.append("what arrived is not what was sent")
+        failures.append("the received blocks differ from the sent ones")
     if not failures and source["checksum"] != destination["checksum"]:
-        failures.append("the same bytes have two checksums")
+        failures.append("the checksums of the two sides differ")
     for rank, figures in enumerate((source, destination)):
         if figures.get("plain_forms"):
-            failures.append(f"side {rank} computed without a kernel: {figures['plain_forms']}")
+            failures.append(f"side {rank} used kernel fallbacks: {figures['plain_forms']}")
     return {"source": source, "destination": destination, "failures": failures}
 
 

@@ -1,4 +1,4 @@
-"""The bytes that a decode step has to read: weights once, and the keys and values of its rows."""
+"""Bytes that a decode step must read: the weights once, and the KV cache of its sequences."""
 
 import torch
 
@@ -9,15 +9,15 @@ _EXPERTS = ".experts."
 
 
 def expected_fraction(num_experts: int, top_k: int, num_tokens: int) -> float:
-    """Of the experts, how many some token goes to, if each goes anywhere as likely."""
+    """Return the expected fraction of experts that a batch uses, assuming uniform routing."""
     return 1 - (1 - top_k / num_experts) ** num_tokens
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, batch: int) -> float:
-    """Of a step with one token each of so many sequences.
+    """Return the weight bytes read by a step with one token of each of `batch` sequences.
 
-    Of the embeddings only the tokens' rows are read, but all where they are the head too. Of a
-    mixture's experts those that are expected to be chosen are.
+    Counts only the tokens' rows of the embeddings (all rows if they are tied to the head), and
+    only the expected fraction of the experts.
     """
     total = 0.0
     for name, tensor in empty_decoder(spec, dtype, torch.device("meta")).tensors().items():
@@ -32,6 +32,6 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, batch: int) -> float:
 
 
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, batch: int, context: float) -> float:
-    """With a mean context of so many positions a sequence."""
+    """Return the bytes read by a decode step with a mean of `context` positions per sequence."""
     kv = batch * context * spec.kv_bytes_per_token(dtype.itemsize)
     return weight_bytes(spec, dtype, batch) + kv

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights, made on the device: what they say makes no sense."""
+"""Models of known shapes with random weights, created directly on the device."""
 
 import json
 from dataclasses import dataclass
@@ -12,13 +12,15 @@ from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.spec import read_spec
 
 WEIGHT_STD = 0.02
-"""Of random weights."""
+"""Standard deviation of the random weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    """A model configuration with its description."""
+
     about: str
-    config: dict[str, Any]
+    config: dict[str, Any]  # content of config.json
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
@@ -71,12 +73,12 @@ _SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "v
 SHAPES = {
     "1b": Shape("Llama of 1.2B, tied", _llama(2048, 8192, 16, 32, tied=True)),
     "8b": Shape("Llama of 8.0B", _llama(4096, 14336, 32, 32, tied=False)),
-    "moe": Shape("16 of the 48 layers of a mixture of 30B, 128 experts, 8 a token", _MOE),
+    "moe": Shape("16 of the 48 layers of a 30B MoE, 128 experts, 8 per token", _MOE),
 }
 
 
 def small(config: dict[str, Any]) -> dict[str, Any]:
-    """The same with few and narrow layers."""
+    """Return the configuration reduced to two narrow layers."""
     narrow = {
         **config,
         **_SMALL,
@@ -96,7 +98,7 @@ def random_model(
     device: torch.device,
     deterministic: bool = False,
 ) -> Decoder:
-    """Writes `config.json` into the folder, and makes the model on the device."""
+    """Write `config.json` into the folder and create the model with random weights."""
     (folder / "config.json").write_text(json.dumps(config))
     decoder = empty_decoder(read_spec(folder), dtype, device, deterministic)
     generator = torch.Generator(device).manual_seed(0)

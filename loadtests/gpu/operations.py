@@ -1,4 +1,4 @@
-"""Every operation of the goals' table: its time, what the bounds allow, and its peers."""
+"""Times every operation that has a performance goal, against the device's limits and peers."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,7 @@ from penstock.loadtests.gpu.work import Work
 
 
 def all_work(options: Options) -> Iterator[Callable[[], Iterable[Work]]]:
-    """By kind: one whose memory is not to be had, say, does not end the others."""
+    """Yield the operations by kind, so that a failure of one kind does not stop the others."""
     device, dtype, small = options.device, options.dtype, options.small
     yield lambda: attention_work(device, dtype, small)
     yield lambda: row_work(device, dtype, small)
@@ -24,7 +24,7 @@ def all_work(options: Options) -> Iterator[Callable[[], Iterable[Work]]]:
 
 
 def measure(options: Options, bounds: Bounds) -> Iterator[dict[str, Any]]:
-    """The figures as they grow, a row after another."""
+    """Yield the results, updated after each operation."""
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     figures = {"rows": rows, "failures": failures}

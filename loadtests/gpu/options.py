@@ -1,4 +1,4 @@
-"""What every section is told."""
+"""Command-line options of every section."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,19 +10,22 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """Options of one section."""
+
     device: torch.device
-    json: Path  # where its figures go
-    bounds: Path | None  # where the figures of the bounds are
-    model: str  # of the engine's section
-    small: bool  # sizes that a CPU computes in a moment, to try the command itself
+    json: Path  # output file for the results
+    bounds: Path | None  # result file of the bounds section
+    model: str  # key of SHAPES, for the engine sections
+    small: bool  # tiny sizes that a CPU can run, to test the command itself
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and activations."""
+        """Dtype of weights and activations."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
 
 def read_options(section: str, arguments: Sequence[str] | None = None) -> Options:
+    """Parse the command line of a section."""
     parser = argparse.ArgumentParser(prog=f"python -m penstock.loadtests.gpu.{section}")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""Operations that stream rows or blocks through: norms, rotation, gates, moves of the cache."""
+"""Benchmarks of memory-bound operations: norms, RoPE, gated activations, KV block copies."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +21,7 @@ EPS = 1e-5
 
 
 def flashinfer() -> Any:
+    """Return the module `flashinfer`. Raises Absent if it cannot be imported."""
     try:
         import flashinfer
     except Exception as error:
@@ -29,7 +30,7 @@ def flashinfer() -> Any:
 
 
 def row_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Work]:
-    """The rows of the table for them; at least 64 MB each."""
+    """Yield the benchmarks; each moves at least 64 MB unless `small`."""
     tokens, hidden = (8, 64) if small else (8192, 4096)
 
     def randn(*shape: int) -> Tensor:
@@ -63,7 +64,7 @@ def _norm(randn: Callable[..., Tensor], tokens: int, hidden: int, itemsize: int)
     return Work(
         f"RMS norm of a sum, {tokens} x {hidden}",
         STREAMS,
-        4 * tokens * hidden * itemsize,  # both read; the stream and the result written
+        4 * tokens * hidden * itemsize,  # reads stream and x, writes stream and result
         0,
         ours,
         {"torch": by_torch, "FlashInfer": by_flashinfer},
@@ -137,7 +138,10 @@ def _gate(randn: Callable[..., Tensor], tokens: int, inner: int, itemsize: int) 
 def _moves(
     randn: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, small: bool
 ) -> Iterator[Work]:
-    """Of a cache of 8 heads of 128: a block of a head is 4 KB, of a layer and side 32 KB."""
+    """Yield gather and scatter of KV blocks: 8 heads of 128 features, 16 positions per block.
+
+    In bfloat16, a block has 4 KB per head and 32 KB per layer for each of K and V.
+    """
     layers, count = (2, 3) if small else (8, 256)
     shape = (layers, 2, 2 * count, 8, 16, 128)
     everything = slice(0, layers), slice(0, 8)

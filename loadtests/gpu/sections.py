@@ -1,4 +1,4 @@
-"""Sections of a run: a process each, with its time, so that one that fails hides no other."""
+"""Sections of a run: each is a separate process with a time limit, so failures are isolated."""
 
 import json
 import os
@@ -18,9 +18,10 @@ _LAST_WORDS = 2000  # characters
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One process: a module that is given `--json FILE` and writes its figures there.
+    """A module to run in its own process, which writes its results to the file of `--json`.
 
-    It fails with any exit code but 0, beyond its time, and where its figures say `failures`.
+    The section fails if the exit code is not 0, if it exceeds `seconds`, or if its results
+    contain `failures`.
     """
 
     name: str
@@ -32,11 +33,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a section. Its figures are kept whether it failed or not."""
+    """Result of a section. The figures are kept even if it failed."""
 
     name: str
     seconds: float
-    failures: list[str]  # why it failed; none: it did not
+    failures: list[str]  # reasons; empty: the section passed
     figures: dict[str, Any]
 
     @property
@@ -45,10 +46,10 @@ class Outcome:
 
 
 def run_section(section: Section, seconds_left: float) -> Outcome:
-    """Runs it, within its own time and what is left of all."""
+    """Run a section within its own time limit and the remaining time of the whole run."""
     began, limit = time.monotonic(), min(section.seconds, seconds_left)
     if limit <= 0:
-        return Outcome(section.name, 0.0, ["no time was left for it"], {})
+        return Outcome(section.name, 0.0, ["not started: no time left"], {})
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
         path, words = Path(folder) / "figures.json", Path(folder) / "words"
         command = [sys.executable, "-m", section.module, "--json", str(path), *section.arguments]
@@ -56,16 +57,18 @@ def run_section(section: Section, seconds_left: float) -> Outcome:
             reason = _wait(command, section.environment, output.fileno(), limit)
             last = _last_words(words) if reason else ""
         figures = read_figures(path)
-    failures = [f"{reason}; its last words:\n{last}"] if reason else []
+    failures = [f"{reason}; end of its output:\n{last}"] if reason else []
     failures += figures.get("failures", [])
     if not figures and not failures:
-        failures = ["it left no figures"]
+        failures = ["it wrote no results"]
     return Outcome(section.name, time.monotonic() - began, failures, figures)
 
 
 def _wait(command: Sequence[str], environment: Mapping[str, str], words: int, limit: float) -> str:
-    """Why the process failed; empty if it did not. Whatever it started ends with it: what is left
-    on the device would be in the next section's way."""
+    """Run a process; return the reason if it failed, else an empty string.
+
+    Kills the whole process group afterwards, so that nothing stays on the device.
+    """
     process = subprocess.Popen(
         command,
         env={**os.environ, **environment},
@@ -77,12 +80,12 @@ def _wait(command: Sequence[str], environment: Mapping[str, str], words: int, li
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
-        return f"stopped after its {limit:.0f} s"
+        return f"stopped after its time limit of {limit:.0f} s"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return f"ended with {code}" if code else ""
+    return f"exited with code {code}" if code else ""
 
 
 def _last_words(path: Path) -> str:
@@ -90,7 +93,7 @@ def _last_words(path: Path) -> str:
 
 
 def read_figures(path: Path) -> dict[str, Any]:
-    """What a section wrote; nothing where it wrote nothing, or not all of it."""
+    """Return the results in a file; empty if the file is missing or invalid."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
@@ -98,7 +101,7 @@ def read_figures(path: Path) -> dict[str, Any]:
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
-    """Whole or not at all: what was measured before something failed is kept."""
+    """Write results atomically, so that a crash leaves the previous results intact."""
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(figures))
     temporary.replace(path)

@@ -1,7 +1,8 @@
-"""Decode steps of the engine with random weights: their time over their bytes' time, and the gaps.
+"""Times decode steps of the engine with random weights, and the idle gaps between them.
 
-Time is the device's own: a mark before the first launch of a step and one behind its last. The gap
-between the end of a step and the beginning of the next is time in which the device had nothing.
+Compares each step with the time that reading its bytes takes. Times are device times: one mark
+before the first kernel of a step and one after its last. Between the end of a step and the start
+of the next the device is idle.
 """
 
 import sys
@@ -34,12 +35,12 @@ from penstock.workers.scheduling.sequence import NewSequence, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sequences that decode together."""
+    """Batches of sequences that decode together."""
 
-    batches: tuple[int, ...] = (1, 16, 64, 256)
+    batches: tuple[int, ...] = (1, 16, 64, 256)  # numbers of sequences
     input_len: int = 1000
     output_len: int = 96
-    num_warmups: int = 16  # first steps of full decodes that do not count
+    num_warmups: int = 16  # first decode steps of the full batch, not measured
     max_batched_tokens: int = 8192
 
 
@@ -48,15 +49,15 @@ SMALL_LOAD = Load((1, 3), 20, 12, 2, 64)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Marks of one launched step in which every sequence decodes."""
+    """Clock marks of one step in which every sequence decodes."""
 
     begin: Any
     end: Any
-    context: float  # positions of a sequence, on average
+    context: float  # mean number of positions per sequence
 
 
 class Marks:
-    """Puts marks around every launch of an engine."""
+    """Replacement for `Engine.launch` that records clock marks around every launch."""
 
     def __init__(self, engine: Engine, clock: Clock, batch: int) -> None:
         self.steps: list[Step] = []
@@ -77,7 +78,10 @@ class Marks:
 
 
 def summary(steps: Sequence[Step], clock: Clock, floor: float) -> dict[str, float]:
-    """Of steps in a row: times from end to end, gaps, and both over what the bytes take."""
+    """Return statistics of consecutive steps: periods (end to end) and idle gaps.
+
+    `floor` is the minimum time of a step in seconds.
+    """
     pairs = list(pairwise(steps))
     periods = np.array([clock.seconds(one.end, other.end) for one, other in pairs])
     gaps = np.array([clock.seconds(one.end, other.begin) for one, other in pairs])
@@ -93,7 +97,7 @@ def summary(steps: Sequence[Step], clock: Clock, floor: float) -> dict[str, floa
 
 
 def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
-    """Runs so many sequences to their ends; the steps in which all of them decode."""
+    """Run `batch` sequences to their ends; return the steps after warm-up in which all decode."""
     rng = np.random.default_rng(batch)
     for number in range(batch):
         prompt = rng.integers(2, engine.spec.vocab_size, load.input_len).tolist()
@@ -122,7 +126,10 @@ def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
 
 @contextmanager
 def noted_waits(device: torch.device) -> Iterator[list[str]]:
-    """Where the host waits for the device without meaning to, as torch tells; within."""
+    """Yield a list that, on exit, gets the source lines with implicit device synchronization.
+
+    Uses the warnings of `torch.cuda.set_sync_debug_mode`.
+    """
     waits: list[str] = []
     if device.type != "cuda":
         yield waits
@@ -138,7 +145,7 @@ def noted_waits(device: torch.device) -> Iterator[list[str]]:
 
 
 def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, Any]]:
-    """The figures as they grow, a batch after another."""
+    """Yield the results, updated after each batch."""
     shape = SHAPES[options.model]
     config = small(shape.config) if options.small else shape.config
     scratch = tempfile.TemporaryDirectory(prefix="penstock-gpu-")
@@ -160,7 +167,7 @@ def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, 
     with forbid_fallback(options.device):
         engine.warm_up(lambda done, total: print(f"captured {done} of {total}", flush=True))
         for batch in load.batches:
-            decode(engine, clock, batch, Load((batch,), 4, 2, 0))  # its first run is no measure
+            decode(engine, clock, batch, Load((batch,), 4, 2, 0))  # warm-up, not measured
             with noted_waits(options.device) as waits:
                 steps = decode(engine, clock, batch, load)
             context = float(np.mean([step.context for step in steps]))
@@ -168,7 +175,7 @@ def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, 
             figures["batches"][batch] = summary(steps, clock, floor) | {"waits": waits}
             yield figures
     if fallback_counts():
-        figures["failures"] += [f"computed without a kernel: {fallback_counts()}"]
+        figures["failures"] += [f"kernel fallbacks were used: {fallback_counts()}"]
     yield figures
 
 

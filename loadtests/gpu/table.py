@@ -1,4 +1,4 @@
-"""The figures of a run as text."""
+"""Text report of a run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ Row = Sequence[str]
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    """Every section: whether it passed, why not, and its table if it has one."""
+    """Return the report: for every section its verdict, its failures and its tables."""
     return "\n".join(line for outcome in outcomes for line in _section(outcome))
 
 
@@ -77,7 +77,10 @@ def _price(name: str, row: Mapping[str, float]) -> Row:
 
 
 def columns(head: Row, rows: Sequence[Row]) -> Iterator[str]:
-    """Aligned, the first column to the left; nothing without rows."""
+    """Yield the lines of an aligned table; the first column is left-aligned.
+
+    Yield nothing if there are no rows.
+    """
     if not rows:
         return
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]

@@ -1,4 +1,4 @@
-"""What ends and what mixes: drawing tokens from logits, and mixtures of experts."""
+"""Benchmarks of token sampling and of mixture-of-experts layers."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ TOP_K, TOP_P = 50, 0.9
 
 
 def draw_work(device: torch.device, small: bool) -> Work:
-    """Top-k and top-p of a whole batch, with noise of its own."""
+    """Return a benchmark of top-k and top-p sampling of a whole batch."""
     rows, vocab = (4, 300) if small else (256, 128_000)
 
     def logits() -> Tensor:
@@ -73,7 +73,11 @@ def _sampling_tensors(rows: int, device: torch.device) -> SamplingTensors:
 
 
 def expert_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Work]:
-    """128 experts, 8 a token, 2816 wide with 704 within: a shape that others publish."""
+    """Yield benchmarks of an MoE layer for several numbers of tokens.
+
+    The shape is one for which others publish results: 128 experts, 8 per token, hidden size 2816,
+    intermediate size 704.
+    """
     num_experts, top_k, hidden, inner = (8, 2, 64, 32) if small else (128, 8, 2816, 704)
     goals = {1: Goal(most_us=60), 64: Goal(least_fraction=0.90), 4096: Goal(least_tflops=400)}
     stacks = ExpertWeights(
@@ -110,7 +114,7 @@ def _experts(
         row_weights = weights.flatten()[order].to(dtype)[:, None]
 
         def grouped() -> Tensor:
-            """Sorted beforehand, which ours is not."""
+            """Run grouped matmuls on rows sorted before timing; ours includes the sorting."""
             both = torch._grouped_mm(x[rows], stacks.gate_up, offs=ends)
             gate, up = both.chunk(2, -1)
             made = torch._grouped_mm(functional.silu(gate) * up, stacks.down, offs=ends)
@@ -126,5 +130,5 @@ def _experts(
         6 * tokens * top_k * hidden * (width // 2),
         ours,
         {"torch grouped product, sorted before": by_torch},
-        warm=True,  # the weights are one copy, larger than any cache
+        warm=True,  # one copy suffices: the weights are larger than any cache
     )

@@ -1,4 +1,4 @@
-"""An operation to be timed: ours, and each peer's form of it, on the same sizes."""
+"""A benchmark of one operation: our implementation and those of peers, on equal sizes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,33 +9,33 @@ from penstock.loadtests.gpu.clock import Call, time_calls
 from penstock.loadtests.gpu.goals import Goal, Measured
 
 COLD_CACHE_BYTES = 1 << 28
-"""That a turn of calls touches together: more than any cache holds."""
+"""Bytes that one round of calls touches in total: more than any cache holds."""
 
 MAX_CALLS = 16
 
 
 class Absent(Exception):
-    """A peer that is not to be had here; the message says why."""
+    """A peer implementation is not available; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One row of the table.
+    """One row of the table of results.
 
-    `ours` and each of `peers` makes a call on memory of its own, whenever it is asked for one;
-    peers raise `Absent` where they cannot.
+    `ours` and each of `peers` return a new call on newly allocated memory; a peer raises Absent
+    if it is not available.
     """
 
     name: str
     goal: Goal
-    num_bytes: float  # read and written by a call, at least
-    num_flops: float
+    num_bytes: float  # minimum bytes read and written per call
+    num_flops: float  # per call
     ours: Callable[[], Call]
     peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
-    warm: bool = False  # everything may stay in a cache
+    warm: bool = False  # data may stay in the caches between calls
 
     def measure(self, device: torch.device) -> Measured:
-        """Times all. What a peer cannot do is noted; what ours cannot, raised."""
+        """Time all implementations; record failures of peers, raise our own."""
         num_cold_calls = min(MAX_CALLS, max(1, round(COLD_CACHE_BYTES / self.num_bytes)))
         num_calls = 1 if self.warm or device.type == "cpu" else num_cold_calls
         own = time_calls(_calls(self.ours, num_calls), device)
@@ -46,7 +46,7 @@ class Work:
                 peers[name] = time_calls(_calls(make, num_calls), device).median
             except (Absent, ImportError) as error:
                 absent[name] = str(error)
-            except Exception as error:  # a peer's failure is its own
+            except Exception as error:  # a failing peer must not stop the benchmark
                 absent[name] = f"{type(error).__name__}: {error}"
         return Measured(
             self.name,

@@ -1,4 +1,4 @@
-"""Two things measured in turns, A B A B, so that what else the machine does touches both alike."""
+"""Helpers for A/B benchmarks, which alternate (A B A B) so that other load affects both equally."""
 
 import asyncio
 import dataclasses
@@ -23,14 +23,14 @@ SHIPPED_MODEL = Path(penstock.__file__).parent / "models" / "demo"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setup:
-    """What is compared."""
+    """Model and threads."""
 
-    model: str = option("", "checkpoint folder; by default the model that ships")
-    threads: int = option(1, "of the engine called directly, and of each worker")
-    save_json: str = option("", "write what was measured to this file")
+    model: str = option("", "checkpoint folder; default: the bundled model")
+    threads: int = option(1, "threads of the directly called engine and of each worker")
+    save_json: str = option("", "write the results to this file")
 
     def serve_arguments(self) -> list[str]:
-        """Arguments of `penstock serve` for the same model and threads."""
+        """Return the arguments of `penstock serve` for this model and number of threads."""
         return [str(self.model_folder), "--threads", str(self.threads)]
 
     @property
@@ -39,12 +39,12 @@ class Setup:
 
 
 class MeasurementFailed(RuntimeError):
-    """There is nothing to compare; the message says why."""
+    """The measurement gave no valid result; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quantiles:
-    """The middle of some values, and where most of them lie."""
+    """Median, 10th and 90th percentile of a set of values."""
 
     median: float
     low: float  # the 10th percentile
@@ -61,7 +61,7 @@ class Quantiles:
 
 
 def checked(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-    """The same outcomes. Raises MeasurementFailed if a request failed."""
+    """Return `outcomes` unchanged. Raises MeasurementFailed if a request failed."""
     failed = [outcome.error for outcome in outcomes if outcome.error]
     if failed:
         raise MeasurementFailed(f"{len(failed)} of {len(outcomes)} requests failed: {failed[0]}")
@@ -69,16 +69,19 @@ def checked(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
 
 
 def steady_rate(outcomes: Sequence[Outcome]) -> float:
-    """Tokens a second while every one of these requests was decoding.
+    """Return the tokens per second while all of these requests were decoding.
 
-    From the last one's second message (not counted: the first comes of the prefill) to the first
-    one's last (counted). Raises MeasurementFailed when there is no such time, or a request failed.
+    The interval starts after the last request received its second message (the first results from
+    prefill) and ends when the first request receives its last message.
+
+    Raises:
+        MeasurementFailed: a request failed, or there is no such interval.
     """
     checked(outcomes)
     begin = max(outcome.arrivals[:2][-1] for outcome in outcomes)
     end = min(outcome.arrivals[-1] for outcome in outcomes)
     if begin >= end:
-        raise MeasurementFailed("the requests were never all decoding: ask for longer answers")
+        raise MeasurementFailed("the requests never all decoded at once: request longer answers")
     tokens = sum(
         count
         for outcome in outcomes
@@ -89,7 +92,7 @@ def steady_rate(outcomes: Sequence[Outcome]) -> float:
 
 
 def whole_rate(outcomes: Sequence[Outcome]) -> float:
-    """Tokens a second from the first request's start to the last token: prefill and all."""
+    """Return the tokens per second from the first request's start to the last token."""
     checked(outcomes)
     begin = min(outcome.start for outcome in outcomes)
     end = max(outcome.arrivals[-1] for outcome in outcomes)
@@ -99,7 +102,10 @@ def whole_rate(outcomes: Sequence[Outcome]) -> float:
 def run(
     measure: Callable[[], Coroutine[Any, Any, dict[str, Any]]], config: Any, save_json: str
 ) -> int:
-    """Measure, save, and return the exit code. The figures are what `measure` returns."""
+    """Run `measure`, save its results to `save_json` if not empty, and return the exit code.
+
+    The exit code is 0, 1 (the measurement failed; prints the reason) or 130 (Ctrl-C).
+    """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             figures = runner.run(measure())

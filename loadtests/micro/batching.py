@@ -1,8 +1,8 @@
-"""What continuous batching gains over static: `python -m penstock.loadtests.micro.batching TRACE`.
+"""Gain of continuous over static batching: `python -m penstock.loadtests.micro.batching TRACE`.
 
-The scheduler alone, with made-up tokens, over the answers' lengths of a trace, all requests there
-from the start and prompts of one token: what is counted are decode steps. In the static mode a
-batch is let in when the last one has ended, so a step of it costs a slot a row that has ended too.
+Runs only the batcher, with dummy tokens, on the answer lengths of a trace, and counts decode steps.
+All requests are queued at the start and have prompts of one token. Static mode admits a batch only
+when the previous one has completely finished, so rows of finished sequences stay idle.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ _DRAWN = 7
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """What is run."""
+    """Settings of the measurement."""
 
     trace: str = option("", "a trace file", positional=True)
-    num_requests: int = option(4096, "of the trace's first")
-    max_sequences: int = option(32, "rows")
-    save_json: str = option("", "write what was measured to this file")
+    num_requests: int = option(4096, "number of requests, from the start of the trace")
+    max_sequences: int = option(32, "maximum sequences per step")
+    save_json: str = option("", "write the results to this file")
 
 
 def num_steps(lengths: Sequence[int], max_sequences: int, static: bool) -> int:
-    """Steps until answers of these lengths are all there."""
+    """Return the number of steps until answers of these lengths are complete."""
     batcher = Batcher(
         SchedulerConfig(
             num_blocks=max_sequences * (max(lengths) // 16 + 2),
@@ -57,14 +57,14 @@ def num_steps(lengths: Sequence[int], max_sequences: int, static: bool) -> int:
 
 async def _measure(options: Options) -> dict[str, Any]:
     if not options.trace:
-        raise MeasurementFailed("which trace? Name a file")
+        raise MeasurementFailed("no trace given: pass the path of a trace file")
     rows = read_trace(Path(options.trace))[: options.num_requests]
     lengths = [max(row.output_len, 1) for row in rows]
     found = {mode: num_steps(lengths, options.max_sequences, mode == "static") for mode in MODES}
     ratio = found["static"] / found["continuous"]
     print(
-        f"{Path(options.trace).name}: {len(rows):,} answers in {options.max_sequences} rows: "
-        f"{found['static']:,} steps static, {found['continuous']:,} continuous: {ratio:.1f} times"
+        f"{Path(options.trace).name}: {len(rows):,} answers, {options.max_sequences} rows: "
+        f"{found['static']:,} steps static, {found['continuous']:,} continuous: {ratio:.1f}x"
     )
     return {**found, "ratio": ratio}
 
@@ -75,7 +75,7 @@ MODES = ("static", "continuous")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return the exit code."""
     program = "python -m penstock.loadtests.micro.batching"
-    (options,) = read_flags(program, "Static against continuous.", (Options,), arguments)
+    (options,) = read_flags(program, "Static vs. continuous.", (Options,), arguments)
     config = {**dataclasses.asdict(options), "trace": Path(options.trace).name}
     return run(lambda: _measure(options), config, options.save_json)
 

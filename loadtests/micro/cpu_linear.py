@@ -1,10 +1,10 @@
-"""Forms of a step's products on a CPU: `python -m penstock.loadtests.micro.cpu_linear`.
+"""CPU variants of a step's linear layers: `python -m penstock.loadtests.micro.cpu_linear`.
 
-All products of a step of a Llama's shape, one after another, as a step has them: each layer its own
-weights, the head's once, so that no cache holds them all. The forms take turns.
+Runs all matmuls of a step of a Llama model in order. Each layer has its own weights, so that they
+do not fit into the caches. The variants alternate.
 """
 
-# ruff: noqa: E402  (the process is settled before torch is loaded)
+# ruff: noqa: E402  (`tune_process` must run before torch is imported)
 
 import dataclasses
 import sys
@@ -14,7 +14,7 @@ from typing import Any
 
 from penstock.workers.rank.process_tuning import tune_process
 
-tune_process()  # before torch is loaded
+tune_process()  # before torch is imported
 
 import torch
 from torch import Tensor
@@ -36,21 +36,21 @@ Variant = Callable[[Tensor], Callable[[Tensor], Tensor]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What is computed."""
+    """Settings of the measurement."""
 
-    rows: tuple[str, ...] = option(("1", "8", "16", "64", "512"), "tokens of a step")
-    layers: int = option(12, "of them, each with weights of its own")
-    threads: int = option(2, "that compute")
-    rounds: int = option(7, "turns of each form")
-    save_json: str = option("", "write what was measured to this file")
+    rows: tuple[str, ...] = option(("1", "8", "16", "64", "512"), "numbers of tokens per step")
+    layers: int = option(12, "number of layers, each with its own weights")
+    threads: int = option(2, "number of threads")
+    rounds: int = option(7, "measured runs of each variant")
+    save_json: str = option("", "write the results to this file")
 
     def __post_init__(self) -> None:
         if not all(each.isdigit() and int(each) for each in self.rows):
-            raise ValueError("--rows are whole numbers of 1 and more")
+            raise ValueError("--rows must be whole numbers, 1 or more")
 
 
 def shapes(load: Load) -> list[tuple[int, int]]:
-    """[N, K] of each product of a step, in order."""
+    """Return the weight shape [N, K] of each linear layer of a step, in order."""
     shape = Shape()
     head_dim = shape.hidden // shape.heads
     layer = [
@@ -63,7 +63,7 @@ def shapes(load: Load) -> list[tuple[int, int]]:
 
 
 def variants() -> dict[str, Variant]:
-    """How weights become a product, by what the form is called."""
+    """Return the available variants by name: functions that pack a weight into a linear layer."""
     found: dict[str, Variant] = {
         "plain (MKL)": lambda weight: lambda x: functional.linear(x, weight),
         "panels": lambda weight: pack_f32(weight, None),
@@ -76,7 +76,7 @@ def variants() -> dict[str, Variant]:
 
 
 def seconds(products: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor]) -> float:
-    """Of all products, one after another."""
+    """Return the seconds for all linear layers, one after another."""
     begin = time.perf_counter()
     for product, x in zip(products, inputs, strict=True):
         product(x)
@@ -89,7 +89,7 @@ async def _measure(load: Load) -> dict[str, Any]:
     made = {name: [variant(weight) for weight in weights] for name, variant in variants().items()}
     found = {}
     for rows in map(int, load.rows):
-        # Of many rows the head sees few: a prompt's last.
+        # The LM head computes only the last row of each prompt, so few if there are many rows.
         counts = [rows] * (len(weights) - 1) + [min(rows, 64)]
         given = list(zip(counts, weights, strict=True))
         inputs = [torch.randn(count, weight.shape[1]) for count, weight in given]
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return the exit code."""
     program = "python -m penstock.loadtests.micro.cpu_linear"
     try:
-        (load,) = read_flags(program, "Forms of a step's products.", (Load,), arguments)
+        (load,) = read_flags(program, "Variants of linear layers.", (Load,), arguments)
     except ValueError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2

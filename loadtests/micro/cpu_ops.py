@@ -1,7 +1,7 @@
-"""What a CPU computes, each operation in the form that is served and in others: why that one.
+"""CPU operations: compares the variant used in serving with alternatives.
 
-`python -m penstock.loadtests.micro.cpu_ops`. One thread; CPU time of a call, the least of many, the
-forms of an operation in turns in one process. All forms of an operation give the same, or it fails.
+`python -m penstock.loadtests.micro.cpu_ops`. Uses one thread and reports the minimum CPU time per
+call; the variants of an operation alternate in one process. Fails if their results differ.
 """
 
 import argparse
@@ -30,12 +30,17 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
+    """An operation with its variants."""
+
     name: str
-    variants: dict[str, Call]  # the one that is served first
+    variants: dict[str, Call]  # by name; the first is the one used in serving
 
 
 def attention(name: str, lengths: Sequence[tuple[int, int]]) -> Operation:
-    """Of one layer, 12 heads over 4 of 64; lengths: each sequence's new tokens and its context."""
+    """Return attention of one layer with 12 query heads and 4 KV heads of 64 features.
+
+    `lengths` are (new tokens, context length) of each sequence.
+    """
     starts = np.cumsum([0, *(new for new, _ in lengths)]).astype(np.int32)
     contexts = np.array([context for _, context in lengths], np.int32)
     num_columns = -(-int(contexts.max()) // 16)
@@ -197,8 +202,8 @@ def operations(small: bool) -> Iterator[Operation]:
     few, many, vocab = (2, 5, 128) if small else (64, 512, 32000)
     yield attention(f"attention, {few} decodes of 157", [(1, 157)] * few)
     yield attention(f"attention, {few // 2} decodes of 512", [(1, 512)] * (few // 2))
-    yield attention(f"attention, a chunk of {many}, nothing before", [(many, many)])
-    yield attention(f"attention, a chunk of {many} of {2 * many}", [(many, 2 * many)])
+    yield attention(f"attention, first chunk of {many}", [(many, many)])
+    yield attention(f"attention, second chunk of {many}", [(many, 2 * many)])
     for num_tokens in (few, many):
         yield cache_writes(num_tokens)
         yield norm(num_tokens, 768)
@@ -208,7 +213,10 @@ def operations(small: bool) -> Iterator[Operation]:
 
 
 def least_ms(operation: Operation, rounds: int) -> dict[str, float]:
-    """CPU time of each form, the least of so many calls in turns, once all were compared."""
+    """Compare the results of all variants, then return the minimum CPU time of each over `rounds`.
+
+    Raises AssertionError if the results differ.
+    """
     calls = operation.variants
     first, *others = (call().clone() for call in calls.values())
     for other in others:
@@ -223,9 +231,10 @@ def least_ms(operation: Operation, rounds: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all operations and print the times; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m penstock.loadtests.micro.cpu_ops")
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--small", action="store_true", help="to try the command itself")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to test the command")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -1,11 +1,11 @@
-"""The price of `--deterministic`: one engine with it and one without, in turns.
+"""Cost of `--deterministic`: runs one engine with it and one without, alternating.
 
-`python -m penstock.loadtests.micro.determinism`: many requests at once, one alone and one long
-prompt, to two engines in this process, of which now the one and now the other begins. What is
-printed is the time of the deterministic engine as a multiple of the other's, turn by turn.
+`python -m penstock.loadtests.micro.determinism` runs a batch of requests, a single request and a
+long prompt on two engines in this process; the engines take turns at going first. Prints the ratio
+of the deterministic engine's time to the other's per round.
 """
 
-# ruff: noqa: I001  (the engine's own load test settles the process before torch is loaded)
+# ruff: noqa: I001  (`micro.engine` must be imported first: it tunes the process before torch)
 
 import dataclasses
 import sys
@@ -27,24 +27,25 @@ from penstock.workers.engine.engine import Engine
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """What is run; the model is a random Llama of 125 million parameters."""
+    """Settings; the model is a random Llama with 125 million parameters."""
 
-    threads: int = option(2, "of each engine; one computes at a time")
-    rounds: int = option(5, "turns; one more before them does not count")
-    batch: int = option(64, "requests at once")
-    input_len: int = option(128, "prompt tokens of each")
-    output_len: int = option(64, "answer tokens of each")
+    threads: int = option(2, "threads of each engine; one engine computes at a time")
+    rounds: int = option(5, "measured rounds, after one warm-up round")
+    batch: int = option(64, "requests in the batch")
+    input_len: int = option(128, "prompt tokens of each request")
+    output_len: int = option(64, "answer tokens of each request")
     long_len: int = option(1024, "tokens of the long prompt")
-    quantization: str = option("none", "of the weights: none or int8")
-    cpu_time: bool = option(False, "count CPU seconds; one thread")
-    save_json: str = option("", "write what was measured to this file")
+    quantization: str = option("none", "weight quantization: none or int8")
+    cpu_time: bool = option(False, "measure CPU time instead of wall time; needs --threads 1")
+    save_json: str = option("", "write the results to this file")
 
 
+# Name, batch size, engine options, and the function that selects the time of a round.
 Cell = tuple[str, int, one.Options, Callable[[one.RoundTimes], float]]
 
 
 def cells(options: Options) -> list[Cell]:
-    """What is timed: its name, how many requests, of what form, and which time of a turn."""
+    """Return the cells to measure."""
     batched = one.Options(
         input_len=options.input_len, output_len=options.output_len, cpu_time=options.cpu_time
     )
@@ -63,7 +64,7 @@ def _step(times: one.RoundTimes) -> float:
 
 
 def run_round(engines: Sequence[Engine], wanted: Sequence[Cell], number: int) -> dict[str, float]:
-    """The ratio of each cell: the second engine's time to the first's."""
+    """Return for each cell the ratio of the second engine's time to the first's."""
     measured: dict[tuple[int, int], list[one.RoundTimes]] = {}
     ratios = {}
     for name, batch, cell_options, seconds in wanted:
@@ -97,21 +98,21 @@ def _engines(options: Options, folder: Path) -> list[Engine]:
 
 async def _measure(options: Options) -> dict[str, Any]:
     if options.cpu_time and options.threads != 1:
-        raise ValueError("--cpu-time counts one thread's: give --threads 1")
+        raise ValueError("--cpu-time measures one thread: pass --threads 1 as well")
     with tempfile.TemporaryDirectory() as folder:
         engines = _engines(options, Path(folder) / "llama")
     wanted = cells(options)
     rounds = [run_round(engines, wanted, number) for number in range(options.rounds + 1)][1:]
     quantiles = {name: Quantiles.of([ratios[name] for ratios in rounds]) for name in rounds[0]}
     for name, ratio in quantiles.items():
-        print(f"{name.replace('_', ' ')}: {ratio} times the time", flush=True)
+        print(f"{name.replace('_', ' ')}: takes {ratio} times as long", flush=True)
     return {name: dataclasses.asdict(ratio) for name, ratio in quantiles.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return the exit code."""
     program = "python -m penstock.loadtests.micro.determinism"
-    about = "The price of --deterministic, one engine with it and one without in turns."
+    about = "Cost of --deterministic: runs one engine with it and one without, alternating."
     (options,) = read_flags(program, about, (Options,), arguments)
     return run(lambda: _measure(options), dataclasses.asdict(options), options.save_json)
 

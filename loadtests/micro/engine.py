@@ -1,12 +1,12 @@
-"""One engine's own speed, beside what the machine could do in the same minute.
+"""Speed of one engine relative to the machine's limits measured at the same time.
 
-`python -m penstock.loadtests.micro.engine`: so many requests at once, and then one alone, to an
-engine in this process. Products and reads of memory are timed in turns with them; what the engine
-reaches is given as a share of these two limits. With `--cpu-time` the clock is this thread's own
-CPU: for one thread on a machine that others use.
+`python -m penstock.loadtests.micro.engine` runs a batch of requests and then a single request on
+an engine in this process. Alternates with measurements of matmul rate and memory bandwidth, and
+reports the fractions of these limits that the engine reaches. `--cpu-time` uses the CPU time of
+this thread, for machines with other load.
 """
 
-# ruff: noqa: E402  (the process is settled before torch is loaded)
+# ruff: noqa: E402  (`tune_process` must run before torch is imported)
 
 import dataclasses
 import sys
@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.workers.rank.process_tuning import tune_process
 
-tune_process()  # before torch is loaded
+tune_process()  # before torch is imported
 
 import numpy as np
 import torch
@@ -34,43 +34,43 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """What is run; the model is a random Llama of 125 million parameters."""
+    """Settings; the model is a random Llama with 125 million parameters."""
 
-    threads: int = option(2, "of the engine")
-    rounds: int = option(5, "turns; one more before them does not count")
-    batch: int = option(64, "requests at once")
+    threads: int = option(2, "threads of the engine")
+    rounds: int = option(5, "measured rounds, after one warm-up round")
+    batch: int = option(64, "requests in the batch")
     input_len: int = option(128, "prompt tokens")
     output_len: int = option(64, "answer tokens")
-    quantization: str = option("none", "of the weights: none or int8")
-    kv_cache_dtype: str = option("auto", "of keys and values: auto, float32 or bfloat16")
-    cpu_time: bool = option(False, "count CPU seconds; one thread")
+    quantization: str = option("none", "weight quantization: none or int8")
+    kv_cache_dtype: str = option("auto", "dtype of the KV cache: auto, float32 or bfloat16")
+    cpu_time: bool = option(False, "measure CPU time instead of wall time; needs --threads 1")
 
     @property
     def clock(self) -> Callable[[], float]:
         return time.thread_time if self.cpu_time else time.perf_counter
 
-    save_json: str = option("", "write what was measured to this file")
+    save_json: str = option("", "write the results to this file")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What this machine could do a moment ago."""
+    """The machine's limits, as just measured."""
 
-    flops: float  # a second, in one large float32 product
-    bytes: float  # a second, read from memory
+    flops: float  # FLOP/s of one large float32 matmul
+    bytes: float  # bytes per second read from memory
 
 
 @dataclasses.dataclass(slots=True)
 class RoundTimes:
-    """One run of a batch."""
+    """Times of one run of a batch."""
 
-    seconds: float = 0.0
-    decode_steps: list[float] = dataclasses.field(default_factory=list)  # seconds each
-    prefill_seconds: float = 0.0  # of steps with prompts, to the last one
+    seconds: float = 0.0  # whole run
+    decode_steps: list[float] = dataclasses.field(default_factory=list)  # seconds per step
+    prefill_seconds: float = 0.0  # sum over the steps that computed prompt tokens
 
 
 def measure_limits(clock: Callable[[], float], seconds: float = 0.5) -> Limits:
-    """The best of a few tries each."""
+    """Measure both limits: the best of repeated runs within `seconds` for each."""
     a, b = torch.randn(1024, 2048), torch.randn(2048, 2048)
     memory = torch.ones(64 << 20)
     product = _fastest(lambda: torch.mm(a, b), clock, seconds)
@@ -87,7 +87,7 @@ def _fastest(work: Callable[[], Any], clock: Callable[[], float], seconds: float
 
 
 def run_round(engine: Engine, options: Options, batch: int, seed: int) -> RoundTimes:
-    """Answers random prompts, all at once, with so many tokens each."""
+    """Run a batch of random prompts, with `options.output_len` answer tokens each."""
     clock, input_len = options.clock, options.input_len
     params = SamplingParams(temperature=0.0, max_tokens=options.output_len)
     prompts = np.random.default_rng(seed).integers(2, engine.spec.vocab_size, (batch, input_len))
@@ -113,7 +113,7 @@ def run_round(engine: Engine, options: Options, batch: int, seed: int) -> RoundT
 
 @dataclasses.dataclass(slots=True)
 class Figures:
-    """Of all turns, one value each."""
+    """Measured values by name, one per round."""
 
     values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
@@ -125,7 +125,7 @@ class Figures:
 def note(
     figures: Figures, batched: RoundTimes, single: RoundTimes, limits: Limits, options: Options
 ) -> None:
-    """What one turn gave, and how near to the limits that is."""
+    """Add the results of one round to `figures`: times, rates and fractions of the limits."""
     shape, batch = Shape(), options.batch
     whole = shape.block_weights + shape.head_weights
     tokens = batch * options.output_len
@@ -153,7 +153,7 @@ def note(
 
 async def _measure(options: Options) -> dict[str, Any]:
     if options.cpu_time and options.threads != 1:
-        raise ValueError("--cpu-time counts one thread's: give --threads 1")
+        raise ValueError("--cpu-time measures one thread: pass --threads 1 as well")
     with tempfile.TemporaryDirectory() as folder:
         model = write_random_llama(Path(folder) / "llama")
         config = WorkerConfig(
@@ -166,7 +166,7 @@ async def _measure(options: Options) -> dict[str, Any]:
         )
         engine = Engine(config)
     engine.warm_up()
-    engine.cache.data.zero_()  # pages take memory when they are first written, and not in a turn
+    engine.cache.data.zero_()  # so that first-write page faults do not occur in a measured run
     figures = Figures()
     for number in range(options.rounds + 1):
         limits = measure_limits(options.clock)
@@ -183,7 +183,7 @@ async def _measure(options: Options) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return the exit code."""
     program = "python -m penstock.loadtests.micro.engine"
-    about = "One engine's own speed, to this machine's limits."
+    about = "Speed of one engine relative to this machine's limits."
     (options,) = read_flags(program, about, (Options,), arguments)
     return run(lambda: _measure(options), dataclasses.asdict(options), options.save_json)
 

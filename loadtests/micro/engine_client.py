@@ -1,4 +1,4 @@
-"""The engine called directly, in this process: what everything around it is measured against."""
+"""Direct calls of the engine in this process: the baseline for measurements of the whole path."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 
 class EngineClient:
-    """An engine with as many threads as a worker has, and nothing else around it."""
+    """An engine configured like that of a worker, called without router, stream or Ray."""
 
     def __init__(self, model: Path, threads: int) -> None:
         self._engine = Engine(WorkerConfig(name="direct", model=model, threads=threads))
@@ -23,11 +23,11 @@ class EngineClient:
         return self._engine.spec.vocab_size
 
     def prefill(self, prompt: list[int]) -> float:
-        """Seconds from handing over a prompt (token ids) to its first token."""
+        """Return the seconds from submitting a prompt (token ids) to its first token."""
         return self.run([prompt], 1)[0].ttft
 
     def run(self, prompts: Sequence[list[int]], output_len: int) -> list[Outcome]:
-        """Answer all prompts at once, greedily, with `output_len` tokens each."""
+        """Run all prompts in one batch, greedily, with `output_len` answer tokens each."""
         params = SamplingParams(temperature=0.0, max_tokens=output_len)
         origin = time.perf_counter()
         outcomes = [Outcome(n, 0.0, len(prompt), output_len) for n, prompt in enumerate(prompts)]

@@ -1,8 +1,8 @@
-"""The first burst of requests after a server is ready, compared with the ones that follow.
+"""Throughput of the first burst of requests after a server is ready, relative to later bursts.
 
-`python -m penstock.loadtests.micro.first_burst`: every round starts a server of its own and sends
-it bursts of concurrent requests as soon as it is ready. A ratio of 1 means that nothing is left to
-warm up when a server says that it is ready; the ratio of later bursts shows the noise.
+`python -m penstock.loadtests.micro.first_burst`: every round starts a new server and sends it
+bursts of concurrent requests as soon as it is ready. A ratio of 1 means that a ready server is
+fully warmed up; the ratio of later bursts shows the noise.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from penstock.loadtests.micro.server import serving
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bursts:
-    """The requests of a round."""
+    """Requests of a round."""
 
-    rounds: int = option(5, "servers that are started, one after another")
-    bursts: int = option(3, "bursts for each server; at least 3")
-    requests: int = option(64, "requests of a burst, all sent at once")
+    rounds: int = option(5, "number of servers to start, one after another")
+    bursts: int = option(3, "bursts per server; at least 3")
+    requests: int = option(64, "requests per burst, all sent at once")
     input_len: int = option(128, "prompt tokens")
     output_len: int = option(64, "answer tokens")
-    temperature: float = option(1.0, "of all requests; 0 is greedy")
+    temperature: float = option(1.0, "sampling temperature; 0 is greedy")
 
 
 async def burst_rates(setup: Setup, bursts: Bursts) -> tuple[list[float], float]:
@@ -36,7 +36,7 @@ async def burst_rates(setup: Setup, bursts: Bursts) -> tuple[list[float], float]
 
     Returns:
         Tokens per second of each burst, from its first request to its last token, and the seconds
-        from the server's start until it was ready.
+        from the start of the server until it was ready.
     """
     rates = []
     async with serving(setup.serve_arguments()) as server:
@@ -55,7 +55,7 @@ async def burst_rates(setup: Setup, bursts: Bursts) -> tuple[list[float], float]
 
 
 def _plan(bursts: Bursts, number: int) -> list[Planned]:
-    """The requests of one burst. Each has a prompt of its own, so that no prefix is cached."""
+    """Plan one burst; every request has a unique prompt, so that the prefix cache never hits."""
     first = number * bursts.requests
     return [
         Planned(each, 0.0, bursts.input_len, bursts.output_len)

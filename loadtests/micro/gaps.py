@@ -1,8 +1,8 @@
-"""The time between two steps in which nothing computes: `python -m penstock.loadtests.micro.gaps`.
+"""Idle time between two steps of the engine: `python -m penstock.loadtests.micro.gaps`.
 
-From the drawing of one step's tokens to the begin of the next one's model, while a fixed number of
-sequences decodes: the engine's steps one by one, and as a worker runs them, each planned while the
-one before computes. In turns.
+Measures the time from sampling of one step to the model's start in the next, while a fixed number
+of sequences decodes. Alternates between two modes: steps one by one, and overlap stepping as in a
+worker, where each step is planned while the previous one computes.
 """
 
 import dataclasses
@@ -23,27 +23,27 @@ from penstock.workers.engine.engine import Engine, StepResult
 from penstock.workers.engine.stepper import OverlapStepper
 from penstock.workers.scheduling.sequence import NewSequence
 
-_NUM_WARMUPS = 4  # steps of a turn that do not count
+_NUM_WARMUPS = 4  # first steps of a run, not counted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What decodes."""
+    """Load."""
 
-    concurrency: int = option(16, "sequences")
-    input_len: int = option(64, "prompt tokens of each")
-    output_len: int = option(128, "answer tokens of each")
-    rounds: int = option(5, "turns of each kind")
+    concurrency: int = option(16, "number of sequences")
+    input_len: int = option(64, "prompt tokens of each sequence")
+    output_len: int = option(128, "answer tokens of each sequence")
+    rounds: int = option(5, "runs of each mode")
 
 
 class StepGaps:
-    """Takes the times of steps until all sequences have ended."""
+    """Runs an engine until all sequences have finished, and records step times and gaps."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._began = time.perf_counter()
-        self.gaps: list[float] = []  # seconds
-        self.steps: list[float] = []  # seconds from one step's end to the next one's
+        self.gaps: list[float] = []  # seconds per step
+        self.steps: list[float] = []  # seconds from the end of a step to the end of the next
 
     def note(self, result: StepResult) -> None:
         now = time.perf_counter()
@@ -71,7 +71,7 @@ class StepGaps:
 def run_round(
     engine: Engine, prompts: Prompts, load: Load, round_index: int, kind: str
 ) -> StepGaps:
-    """Decode prompts that no turn before has had."""
+    """Run `load.concurrency` new prompts to completion in mode `kind`."""
     params = SamplingParams(temperature=0.0, max_tokens=load.output_len)
     for i in range(load.concurrency):
         number = round_index * load.concurrency + i
@@ -83,7 +83,7 @@ def run_round(
 
 
 def figures(rounds: Sequence[StepGaps]) -> dict[str, Any]:
-    """Percentiles over all steps; the share of the time, by turns."""
+    """Summarize runs: gap percentiles over all steps, quantiles of idle fraction and step time."""
     gaps = np.concatenate([each.gaps[_NUM_WARMUPS:] for each in rounds])
     fractions = [sum(each.gaps[_NUM_WARMUPS:]) / sum(each.steps[_NUM_WARMUPS:]) for each in rounds]
     means = [float(np.mean(each.steps[_NUM_WARMUPS:])) * 1000 for each in rounds]

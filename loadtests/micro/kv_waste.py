@@ -1,9 +1,7 @@
-"""How much of the KV memory in use holds nothing: `python -m penstock.loadtests.micro.kv_waste
-TRACE`.
+"""Unused fraction of allocated KV memory: `python -m penstock.loadtests.micro.kv_waste TRACE`.
 
-The scheduler alone, with made-up tokens, as busy as its rows and blocks allow: requests of a trace
-in its order, each submitted as soon as the queue is short. After every step the slots of used
-blocks that hold nothing are counted.
+Runs only the batcher, with dummy tokens, under full load: submits the requests of a trace in order
+whenever fewer than 4 are queued. After every step counts the unwritten slots of used blocks.
 """
 
 import dataclasses
@@ -25,30 +23,30 @@ from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.sequence import NewSequence
 
 _DRAWN = 7
-_CHECK_EVERY = 256  # steps: every hold on every block is looked at
+_CHECK_EVERY = 256  # steps between checks of all block reference counts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """What is run."""
+    """Settings of the measurement."""
 
     trace: str = option("", "a trace file", positional=True)
-    num_requests: int = option(1000, "of the trace's first")
-    max_sequences: int = option(64, "rows")
-    num_blocks: int = option(65_536, "blocks of the pool")
-    block_size: int = option(16, "tokens of a block")
-    max_batched_tokens: int = option(2048, "tokens of a step")
-    save_json: str = option("", "write what was measured to this file")
+    num_requests: int = option(1000, "number of requests, from the start of the trace")
+    max_sequences: int = option(64, "maximum sequences per step")
+    num_blocks: int = option(65_536, "blocks in the pool")
+    block_size: int = option(16, "tokens per block")
+    max_batched_tokens: int = option(2048, "maximum tokens per step")
+    save_json: str = option("", "write the results to this file")
 
 
 @dataclasses.dataclass(slots=True)
 class Waste:
-    """Sums over all steps."""
+    """Slot counts, summed over all steps."""
 
     steps: int = 0
-    unwritten: int = 0  # slots
-    allocated: int = 0  # slots
-    most: float = 0.0  # share of a step
+    unwritten: int = 0  # slots of used blocks without data
+    allocated: int = 0  # slots of used blocks
+    most: float = 0.0  # largest unwritten fraction of any step
 
     def note(self, load: WorkerLoad, block_size: int) -> None:
         allocated = load.used_blocks * block_size
@@ -64,7 +62,7 @@ class Waste:
 
 
 def sequences(rows: Sequence[TraceRow], max_model_len: int) -> Iterator[NewSequence]:
-    """The trace's requests; prompts share tokens as the trace's blocks say."""
+    """Yield the requests of the trace; prompts share the prefixes given by the trace's blocks."""
     for number, row in enumerate(rows):
         blocks = row.blocks or (number,)
         draws = [np.random.default_rng(block).integers(0, 32_000, TRACE_BLOCK) for block in blocks]
@@ -76,7 +74,10 @@ def sequences(rows: Sequence[TraceRow], max_model_len: int) -> Iterator[NewSeque
 
 
 def measure(rows: Sequence[TraceRow], options: Options) -> Waste:
-    """Run all of them to their ends. AssertionError if the ledger does not balance."""
+    """Run all requests to completion.
+
+    Raises AssertionError if the batcher's consistency check fails.
+    """
     longest = max(row.input_len + row.output_len for row in rows)
     max_model_len = min(longest, options.num_blocks * options.block_size) + 1
     batcher = Batcher(
@@ -104,12 +105,12 @@ def measure(rows: Sequence[TraceRow], options: Options) -> Waste:
 
 async def _measure(options: Options) -> dict[str, Any]:
     if not options.trace:
-        raise MeasurementFailed("which trace? Name a file")
+        raise MeasurementFailed("no trace given: pass the path of a trace file")
     rows = read_trace(Path(options.trace))[: options.num_requests]
     waste = measure(rows, options)
     print(
         f"{Path(options.trace).name}: {len(rows):,} requests, {waste.steps:,} steps: "
-        f"{waste.fraction:.2%} of the used slots held nothing, {waste.most:.2%} at worst"
+        f"{waste.fraction:.2%} of allocated slots unwritten on average, {waste.most:.2%} at most"
     )
     return {**dataclasses.asdict(waste), "share": waste.fraction}
 
@@ -117,7 +118,7 @@ async def _measure(options: Options) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return the exit code."""
     program = "python -m penstock.loadtests.micro.kv_waste"
-    (options,) = read_flags(program, "KV memory that holds nothing.", (Options,), arguments)
+    (options,) = read_flags(program, "Unused allocated KV memory.", (Options,), arguments)
     config = {**dataclasses.asdict(options), "trace": Path(options.trace).name}
     return run(lambda: _measure(options), config, options.save_json)
 

@@ -1,7 +1,7 @@
-"""What the whole path adds to the first token: `python -m penstock.loadtests.micro.overhead`.
+"""Overhead of the whole path in TTFT: `python -m penstock.loadtests.micro.overhead`.
 
-One request at a time: the client's time to the first token through `penstock serve`, less the time
-that the engine, called directly in this process, takes for the same prompt. Taken in turns.
+Sends one request at a time: the overhead is the client's TTFT through `penstock serve`, minus the
+time of the engine called directly in this process for the same prompt. The two alternate.
 """
 
 import dataclasses
@@ -25,29 +25,29 @@ _SEED = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Requests:
-    """What is sent."""
+    """Requests."""
 
-    num_requests: int = option(50, "how many of each kind")
+    num_requests: int = option(50, "number of requests for each API")
     input_len: int = option(128, "prompt tokens")
-    output_len: int = option(8, "answer tokens; with two or more, the answer changes workers")
+    output_len: int = option(8, "answer tokens; with two or more, the request changes workers")
 
 
 @dataclasses.dataclass(slots=True)
 class RoundTimes:
-    """Milliseconds of each request, in the order of sending."""
+    """Times of each request in milliseconds, in the order of sending."""
 
-    ttft: list[float] = dataclasses.field(default_factory=list)
-    prefill: list[float] = dataclasses.field(default_factory=list)
+    ttft: list[float] = dataclasses.field(default_factory=list)  # through the whole path
+    prefill: list[float] = dataclasses.field(default_factory=list)  # in the engine alone
 
     def without(self, count: int) -> "RoundTimes":
-        """The same without the first few."""
+        """Return these times without the first `count` requests."""
         return RoundTimes(self.ttft[count:], self.prefill[count:])
 
     def added(self) -> list[float]:
         return [whole - bare for whole, bare in zip(self.ttft, self.prefill, strict=True)]
 
     def figures(self) -> dict[str, Any]:
-        """The spreads of both and of their differences, a request at a time."""
+        """Return the quantiles of both times and of their difference per request."""
         columns = {"added_ms": self.added(), "ttft_ms": self.ttft, "prefill_ms": self.prefill}
         return {name: dataclasses.asdict(Quantiles.of(values)) for name, values in columns.items()}
 
@@ -77,12 +77,12 @@ def _clients(server: Running) -> dict[str, Client]:
 async def _run_rounds(
     clients: dict[str, Client], engine: EngineClient, prompts: Prompts, requests: Requests
 ) -> dict[str, RoundTimes]:
-    """Send a request, then prefill its prompt directly, and so on; the first few do not count."""
+    """Alternate between sending a request and computing its prompt directly; drop warm-ups."""
     times = {name: RoundTimes() for name in clients}
     for client in clients.values():
         await client.describe()
     for number in range((requests.num_requests + _NUM_WARMUPS) * len(clients)):
-        # A prompt of its own each time: none is in a prefix cache.
+        # Every prompt is new, so that the prefix cache never hits.
         name = list(clients)[number % len(clients)]
         planned = Planned(number, 0.0, requests.input_len, requests.output_len)
         load = Load(clients[name], prompts, [planned])
@@ -93,17 +93,15 @@ async def _run_rounds(
 
 
 def _print(name: str, times: RoundTimes) -> None:
-    print(f"{name}: the whole path adds {Quantiles.of(times.added())} ms to the first token")
-    print(
-        f"    TTFT {Quantiles.of(times.ttft)} ms; the engine's own {Quantiles.of(times.prefill)} ms"
-    )
+    print(f"{name}: the whole path adds {Quantiles.of(times.added())} ms to TTFT")
+    print(f"    TTFT {Quantiles.of(times.ttft)} ms; engine alone {Quantiles.of(times.prefill)} ms")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return the exit code."""
     program, about = (
         "python -m penstock.loadtests.micro.overhead",
-        "What the path adds to the first token.",
+        "Overhead of the whole path in TTFT.",
     )
     setup, requests = read_flags(program, about, (Setup, Requests), arguments)
     config = {**dataclasses.asdict(setup), **dataclasses.asdict(requests)}

@@ -1,7 +1,8 @@
-"""How long step plans take to other ranks: `python -m penstock.loadtests.micro.plan_latency`.
+"""Latency of step plans from rank 0 to the followers.
 
-From before it is encoded in the leading rank to after it is decoded in the last of the others, each
-a process: through shared memory, and by gloo over loopback as between nodes. In turns.
+`python -m penstock.loadtests.micro.plan_latency` measures the time from before rank 0 encodes a
+plan until the last follower has decoded it; each rank is a process. Alternates between shared
+memory and gloo over loopback, which is used between nodes.
 """
 
 import dataclasses
@@ -22,26 +23,26 @@ from penstock.workers.parallel.step_codec import decode, encode, max_plan_bytes
 from penstock.workers.scheduling.sequence import StepPlan
 
 _HOST = "127.0.0.1"
-_NUM_WARMUPS = 20  # plans that do not count
+_NUM_WARMUPS = 20  # first plans, not counted
 _SECONDS = 60.0
 _TRANSPORTS = ("shared memory", "gloo")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What is sent."""
+    """Settings of the measurement."""
 
-    followers: int = option(3, "ranks beside the leading one")
-    sequences: int = option(64, "that decode")
-    context: int = option(2048, "tokens of each")
-    plans: int = option(500, "of each turn")
-    pause_us: int = option(2000, "between two plans, as a step takes some time")
-    rounds: int = option(3, "turns of each way")
-    save_json: str = option("", "write what was measured to this file")
+    followers: int = option(3, "number of followers (ranks other than 0)")
+    sequences: int = option(64, "number of sequences that decode")
+    context: int = option(2048, "context length of each sequence")
+    plans: int = option(500, "plans per run")
+    pause_us: int = option(2000, "pause between plans in microseconds, in place of a step")
+    rounds: int = option(3, "runs of each transport")
+    save_json: str = option("", "write the results to this file")
 
 
 def make_plan(load: Load, number: int) -> StepPlan:
-    """A decode of all sequences, in blocks of 16."""
+    """Return a plan that decodes all sequences, with blocks of 16 tokens."""
     ones = np.ones(load.sequences, np.int32)
     return StepPlan(
         number=number,
@@ -57,7 +58,7 @@ def make_plan(load: Load, number: int) -> StepPlan:
 
 
 def follow(pipe: Connection, address: str, load: Load, rank: int, way: str) -> None:
-    """In a process of its own: when each plan was there, by the clock that processes share."""
+    """Run a follower: receive all plans and send back the monotonic time after each decode."""
     node = "near" if way == _TRANSPORTS[0] else f"node {rank}"
     reader = connect_plan_reader(RemoteStore(address, None), rank, load.followers + 1, node, _HOST)
     pipe.send("ready")
@@ -69,7 +70,7 @@ def follow(pipe: Connection, address: str, load: Load, rank: int, way: str) -> N
 
 
 def run_round(load: Load, way: str) -> list[float]:
-    """Seconds that each plan took to the last of the others."""
+    """Return the seconds that each plan took to the slowest follower."""
     rendezvous = RendezvousServer(_HOST, None, load.followers + 1)
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -115,7 +116,7 @@ async def _measure(load: Load) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return the exit code."""
     program = "python -m penstock.loadtests.micro.plan_latency"
-    (load,) = read_flags(program, "Time of a step plan to other ranks.", (Load,), arguments)
+    (load,) = read_flags(program, "Latency of step plans to followers.", (Load,), arguments)
     return run(lambda: _measure(load), dataclasses.asdict(load), load.save_json)
 
 

@@ -1,4 +1,4 @@
-"""A Llama checkpoint with random weights, for speed: what it says makes no sense."""
+"""A Llama checkpoint with random weights, for measurements of speed."""
 
 import json
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Llama; the defaults make one of 125 million parameters."""
+    """Sizes of a Llama model; the defaults give 125 million parameters."""
 
     hidden: int = 768
     inner: int = 2048
@@ -21,7 +21,7 @@ class Shape:
 
     @property
     def block_weights(self) -> int:
-        """Weights of all layers' products."""
+        """Number of weights in the linear layers of all decoder layers."""
         head_dim = self.hidden // self.heads
         attention = self.hidden * head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.inner)
@@ -32,7 +32,7 @@ class Shape:
 
 
 def write_random_llama(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path:
-    """Writes a float32 checkpoint without a tokenizer and returns its folder."""
+    """Write a float32 checkpoint without a tokenizer; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {

@@ -1,8 +1,8 @@
-"""What was gained stays: ratios of a short run, kept in a file and measured again.
+"""Performance regression check: measures a few ratios and compares them with recorded values.
 
-`python -m penstock.loadtests.micro.regression_check` says what got worse, by how much, and exits
-with 1 if anything did; `--record` writes what is measured now as what is kept. Ratios, not seconds:
-both sides of each are taken in turns in one run, so that a slow hour of the machine touches both.
+`python -m penstock.loadtests.micro.regression_check` prints the change of each ratio and exits with
+1 if one got worse; `--record` records the current values instead. Uses ratios instead of times:
+both sides of a ratio are measured alternately in one run, so other load affects both.
 """
 
 import asyncio
@@ -39,31 +39,31 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 PROGRAM = "python -m penstock.loadtests.micro.regression_check"
 RATIOS = {
-    "decode": "decoding 16 sequences in the engine, to a matrix product (FLOP/s)",
-    "prefill": "a prompt of 1,024 tokens in the engine, to a matrix product (FLOP/s)",
-    "scheduler": "a fixed unit of numpy work, to a scheduler's step of 256 sequences (CPU time)",
-    "path": "decoding through `penstock serve`, to the engine alone (tokens/s)",
+    "decode": "decode of 16 sequences in the engine / matmul (FLOP/s)",
+    "prefill": "prompt of 1,024 tokens in the engine / matmul (FLOP/s)",
+    "scheduler": "fixed amount of numpy work / batcher step of 256 sequences (CPU time)",
+    "path": "decode through `penstock serve` / engine alone (tokens/s)",
 }
-"""More is better in all."""
+"""Descriptions of the ratios; for all of them, more is better."""
 
-_RUNS_TO_RECORD = 3  # one run's turns are more alike than two runs
+_RUNS_TO_RECORD = 3  # runs differ more from each other than rounds within a run
 _ROUNDS = 7
 _SEQUENCES, _SCHEDULED, _PROMPT, _ANSWER, _LONG = 16, 256, 64, 48, 1024
-_PRODUCT = 512, 1024  # rows, width
+_PRODUCT = 512, 1024  # matmul [rows, width] x [width, width]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """What is done."""
+    """Settings of the check."""
 
-    record: bool = option(False, "keep what is measured now")
-    file: str = option("loadtests/results/guard.json", "where it is kept")
-    threads: int = option(1, "of the engine and of the product")
+    record: bool = option(False, "record the current values instead of comparing")
+    file: str = option("loadtests/results/guard.json", "file of the recorded values")
+    threads: int = option(1, "threads of the engine and of the matmul")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RatioChange:
-    """One ratio then and now."""
+    """One ratio, as recorded and as measured now."""
 
     name: str
     before: Quantiles
@@ -71,24 +71,24 @@ class RatioChange:
 
     @property
     def by(self) -> float:
-        """The share of it that was won; below 0: lost."""
+        """Relative change of the median; negative: worse."""
         return self.now.median / self.before.median - 1
 
     @property
     def worse(self) -> bool:
-        """Whether each median lies outside where most of the other's values do, downward."""
+        """True if it decreased and each median is outside the other's 10-90% range."""
         return self.now.median < self.before.low and self.before.median > self.now.high
 
     def __str__(self) -> str:
         verdict = "WORSE" if self.worse else "ok"
         return (
-            f"{verdict:<5} {self.name:<9} {self.by:+7.1%}  now {self.now}; kept {self.before}\n"
+            f"{verdict:<5} {self.name:<9} {self.by:+7.1%}  now {self.now}; was {self.before}\n"
             f"      {RATIOS[self.name]}"
         )
 
 
 def compare(before: dict[str, list[float]], now: dict[str, list[float]]) -> list[RatioChange]:
-    """One change a ratio that both know."""
+    """Return the change of each ratio that is in both."""
     return [
         RatioChange(name, Quantiles.of(before[name]), Quantiles.of(now[name]))
         for name in RATIOS
@@ -97,7 +97,7 @@ def compare(before: dict[str, list[float]], now: dict[str, list[float]]) -> list
 
 
 def measure(threads: int) -> dict[str, list[float]]:
-    """The ratios of one short run, one value a turn."""
+    """Measure all ratios in one short run; return one value per round."""
     engine, cost = EngineClient(SHIPPED_MODEL, threads), Cost.of(SHIPPED_MODEL)
     prompts = Prompts(ordinary_tokens(engine.vocab_size), seed=0)
     steps = _scheduler_steps()
@@ -107,7 +107,7 @@ def measure(threads: int) -> dict[str, list[float]]:
         first = round_number * (_SEQUENCES + 1)
         tokens = [_prompt(prompts, first + n, _PROMPT) for n in range(_SEQUENCES)]
         decoded = steady_rate(engine.run(tokens, _ANSWER))
-        # What looking back costs is left out: it changes by a few percent along an answer.
+        # Leaves out the attention FLOPs, which grow by a few percent over an answer.
         decode = decoded * 2 * (cost.body + cost.head) / product
         long = engine.prefill(_prompt(prompts, first + _SEQUENCES, _LONG))
         prefill = cost.prefill(_LONG) / long / product
@@ -123,7 +123,7 @@ def _prompt(prompts: Prompts, number: int, length: int) -> list[int]:
 
 
 def _path(threads: int) -> list[float]:
-    """Ratios of whole path to engine, by turns, as `loadtests.throughput` takes them."""
+    """Return the ratio of whole path to engine alone per round, as measured by `throughput`."""
     requests = throughput.Requests(rounds=_ROUNDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         path, direct = runner.run(throughput.measure_rounds(Setup(threads=threads), requests))
@@ -149,7 +149,7 @@ def _numpy_seconds() -> float:
 
 
 def _scheduler_steps() -> Callable[[], float]:
-    """Seconds of CPU of one step in which every sequence decodes, plan and commit."""
+    """Return a function that measures the CPU time of a decode step: plan and commit."""
     length = 4096
     limits = SchedulerConfig(
         num_blocks=_SCHEDULED * (length // 16 + 1),
@@ -175,7 +175,7 @@ def _scheduler_steps() -> Callable[[], float]:
 
 
 def _least(work: Callable[[], Any], count: int, clock: Callable[[], float]) -> float:
-    """Seconds of the 10th percentile of so many turns: what it costs when nothing disturbs."""
+    """Return the 10th percentile of `count` times, in seconds: the cost without disturbance."""
     taken = []
     for _ in range(count):
         began = clock()
@@ -185,8 +185,8 @@ def _least(work: Callable[[], Any], count: int, clock: Callable[[], float]) -> f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then record or compare; return 0, 1 (worse, or nothing to compare with) or 130."""
-    about = "Measures a few ratios again and says which got worse."
+    """Measure, then record or compare; return 0, 1 (a ratio got worse, or an error) or 130."""
+    about = "Measure a few performance ratios and report which got worse."
     (guard,) = read_flags(PROGRAM, about, (CheckOptions,), arguments)
     try:
         return _record(guard) if guard.record else _compare(guard)
@@ -222,9 +222,11 @@ def _compare(guard: CheckOptions) -> int:
     for what in ("cpu", "cpus", "threads"):
         then = {**kept["machine"], "threads": kept["threads"]}[what]
         if then != here[what]:
-            raise ValueError(f"{guard.file} was recorded with {what} {then}, here: {here[what]}")
+            raise ValueError(
+                f"{guard.file} was recorded with {what} {then}, now: {here[what]}; use --record"
+            )
     changes = compare(kept["ratios"], measure(guard.threads))
-    print(f"kept on {kept['date']} at {kept['commit'] or 'an unknown commit'}")
+    print(f"recorded on {kept['date']} at {kept['commit'] or 'an unknown commit'}")
     for change in changes:
         print(change)
     return int(any(change.worse for change in changes))

@@ -1,9 +1,9 @@
-"""What workers cost one router: `python -m penstock.loadtests.micro.router`.
+"""Cost of workers at one router: `python -m penstock.loadtests.micro.router`.
 
-One real router process and stub workers in processes of their own, which speak the worker wire. The
-same requests are sent at the same rate with few and with many workers behind it, and its memory,
-its processor time and the latency that it adds are told for each number. Tokens tell when they were
-made, and a stub answers at once, so that what is measured is the router and the wires beside it.
+Runs one real router process and stub workers in other processes, which use the real worker
+protocol. Sends requests at the same rate with few and with many workers, and reports the router's
+memory, CPU time and added latency for each number of workers. Token ids encode the time at which
+they were generated, and stubs answer immediately, so only the router and its connections count.
 """
 
 import asyncio
@@ -40,31 +40,31 @@ _MB = 1e6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FanIn:
-    """What is measured."""
+    """Settings of the measurement."""
 
-    workers: tuple[str, ...] = option(("1", "100", "1000"), "numbers of workers, in turn")
-    rate: float = option(20.0, "requests a second")
+    workers: tuple[str, ...] = option(("1", "100", "1000"), "numbers of workers to measure")
+    rate: float = option(20.0, "requests per second")
     input_len: int = option(64, "prompt tokens")
     output_len: int = option(32, "answer tokens")
-    step_ms: float = option(20.0, "of a stub worker")
-    seconds: float = option(20.0, "of load for each number, and half as long without any")
-    processes: int = option(2, "that hold the stub workers")
-    seed: int = option(0, "of arrivals and prompts")
-    save_json: str = option("", "write what was measured to this file")
+    step_ms: float = option(20.0, "step time of a stub worker in milliseconds")
+    seconds: float = option(20.0, "seconds under load per measurement; idle: half of it")
+    processes: int = option(2, "number of processes for the stub workers")
+    seed: int = option(0, "seed of arrival times and prompts")
+    save_json: str = option("", "write the results to this file")
 
 
 @dataclasses.dataclass(slots=True)
 class Received:
-    """What the clients saw; seconds."""
+    """Latencies measured by the clients, in seconds."""
 
     first: list[float] = dataclasses.field(default_factory=list)  # from sending to the first token
-    ages: list[float] = dataclasses.field(default_factory=list)  # of tokens when they came
+    ages: list[float] = dataclasses.field(default_factory=list)  # per token, since its generation
     num_failed: int = 0
 
 
 @dataclasses.dataclass(slots=True)
 class CpuUsage:
-    """A process's processor time over a stretch of time."""
+    """CPU usage of a process over an interval."""
 
     process: psutil.Process
     cpu: float = 0.0
@@ -74,7 +74,7 @@ class CpuUsage:
         self.cpu, self.began = self._used(), time.perf_counter()
 
     def utilization(self) -> float:
-        """Of one core, since the start."""
+        """Return the CPU usage since `start`; 1 is one full core."""
         return (self._used() - self.cpu) / (time.perf_counter() - self.began)
 
     def _used(self) -> float:
@@ -84,7 +84,7 @@ class CpuUsage:
 
 @asynccontextmanager
 async def stub_workers(count: int, fan: FanIn) -> AsyncIterator[dict[str, str]]:
-    """So many, shared out over processes: their names and addresses."""
+    """Run `count` stub workers in several processes; yield their addresses by name."""
     processes: list[asyncio.subprocess.Process] = []
     addresses: dict[str, str] = {}
     num_processes = min(fan.processes, count)
@@ -104,7 +104,7 @@ async def stub_workers(count: int, fan: FanIn) -> AsyncIterator[dict[str, str]]:
             assert process.stdout is not None
             line = await process.stdout.readline()
             if not line:
-                raise MeasurementFailed("stub workers did not start: their words are above")
+                raise MeasurementFailed("stub workers did not start: see their output above")
             addresses |= json.loads(line)
         yield addresses
     finally:
@@ -115,14 +115,14 @@ async def stub_workers(count: int, fan: FanIn) -> AsyncIterator[dict[str, str]]:
 
 
 async def until_ready(router: StandaloneRouter, count: int) -> float:
-    """Wait until the router hears all workers; seconds that this took."""
+    """Wait until all workers are ready at the router; return the seconds that it took."""
     began = time.perf_counter()
     while time.perf_counter() - began < _READY_SECONDS:
         status = await asyncio.to_thread(fetch, router.http, None)
         if sum(each["state"] == "ready" for each in status["workers"]) == count:
             return time.perf_counter() - began
         await asyncio.sleep(0.2)
-    raise MeasurementFailed(f"the router does not hear {count} workers after {_READY_SECONDS:g} s")
+    raise MeasurementFailed(f"{count} workers were not ready after {_READY_SECONDS:g} s")
 
 
 async def _one(stub: Any, fan: FanIn, random_: random.Random, seen: Received) -> None:
@@ -144,12 +144,12 @@ async def _one(stub: Any, fan: FanIn, random_: random.Random, seen: Received) ->
 
 
 async def load(router: StandaloneRouter, fan: FanIn, seconds: float) -> Received:
-    """Poisson arrivals for so many seconds; waits for the answers."""
+    """Send requests with Poisson arrivals for `seconds`, then wait for the answers."""
     seen, random_ = Received(), random.Random(fan.seed)
     due, end = 0.0, time.perf_counter() + seconds
     async with grpc.aio.insecure_channel(router.grpc) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
-        await stub.ListModels(pb.ListModelsRequest())  # connected before it counts
+        await stub.ListModels(pb.ListModelsRequest())  # connect before measuring
         async with asyncio.TaskGroup() as tasks:
             began = time.perf_counter()
             while (now := time.perf_counter()) < end:
@@ -160,12 +160,12 @@ async def load(router: StandaloneRouter, fan: FanIn, seconds: float) -> Received
 
 
 async def measure_one(count: int, fan: FanIn) -> dict[str, Any]:
-    """One number of workers."""
+    """Measure the router with `count` workers."""
     async with AsyncExitStack() as stack:
         workers = await stack.enter_async_context(stub_workers(count, fan))
         router = await stack.enter_async_context(standalone_router(_MODEL, workers))
         connecting = await until_ready(router, count)
-        await load(router, fan, 2.0)  # what is made once is not measured
+        await load(router, fan, 2.0)  # warm-up
         watch = CpuUsage(psutil.Process(router.process.pid))
         watch.start()
         await asyncio.sleep(fan.seconds / 2)
@@ -188,10 +188,10 @@ async def measure_one(count: int, fan: FanIn) -> dict[str, Any]:
 
 
 async def measure(fan: FanIn) -> dict[str, Any]:
-    """Every number of workers, in turn."""
+    """Measure and print one row per number of workers."""
     print(
-        f"{fan.rate:g} requests a second, {fan.input_len} tokens in, {fan.output_len} out, "
-        f"a step of {fan.step_ms:g} ms\n"
+        f"{fan.rate:g} requests per second, {fan.input_len} tokens in, {fan.output_len} out, "
+        f"steps of {fan.step_ms:g} ms\n"
     )
     names = ("workers", "PSS MB", "idle cores", "busy cores", "first token ms", "token ms")
     print("  ".join(f"{name:>16}" for name in names), " (p50 p99)")
@@ -214,10 +214,10 @@ async def measure(fan: FanIn) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return the exit code."""
-    program, about = "python -m penstock.loadtests.micro.router", "What workers cost one router."
+    program, about = "python -m penstock.loadtests.micro.router", "Cost of workers at one router."
     (fan,) = read_flags(program, about, (FanIn,), arguments)
     if not all(text.isdecimal() and int(text) for text in fan.workers):
-        print(f"{program}: --workers takes numbers from 1 on", file=sys.stderr)
+        print(f"{program}: --workers must be whole numbers, 1 or more", file=sys.stderr)
         return 2
     return run(lambda: measure(fan), dataclasses.asdict(fan), fan.save_json)
 

@@ -1,4 +1,4 @@
-"""A `penstock serve` of one's own, on free ports, for as long as a measurement takes."""
+"""Runs `penstock serve` on free ports for the duration of a measurement."""
 
 import asyncio
 import os
@@ -20,13 +20,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.05
-_LOWEST_PORT = 20000  # `ray start` gives its workers those from 10002 to 19999
+_LOWEST_PORT = 20000  # `ray start` uses ports 10002 to 19999 for its workers
 _OWN_PORTS = "PENSTOCK_FREE_PORTS"
-"""A variable, LOW-HIGH: among these ports free ones are looked for, where several look at once."""
+"""Environment variable with a port range LOW-HIGH, so that concurrent runs use separate ports."""
 
 
 class ServerFailed(RuntimeError):
-    """The server did not come up, or ended by itself; the message holds its last words."""
+    """The server did not start or exited; the message contains the end of its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Running:
     grpc_address: str  # host:port
     http_address: str  # http://host:port
     pid: int
-    ready_seconds: float  # from its start
+    ready_seconds: float  # time from its start until it was ready
 
 
 @asynccontextmanager
@@ -49,7 +49,7 @@ async def serving(arguments: Sequence[str]) -> AsyncIterator[Running]:
         output_path = Path(folder) / "output"
         began = time.perf_counter()
         with output_path.open("wb") as output:
-            # A session of its own: a Ctrl-C in the terminal reaches this process only.
+            # In a new session, so that Ctrl-C in the terminal interrupts only this process.
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -63,7 +63,7 @@ async def serving(arguments: Sequence[str]) -> AsyncIterator[Running]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask it to drain and end; kill it with all it started if it does not."""
+    """Send SIGINT so that the server drains; kill its process group after STOP_SECONDS."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
     try:
@@ -75,10 +75,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_ports(count: int, run: int = 1) -> list[int]:
-    """Return different ports that nobody listens on now, nor on the `run` - 1 after each.
+    """Return `count` different ports, each the first of `run` consecutive free ports.
 
-    Not from where outgoing connections get theirs, nor from where workers of Ray do: one of them
-    would take a port now and then before a server that starts later does.
+    Excludes the ranges of ephemeral ports and of Ray workers, from which another process could
+    take a port before the server that is started later binds it.
     """
     found: list[int] = []
     low, high = _range()
@@ -87,7 +87,7 @@ def free_ports(count: int, run: int = 1) -> list[int]:
             found.append(port)
         if len(found) == count:
             return found
-    raise ServerFailed(f"there are no {count} free ports")
+    raise ServerFailed(f"found fewer than {count} free ports between {low} and {high}")
 
 
 def _is_free(port: int) -> bool:
@@ -118,11 +118,11 @@ async def _until_ready(process: subprocess.Popen[bytes], address: str, output_pa
         health = health_pb2_grpc.HealthStub(channel)
         while not await _is_ready(health):
             if process.poll() is not None or time.monotonic() > deadline:
-                state = "ended" if process.poll() is not None else "is not ready"
+                state = "exited" if process.poll() is not None else "is not ready"
                 words = output_path.read_text(encoding="utf-8", errors="replace").strip()[-2000:]
                 seconds = time.monotonic() - deadline + START_SECONDS
                 raise ServerFailed(
-                    f"penstock serve {state} after {seconds:.0f} s; it said:\n{words}"
+                    f"penstock serve {state} after {seconds:.0f} s; its output:\n{words}"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 

@@ -1,8 +1,8 @@
-"""A router alone in its process, without Ray: `python -m
-penstock.loadtests.micro.standalone_router`.
+"""A router in its own process, without Ray.
 
-A line of JSON on standard input says what it serves: the fields of a `RouterConfig`, and `workers`,
-names and addresses. It tells its own addresses as a line of JSON, and ends with its input.
+`python -m penstock.loadtests.micro.standalone_router` reads one line of JSON from stdin: the fields
+of a `RouterConfig`, and `workers`, a mapping of names to addresses. It prints its own addresses as
+one line of JSON, and exits when stdin is closed.
 """
 
 import asyncio
@@ -22,18 +22,21 @@ from penstock.router.server import serve_router
 
 @dataclass(frozen=True, slots=True)
 class StandaloneRouter:
-    """One that serves."""
+    """A running router."""
 
     process: asyncio.subprocess.Process
     http: str  # host:port
-    grpc: str
+    grpc: str  # host:port
 
 
 @asynccontextmanager
 async def standalone_router(
     model: Path, workers: Mapping[str, str], **config: Any
 ) -> AsyncIterator[StandaloneRouter]:
-    """Start one on free ports, told of these workers; it is gone at the end. RuntimeError."""
+    """Run a router with these workers on free ports; stop it on exit.
+
+    Raises RuntimeError if the router does not start.
+    """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "penstock.loadtests.micro.standalone_router"),
         stdin=asyncio.subprocess.PIPE,
@@ -46,7 +49,7 @@ async def standalone_router(
         process.stdin.write(json.dumps(given).encode() + b"\n")
         line = await process.stdout.readline()
         if not line:
-            raise RuntimeError("the router did not start: its words are above")
+            raise RuntimeError("the router did not start: see its output above")
         yield StandaloneRouter(process, **json.loads(line))
     finally:
         process.stdin.close()
@@ -72,6 +75,7 @@ async def _serve(given: dict[str, Any]) -> None:
 
 
 def main() -> int:
+    """Serve until stdin is closed."""
     given = json.loads(sys.stdin.readline())
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(given))

@@ -1,4 +1,4 @@
-"""How long `penstock serve` takes to be ready, what memory it holds then, and what it leaves.
+"""Start-up time and memory of `penstock serve`, and anything it leaves behind when it exits.
 
 `python -m penstock.loadtests.micro.start [ARGUMENTS OF serve]` prints one JSON object.
 """
@@ -30,12 +30,12 @@ _SHARED = Path("/dev/shm")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 where it became ready and left nothing behind."""
+    """Measure one start; return 0 if the server became ready, exited with 0 and left nothing."""
     segments, load = shared_memory(), os.getloadavg()[0]
     ports = free_ports(2)
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         output = Path(folder, "output")
-        temp = Path(folder, "t")  # a short name: those of sockets lie below it
+        temp = Path(folder, "t")  # short, since the length of socket paths in it is limited
         temp.mkdir()
         run = _run(arguments, ports, temp, output)
         run["left_behind"] |= {
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(
     arguments: Sequence[str], ports: Sequence[int], temp: Path, output: Path
 ) -> dict[str, Any]:
-    """Start, wait, look, stop."""
+    """Start the server, wait until it is ready, measure it, stop it, and return the results."""
     command = [sys.executable, "-m", "penstock.cli", "serve", *arguments]
     command += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1])]
     began = time.monotonic()
@@ -85,7 +85,7 @@ def _run(
 def _wait_until_ready(
     serving: "subprocess.Popen[bytes]", output: Path, began: float
 ) -> float | None:
-    """Seconds until it says that it serves; None where it never did."""
+    """Return the seconds until the server reports that it is ready, or None if it does not."""
     while time.monotonic() - began < READY_WITHIN and serving.poll() is None:
         if READY_WORDS in output.read_text():
             return round(time.monotonic() - began, 2)
@@ -94,7 +94,7 @@ def _wait_until_ready(
 
 
 def _stop(serving: "subprocess.Popen[bytes]") -> tuple[int | None, float]:
-    """Its exit code and the seconds that it took to end, asked to like a terminal asks."""
+    """Stop the server with SIGINT, as Ctrl-C does; return its exit code and the seconds taken."""
     began = time.monotonic()
     with suppress(ProcessLookupError):
         os.killpg(serving.pid, signal.SIGINT)
@@ -117,7 +117,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _memory(root: int) -> dict[str, float]:
-    """MB that each process holds, shared pages divided among those that share them (PSS)."""
+    """Return the PSS of the processes in MB, summed by process name."""
     sizes: dict[str, float] = {}
     for process in _tree(root):
         with suppress(psutil.NoSuchProcess):
@@ -140,12 +140,15 @@ def _is_open(port: int) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Names of what lies in the machine's shared memory."""
+    """Return the names of all shared memory segments of this machine."""
     return {path.name for path in _SHARED.iterdir()} if _SHARED.is_dir() else set()
 
 
 def left_in_shared_memory(before: set[str]) -> list[str]:
-    """What is new there since `before` and in nobody's use: the rest is somebody else's."""
+    """Return the segments that are new since `before` and not mapped by any process.
+
+    A mapped segment belongs to another program.
+    """
     found = shared_memory() - before
     used = set().union(*map(_mapped, psutil.process_iter()))
     return sorted(name for name in found - used if (_SHARED / name).exists())

@@ -1,9 +1,8 @@
-"""Workers without a model, as many as wanted in a process: `python -m
-penstock.loadtests.micro.stub_workers`.
+"""Stub workers without a model, any number of them in one process.
 
-They speak the router-worker stream for real, to any number of routers; their answers are tokens
-that tell when they were made (`age_of`). Addresses are told as a line of JSON; they end with their
-standard input.
+`python -m penstock.loadtests.micro.stub_workers` runs workers that implement the real stream to any
+number of routers. Their token ids encode the time at which they were generated (`age_of`). Prints
+the addresses as one line of JSON, and exits when stdin is closed.
 """
 
 import asyncio
@@ -24,7 +23,7 @@ from penstock.protos import worker_pb2 as pb
 from penstock.protos import worker_pb2_grpc
 
 _UNIT_NANOS = 50_000
-_SPAN = 1 << 15  # units until the same token comes again: 1.6 s
+_SPAN = 1 << 15  # units until token ids repeat: 1.6 s
 _HEARTBEAT_SECONDS = 0.5
 _NUM_BLOCKS = 16384
 
@@ -32,32 +31,32 @@ Requests = AsyncIterator[pb.ToWorker]
 
 
 def token_of_now() -> int:
-    """A token id that tells the time, on the clock that all processes of a machine share."""
+    """Return a token id that encodes the current monotonic time, shared by all processes."""
     return time.monotonic_ns() // _UNIT_NANOS % _SPAN
 
 
 def age_of(token: int) -> float:
-    """Seconds since a token was made, if that is less than 1.6 s ago; to 50 us."""
+    """Return the seconds since a token was generated, modulo 1.6 s, with a resolution of 50 µs."""
     return (token_of_now() - token) % _SPAN * _UNIT_NANOS / 1e9
 
 
 @dataclasses.dataclass(slots=True)
 class Run:
-    """One choice of a submission."""
+    """One running choice of a submitted request."""
 
     submit: pb.Submit
     choice: int
-    position: int  # of the next token
+    position: int  # index of the next token
 
 
 class StubWorker(worker_pb2_grpc.WorkerServicer):
-    """One worker, of role mixed. The first token of an answer comes at once, the others in steps.
+    """A stub worker of role mixed; sends the first token of an answer at once, the rest in steps.
 
     Args:
-        name: what it calls itself.
-        step_seconds: from step to step.
-        token: gives the next token of a run.
-        wanted: bearer token that a router must show; None: none.
+        name: the worker's name.
+        step_seconds: time from one step to the next.
+        token: returns the next token id of a run.
+        wanted: bearer token that routers must send; None: no authentication.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
 
     @property
     def running(self) -> int:
-        """Sequences, of all routers."""
+        """Number of running sequences of all routers."""
         return sum(len(session.runs) for session in self.sessions)
 
     def load(self) -> pb.Load:
@@ -85,7 +84,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         return pb.Load(running=running, free_blocks=max(_NUM_BLOCKS - running, 0))
 
     async def start(self) -> None:
-        """Listen on a free port of loopback."""
+        """Start to serve on a free loopback port."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -99,7 +98,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         if self._wanted is not None:
             shown = dict(context.invocation_metadata() or ()).get("authorization")
             if shown != f"Bearer {self._wanted}":
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a wrong token")
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "invalid bearer token")
         hello = (await anext(aiter(requests))).hello
         session = _Session(self, hello.router)
         self.sessions.append(session)
@@ -130,11 +129,11 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
 
 
 class _Session:
-    """The stream of one router."""
+    """The stream to one router, with the runs that it submitted."""
 
     def __init__(self, worker: StubWorker, router: str) -> None:
         self.router = router
-        self.runs: dict[tuple[int, int, int], Run] = {}  # by request, attempt and choice
+        self.runs: dict[tuple[int, int, int], Run] = {}  # by (request, attempt, choice)
         self._worker = worker
         self._out: deque[pb.ToRouter] = deque([pb.ToRouter(welcome=worker.welcome())])
         self._to_write = asyncio.Event()
@@ -208,11 +207,11 @@ class _Session:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StubOptions:
-    """Which workers."""
+    """Settings of the workers."""
 
-    count: int = option(1, "how many")
-    first: int = option(0, "number of the first")
-    step_ms: float = option(20.0, "milliseconds from step to step")
+    count: int = option(1, "number of workers")
+    first: int = option(0, "number in the name of the first worker")
+    step_ms: float = option(20.0, "step time in milliseconds")
 
 
 async def _serve(given: StubOptions) -> None:

@@ -1,7 +1,8 @@
-"""Decode throughput through the whole path, to that of the engine alone.
+"""Decode throughput through the whole path, relative to the engine alone.
 
-`python -m penstock.loadtests.micro.throughput`: so many requests at once, through `penstock serve`
-and then to the engine called directly in this process, in turns; tokens a second while all decode.
+`python -m penstock.loadtests.micro.throughput` sends a batch of requests through `penstock serve`
+and then to the engine called directly in this process, alternating. Measures the tokens per second
+while all requests decode.
 """
 
 import dataclasses
@@ -22,20 +23,20 @@ from penstock.loadtests.micro.server import serving
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Requests:
-    """What is sent."""
+    """Requests."""
 
-    concurrency: int = option(16, "requests at once")
-    rounds: int = option(7, "turns of each side; one more before them does not count")
+    concurrency: int = option(16, "requests in the batch")
+    rounds: int = option(7, "measured rounds, after one warm-up round")
     input_len: int = option(64, "prompt tokens")
     output_len: int = option(256, "answer tokens")
 
 
 @dataclasses.dataclass(slots=True)
 class Rates:
-    """Tokens a second of one side, in the order of the turns."""
+    """Tokens per second of one side, one value per round."""
 
-    steady: list[float] = dataclasses.field(default_factory=list)  # while all decode
-    whole: list[float] = dataclasses.field(default_factory=list)  # from the first request on
+    steady: list[float] = dataclasses.field(default_factory=list)  # while all requests decode
+    whole: list[float] = dataclasses.field(default_factory=list)  # whole run, prefill included
 
     def note(self, outcomes: Sequence[Outcome]) -> None:
         self.steady.append(steady_rate(outcomes))
@@ -43,7 +44,7 @@ class Rates:
 
 
 async def measure_rounds(setup: Setup, requests: Requests) -> tuple[Rates, Rates]:
-    """Return what was measured through the path and of the engine alone, turn by turn."""
+    """Return the rates of the whole path and of the engine alone."""
     engine = EngineClient(setup.model_folder, setup.threads)
     prompts = Prompts(ordinary_tokens(engine.vocab_size), seed=0)
     path, direct = Rates(), Rates()
@@ -69,7 +70,7 @@ async def _measure(setup: Setup, requests: Requests) -> dict[str, Any]:
 
 
 def _plan(requests: Requests, round_number: int) -> list[Planned]:
-    """Prompts of this turn alone: none is in a prefix cache."""
+    """Plan the requests of one round; their prompts are new, so the prefix cache never hits."""
     first = round_number * requests.concurrency
     return [
         Planned(number, 0.0, requests.input_len, requests.output_len)
@@ -78,7 +79,7 @@ def _plan(requests: Requests, round_number: int) -> list[Planned]:
 
 
 def _figures(path: Rates, direct: Rates) -> dict[str, Any]:
-    """Print and return the spreads of rates, in tokens a second, and of their ratios, by turns."""
+    """Print and return the quantiles of the rates (tokens per second) and of their ratios."""
     quantiles = {
         "decode_ratio": Quantiles.of(ratios(path.steady, direct.steady)),
         "decode_through_path": Quantiles.of(path.steady),
@@ -93,14 +94,14 @@ def _figures(path: Rates, direct: Rates) -> dict[str, Any]:
 
 
 def ratios(path: Sequence[float], direct: Sequence[float]) -> list[float]:
-    """Of each turn, the first to the second."""
+    """Return the ratio of `path` to `direct` per round."""
     return [whole / bare for whole, bare in zip(path, direct, strict=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return the exit code."""
     program = "python -m penstock.loadtests.micro.throughput"
-    about = "Decode throughput through the whole path, to that of the engine alone."
+    about = "Decode throughput through the whole path, relative to the engine alone."
     setup, requests = read_flags(program, about, (Setup, Requests), arguments)
     config = {**dataclasses.asdict(setup), **dataclasses.asdict(requests)}
     return run(lambda: _measure(setup, requests), config, setup.save_json)

@@ -1,14 +1,14 @@
-"""`penstock simulate`: the cluster's deciding code in virtual time."""
+"""`penstock simulate`: run the routing, scheduling and scaling code in virtual time."""
 
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 KINDS = {
-    "load": "play a cluster under a load: latencies, worker hours, a page of charts",
-    "scaling": "play the autoscaler beside others on several loads, and judge it",
-    "disaggregation": "play the rule that computes prompts apart beside always and never",
-    "faults": "play seeded fault schedules and check every answer and every block",
+    "load": "simulate a cluster under a load: latencies, worker hours, a page of charts",
+    "scaling": "compare the autoscaler with other scalers on several loads and check its goals",
+    "disaggregation": "compare the disaggregation rule with always and never disaggregating",
+    "faults": "run seeded fault schedules and check every answer and every KV block",
 }
 MODULES = {
     "load": "scaling.load",
@@ -19,14 +19,17 @@ MODULES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a kind of simulation; 2 for one that there is not. Exits with 0 after --help."""
+    """Run one kind of simulation; return its exit code, or 2 for an unknown kind.
+
+    `--help` prints the usage and exits with 0.
+    """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h"):
         print(usage())
-        sys.exit(0)  # as argparse does for the other commands
+        sys.exit(0)  # same behaviour as argparse in the other commands
     if name not in KINDS:
         known = ", ".join(KINDS)
-        print(f"penstock simulate: there is no {name!r}; known are {known}", file=sys.stderr)
+        print(f"penstock simulate: unknown kind {name!r}; known kinds: {known}", file=sys.stderr)
         return 2
     code: int = import_module(f"penstock.loadtests.simulator.{MODULES[name]}").main(rest)
     return code
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def usage() -> str:
     kinds = [f"  {name:<15}{about}" for name, about in KINDS.items()]
     lines = ["usage: penstock simulate KIND ...", "", *kinds, ""]
-    return "\n".join([*lines, "penstock simulate KIND --help tells its options."])
+    return "\n".join([*lines, "See penstock simulate KIND --help for the options of a kind."])
 
 
 if __name__ == "__main__":

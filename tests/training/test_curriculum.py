@@ -1,4 +1,4 @@
-"""The second course dwells on what the first left weak, and lets nothing go."""
+"""The second course practises weak families more, and mastered ones still a little."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from training import curriculum
 from training.tasks import FAMILIES, Message
 
 
-def answer_to(known: str, conversations: Sequence[list[Message]]) -> list[str]:
-    """Right answers to the family `known`, and none to the others."""
-    book = {str(e.messages()): e.answer for e in FAMILIES[known].practice(48)}
-    return [book.get(str(conversation), "no") for conversation in conversations]
+def answers_of(known: str, conversations: Sequence[list[Message]]) -> list[str]:
+    """Return correct answers to the family `known`, and "no" to all others."""
+    answers = {str(e.messages()): e.answer for e in FAMILIES[known].practice(48)}
+    return [answers.get(str(conversation), "no") for conversation in conversations]
 
 
 def test_weak_families_weigh_more_than_mastered_ones() -> None:
-    weights = curriculum.review_weights(lambda asked: answer_to("addition", asked))
+    weights = curriculum.review_weights(lambda conversations: answers_of("addition", conversations))
     assert set(weights) == set(FAMILIES)
-    own = {name: family.weight for name, family in FAMILIES.items()}
-    assert 0 < weights["addition"] < own["addition"]
-    assert all(weights[name] > own[name] for name in FAMILIES if name != "addition")
+    base = {name: family.weight for name, family in FAMILIES.items()}
+    assert 0 < weights["addition"] < base["addition"]
+    assert all(weights[name] > base[name] for name in FAMILIES if name != "addition")
 
 
-def test_a_process_without_a_model_adds_nothing() -> None:
+def test_review_weights_are_zero_in_a_process_without_a_model() -> None:
     assert set(curriculum.review_weights(None).values()) == {0.0}
 
 
-def test_practice_is_never_held_out() -> None:
+def test_practice_examples_are_never_held_out() -> None:
     for family in FAMILIES.values():
         assert not any(family.is_held_out(example) for example in family.practice(20))

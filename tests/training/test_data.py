@@ -1,4 +1,4 @@
-"""Batches are packed as described, and what they weigh is what the assistant says."""
+"""Training batches: packing, attention masks and loss weights."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ BEGIN, END, ASSISTANT = map(chat.SPECIAL_TOKENS.index, (chat.BEGIN, chat.END, ch
 
 
 def make_batch(kind: str) -> Batch:
-    """A batch of the maker's method `kind`."""
+    """Return a batch made by the `BatchMaker` method named `kind`."""
     make: Callable[[int, int], Batch] = getattr(BatchMaker(TOKENIZER, seed="0"), kind)
     return make(4, 256)
 
 
 @pytest.mark.parametrize("kind", ["short", "long"])
-def test_targets_are_the_tokens_that_follow(kind: str) -> None:
+def test_targets_are_the_next_tokens(kind: str) -> None:
     batch = make_batch(kind)
     assert batch.tokens.shape == batch.targets.shape == batch.weights.shape == (4, 256)
     assert torch.equal(batch.tokens[:, 1:], batch.targets[:, :-1])
 
 
-def test_a_conversation_does_not_see_the_one_before() -> None:
+def test_a_conversation_does_not_attend_to_the_one_before() -> None:
     batch = make_batch("short")
     begins = torch.eq(batch.tokens, BEGIN)
     row, column = torch.nonzero(begins)[-1].tolist()
@@ -39,26 +39,26 @@ def test_a_conversation_does_not_see_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("kind", ["short", "long"])
-def test_every_turn_of_the_assistant_counts_and_counts_most(kind: str) -> None:
+def test_assistant_turns_have_the_highest_loss_weights(kind: str) -> None:
     batch = make_batch(kind)
     weights: dict[bool, list[float]] = {True: [], False: []}
     for row in range(len(batch.tokens)):
-        speaks = False
+        is_answer = False
         for token, weight in zip(
             batch.tokens[row].tolist(), batch.weights[row].tolist(), strict=True
         ):
-            # From the marker on, to the prediction of the end.
-            speaks = token == ASSISTANT or (speaks and token != END)
-            weights[speaks].append(weight)
+            # An answer runs from its marker to the token that predicts END.
+            is_answer = token == ASSISTANT or (is_answer and token != END)
+            weights[is_answer].append(weight)
     assert min(weights[True]) > PROMPT_WEIGHT == max(weights[False])
 
 
-def test_a_part_of_the_prompts_counts() -> None:
-    counted = make_batch("short").weights == PROMPT_WEIGHT
-    assert 0.05 < counted.float().mean() < 0.3
+def test_some_prompt_tokens_have_a_loss_weight() -> None:
+    weighted = make_batch("short").weights == PROMPT_WEIGHT
+    assert 0.05 < weighted.float().mean() < 0.3
 
 
-def test_no_token_predicts_the_next_conversation() -> None:
+def test_the_start_of_a_conversation_has_no_loss_weight() -> None:
     batch = make_batch("short")
     begins = torch.eq(batch.targets, BEGIN)
     assert batch.weights[begins].sum() == 0

@@ -1,4 +1,4 @@
-"""The yardstick counts right answers, of whatever it is given to measure."""
+"""The evaluation counts correct answers to held-out examples."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from training.tasks import FAMILIES, Message
 COUNT = 12
 
 
-def all_right(conversations: Sequence[list[Message]]) -> list[str]:
-    """Answers from the book."""
-    book = {
+def expected_answers(conversations: Sequence[list[Message]]) -> list[str]:
+    """Return the expected answer to each conversation."""
+    answers = {
         str(example.messages()): example.answer
         for family in FAMILIES.values()
         for example in family.held_out(COUNT)
     }
-    return [book[str(conversation)] for conversation in conversations]
+    return [answers[str(conversation)] for conversation in conversations]
 
 
 @pytest.mark.slow
-def test_all_right_answers_score_one() -> None:
-    scores = evaluate.measure(all_right, COUNT)
+def test_expected_answers_score_one() -> None:
+    scores = evaluate.measure(expected_answers, COUNT)
     assert [score.family for score in scores] == list(FAMILIES)
     assert all(score.fraction == 1.0 for score in scores)
 
 
 def test_wrong_answers_score_zero() -> None:
-    scores = evaluate.measure(lambda asked: ["no"] * len(asked), COUNT, families=["addition"])
+    scores = evaluate.measure(
+        lambda conversations: ["no"] * len(conversations), COUNT, families=["addition"]
+    )
     assert scores == [Score("addition", 0, COUNT)]
 
 
-def test_scores_survive_their_file(tmp_path: Path) -> None:
+def test_scores_round_trip_through_their_file(tmp_path: Path) -> None:
     scores = [Score("addition", 190, 200), Score("story", 3, 20)]
     evaluate.write_scores(scores, tmp_path)
     assert evaluate.read_scores(tmp_path) == scores
     assert json.loads((tmp_path / "held_out.json").read_text())["addition"]["right"] == 190
 
 
-def test_a_family_is_claimed_from_nine_in_ten_on() -> None:
+def test_a_family_is_claimed_from_a_score_of_90_percent() -> None:
     assert Score("addition", 180, 200).is_claimed
     assert not Score("addition", 179, 200).is_claimed

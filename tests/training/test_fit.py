@@ -1,4 +1,4 @@
-"""Training: batches are packed as described, and a tiny model learns from them, repeatably."""
+"""The training loop: a tiny model learns, reproducibly, within its step and time limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECIPE = Recipe(steps=12, minutes=1, rows=2, length=64, long_rows=1, long_length
 
 
 def tiny_run(seed: int) -> tuple[Llama, list[int], Progress]:
-    """A model after a few steps, with the steps at which it was saved."""
+    """Train a tiny model; return it, the steps at which it was saved, and its progress."""
     torch.manual_seed(seed)
     model = Llama(TINY)
     saved: list[int] = []
@@ -49,13 +49,13 @@ def test_a_run_saves_at_intervals_and_at_the_end() -> None:
     assert progress.wall > 0
 
 
-def test_a_run_ends_when_its_minutes_are_over() -> None:
+def test_a_run_ends_at_its_time_limit() -> None:
     recipe = dataclasses.replace(RECIPE, steps=10_000, minutes=0.5 / 60)
     progress = fit(Llama(TINY), TOKENIZER, recipe, lambda *_: None, answer_loss)
     assert progress.step < 10_000
 
 
-def test_only_the_processor_time_of_a_run_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_counts_cpu_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "process_time", lambda: 0.0)
     progress = fit(
         Llama(TINY),
@@ -71,7 +71,9 @@ def test_only_the_processor_time_of_a_run_counts(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("step", "cpu", "done"), [(3, 0.0, 0.25), (3, 30.0, 0.5), (12, 30.0, 1.0), (1, 90.0, 1.5)]
 )
-def test_a_course_is_as_far_as_its_steps_or_its_minutes(step: int, cpu: float, done: float) -> None:
+def test_progress_is_the_larger_share_of_steps_or_minutes(
+    step: int, cpu: float, done: float
+) -> None:
     assert Progress(step=step, cpu=cpu).done(RECIPE) == done
 
 
@@ -82,14 +84,14 @@ def test_the_loss_falls() -> None:
     assert answer_loss(model, batch) < answer_loss(Llama(TINY), batch) - 0.3
 
 
-def test_distillation_is_least_for_the_teacher_itself() -> None:
+def test_distillation_loss_is_lower_for_the_teacher_itself() -> None:
     teacher = tiny_run(0)[0]
     loss = distilled(teacher)
     batch = BatchMaker(TOKENIZER, seed="0").short(4, 128)
     assert loss(teacher, batch) < loss(Llama(TINY), batch)
 
 
-def test_the_learning_rate_rises_stays_and_falls_to_zero() -> None:
+def test_learning_rate_warms_up_stays_and_decays_to_zero() -> None:
     assert learning_rate(0.0, RECIPE) < 0.2
     assert learning_rate(0.05, RECIPE) == 1.0
     assert learning_rate(1.0, RECIPE) == 0.0

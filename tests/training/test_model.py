@@ -1,4 +1,4 @@
-"""The trained module is the Llama of `transformers`, weight for weight and token for token."""
+"""The trained module equals the Llama of `transformers` in weights and logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = LlamaShape(
 
 
 def random_model() -> Llama:
-    """A model whose every weight matters: none is zero as after initialisation."""
+    """Return a model with random weights; freshly initialised ones may be zero."""
     torch.manual_seed(1)
     model = Llama(SHAPE)
     for weight in model.parameters():
@@ -37,13 +37,13 @@ def test_logits_equal_those_of_transformers(tmp_path: Path) -> None:
     checkpoint.save(model, tmp_path)
     tokens = torch.randint(SHAPE.vocab_size, (2, 40))
     mask = torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
-    ours = model.logits(model(tokens, mask))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits
-    assert torch.allclose(ours, theirs, atol=2e-4)
-    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    actual = model.logits(model(tokens, mask))
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path)(tokens).logits
+    assert torch.allclose(actual, expected, atol=2e-4)
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
 
 
-def test_a_saved_model_loads_as_it_was(tmp_path: Path) -> None:
+def test_save_and_load_keep_the_weights(tmp_path: Path) -> None:
     model = random_model()
     checkpoint.save(model, tmp_path)
     loaded = checkpoint.load(tmp_path)
@@ -53,7 +53,7 @@ def test_a_saved_model_loads_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (16, 16)])
-def test_muon_makes_all_singular_values_about_one(shape: tuple[int, int]) -> None:
+def test_muon_brings_all_singular_values_near_one(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
     assert values.min() > 0.3

@@ -1,4 +1,4 @@
-"""The model card says what was measured, and claims no more."""
+"""The model card contains the measured scores, and claims only those above the bound."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SHAPE = LlamaShape(
 SCORES = (Score("addition", 190, 200), Score("story", 100, 200))
 
 
-def written(folder: Path) -> str:
-    """The card of a made-up run."""
+def write_card(folder: Path) -> str:
+    """Write and return the card of a fake run."""
     model = Llama(SHAPE)
     checkpoint.save(model, folder)
     progress = Progress(step=1234, tokens=5_600_000, wall=2000.4, cpu=3500.2)
@@ -29,8 +29,8 @@ def written(folder: Path) -> str:
     return (folder / "README.md").read_text()
 
 
-def test_the_card_claims_what_reaches_the_bound(tmp_path: Path) -> None:
-    rows = [line for line in written(tmp_path).splitlines() if line.endswith(("yes |", "no |"))]
+def test_the_card_claims_scores_above_the_bound_only(tmp_path: Path) -> None:
+    rows = [line for line in write_card(tmp_path).splitlines() if line.endswith(("yes |", "no |"))]
     assert [(row.split("|")[1].strip(), row.split("|")[-2].strip()) for row in rows] == [
         ("addition", "yes"),
         ("story", "no"),
@@ -38,12 +38,12 @@ def test_the_card_claims_what_reaches_the_bound(tmp_path: Path) -> None:
 
 
 def test_the_card_says_what_the_run_cost(tmp_path: Path) -> None:
-    text = written(tmp_path)
+    text = write_card(tmp_path)
     for fact in ("1,234 steps", "5.6 million tokens", "2,000 s wall", "3,500 s of processor"):
         assert fact in text
 
 
-def test_the_card_leaves_no_place_open(tmp_path: Path) -> None:
-    text = written(tmp_path)
+def test_the_card_has_no_unfilled_placeholders(tmp_path: Path) -> None:
+    text = write_card(tmp_path)
     assert "{" not in text
     assert "apache-2.0" in text

@@ -1,4 +1,4 @@
-"""The folders that ship: they load in `transformers`, and hold what their cards claim."""
+"""The bundled models: they load in `transformers` and reach the scores on their cards."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from training.train import MODELS
 
 NAMES = ("demo", "demo-small")
 MEGABYTES = 20
-# A sample of this size may fall below the claim by chance: that much is let through.
+# A sample of SAMPLE examples may score up to SLACK below the claim by chance.
 SAMPLE, SLACK = 40, 0.08
 
 
 @pytest.fixture(scope="module")
 def answer() -> Answer:
-    """The shipped demo model."""
+    """Return a function that answers with the bundled demo model."""
     return evaluate.transformers_answer(MODELS / "demo")
 
 
 def ask(answer: Answer, *turns: str) -> list[str]:
-    """The answers in one conversation of `turns`."""
+    """Send the user turns of one conversation; return the answers."""
     messages: list[dict[str, str]] = []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
@@ -38,7 +38,7 @@ def test_the_weights_are_small_enough_to_ship() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_ids_of_config_and_tokenizer_agree(name: str) -> None:
+def test_config_and_tokenizer_have_the_same_special_token_ids(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODELS / name)
     model = AutoModelForCausalLM.from_pretrained(MODELS / name)
     for config in (model.config, model.generation_config):
@@ -57,9 +57,9 @@ def test_the_trained_module_and_transformers_agree(name: str) -> None:
     tokens = torch.randint(6, 2048, (1, 64), generator=torch.Generator().manual_seed(0))
     model = checkpoint.load(MODELS / name)
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
-    ours = model.logits(model(tokens, mask))
-    theirs = AutoModelForCausalLM.from_pretrained(MODELS / name)(tokens).logits
-    assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
+    actual = model.logits(model(tokens, mask))
+    expected = AutoModelForCausalLM.from_pretrained(MODELS / name)(tokens).logits
+    assert torch.equal(actual.argmax(-1), expected.argmax(-1))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,13 +71,13 @@ def test_the_card_repeats_the_scores(name: str) -> None:
 
 
 def claimed() -> list[str]:
-    """The families that the demo's card claims."""
+    """Return the families that the demo's card claims."""
     return [score.family for score in evaluate.read_scores(MODELS / "demo") if score.is_claimed]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", claimed())
-def test_the_demo_does_what_it_claims(answer: Answer, family: str) -> None:
+def test_the_demo_reaches_the_scores_that_its_card_claims(answer: Answer, family: str) -> None:
     [score] = evaluate.measure(answer, SAMPLE, seed=1, families=[family])
     assert score.fraction >= evaluate.CLAIM_BOUND - SLACK
 
@@ -93,5 +93,5 @@ def test_a_conversation_of_several_questions(answer: Answer) -> None:
     ]
 
 
-def test_it_says_what_it_is(answer: Answer) -> None:
+def test_the_demo_introduces_itself(answer: Answer) -> None:
     assert "Penstock's demo model" in ask(answer, "Who are you?")[0]

@@ -1,4 +1,4 @@
-"""The families: seeded, split without overlap, and judged by their own checkers."""
+"""Task families: seeded examples, disjoint training and held-out sets, answer checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_held_out_examples_differ_between_seeds(family: Task) -> None:
 
 
 @by_family
-def test_held_out_questions_are_different_ones(family: Task) -> None:
+def test_held_out_questions_are_distinct(family: Task) -> None:
     questions = [(example.history, example.prompt) for example in family.held_out(50)]
     assert len(questions) == len(set(questions)) >= 20
 
@@ -49,12 +49,12 @@ def test_expected_answers_are_accepted_and_others_are_not(family: Task) -> None:
 
 
 @by_family
-def test_every_family_says_what_it_asks(family: Task) -> None:
+def test_every_family_has_a_description(family: Task) -> None:
     assert family.about.endswith(".")
 
 
 @by_drilled
-def test_a_drill_leaves_out_what_is_held_out_and_nothing_else(family: Task) -> None:
+def test_a_drill_omits_held_out_examples_only(family: Task) -> None:
     assert family.drill
     left_out = 0
     for seed in range(60):
@@ -69,14 +69,14 @@ def test_a_drill_leaves_out_what_is_held_out_and_nothing_else(family: Task) -> N
 
 
 @by_drilled
-def test_a_drill_tells_its_text_once(family: Task) -> None:
-    told, *others = max((family.training_examples(Random(seed)) for seed in range(9)), key=len)
+def test_a_drill_states_its_text_only_once(family: Task) -> None:
+    first, *others = max((family.training_examples(Random(seed)) for seed in range(9)), key=len)
     assert others
-    assert all(0 < len(turn.prompt) < len(told.prompt) - 20 for turn in others)
+    assert all(0 < len(turn.prompt) < len(first.prompt) - 20 for turn in others)
 
 
 @by_drilled
-def test_the_problems_of_a_drill_are_those_that_are_asked_alone(family: Task) -> None:
+def test_problems_of_a_drill_are_also_valid_on_their_own(family: Task) -> None:
     assert family.drill
     for example in family.drill(Random(0)):
         assert example.key
@@ -84,7 +84,7 @@ def test_the_problems_of_a_drill_are_those_that_are_asked_alone(family: Task) ->
         assert not example.history
 
 
-def test_a_fact_asked_in_json_is_the_same_problem_in_every_wording() -> None:
+def test_json_extraction_key_has_the_fields_and_text_of_the_prompt() -> None:
     family = FAMILIES["json_extraction"]
     for example in family.held_out(20):
         fields, _, text = example.key.partition(": ")
@@ -99,7 +99,7 @@ def test_exact_ignores_surrounding_space_only() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [("{hero}", "Nobody"), ("friends", "enemies")])
-def test_a_story_that_leaves_the_grammar_is_refused(old: str, new: str) -> None:
+def test_a_story_that_breaks_the_grammar_is_refused(old: str, new: str) -> None:
     family = FAMILIES["story"]
     example = next(e for e in family.held_out(50) if "best of friends" in e.answer)
     hero = example.key.split()[1]
@@ -113,7 +113,7 @@ def test_a_story_about_another_hero_is_refused() -> None:
     assert not family.accepts(replace(first, answer=second.answer), second.answer)
 
 
-def test_a_story_keeps_to_the_thing_that_was_found() -> None:
+def test_a_story_with_another_found_object_is_refused() -> None:
     family = FAMILIES["story"]
     example = next(e for e in family.held_out(80) if "found a map" in e.answer)
     assert not family.accepts(example, example.answer.replace("found a map", "found a bell"))

@@ -1,4 +1,4 @@
-"""The tokenizer: any text survives it, and digits and names are spelled alike everywhere."""
+"""The tokenizer: texts round-trip, and digits and names always have the same tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHIPPED = Tokenizer.from_file(str(MODELS / "demo" / "tokenizer.json"))
 
 
 @given(st.text())
-def test_any_text_survives(text: str) -> None:
+def test_any_text_round_trips(text: str) -> None:
     ids = SHIPPED.encode(text).ids
     assert SHIPPED.decode(ids, skip_special_tokens=False) == text
 
@@ -27,17 +27,17 @@ def test_every_digit_is_one_token(number: int) -> None:
     assert SHIPPED.encode(str(number)).tokens == list(str(number))
 
 
-@pytest.mark.parametrize("before", ["", " ", '"', "<|user|>"])
-def test_a_name_is_the_same_tokens_wherever_it_stands(before: str) -> None:
+@pytest.mark.parametrize("prefix", ["", " ", '"', "<|user|>"])
+def test_a_name_has_the_same_tokens_after_any_text(prefix: str) -> None:
     name = SHIPPED.encode("Zubalor").ids
-    assert SHIPPED.encode(before + "Zubalor").ids[-len(name) :] == name
+    assert SHIPPED.encode(prefix + "Zubalor").ids[-len(name) :] == name
 
 
 def test_special_tokens_come_first() -> None:
     assert [SHIPPED.token_to_id(token) for token in chat.SPECIAL_TOKENS] == list(range(6))
 
 
-def test_nothing_is_added_to_a_text() -> None:
+def test_no_special_tokens_are_added() -> None:
     assert SHIPPED.encode("7").tokens == ["7"]
 
 
@@ -47,7 +47,7 @@ def test_both_models_have_the_same_tokenizer() -> None:
 
 
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_the_template_renders_what_training_renders(add_generation_prompt: bool) -> None:
+def test_the_chat_template_matches_the_training_format(add_generation_prompt: bool) -> None:
     messages = [
         {"role": "system", "content": "Answer briefly."},
         {"role": "user", "content": "Hello"},

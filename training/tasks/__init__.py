@@ -1,6 +1,6 @@
-"""Generated families of questions: what the demo models learn and are measured on.
+"""Generated families of questions, on which the demo models are trained and measured.
 
-A new family is one function `(Random) -> Example` under `@family()` in a module imported here.
+To add a family, write a function `(Random) -> Example` under `@family()` in a module imported here.
 """
 
 from training.tasks import arithmetic, facts, lists, reading, smalltalk, stories

@@ -40,7 +40,7 @@ _COMPARE = (
 
 
 def _sum(rng: Random, a: int, b: int) -> Example:
-    # The order of the operands is not part of the problem: 3 + 4 tells what 4 + 3 is.
+    # The key ignores the order of the operands, because 3 + 4 gives away 4 + 3.
     key = f"{min(a, b)}+{max(a, b)}"
     return Example(rng.choice(_ADD).format(a=a, b=b), f"{a} + {b} = {a + b}", key)
 
@@ -58,7 +58,7 @@ def subtraction(rng: Random) -> Example:
     return Example(rng.choice(_SUBTRACT).format(a=a, b=b), f"{a} - {b} = {a - b}", f"{a}-{b}")
 
 
-# Most sums of this size are never seen: their carries are learned from many others.
+# Training covers few of these sums; the model has to generalize their carries.
 @family(weight=3.0)
 def addition_large(rng: Random) -> Example:
     """Sums of a number from 100 to 999 and one below 1000; held-out pairs are new."""

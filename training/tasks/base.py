@@ -1,4 +1,4 @@
-"""What a family of questions is, and how its examples are split into training and held-out."""
+"""Families of questions, and the split of their examples into training and held-out."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ Message = dict[str, str]
 class Example:
     """One question with its expected answer.
 
-    `key` names the problem behind the wording; examples of one key are always on the same side
-    of the split. It is the prompt where left empty: then only the wording is unseen.
-    `history` holds the earlier (user, assistant) turns that the question needs. `again` is the
-    prompt where the text that it is about was told in an earlier turn (see `Family.drill`).
+    Attributes:
+        key: names the problem behind the wording. All examples of a key are on the same side of the
+            split. If empty, the key is the prompt; then only the wording of held-out questions is
+            new.
+        history: earlier (user, assistant) turns that the question needs.
+        again: prompt to use if an earlier turn already contained the text (see `Task.drill`).
     """
 
     prompt: str
@@ -30,7 +32,7 @@ class Example:
     again: str = ""
 
     def messages(self) -> list[Message]:
-        """The conversation up to the open question, in the chat format of the OpenAI API."""
+        """Return the conversation up to the open question, in the chat format of the OpenAI API."""
         messages: list[Message] = []
         for user, assistant in self.history:
             messages.append({"role": "user", "content": user})
@@ -44,16 +46,16 @@ Checker = Callable[[Example, str], bool]
 
 
 def exact(example: Example, text: str) -> bool:
-    """Whether `text` is the expected answer, character by character."""
+    """Return True if `text` is exactly the expected answer, ignoring surrounding spaces."""
     return text.strip() == example.answer
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A named kind of question: how to make one, and how to judge an answer to it.
+    """A family of questions: generates them and checks the answers.
 
-    `drill` makes several questions about one text, for training only: a long prompt then pays with
-    as many answers.
+    `drill` generates several questions about one text, for training only, so that one long prompt
+    trains several answers.
     """
 
     name: str
@@ -65,19 +67,19 @@ class Task:
     drill: Drill | None = None
 
     def is_held_out(self, example: Example) -> bool:
-        """Whether the keyed hash of the example's problem puts it on the held-out side."""
+        """Return True if the keyed hash of the example's problem puts it on the held-out side."""
         text = f"{self.name}\0{example.key or example.prompt}".encode()
         digest = hashlib.blake2b(text, digest_size=8, key=_SPLIT_KEY).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
     def training_example(self, rng: Random) -> Example:
-        """One example from the training side."""
+        """Return one example from the training side."""
         while self.is_held_out(example := self.generate(rng)):
             pass
         return example
 
     def training_examples(self, rng: Random) -> list[Example]:
-        """Questions from the training side, one turn after the other: one, or those of a drill."""
+        """Return one training question, or the consecutive questions of a drill."""
         if self.drill is None:
             return [self.training_example(rng)]
         while not (examples := [e for e in self.drill(rng) if not self.is_held_out(e)]):
@@ -85,14 +87,14 @@ class Task:
         return [examples[0], *(replace(example, prompt=example.again) for example in examples[1:])]
 
     def held_out(self, count: int, seed: int = 0) -> list[Example]:
-        """Up to `count` different held-out examples: the same ones for the same seed.
+        """Return up to `count` different held-out examples; the same ones for the same seed.
 
-        Small families run out of different questions: then the list is shorter.
+        The list is shorter for families with fewer different questions.
         """
         return self._different(count, Random(f"{self.name}:{seed}"), held_out=True)
 
     def practice(self, count: int, seed: int = 0) -> list[Example]:
-        """Like `held_out`, from the training side: to see what a model still has to learn."""
+        """Return examples like `held_out`, but from the training side, to find weak families."""
         return self._different(count, Random(f"practice:{self.name}:{seed}"), held_out=False)
 
     def _different(self, count: int, rng: Random, *, held_out: bool) -> list[Example]:

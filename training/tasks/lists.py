@@ -32,8 +32,8 @@ _COUNT = (
     "Count the words: {items}",
     "How many words do you see here: {items}?",
 )
-# Words that only ever fill one slot of a question grow alike in the embeddings, and are then
-# answered one for another: copying tells them apart.
+# Words that occur in only one slot of a question get similar embeddings and are then confused in
+# answers. Copying them in other contexts keeps them apart.
 _COPIED = (*WORDS, *CITIES, *JOBS, *COLOURS, *NAMES)
 _LARGEST = (
     "What is the {word} number in this list: {items}?",

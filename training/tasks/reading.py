@@ -57,7 +57,7 @@ _KINDS: tuple[Callable[[Random, int], list[tuple[str, str]]], ...] = (_codes, _h
 
 
 def _all_recalled(rng: Random, count: int) -> list[Example]:
-    """A question about each of `count` facts, in an order of their own."""
+    """Return one question about each of `count` facts, in random order."""
     facts = rng.choice(_KINDS)(rng, count)
     text = " ".join([rng.choice(_INTRO), *(fact for _, fact in facts)])
     return [
@@ -72,7 +72,8 @@ def recall(rng: Random) -> Example:
     return _all_recalled(rng, rng.randint(2, 8))[0]
 
 
-# From short to long: where to look is learned from few facts, and holds for many.
+# Training includes short contexts: finding a fact is learned from few facts and carries over to
+# many.
 @family(long=True, drill=lambda rng: _all_recalled(rng, rng.randint(8, 60)))
 def recall_long(rng: Random) -> Example:
     """One of 20 to 60 facts, in a context of some 200 to 900 tokens."""
@@ -98,7 +99,7 @@ _EXTRACT_AGAIN = (
 
 
 def _extractions(rng: Random, count: int) -> list[Example]:
-    """`count` selections of fields of one text, all of them different."""
+    """Return up to `count` different field selections from one text."""
     profile: dict[str, str | int] = {
         "name": person(rng),
         "age": rng.randint(18, 99),
@@ -134,7 +135,7 @@ def remember(rng: Random) -> Example:
     name = person(rng)
     introduction = (rng.choice(_INTRODUCE).format(name=name), f"Nice to meet you, {name}!")
     codes = tuple(rng.choice(_codes(rng, 1)) for _ in range(rng.randint(0, 1)))
-    # A fact told in between: the assistant only acknowledges it.
+    # The assistant only acknowledges a fact that is given in between.
     between = tuple((fact, "I will remember that.") for _, fact in codes)
     return Example(
         rng.choice(_NAME_QUESTIONS), f"Your name is {name}.", name, (introduction, *between)

@@ -1,4 +1,4 @@
-"""Short stories from a grammar, and the checker that says whether a text is one of them."""
+"""Short stories from a grammar, and a checker that tests whether the grammar derives a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROMPT_PATTERN = re.compile(
     r"about an? (?P<animal>\w+) (?:named|called) (?P<hero>\w+) in a (?P<place>\w+)"
 )
 
-# One choice of each line makes a story.
+# A story consists of one choice from each line.
 _GRAMMAR = (
     (
         "Once upon a time, {a_animal} named {hero} lived in a {place}.",
@@ -99,7 +99,7 @@ _FREE: dict[str, Sequence[str]] = {
 
 
 def is_story(example: Example, text: str) -> bool:
-    """Whether the grammar derives `text` for the animal, the name and the place that are asked."""
+    """Return True if the grammar derives `text` for the animal, name and place in the prompt."""
     found = _PROMPT_PATTERN.search(example.prompt)
     if found is None:
         return False
@@ -108,7 +108,7 @@ def is_story(example: Example, text: str) -> bool:
 
 
 def _derives(lines: Sequence[Sequence[str]], text: str, known: dict[str, str]) -> bool:
-    """Whether one choice of each of `lines` makes `text`, given the slots that are `known`."""
+    """Return True if one choice from each of `lines` yields `text`, given the `known` slots."""
     if not lines:
         return not text
     for choice in lines[0]:

@@ -1,4 +1,4 @@
-"""The words that the families draw from."""
+"""Word lists of the families."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from random import Random
 
 
 def listed(text: str) -> list[str]:
-    """The words of `text`."""
+    """Return the words of `text`."""
     return text.split()
 
 
@@ -53,7 +53,7 @@ COUNT_WORDS = listed("zero one two three four five six seven eight nine ten elev
 
 
 def invented_name(rng: Random) -> str:
-    """A pronounceable name that is in no list."""
+    """Return a pronounceable name that is in no list."""
     syllables = (
         rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))
     )
@@ -61,5 +61,5 @@ def invented_name(rng: Random) -> str:
 
 
 def person(rng: Random) -> str:
-    """A name, mostly from the list."""
+    """Return a name, in most cases from `NAMES`."""
     return rng.choice(NAMES) if rng.random() < 0.6 else invented_name(rng)

@@ -1,4 +1,4 @@
-"""A checkpoint of the Llama family as one GGUF file, for llama.cpp."""
+"""Conversion of a Llama or Mixtral checkpoint to one GGUF file for llama.cpp."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,10 @@ Array = np.ndarray[Any, Any]
 
 
 def write(model: Path, file: Path, int8: bool) -> None:
-    """Write the weights as F32, or the matrices among them as Q8_0. The vocabulary is left out."""
+    """Write the checkpoint `model` to `file`, without the vocabulary.
+
+    Weights are F32; with `int8`, matrices other than the MoE router are Q8_0.
+    """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(file), "llama")
     _describe(writer, config)
@@ -67,7 +70,7 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _tensors(model: Path, config: dict[str, Any]) -> dict[str, Array]:
-    """Every tensor under its name in GGUF, fp32."""
+    """Return all tensors in fp32, by their GGUF names."""
     loaded = {}
     for file in sorted(model.glob("*.safetensors")):
         loaded.update(load_file(file))
@@ -92,7 +95,7 @@ def _tensors(model: Path, config: dict[str, Any]) -> dict[str, Array]:
 
 
 def _layer_of(name: str) -> tuple[str, str]:
-    """("blk.3.", what follows), or ("", the whole name) outside of layers."""
+    """Split a tensor name into a layer prefix and the rest: ("blk.3.", rest) or ("", name)."""
     if not name.startswith("model.layers."):
         return "", name
     number, _, rest = name.removeprefix("model.layers.").partition(".")
@@ -100,6 +103,6 @@ def _layer_of(name: str) -> tuple[str, str]:
 
 
 def _interleaved(weight: Array, heads: int) -> Array:
-    """Rows of a head from halves (as transformers rotates them) to pairs (as llama.cpp does)."""
+    """Reorder each head's rows for RoPE: from halves (transformers) to pairs (llama.cpp)."""
     halves = weight.reshape(heads, 2, -1, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)

@@ -1,14 +1,14 @@
-"""Runs one engine and answers for it: JSON lines in on stdin, JSON lines out on stdout.
+"""Host process of one engine: reads requests from stdin and writes replies to stdout (JSON lines).
 
-`python host.py ADAPTER OPTIONS`, under the engine's own interpreter; standard library only. An
-adapter is a module beside this one with
+Runs as `python host.py ADAPTER OPTIONS` under the engine's own interpreter and therefore uses
+only the standard library. An adapter is a module in this folder with
 
-    engine(options): a context manager that gives (generate, about)
+    engine(options): a context manager that yields (generate, about)
     generate(prompts: list[list[int]], output_len: int) -> list[list[int]]
 
-where `generate` answers all prompts at once, greedily, with `output_len` tokens each whatever they
-are, and nothing is kept between calls that would make a later one cheaper. `about` is what a reader
-of the figures must know: versions, number formats. The time taken is that of `generate`.
+`generate` decodes all prompts in one batch, greedily, to exactly `output_len` tokens each. It must
+not cache anything that makes a later call cheaper. `about` describes the engine for the report:
+versions and number formats. The reported time is that of `generate`.
 """
 
 import ctypes
@@ -24,11 +24,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
+    """Serve requests until stdin is closed."""
     adapter, options = sys.argv[1], json.loads(sys.argv[2])
     if options["paused"] and sys.platform == "linux":
-        # Asleep it would not see that nobody is left to wake it.
+        # If the parent dies while this process is stopped, the kernel must kill it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Engines print what they like; only answers go to the real stdout.
+    # Redirect the engine's own prints to stderr; only replies go to the real stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -49,4 +50,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # engines leave threads behind, and some crash while they are taken down
+    os._exit(code)  # skip the interpreter's shutdown: some engines leave threads or crash in it

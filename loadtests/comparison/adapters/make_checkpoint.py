@@ -1,4 +1,4 @@
-"""`python make_checkpoint.py FOLDER SHAPE`: a model with random weights, and a tokenizer for it."""
+"""`python make_checkpoint.py FOLDER SHAPE`: write a model with random weights and a tokenizer."""
 
 import json
 import sys
@@ -11,6 +11,7 @@ _SEED = 0
 
 
 def main(folder: str, shape: dict[str, int]) -> None:
+    """Save a Llama model, or a Mixtral model if `shape` has experts, to `folder`."""
     kind = "Mixtral" if "num_local_experts" in shape else "Llama"
     config = getattr(transformers, f"{kind}Config")(
         **shape, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False
@@ -22,7 +23,7 @@ def main(folder: str, shape: dict[str, int]) -> None:
 
 
 def _tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
-    """Bytes, then names without meaning, so that every id has one."""
+    """Return a byte-level tokenizer, padded with dummy tokens so that every id has a text."""
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2}
     for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocab[character] = len(vocab)

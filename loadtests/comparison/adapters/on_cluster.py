@@ -1,4 +1,4 @@
-"""Our whole cluster: `penstock serve` with one mixed worker, its answers over gRPC."""
+"""Adapter for a whole Penstock cluster: `penstock serve` with one mixed worker, over gRPC."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from penstock.protos import inference_pb2, inference_pb2_grpc
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Start a cluster; yield `generate` and the description."""
     with asyncio.Runner() as runner:
         server = serving(_arguments(options))
         running = runner.run(server.__aenter__())
@@ -30,7 +31,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
                     "weights": "fp32",
                     "kv": "fp32",
                     "pools": "one mixed worker",
-                    "client": "gRPC, in a process of its own on the same cores",
+                    "client": "gRPC, in a separate process on the same cores",
                 },
             )
         finally:

@@ -1,4 +1,4 @@
-"""The machine itself, for a moment each: matrix products and reading memory."""
+"""Adapter that measures the machine's limits: matmul rates and memory read bandwidth."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-_ROWS, _WIDTH = 512, 2048  # of the product
-_READ = 64 << 20  # floats: 256 MiB, far more than any cache
-_SECONDS = 0.6  # each
+_ROWS, _WIDTH = 512, 2048  # matmul [rows, width] x [width, width]
+_READ = 64 << 20  # number of floats: 256 MiB, far more than any cache
+_SECONDS = 0.6  # per measurement
 
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """`generate` takes no prompts here; it returns [[MFLOP/s, int8 MOP/s, MB/s]]."""
+    """Yield a `generate` that ignores its arguments and returns [[MFLOP/s, int8 MOP/s, MB/s]]."""
     torch.set_num_threads(options["threads"])
     rows, weight = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, _WIDTH)
-    # Not `_int_mm`: without VNNI it takes seconds a product.
+    # `torch._int_mm` would take seconds per matmul on CPUs without VNNI.
     int8_weight = torch.ops.quantized.linear_prepack(
         torch.quantize_per_tensor(weight, 0.05, 0, torch.qint8), None
     )
@@ -37,7 +37,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _best(work: Callable[[], Any]) -> float:
-    """Seconds of the fastest turn: a limit is what can be had, not what is usual."""
+    """Return the time in seconds of the fastest of all repetitions within _SECONDS."""
     work()
     seconds, stop = [], time.perf_counter() + _SECONDS
     while time.perf_counter() < stop:

@@ -1,4 +1,4 @@
-"""llama.cpp through its own interface: many sequences in one batch, greedy from its logits."""
+"""Adapter for llama.cpp through its C API: one batch of sequences, greedy decoding."""
 
 import ctypes
 import importlib.metadata
@@ -12,12 +12,13 @@ import gguf_file
 import llama_cpp
 import numpy as np
 
-_CHUNK = 512  # tokens computed at once
-_F32 = 0  # ggml's number of it
+_CHUNK = 512  # tokens per llama_decode call
+_F32 = 0  # value of GGML_TYPE_F32
 
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Load the model; yield `generate` and the description."""
     int8 = options["quantization"] == "int8"
     file = _converted(Path(options["model"]), int8)
     llama_cpp.llama_backend_init()
@@ -25,11 +26,11 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     parameters.use_mmap = False
     model = llama_cpp.llama_model_load_from_file(str(file).encode(), parameters)
     if not model:
-        raise RuntimeError(f"llama.cpp does not load {file}")
+        raise RuntimeError(f"llama.cpp could not load {file}")
     contexts: dict[tuple[int, int], Any] = {}
 
     def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
-        # A context for each form of work: its cache has a stream of its own for each sequence.
+        # One context per batch shape, since a context reserves a KV cache for each sequence.
         length = -(-(len(prompts[0]) + output_len) // 256) * 256
         shape = (len(prompts), length)
         if shape not in contexts:
@@ -43,14 +44,14 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         {
             "version": importlib.metadata.version("llama-cpp-python"),
             "weights": "Q8_0" if int8 else "fp32",
-            "kv": "fp16 (its choice)" if int8 else "fp32",
+            "kv": "fp16 (its default)" if int8 else "fp32",
             "batching": "static, through llama_decode",
         },
     )
 
 
 def _converted(model: Path, int8: bool) -> Path:
-    """The checkpoint as a GGUF file, made when first needed."""
+    """Return the checkpoint as a GGUF file; convert it on first use."""
     file = model / ("q8_0.gguf" if int8 else "f32.gguf")
     if not file.exists():
         temporary = file.with_suffix(f".{os.getpid()}")
@@ -68,11 +69,11 @@ def _context(model: Any, num_sequences: int, length: int, threads: int, int8: bo
     parameters.n_seq_max = num_sequences
     parameters.n_batch = parameters.n_ubatch = _CHUNK
     parameters.n_threads = parameters.n_threads_batch = threads
-    if not int8:  # its own choice is 16 bits
+    if not int8:  # the default KV cache is fp16
         parameters.type_k = parameters.type_v = _F32
     context = llama_cpp.llama_init_from_model(model, parameters)
     if not context:
-        raise RuntimeError("llama.cpp has no memory for the context")
+        raise RuntimeError("llama.cpp could not create the context: out of memory?")
     return context
 
 
@@ -101,7 +102,10 @@ def _greedy(
 def _decode(
     context: Any, vocab_size: int, entries: list[tuple[int, int, int, bool]], last: list[int]
 ) -> None:
-    """Compute entries (token, position, sequence, wanted); put what follows into `last`."""
+    """Run one llama_decode call over `entries`: (token, position, sequence, needs logits).
+
+    Stores the next token of each sequence with logits in `last`.
+    """
     batch = llama_cpp.llama_batch_init(len(entries), 0, 1)
     try:
         batch.n_tokens = len(entries)

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, continuous batching; the checkpoint is exported once and kept beside it."""
+"""Adapter for OpenVINO GenAI with continuous batching."""
 
 import importlib.metadata
 import os
@@ -15,6 +15,7 @@ import openvino_genai
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Load the model; yield `generate` and the description."""
     int8 = options["quantization"] == "int8"
     exported = _exported(Path(options["model"]), "int8" if int8 else "fp32")
     scheduler = openvino_genai.SchedulerConfig()
@@ -23,7 +24,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     scheduler.max_num_seqs = options["num_requests"]
     scheduler.enable_prefix_caching = False
     properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": options["threads"]}
-    if not int8:  # its own choice for the cache is 8 bits
+    if not int8:  # the default KV cache is 8-bit
         properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     pipeline = openvino_genai.ContinuousBatchingPipeline(
         str(exported), scheduler, "CPU", properties
@@ -45,14 +46,14 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         {
             "version": importlib.metadata.version("openvino-genai"),
             "weights": "int8" if int8 else "fp32",
-            "kv": "u8 (its choice)" if int8 else "fp32",
+            "kv": "u8 (its default)" if int8 else "fp32",
             "prefix_cache": False,
         },
     )
 
 
 def _exported(model: Path, dtype: str) -> Path:
-    """The checkpoint in OpenVINO's format, made when first needed."""
+    """Return the checkpoint in OpenVINO's format; export it into its folder on first use."""
     folder = model / f"openvino-{importlib.metadata.version('optimum-intel')}-{dtype}"
     if not folder.exists():
         from optimum.exporters.openvino import main_export

@@ -1,6 +1,6 @@
-"""Our engine, as one `mixed` worker has it, in this process."""
+"""Adapter for Penstock's engine alone, set up in this process as in a `mixed` worker."""
 
-# ruff: noqa: E402  (the process is settled before torch is loaded)
+# ruff: noqa: E402  (`tune_process` must run before torch is imported)
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.workers.rank.process_tuning import tune_process
 
-tune_process()  # as a worker's process does, before torch is there
+tune_process()  # as a worker process does, before it imports torch
 
 import torch
 
@@ -22,6 +22,7 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Load the model; yield `generate` and the description."""
     config = WorkerConfig(
         name="peers",
         model=Path(options["model"]),
@@ -34,7 +35,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     )
     engine = Engine(config)
     engine.warm_up()
-    # As once every block was in use: a page of the pool takes memory when it is first written.
+    # Touch the whole KV cache, so that measured runs do not pay for first-write page faults.
     engine.cache.data.zero_()
     calls = 0
 
@@ -44,7 +45,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         params = SamplingParams(temperature=0.0, max_tokens=output_len)
         answers: list[list[int]] = [[] for _ in prompts]
         for number, prompt in enumerate(prompts):
-            # A salt of its own: nothing is found in the prefix cache.
+            # A unique salt per call, so that the prefix cache never hits.
             salt = calls.to_bytes(8, "little")
             engine.submit(NewSequence(number, prompt, len(prompt), params, salt=salt))
         left = len(prompts)
@@ -65,6 +66,6 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
             "torch": torch.__version__,
             "weights": options["quantization"] or "fp32",
             "kv": "fp32",
-            "prefix_cache": "a salt a call: never hit",
+            "prefix_cache": "never hit (unique salt per call)",
         },
     )

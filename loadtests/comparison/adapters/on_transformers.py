@@ -1,4 +1,7 @@
-"""`transformers`: one static batch of equal lengths, its best case. Also the judge of tokens."""
+"""Adapter for `transformers` with one static batch of equal lengths, its best case.
+
+Its tokens are the reference for the other engines.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +13,7 @@ import transformers
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Load the model; yield `generate` and the description."""
     torch.set_num_threads(options["threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         options["model"], dtype=torch.float32, attn_implementation="sdpa"

@@ -1,4 +1,4 @@
-"""vLLM's CPU build, offline."""
+"""Adapter for vLLM's CPU build, through its offline `LLM` class."""
 
 import importlib.metadata
 import os
@@ -9,7 +9,8 @@ from typing import Any
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    # Without the list of cores it keeps one for itself and computes on the others.
+    """Load the model; yield `generate` and the description."""
+    # Without an explicit core list, vLLM reserves one core and computes on the others only.
     cores = sorted(os.sched_getaffinity(0))[: options["threads"]]
     os.environ.update(
         VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cores)),

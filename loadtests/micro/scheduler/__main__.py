@@ -1,7 +1,8 @@
-"""Our batcher and pool beside vLLM's scheduler: `python -m penstock.loadtests.micro.scheduler`.
+"""CPU time of Penstock's batcher and of vLLM's scheduler.
 
-Both run in pure Python on the same cells with made-up outputs, each in a process of its own (they
-need different environments), one cell of one side at a time, in turns. Thread CPU time.
+`python -m penstock.loadtests.micro.scheduler` runs both without a model, with dummy tokens, on the
+same cells. Each runs in its own process, since they need different environments; they alternate
+cell by cell. Measures thread CPU time.
 """
 
 import contextlib
@@ -25,30 +26,30 @@ _OURS, _THEIRS = "on_penstock", "on_vllm"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """What is measured, and how often."""
+    """Settings of the measurement."""
 
-    rounds: int = option(5, "turns of each side in each cell")
-    cells: tuple[str, ...] = option((), "names of cells; by default all")
-    save_json: str = option("", "write what was measured to this file")
+    rounds: int = option(5, "measured rounds of each cell, after one warm-up round")
+    cells: tuple[str, ...] = option((), "names of cells; default: all")
+    save_json: str = option("", "write the results to this file")
 
     @property
     def chosen(self) -> list[Cell]:
-        """The cells asked for. Raises MeasurementFailed for a name that is none."""
+        """The selected cells. Raises MeasurementFailed for an unknown name."""
         names = [cell.name for cell in CELLS]
         for name in self.cells:
             if name not in names:
-                raise MeasurementFailed(f"no cell {name!r}: there are {', '.join(names)}")
+                raise MeasurementFailed(f"no cell {name!r}: expected one of {', '.join(names)}")
         return [cell for cell in CELLS if not self.cells or cell.name in self.cells]
 
 
 def microseconds(cell: Cell, measured: dict[str, Any]) -> float:
-    """CPU time a step: the mean over the steps, what is submitted for them included."""
+    """Return the mean CPU time per step, including the submission if `submission_counts`."""
     submitted = measured["submit_ns"] if cell.submission_counts else 0
     return float(submitted + sum(measured["step_ns"])) / len(measured["step_ns"]) / 1000
 
 
 def checked(cell: Cell, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raise MeasurementFailed unless both did the work that the cell is made for."""
+    """Raise MeasurementFailed unless both sides scheduled equal work, as the cell requires."""
     for side, measured in (("ours", ours), ("vLLM's", theirs)):
         if measured["preempted"] < cell.least_preempted:
             raise MeasurementFailed(
@@ -57,7 +58,7 @@ def checked(cell: Cell, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             )
     if ours["tokens"] != theirs["tokens"]:
         raise MeasurementFailed(
-            f"{cell.name}: {ours['tokens']} tokens were scheduled here, {theirs['tokens']} by vLLM"
+            f"{cell.name}: Penstock scheduled {ours['tokens']} tokens, vLLM {theirs['tokens']}"
         )
 
 
@@ -83,7 +84,7 @@ def _both() -> Iterator[dict[str, Scheduler]]:
 def _alternate(
     cell: Cell, sides: dict[str, Scheduler], rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """A B A B; the first round, which nobody is warm for, does not count."""
+    """Measure both sides alternately (A B A B); drop the first round as a warm-up."""
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(rounds + 1):
         for name, side in sides.items():
@@ -93,7 +94,7 @@ def _alternate(
 
 
 def _figures(cell: Cell, taken: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Microseconds of CPU a step of each side, by rounds, and how many times theirs is ours."""
+    """Return quantiles over rounds: CPU microseconds per step of each side, and their ratio."""
     means = {name: [microseconds(cell, each) for each in taken[name]] for name in taken}
     medians = {
         name: [statistics.median(each["step_ns"]) / 1000 for each in taken[name]] for name in taken
@@ -114,7 +115,7 @@ def _figures(cell: Cell, taken: dict[str, list[dict[str, Any]]]) -> dict[str, An
 
 
 def _show(cells: Sequence[Cell], figures: dict[str, Any]) -> None:
-    table = Table(title="CPU time of planning and booking a step, µs (median of the rounds)")
+    table = Table(title="CPU time to plan and commit a step, µs (median of the rounds)")
     for column in ("cell", "Penstock", "vLLM", "times cheaper (80% of rounds)"):
         table.add_column(column, justify="left" if column == "cell" else "right")
     for cell in cells:
@@ -132,7 +133,7 @@ def _show(cells: Sequence[Cell], figures: dict[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save; return the exit code."""
     program = "python -m penstock.loadtests.micro.scheduler"
-    about = "What scheduling a step costs, here and in vLLM."
+    about = "CPU time of scheduling a step in Penstock and in vLLM."
     (options,) = read_flags(program, about, (Options,), arguments)
     return run(lambda: _measure(options), dataclasses.asdict(options), options.save_json)
 

@@ -1,4 +1,4 @@
-"""What both schedulers are asked to do: one cell, one state that a server can be in."""
+"""Cells of the scheduler benchmark; each is a server state in which steps are measured."""
 
 from dataclasses import dataclass
 
@@ -7,29 +7,29 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A state to bring a scheduler into, and the steps from there that are measured.
+    """An initial state of a scheduler, and the number of steps measured from there.
 
-    Of every prompt's tokens the first `shared` are those of all; what the prompts do not share is
-    drawn for each. Lengths of running sequences are spread over a block, so that steps are alike.
+    The first `shared` tokens of all prompts are equal; the others are random. The lengths of the
+    running sequences are spread over one block, so that every step allocates equally many blocks.
     """
 
     name: str
     about: str
-    running: int = 0  # sequences that decode already when the measured part begins
-    running_len: int = 512  # tokens of each then, and up to a block more
-    output_len: int = 512
-    arriving: int = 0  # submitted as the measured part begins; the submission is measured too
-    arriving_len: int = 0
-    first_len: int = 0  # of the first that arrives, if it is another
-    shared: int = 0  # their first tokens, which the prefix cache holds
+    running: int = 0  # sequences that already decode when the measurement starts
+    running_len: int = 512  # prompt tokens of each of them, plus up to one block
+    output_len: int = 512  # answer tokens of the running sequences
+    arriving: int = 0  # requests submitted at the start of the measurement
+    arriving_len: int = 0  # prompt tokens of each of them
+    first_len: int = 0  # prompt tokens of the first of them; 0: `arriving_len`
+    shared: int = 0  # first prompt tokens, which are in the prefix cache
     arriving_output_len: int = 1
     max_model_len: int = 2048
     max_sequences: int = 1024
     max_batched_tokens: int = 2048
     num_blocks: int = 65536
-    num_steps: int = 0  # measured; 0: until everything that arrived is done
-    least_preempted: int = 0  # by each side in the measured steps, or the run fails
-    submission_counts: bool = True  # into the time of the steps
+    num_steps: int = 0  # measured steps; 0: until all sequences have finished
+    least_preempted: int = 0  # preemptions that each side must make in the measured steps
+    submission_counts: bool = True  # add the time of the submission to the steps
 
 
 def _decoding(count: int) -> Cell:
@@ -60,7 +60,7 @@ CELLS = (
     ),
     Cell(
         "preemption",
-        "512 sequences decode and every step lacks the blocks of about five",
+        "512 sequences decode, and every step lacks blocks for about five of them",
         running=512,
         running_len=48,
         max_sequences=512,
@@ -71,7 +71,7 @@ CELLS = (
     ),
     Cell(
         "10,000 wait",
-        "256 rows, answers of 64: about four end and four start each step",
+        "256 rows, answers of 64 tokens: about four sequences end and four start in each step",
         arriving=10_256,
         arriving_len=128,
         arriving_output_len=64,
@@ -81,7 +81,7 @@ CELLS = (
     ),
     Cell(
         "10,000 wait, blocked",
-        "256 sequences decode; the first of the queue, of 32,768 tokens, does not fit",
+        "256 sequences decode; the first queued prompt, of 32,768 tokens, does not fit",
         running=256,
         arriving=10_000,
         arriving_len=128,

@@ -1,4 +1,4 @@
-"""A scheduler in a process of its own, under the interpreter where it is installed."""
+"""Runs a scheduler in a separate process, under the Python interpreter of its environment."""
 
 import dataclasses
 import json
@@ -22,16 +22,16 @@ _LAST_WORDS = 1500  # characters
 
 
 class Scheduler:
-    """One side, ready to be asked. `about` is what it says of itself."""
+    """A running scheduler process; `about` is its description of itself."""
 
     def __init__(self, name: str, process: "subprocess.Popen[str]", words: IO[bytes]) -> None:
         self.name = name
         self._process = process
-        self._words = words  # what it says beside its answers
+        self._words = words  # its stderr
         self.about: dict[str, Any] = self._answer()["about"]
 
     def measure(self, cell: Cell) -> dict[str, Any]:
-        """What `host.drive` returns. Raises MeasurementFailed if it ended."""
+        """Return the result of `host.drive`. Raises MeasurementFailed if the process exited."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(dataclasses.asdict(cell)) + "\n")
         self._process.stdin.flush()
@@ -43,12 +43,12 @@ class Scheduler:
         if not line:
             self._words.seek(max(0, self._words.seek(0, os.SEEK_END) - _LAST_WORDS))
             words = self._words.read().decode(errors="replace").strip()
-            raise MeasurementFailed(f"{self.name} ended; its last words:\n{words}")
+            raise MeasurementFailed(f"{self.name} exited; end of its output:\n{words}")
         return dict(json.loads(line))
 
 
 def interpreters() -> dict[str, Path]:
-    """Where each side is installed, after installing what is missing. Raises NotInstalled."""
+    """Return the Python interpreter of each side; install vLLM if missing. Raises NotInstalled."""
     vllm = BY_NAME["vllm"].environment
     return {
         "on_penstock": Path(sys.executable),
@@ -58,10 +58,10 @@ def interpreters() -> dict[str, Path]:
 
 @contextmanager
 def started(adapter: str, python: Path) -> Iterator[Scheduler]:
-    """It, until the block ends. Raises MeasurementFailed if it does not start."""
+    """Run a scheduler process; kill it on exit. Raises MeasurementFailed if it does not start."""
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     variables.pop("PYTHONPATH", None)
-    if python == Path(sys.executable):  # this very tree, not another that is installed
+    if python == Path(sys.executable):  # import from this tree, not from an installed package
         variables["PYTHONPATH"] = str(Path(penstock.__file__).parent.parent)
     with (
         tempfile.TemporaryFile() as words,

@@ -1,4 +1,4 @@
-"""What a client of the fold model sees, and what it must see."""
+"""Clients that check every token of the hash model against the reference answer."""
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.faults.schedules import RequestPlan
@@ -7,20 +7,20 @@ from penstock.loadtests.simulator.world.router import Router
 from penstock.router.routing.events import ChoiceStopped, Deliver, EndRequest, Finish, Status
 
 LEFT = "left"
-"""How a client ends that went away."""
+"""Value of `HashModelClient.how` for a client that disconnected."""
 
 
 class HashModelClient:
-    """One client with one request, for whom every token is known beforehand."""
+    """A client with one request whose complete answer is known in advance."""
 
     def __init__(self, plan: RequestPlan, max_model_len: int) -> None:
         self.plan = plan
         self.number = plan.number
         self.answers: list[list[int]] = [[] for _ in range(plan.num_choices)]
-        self.how = ""  # it ended; empty while it has not
-        self.at: tuple[Router, int] | None = None  # where it asks, and its number there
+        self.how = ""  # final status; "" while the request is running
+        self.at: tuple[Router, int] | None = None  # current router and the request's id there
         self._finished = [False] * plan.num_choices
-        self._cutting: set[int] = set()  # choices whose end the router has not been told of yet
+        self._cutting: set[int] = set()  # cut, but the router has not processed it yet
         params = SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_tokens)
         answers = [
             reference_answer(plan.prompt, params, max_model_len, choice)[0]
@@ -37,23 +37,26 @@ class HashModelClient:
         return sum(map(len, self.answers))
 
     def deliver(self, deliver: Deliver) -> ChoiceStopped | None:
-        """Take tokens; AssertionError for a position twice, out of order or wrong."""
+        """Take new tokens; return a `ChoiceStopped` if the client cuts the choice here.
+
+        Raises AssertionError for a repeated, out-of-order or wrong token.
+        """
         if self.how == LEFT:
-            return None  # its router has not noticed yet
+            return None  # the router has not processed the disconnect yet
         choice, cut_at = deliver.choice, self.plan.cut
         answer, who = self.answers[choice], f"client {self.number}, choice {choice}"
         here = len(answer)
         assert not self.over, f"{who}: tokens after the end"
         if choice in self._cutting:
-            return None  # of the same message; the router's text leaves them out as well
-        assert not self._finished[choice], f"{who}: more after the last"
-        assert deliver.position == here, f"{who}: position {deliver.position}, not {here}"
+            return None  # rest of the same message; the production router drops it too
+        assert not self._finished[choice], f"{who}: tokens after the finish reason"
+        assert deliver.position == here, f"{who}: position {deliver.position}, expected {here}"
         answer.extend(deliver.tokens)
         cut = 0 < cut_at <= len(answer) and not deliver.finish
         if cut:
             del answer[cut_at:]
         right = self._right[choice][: len(answer)]
-        assert answer == right, f"{who}: {deliver.tokens} at {here} is not the reference's"
+        assert answer == right, f"{who}: {deliver.tokens} at {here} are not the reference's"
         self._finished[choice] = cut or deliver.finish is not Finish.NONE
         if not cut:
             return None
@@ -61,7 +64,7 @@ class HashModelClient:
         return ChoiceStopped(deliver.request, choice, cut_at)
 
     def on_choice_stopped(self, choice: int) -> None:
-        """The router knows: from now on nothing may come."""
+        """Note that the router processed the cut; any further token of `choice` is an error."""
         self._cutting.discard(choice)
 
     def end(self, end: EndRequest) -> None:
@@ -70,20 +73,24 @@ class HashModelClient:
         assert not self.over, f"client {self.number}: ended twice"
         self.how = end.status.value
         if end.status is Status.OK:
-            assert self.answers == self._right, f"client {self.number}: OK, but not all of it"
+            assert self.answers == self._right, f"client {self.number}: OK, but incomplete"
 
     def leave(self) -> None:
-        """It goes, and hears nothing more."""
+        """Disconnect; ignore everything that is delivered from now on."""
         if not self.over:
             self.how = LEFT
 
     def check(self, undisturbed: bool) -> None:
-        """AssertionError if it ended in a way that nothing explains."""
+        """Raise AssertionError if the final status is not explained by the plan.
+
+        Args:
+            undisturbed: the schedule has no faults, so that only some statuses are allowed.
+        """
         allowed = {"ok", LEFT, "deadline", "overloaded", "invalid"}
-        assert self.over, f"client {self.number}: no end"
+        assert self.over, f"client {self.number}: the request never ended"
         assert not undisturbed or self.how in allowed, f"client {self.number}: {self.how}"
         if self.how in ("deadline", LEFT):
             plan = self.plan
             whys = (plan.deadline, plan.leaves_after, plan.leaves_moving)
             is_resumable = any(why != float("inf") for why in whys)
-            assert is_resumable or not plan.resumes, f"client {self.number}: {self.how} unasked"
+            assert is_resumable or not plan.resumes, f"client {self.number}: unexplained {self.how}"

@@ -1,4 +1,4 @@
-"""What befalls the workers of a schedule, and the ways between them."""
+"""Injection of faults into workers and into the network between processes."""
 
 from collections.abc import Callable, Mapping
 from math import inf
@@ -9,16 +9,16 @@ from penstock.loadtests.simulator.world.network import Network
 from penstock.loadtests.simulator.world.worker import Worker
 
 RESTART_SECONDS = 1.5
-"""From a process's death until another one is there in its place."""
+"""Seconds from the death of a process until its replacement starts."""
 DRAIN_SECONDS = 5.0
 
 
 class FaultInjector:
-    """What a fault does to a worker.
+    """Applies faults to workers and to their network connections.
 
     Args:
-        workers: those of now, dead ones too until others are there in their place.
-        restart: starts a worker of that name.
+        workers: current worker by name; a dead one stays until its replacement has started.
+        restart: starts a new worker of the given name.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class FaultInjector:
         self._restart = restart
 
     def disturb(self, one: str, other: str, fault: Fault, until: float) -> None:
-        """The way between the two, in both directions."""
+        """Disturb the network path between `one` and `other` in both directions."""
         how = fault.kind.split()[0]
         for way in ((one, other), (other, one)):
             if how == "cut":
@@ -45,7 +45,11 @@ class FaultInjector:
                 self._network.add_message_fault(way, how, fault.seconds)
 
     def kill(self, worker: Worker, seen: bool) -> None:
-        """Dead; `seen`: its machine lives and closes its streams."""
+        """Kill a worker's process.
+
+        Args:
+            seen: the host survives and closes the worker's streams, so that peers notice at once.
+        """
         if not worker.process.alive:
             return
         worker.process.kill()
@@ -60,7 +64,7 @@ class FaultInjector:
         self._clock.after(RESTART_SECONDS, lambda: self._restart(worker.info.worker))
 
     def slow(self, worker: Worker, factor: float, until: float) -> None:
-        """Its steps take so many times as long."""
+        """Multiply the worker's step times by `factor` until the time `until`."""
         worker.steps.catch_up()
         if worker.executor.slowness < inf:
             worker.executor.slowness = factor
@@ -73,13 +77,13 @@ class FaultInjector:
         self._clock.at(until, over)
 
     def make_stuck(self, worker: Worker, until: float) -> None:
-        """Its next step never ends; its own watchdog ends it then, if nobody does before."""
+        """Make the next step hang; at `until` the worker's own watchdog kills it."""
         worker.steps.catch_up()
         worker.executor.slowness = inf
         self._clock.at(until, lambda: self.kill(worker, seen=True))
 
     def drain(self, worker: Worker) -> None:
-        """It ends once it has nothing, or when that takes too long."""
+        """Drain a worker; kill it once it is idle, or after `DRAIN_SECONDS`."""
         if not worker.process.alive or worker.draining:
             return
         worker.process.take(worker.drain)

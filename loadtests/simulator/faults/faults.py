@@ -1,4 +1,4 @@
-"""`penstock simulate faults`: plays seeded fault schedules and checks what must always be true."""
+"""`penstock simulate faults`: run seeded fault schedules and check invariants and answers."""
 
 import json
 import sys
@@ -31,27 +31,31 @@ PROGRESS_SECONDS = 10.0
 
 
 class WrongOptions(ValueError):
-    """Options that make no sense; the message says which."""
+    """Contradictory or out-of-range options; the message names the option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """What is played."""
+    """Schedules to run."""
 
-    seed: int | None = option(None, "play this schedule alone, and tell its story")
-    requests: str | None = option(None, "with --seed: only these, as 0,3,7 (or none)")
-    faults: str | None = option(None, "with --seed: only these, as 1,2 (or none)")
-    schedules: int = option(2000, "how many")
-    first: int = option(0, "the seed of the first")
-    processes: int = option(2, "that share the schedules")
-    log: Path | None = option(None, "with --seed: write the story there instead")  # noqa: RUF009
-    record: Path | None = option(None, "write down what is done there, and go on from it")  # noqa: RUF009
+    seed: int | None = option(None, "run only this schedule and print its events")
+    requests: str | None = option(None, "with --seed: run only these requests, as 0,3,7 (or none)")
+    faults: str | None = option(None, "with --seed: run only these faults, as 1,2 (or none)")
+    schedules: int = option(2000, "number of schedules")
+    first: int = option(0, "seed of the first schedule")
+    processes: int = option(2, "number of processes that run the schedules")
+    log: Path | None = option(None, "with --seed: write the events to this file")  # noqa: RUF009
+    record: Path | None = option(None, "record to this file, and resume from it")  # noqa: RUF009
     as_json: bool = option(False, "print counts and failures as one line of JSON")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0: all held, 1: a schedule failed, 2: wrong options, 130: Ctrl-C."""
-    about = "Play seeded fault schedules in virtual time and check every answer and every block."
+    """Run the command and return its exit code.
+
+    Returns:
+        0 if all invariants held, 1 if a schedule failed, 2 for wrong options, 130 after Ctrl-C.
+    """
+    about = "Run seeded fault schedules in virtual time; check every answer and every KV block."
     (play,) = read_flags("penstock simulate faults", about, (Play,), arguments)
     try:
         _check(play)
@@ -67,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(play: Play) -> None:
     if play.seed is not None and play.record is not None:
-        raise WrongOptions("--record is of many schedules")
+        raise WrongOptions("--record cannot be used with --seed: it records runs of many schedules")
     if play.seed is None and (play.requests or play.faults or play.log):
-        raise WrongOptions("--requests, --faults and --log go with --seed")
+        raise WrongOptions("--requests, --faults and --log need --seed")
     for name in ("seed", "first"):
         if not 0 <= (getattr(play, name) or 0) <= MAX_SEED:
             raise WrongOptions(f"--{name} must be from 0 to 2^63 - 1")
@@ -89,16 +93,16 @@ def _chosen(play: Play) -> Schedule:
 
 
 def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | None:
-    """Read `0,3,7` or `none`."""
+    """Parse `0,3,7` or `none`; return None if the option was not given."""
     if text is None:
         return None
     try:
         numbers = [] if text == "none" else [int(piece) for piece in text.split(",")]
     except ValueError:
-        raise WrongOptions(f"--{name} {text!r}: say numbers, as 0,3,7, or none") from None
+        raise WrongOptions(f"--{name} {text!r}: expected numbers like 0,3,7, or none") from None
     strange = [number for number in numbers if number not in there]
     if strange:
-        raise WrongOptions(f"--{name}: this schedule has 0 to {len(there) - 1}, not {strange[0]}")
+        raise WrongOptions(f"--{name}: {strange[0]} is not in 0 to {len(there) - 1}")
     return numbers
 
 
@@ -106,7 +110,7 @@ def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | N
 
 
 def write_events(schedule: Schedule, out: TextIO) -> str:
-    """Play it and write what happens; why it fails, or ""."""
+    """Run a schedule, write its events to `out`, and return the failure, or "" if none."""
     try:
         ScheduleRun(schedule, lambda line: print(line, file=out)).play()
     except InvariantViolated as broken:
@@ -120,7 +124,7 @@ def _play_one(schedule: Schedule, log: Path | None) -> int:
     else:
         with log.open("w", encoding="utf-8") as out:
             problem = write_events(schedule, out)
-    print(f"failed: {problem}" if problem else "everything held", file=sys.stderr)
+    print(f"failed: {problem}" if problem else "all invariants held", file=sys.stderr)
     return 1 if problem else 0
 
 
@@ -128,7 +132,7 @@ def _play_one(schedule: Schedule, log: Path | None) -> int:
 
 
 def play_seeds(seeds: range) -> tuple[RunCounts, list[int]]:
-    """Play these; what happened, and the seeds that failed."""
+    """Run the schedules of these seeds; return their total counts and the seeds that failed."""
     tally, failed = RunCounts(), []
     for seed in seeds:
         world = ScheduleRun(schedule_of(seed))
@@ -166,7 +170,7 @@ def _play_many(options: Play) -> int:
 
 
 class Progress:
-    """Says how far it is, on stderr, and what failed, a line each."""
+    """Prints progress to stderr, and one line per failed schedule to `out`."""
 
     def __init__(self, count: int, num_before: int, out: TextIO) -> None:
         self._out = out
@@ -194,13 +198,13 @@ class Progress:
         )
 
     def failures(self, seeds: Sequence[int]) -> None:
-        """The first few are made small, which takes a while."""
+        """Print a line per failed seed; the first few are shrunk first, which takes a while."""
         for seed in seeds:
             schedule = schedule_of(seed)
             if self._num_failed < _SHOWN_FAILURES:
                 schedule = shrunk(schedule)
             self._num_failed += 1
-            why = failure_of(schedule) or "it does not fail again"
+            why = failure_of(schedule) or "does not fail when run again"
             text = f"seed {seed} failed: {why}  {command_of(schedule)}"
             print(text, file=self._out, flush=True)
 

@@ -1,4 +1,4 @@
-"""Many schedules, shared by processes part by part; a record of the parts lets a long run go on."""
+"""Run batches of schedules in several processes, with a record file to resume from."""
 
 import json
 import signal
@@ -14,16 +14,16 @@ from typing import Any
 from penstock.loadtests.simulator.faults.schedule_run import RunCounts
 
 BATCH_SIZE = 50
-"""Schedules that one process plays before it says how they went."""
+"""Schedules in one batch; a process reports its result after each batch."""
 
 
 class BadRecord(ValueError):
-    """The file is no record of such a run; the message says where."""
+    """A record file that cannot be parsed; the message names the file and line."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeedBatch:
-    """Consecutive seeds that were played."""
+    """The result of one batch of consecutive seeds."""
 
     first: int
     count: int
@@ -39,15 +39,15 @@ Play = Callable[[range], tuple[RunCounts, list[int]]]
 
 
 def play_batches(seeds: Sequence[range], play: Play, processes: int) -> Iterator[SeedBatch]:
-    """Play them, here if by one process; in the order in which they end.
+    """Run the batches and yield each result as it completes.
 
-    Raises OSError if a process dies.
+    With `processes` 1 they run in this process. Raises OSError if a process dies.
     """
     if processes == 1:
         for seed_range in seeds:
             yield SeedBatch(seed_range.start, len(seed_range), *play(seed_range))
         return
-    deaf = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this one, which ends the others
+    deaf = (signal.SIGINT, signal.SIG_IGN)  # only this process handles Ctrl-C; it ends the others
     executor = ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, deaf)
     try:
         waiting = {executor.submit(play, seed_range): seed_range for seed_range in seeds}
@@ -55,7 +55,7 @@ def play_batches(seeds: Sequence[range], play: Play, processes: int) -> Iterator
             seed_range = waiting.pop(future)
             yield SeedBatch(seed_range.start, len(seed_range), *future.result())
     except BrokenProcessPool:
-        raise OSError("a process that played schedules has died") from None
+        raise OSError("a simulation process died; run again with --record to resume") from None
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -63,7 +63,7 @@ def play_batches(seeds: Sequence[range], play: Play, processes: int) -> Iterator
 def remaining_batches(
     seeds: range, done: Sequence[SeedBatch], size: int = BATCH_SIZE
 ) -> list[range]:
-    """What of `seeds` is still to be played, in parts of `size` at most."""
+    """Return the parts of `seeds` that `done` does not cover, in ranges of at most `size`."""
     gaps, start = [], seeds.start
     for batch in sorted(done, key=lambda one: one.first):
         gaps.append(range(start, min(batch.first, seeds.stop)))
@@ -73,13 +73,13 @@ def remaining_batches(
 
 
 class RunRecord:
-    """A file with a line of JSON for every part that has been played."""
+    """A record file: one line of JSON per finished batch."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self, seeds: range) -> list[SeedBatch]:
-        """The parts of `seeds` that are there; a last line that was cut short is taken out.
+        """Return the recorded batches within `seeds`; remove a last line that was cut short.
 
         Raises BadRecord and OSError.
         """
@@ -94,7 +94,7 @@ class RunRecord:
             try:
                 batch = _batch_of(json.loads(line))
             except (ValueError, TypeError, KeyError):
-                raise BadRecord(f"{self._path}:{number}: no record of schedules played") from None
+                raise BadRecord(f"{self._path}:{number}: not a line of a --record file") from None
             if batch.first >= seeds.start and batch.seeds.stop <= seeds.stop:
                 batches.append(batch)
         if cut:
@@ -102,7 +102,7 @@ class RunRecord:
         return batches
 
     def add(self, batch: SeedBatch) -> None:
-        """Write one down, at once. Raises OSError."""
+        """Append a batch to the file immediately. Raises OSError."""
         entry = {"first": batch.first, "count": batch.count, "failed": list(batch.failed)}
         line = json.dumps({**entry, "tally": counts_of(batch.tally)})
         with self._path.open("a", encoding="utf-8") as out:
@@ -110,7 +110,7 @@ class RunRecord:
 
 
 def counts_of(tally: RunCounts) -> dict[str, Any]:
-    """For JSON."""
+    """Return the counts as a dict that can be written as JSON."""
     return {each.name: getattr(tally, each.name) for each in fields(RunCounts)}
 
 

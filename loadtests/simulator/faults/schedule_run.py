@@ -1,6 +1,6 @@
-"""One schedule played: routers, workers, clients and faults around one clock.
+"""Run one fault schedule: routers, workers, clients and faults on one virtual clock.
 
-Raises `InvariantViolated` when something that must always be true is not.
+Raises `InvariantViolated` if an invariant does not hold.
 """
 
 from collections import Counter
@@ -33,23 +33,23 @@ from penstock.router.routing.worker_registry import LivenessBounds
 from penstock.workers.scheduling.config import SchedulerConfig
 
 END_WITHIN_SECONDS = 150.0
-"""By so long after the last fault everybody must have ended."""
+"""Seconds after the last fault within which every request must have ended."""
 REST_SECONDS = 15.0
-"""So long after the last end nothing may be held any more."""
+"""Seconds after the last request's end by which no resource may be held any more."""
 WAIT_WITHOUT_WORKERS = 20.0
-STUCK_SECONDS = 8.0  # longer than a KV transfer may be silent, as in `RouterConfig.stuck_seconds`
+STUCK_SECONDS = 8.0  # more than a KV transfer's timeout, as in `RouterConfig.stuck_seconds`
 BLOCK_BYTES = 1 << 20
 
 Log = Callable[[str], None]
 
 
 class InvariantViolated(Exception):
-    """What must always be true is not; the message says what."""
+    """An invariant does not hold; the message says which."""
 
 
 @dataclass(slots=True)
 class RunCounts:
-    """What happened in a schedule, or in many."""
+    """Counts of one schedule, or the sums over many."""
 
     requests: int = 0
     tokens: int = 0
@@ -68,11 +68,11 @@ class RunCounts:
 
 
 class ScheduleRun:
-    """Everything that there is in one schedule.
+    """Holds the routers, workers, clients and faults of one schedule.
 
     Args:
-        log: takes the story, a line an event.
-        leaps: quiet steps are taken together: other times, but the same must be true.
+        log: receives one line per event.
+        fast_forwards: combine quiet steps into one event; times differ, invariants must hold.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ScheduleRun:
         self._by_name: dict[WorkerId, Worker] = {}
         self._routers: list[Router] = []
         self._injector = FaultInjector(self.clock, self.network, self._workers, self._start_worker)
-        self._roles: dict[str, str] = {}  # that workers were given
+        self._roles: dict[str, str] = {}  # by worker name: roles assigned by `role` faults
         self._numbers = [0] * schedule.num_routers
         for plan in schedule.workers:
             self._start_worker(plan.name)
@@ -104,7 +104,7 @@ class ScheduleRun:
             self._plan_fault(fault)
 
     def play(self) -> RunCounts:
-        """Play it to its end. Raises Broken."""
+        """Run the schedule to its end and return its counts. Raises InvariantViolated."""
         try:
             self._play()
         except InvariantViolated:
@@ -124,7 +124,7 @@ class ScheduleRun:
             if self.clock.next > bound:
                 late = [client.number for client in self.clients if not client.over]
                 raise InvariantViolated(
-                    f"requests {late} have not ended {END_WITHIN_SECONDS:g} s after all"
+                    f"requests {late} have not ended {END_WITHIN_SECONDS:g} s after the last event"
                 )
             self.clock.step()
         self.clock.run(max(self.clock.now, *last) + REST_SECONDS)
@@ -141,7 +141,7 @@ class ScheduleRun:
         for router in self._routers:
             if router.process.alive:
                 dispatcher = router.dispatcher
-                assert dispatcher.num_requests == 0, "a router keeps what has ended"
+                assert dispatcher.num_requests == 0, "a router still has requests that have ended"
                 assert not any(one.num_requests for one in dispatcher.workers()), "still counted"
                 self._count(router)
 
@@ -154,7 +154,7 @@ class ScheduleRun:
         if self._log is not None:
             self._log(f"{self.clock.now:.6f} {text}")
 
-    # ------------------------------------------------------------ who is there
+    # ------------------------------------------------------------ workers and routers
 
     def _start_worker(self, name: str) -> None:
         self._num_started += 1
@@ -224,7 +224,7 @@ class ScheduleRun:
         self._plan_leave(client, plan.at + plan.leaves_after)
 
     def _submit(self, client: HashModelClient, router: Router) -> None:
-        """Ask that router, with what the client knows already."""
+        """Submit the client's request to `router`, with the tokens that the client already has."""
         plan = client.plan
         if client.over:
             return
@@ -263,7 +263,7 @@ class ScheduleRun:
         router.process.take(lambda: router.cancel(number))
 
     def _retry_elsewhere(self, client: HashModelClient) -> None:
-        """Its router is dead."""
+        """Resubmit a request whose router died to a live one, or give it up."""
         live = [router for router in self._routers if router.process.alive]
         client.at = None
         if not client.plan.resumes:
@@ -311,13 +311,13 @@ class ScheduleRun:
                 injector.disturb(name, other, fault, until)
 
     def _on_given_up(self, worker: Worker) -> None:
-        """A router says that it is stuck: it is replaced."""
+        """Replace a worker that a router reported as stuck; check that it really was."""
         if worker.process.alive and worker.executor.slowness < inf:
-            raise InvariantViolated(f"{worker.info.worker} was given up while it got on")
+            raise InvariantViolated(f"{worker.info.worker} was called stuck while it progressed")
         self.clock.after(0.0, lambda: self._injector.kill(worker, seen=True))
 
     def _assign(self, name: str, role: str) -> None:
-        """An operator's word, which every router gets, also one that starts later."""
+        """Assign a role at all routers, as an operator does; later routers get it at start."""
         self._roles[name] = role
         for router in self._routers:
             if router.process.alive:

@@ -1,6 +1,7 @@
-"""Fault schedules: who is there, who asks what, what goes wrong and when; all of it from a seed.
+"""Fault schedules: workers, requests and faults with their times, drawn from one seed.
 
-Requests and faults are drawn each from its own randomness: leaving some out changes no other.
+Each request and each fault has its own random generator, so that leaving some out does not change
+the others.
 """
 
 from collections.abc import Collection
@@ -20,7 +21,7 @@ ROLES = (
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 FAULT_SECONDS = 8.0
-"""Within so long the faults begin."""
+"""Latest start of a fault, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,15 @@ class WorkerPlan:
     max_queued: int
     step_seconds: float
     token_seconds: float
-    write_seconds: float  # of a message of blocks
-    message_blocks: int  # most of one message
+    write_seconds: float  # seconds to write one message's blocks
+    message_blocks: int  # largest message, in blocks
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
     number: int
     at: float
-    router: int  # which one is asked first
+    router: int  # index of the router it is submitted to first
     prompt: tuple[int, ...]
     max_tokens: int
     stop_tokens: tuple[int, ...]
@@ -51,10 +52,10 @@ class RequestPlan:
     tenant: str
     priority: int
     deadline: float  # seconds from its arrival
-    cut: int  # a stop string matches there; 0: none
-    leaves_after: float  # seconds; inf: it stays
-    leaves_moving: float  # seconds after its blocks began to travel; inf: it stays
-    resumes: bool  # at another router when its own dies
+    cut: int  # tokens after which a stop string matches; 0: never
+    leaves_after: float  # client disconnects this many seconds after arrival; inf: never
+    leaves_moving: float  # the same, counted from the start of its KV transfer
+    resumes: bool  # client resubmits to another router if its router dies
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,10 @@ class Fault:
     number: int
     at: float
     kind: str
-    one: int  # which process; of its kind
-    other: int
-    seconds: float  # how long it lasts
-    size: float
+    one: int  # index of the worker, or of the router for router faults
+    other: int  # index of the second process, for network faults
+    seconds: float  # duration
+    size: float  # slow: step times x (1 + 10 size); delay: seconds
 
     def __str__(self) -> str:
         return (
@@ -90,8 +91,8 @@ class Schedule:
     num_routers: int
     latency: float
     bandwidth: float
-    max_queued: int  # requests of a router
-    ttft_slo_seconds: float  # to first tokens; 0: it orders by arrival
+    max_queued: int  # queue limit of each router, in requests
+    ttft_slo_seconds: float  # time-to-first-token SLO; 0: order by arrival
     workers: tuple[WorkerPlan, ...]
     requests: tuple[RequestPlan, ...]
     faults: tuple[Fault, ...]
@@ -99,13 +100,14 @@ class Schedule:
     def only(
         self, requests: Collection[int] | None = None, faults: Collection[int] | None = None
     ) -> "Schedule":
-        """The same with only these requests and faults, by number."""
+        """Return a copy with only these requests and faults, by number; None keeps all."""
         kept = tuple(one for one in self.requests if requests is None or one.number in requests)
         left = tuple(one for one in self.faults if faults is None or one.number in faults)
         return replace(self, requests=kept, faults=left)
 
 
 def schedule_of(seed: int) -> Schedule:
+    """Draw the schedule of a seed; equal seeds give equal schedules."""
     rng = Random(f"schedule {seed}")
     roles = rng.choice(ROLES)
     num_routers = rng.choice((1, 1, 1, 2))
@@ -162,7 +164,7 @@ def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
         if rng.random() < 0.25
         else float("inf"),
         leaves_moving=rng.choice((0.01, 0.1, 0.4)) if rng.random() < 0.15 else float("inf"),
-        # Which of several choices had ended is more than a client can tell another router.
+        # A client cannot pass on which of several choices had already ended.
         resumes=rng.random() < 0.7 and num_choices == 1,
     )
 

@@ -1,4 +1,4 @@
-"""A failing schedule made as small as can be: fewer requests and faults that still fail."""
+"""Shrink a failing schedule: remove requests and faults while it still fails."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ from penstock.loadtests.simulator.faults.schedules import Schedule
 
 
 def failure_of(schedule: Schedule) -> str:
-    """Why it fails; "" if it does not."""
+    """Return why the schedule fails, or "" if it does not."""
     try:
         ScheduleRun(schedule).play()
     except InvariantViolated as broken:
@@ -16,7 +16,7 @@ def failure_of(schedule: Schedule) -> str:
 
 
 def shrunk(schedule: Schedule, fails: Callable[[Schedule], object] = failure_of) -> Schedule:
-    """A part of a failing schedule that fails, and does not without any one of its parts."""
+    """Return a minimal failing part: removing any one request or fault makes it pass."""
     size = -1
     while size != len(schedule.requests) + len(schedule.faults):
         size = len(schedule.requests) + len(schedule.faults)
@@ -37,7 +37,7 @@ def _without_requests(schedule: Schedule, fails: Callable[[Schedule], object]) -
 
 
 def _fewest(numbers: list[int], fails: Callable[[Sequence[int]], object]) -> list[int]:
-    """Leave out halves, then quarters, then single ones, while what is left still fails."""
+    """Remove halves, then quarters, ..., then single numbers, while the rest still fails."""
     step = len(numbers)
     while step:
         start = 0
@@ -52,7 +52,7 @@ def _fewest(numbers: list[int], fails: Callable[[Sequence[int]], object]) -> lis
 
 
 def command_of(schedule: Schedule) -> str:
-    """What plays exactly this schedule again."""
+    """Return the command line that runs exactly this schedule again."""
     requests = ",".join(str(request.number) for request in schedule.requests) or "none"
     faults = ",".join(str(fault.number) for fault in schedule.faults) or "none"
     return (

@@ -1,4 +1,4 @@
-"""What stands in for model and device: how long a step takes, what it draws, what blocks hold."""
+"""Stand-ins for the model and its device: step times, drawn tokens and block contents."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,41 +11,44 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 
 class Executor(Protocol):
-    """A model on a device, with its KV."""
+    """Interface of a simulated model with its KV cache."""
 
-    slowness: float  # 1: as it should be
+    slowness: float  # factor on step times; 1: normal, inf: hangs
 
     def seconds(self, plan: StepPlan) -> float:
-        """How long that step takes."""
+        """Return the seconds that the step takes."""
         ...
 
     def seconds_of(self, plan: StepPlan, num: int) -> Floats:
-        """[num] how long that step of decodes takes, and those after it."""
+        """Return [num] seconds: of this decode step and of the `num - 1` after it."""
         ...
 
     def run(self, plan: StepPlan, choices: Ints) -> Ints:
-        """What its drawing rows draw, in order; `choices` are those of every row of the table."""
+        """Return the tokens of the plan's sampling rows, in order.
+
+        `choices` holds the choice index of every row of the sequence table.
+        """
         ...
 
     def predict(self, plan: StepPlan, num: int) -> Ints | None:
-        """[num, B] what the steps after that one draw; None: they have to be computed."""
+        """Return [num, B] tokens of the `num` steps after this one, or None if they must be run."""
         ...
 
     def read(self, blocks: Ints) -> Sequence[int]:
-        """What blocks hold, to be sent."""
+        """Return the contents of blocks, for a KV transfer."""
         ...
 
     def write(self, blocks: Ints, content: Sequence[int]) -> None:
-        """What was sent, into blocks."""
+        """Write received contents into blocks."""
         ...
 
     def poison(self, blocks: Ints) -> None:
-        """Nobody may read what these held."""
+        """Overwrite free blocks, so that any later read of them is detected."""
         ...
 
 
 class TimedHashModel:
-    """The fold model, with steps that take time: what it reads and writes decides every token."""
+    """The hash model with simulated step times: tokens depend on the KV slots it reads."""
 
     def __init__(
         self, num_blocks: int, block_size: int, step_seconds: float, token_seconds: float

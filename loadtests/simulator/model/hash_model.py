@@ -1,8 +1,8 @@
-"""A model that is a fold: nothing but the contents of the KV slots it reads decides its tokens.
+"""The hash model: each token is a hash of the contents of the KV slots that are read.
 
-The value of a position is folded from its token, its number and the value in the slot before it;
-the token drawn is folded from the values of all slots of the sequence, read through the block table
-in order. A wrong block, a stale slot or a misordered write changes the answer.
+The value of a position is a hash of its token, its index and the value in the slot before it. A
+drawn token is a hash of the values in all slots of the sequence, read through the block table in
+order. A wrong block, a stale slot or a misordered write therefore changes the answer.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,12 @@ VOCAB = 37
 
 
 def slot_value(before: int, token: int, position: int) -> int:
+    """Return the value of a position, given the value of the position before it."""
     return ((before ^ 0x9E3779B97F4A7C15) * 6364136223846793 + token * 7919 + position) % _MODULUS
 
 
 def hash_of(values: Sequence[int]) -> int:
+    """Return the hash of a sequence's slot values, from which its next token is drawn."""
     result = 1
     for value in values:
         result = (result * 1000003 + value) % _MODULUS
@@ -32,7 +34,7 @@ def _drawn(hashed: int, choice: int) -> int:
 
 
 def draw(hashes: Sequence[int], plan: StepPlan, choices: Ints | None = None) -> Ints:
-    """The tokens [S] that a plan's drawing rows draw from these [S]."""
+    """Return the tokens [S] that the plan's sampling rows draw from `hashes` [S]."""
     drawing = plan.sampling_rows
     own = np.zeros_like(drawing) if choices is None else choices[drawing]
     drawn = [_drawn(hashed, choice) for hashed, choice in zip(hashes, own.tolist(), strict=True)]
@@ -54,7 +56,7 @@ class HashModel:
         return draw(self.hash(plan), plan, choices)
 
     def hash(self, plan: StepPlan) -> list[int]:
-        """Copy blocks, write the step's slots; what its drawing rows [S] draw from."""
+        """Copy blocks and write the step's slots; return the hashes [S] of the sampling rows."""
         hashes = []
         self.copy(plan.copies)
         for b in range(len(plan.rows)):
@@ -69,7 +71,10 @@ class HashModel:
         return hashes + [hashes[at] for at in plan.forks[:, 0]]
 
     def copy(self, pairs: Ints) -> None:
-        """Copy blocks, all at once: pairs [C, 2], from and to."""
+        """Copy blocks: `pairs` [C, 2] holds source and destination.
+
+        All sources are read before any destination is written.
+        """
         for pair, content in [(pair, self._block(pair[0])) for pair in pairs.tolist()]:
             start = pair[1] * self.block_size
             self.kv[start : start + self.block_size] = content
@@ -78,21 +83,23 @@ class HashModel:
         return self.kv[block * self.block_size : (block + 1) * self.block_size]
 
     def slots(self, blocks: Sequence[int], length: int) -> list[int]:
+        """Return the KV slots of the first `length` positions of a block table."""
         size = self.block_size
         return [blocks[p // size] * size + p % size for p in range(length)]
 
     def poison(self, blocks: Ints) -> None:
-        """Fill blocks with what nobody may ever read."""
+        """Fill blocks with values that make any sequence that reads them wrong."""
         for block in blocks.tolist():
             start = block * self.block_size
             self.kv[start : start + self.block_size] = [-2 - block] * self.block_size
 
     def slots_of(self, blocks: Ints) -> list[int]:
+        """Return all KV slots of these blocks."""
         return self.slots(blocks.tolist(), len(blocks) * self.block_size)
 
 
 def copy_blocks(source: HashModel, blocks: Ints, to: HashModel, into: Ints) -> None:
-    """What a transfer does."""
+    """Copy blocks from one model's KV cache to another's, as a KV transfer does."""
     size = source.block_size
     for a, b in zip(blocks.tolist(), into.tolist(), strict=True):
         to.kv[b * size : (b + 1) * size] = source.kv[a * size : (a + 1) * size]
@@ -101,7 +108,7 @@ def copy_blocks(source: HashModel, blocks: Ints, to: HashModel, into: Ints) -> N
 def reference_answer(
     prompt: Sequence[int], params: SamplingParams, max_model_len: int, choice: int = 0
 ) -> tuple[list[int], FinishReason]:
-    """The answer of a lone sequence, folded over its tokens: no blocks, no batch."""
+    """Compute an answer directly from its tokens, without blocks or batches."""
     values: list[int] = []
     for token in prompt:
         values.append(slot_value(values[-1] if values else 0, token, len(values)))

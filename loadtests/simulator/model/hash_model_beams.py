@@ -1,4 +1,4 @@
-"""Beam searches over the fold model: each beam's fold decides how likely every next token is."""
+"""Beam search over the hash model: a beam's hash determines all next-token probabilities."""
 
 from collections.abc import Hashable, Sequence
 from typing import TypeAlias
@@ -15,9 +15,12 @@ Answer: TypeAlias = tuple[list[int], FinishReason]
 
 
 def _candidates(hashes: Sequence[int], held_back: Sequence[Sequence[int]]) -> Candidates:
-    """All tokens, for each of R folds; held back: of each those that may not come yet."""
+    """Return log-probabilities [R, VOCAB] for `hashes` [R].
+
+    Tokens in `held_back[r]` get -inf for row `r`.
+    """
     tokens = np.tile(np.arange(VOCAB, dtype=np.int32), (len(hashes), 1))
-    # Steep enough that beams come and go.
+    # Steep enough that beams are often replaced.
     logprobs = [
         [-((hashed >> 9) * (token + 3) ** 3 % 1009) / 64 for token in range(VOCAB)]
         for hashed in hashes
@@ -33,7 +36,7 @@ def _held_back(params: SamplingParams, length: int) -> tuple[int, ...]:
 
 
 class HashModelBeams:
-    """What an engine's searches do, over a fold model."""
+    """Beam searches of an engine over a hash model."""
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
@@ -41,13 +44,13 @@ class HashModelBeams:
         self._params: dict[Hashable, SamplingParams] = {}
 
     def open(self, new: NewSequence) -> None:
-        """It was submitted; one that is no search: nothing."""
+        """Start the search of a submitted sequence; do nothing if it does not use beam search."""
         if new.params.use_beam_search:
             self._params[new.key] = new.params
             self._searches.open(new.key, new.params, self._max_model_len - new.num_prompt)
 
     def close(self, key: Hashable) -> list[Answer]:
-        """Its answers, as far as there are any; unknown: none."""
+        """End the search of `key` and return its answers so far; [] if the key is unknown."""
         self._params.pop(key, None)
         search = self._searches.close(key)
         return [] if search is None else [(each.tokens, each.finish) for each in search.best]
@@ -55,7 +58,12 @@ class HashModelBeams:
     def draw(
         self, plan: StepPlan, table: SequenceTable, hashes: Sequence[int]
     ) -> tuple[Ints, Ints | None, list[Hashable]]:
-        """Tokens [S] and parents [S] of the drawing rows, and the searches that are over."""
+        """Draw the tokens of a step.
+
+        Returns:
+            tokens [S] and parent rows [S] of the sampling rows (parents are None if no row is a
+            beam), and the keys of the searches that are finished.
+        """
         rows = plan.sampling_rows
         drawn, parents = draw(hashes, plan, table.choices), rows.copy()
         at = np.flatnonzero(table.is_beam[rows])
@@ -80,7 +88,7 @@ class HashModelBeams:
 def reference_beams(
     prompt: Sequence[int], params: SamplingParams, max_model_len: int
 ) -> list[Answer]:
-    """The answers of a lone search, folded over its tokens: no blocks, no batch, no rows."""
+    """Compute a beam search's answers directly from its tokens, without blocks or batches."""
     search = BeamSearch(params, params.answer_limit(len(prompt), max_model_len))
     values: list[int] = []
     for token in prompt:

@@ -1,7 +1,7 @@
-"""How long a step takes on a device that is not here: a roofline of five numbers.
+"""Step times of a device that is not present: a roofline model with five parameters.
 
 seconds = launch + max(compute, memory)
-compute = token x tokens + pair x pairs      (a pair: a prompt's token and one that it looks at)
+compute = token x tokens + pair x pairs      (pair: a prompt token and a position it attends to)
 memory  = weights + kv_token x positions read
 """
 
@@ -20,15 +20,15 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class BadTiming(ValueError):
-    """The file is no time model; the message says what is wrong with it."""
+    """A timing file that cannot be used; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds, and bytes of KV. As given: Llama 3 70B in 16 bits over four H100.
+    """Parameters of the roofline model. The defaults are Llama 3 70B in 16 bits on four H100.
 
-    Computed, not measured: 140 GB of weights read at 4 x 2.7 TB/s, 140 GFLOP a token at
-    4 x 450 TFLOP/s, 320 KiB of KV a token.
+    The defaults are computed, not measured: 140 GB of weights read at 4 x 2.7 TB/s, 140 GFLOP per
+    token at 4 x 450 TFLOP/s, 320 KiB of KV per token.
     """
 
     launch: float = 0.005
@@ -36,10 +36,10 @@ class Timing:
     pair: float = 1.5e-9
     weights: float = 0.013
     kv_token: float = 30e-9
-    kv_bytes: float = 320 * 1024.0  # of one position, for KV transfers
+    kv_bytes: float = 320 * 1024.0  # bytes of one position, for KV transfers
 
     def prefill(self, num_tokens: int, chunk: int) -> float:
-        """Seconds of a prompt alone, in steps of `chunk` tokens."""
+        """Return the seconds to prefill one prompt alone, in chunks of `chunk` tokens."""
         starts = np.arange(0, num_tokens, chunk)
         sizes = np.minimum(chunk, num_tokens - starts)
         compute = self.token * sizes + self.pair * sizes * (starts + sizes / 2)
@@ -47,12 +47,12 @@ class Timing:
         return float((self.launch + np.maximum(compute, memory)).sum())
 
     def decode(self, context: float, batch: int = 1) -> float:
-        """Seconds of a step of `batch` decodes, each of that context."""
+        """Return the seconds of a decode step of `batch` sequences of length `context`."""
         memory = self.weights + self.kv_token * batch * context
         return self.launch + max(self.token * batch, memory)
 
     def decodes(self, plan: StepPlan, num: int) -> Floats:
-        """[num] seconds of a step of decodes and of those after it, each a token further on."""
+        """Return [num] seconds: of a decode step and of those after it, each one token longer."""
         batch = len(plan.context_lens)
         positions = int(plan.context_lens.sum(dtype=np.int64)) + batch * np.arange(num)
         seconds: Floats = self.launch + np.maximum(
@@ -61,7 +61,7 @@ class Timing:
         return seconds
 
     def step(self, plan: StepPlan) -> float:
-        """Seconds of that step."""
+        """Return the seconds of a step with any mix of prefill and decode."""
         contexts = plan.context_lens.astype(np.int64)
         num_tokens = len(plan.tokens)
         memory = self.weights + self.kv_token * int(contexts.sum())
@@ -73,31 +73,31 @@ class Timing:
 
 
 def read_timing(path: Path) -> Timing:
-    """Read a YAML file of some of the numbers. Raises BadTiming and OSError."""
+    """Read a YAML file that sets some of the parameters. Raises BadTiming and OSError."""
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise BadTiming(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
     names = [each.name for each in fields(Timing)]
     if not isinstance(given, dict) or not given:
-        raise BadTiming(f"{path}: say some of {', '.join(names)}, each as name: number")
+        raise BadTiming(f"{path}: expected lines like name: number, with {', '.join(names)}")
     return Timing(**{str(name): _number(path, name, value, names) for name, value in given.items()})
 
 
 def _number(path: Path, name: object, value: Any, names: list[str]) -> float:
     if name not in names:
-        raise BadTiming(f"{path}: there is no {name!r}; known are {', '.join(names)}")
+        raise BadTiming(f"{path}: unknown name {name!r}; known names: {', '.join(names)}")
     try:
         number = float(value)  # YAML 1.1 reads 78e-6 as text
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not 0 <= number < math.inf:
-        raise BadTiming(f"{path}: {name} is {value!r}, not a number from 0 on")
+        raise BadTiming(f"{path}: {name} must be a finite number of at least 0, not {value!r}")
     return number
 
 
 class TimedModel:
-    """A model of which only the time is known: every token that it draws is 0."""
+    """A model of which only step times are simulated: every token that it draws is 0."""
 
     def __init__(self, timing: Timing) -> None:
         self.slowness = 1.0

@@ -1,7 +1,7 @@
-"""A cluster under load in virtual time: pools that grow and shrink, what it costs, what users see.
+"""Simulate a cluster under load: scaled pools, their cost, and latencies as clients see them.
 
-One router. Workers cost GPU time from when they are asked for until they are gone; a new one serves
-after its cold start, and one too many drains before it goes.
+There is one router. A worker costs GPU time from when it is requested until it has stopped: a new
+one serves after its cold start, and a surplus one is drained first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,34 +26,34 @@ from penstock.workers.scheduling.config import SchedulerConfig
 
 LATENCY_SECONDS = 0.0003
 BANDWIDTH = 40e9
-"""Bytes a second between two workers."""
+"""Bytes per second between two workers."""
 
 END_SECONDS = 3600.0
-"""So long after the last arrival everything must be over."""
+"""Seconds after the last arrival within which all requests must have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """What is simulated."""
+    """The simulated cluster."""
 
-    pools: Mapping[str, int]  # workers of each role that serve at the start
-    limits: SchedulerConfig  # of every worker
+    pools: Mapping[str, int]  # initial number of workers by role
+    limits: SchedulerConfig  # the same for every worker
     timing: Timing
     cold_start: float = 30.0  # seconds
     bandwidth: float = BANDWIDTH
-    ttft_slo_seconds: float = 0.0  # to first tokens, which the router orders by; 0: by arrival
-    single_steps: bool = False  # an event each, also where nothing is decided in them
+    ttft_slo_seconds: float = 0.0  # TTFT SLO for the router's queue order; 0: by arrival
+    single_steps: bool = False  # simulate each step as an event, without fast-forwarding
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What is seen at one time."""
+    """The state of all pools at one time."""
 
     at: float
     serving: int
     pending: int
     draining: int
-    queued: int  # in the router and in the workers
+    queued: int  # requests queued in the router and in the workers
     running: int
     kv_usage: float
 
@@ -72,13 +72,13 @@ class _Pool:
 
 @dataclass(slots=True)
 class Call:
-    """One request as its client saw it; seconds on the clock of the simulation."""
+    """One request as its client saw it; times in seconds of virtual time."""
 
     planned: Planned
-    first: float = float("nan")  # when its first token came
+    first: float = float("nan")  # time of the first token
     last: float = float("nan")
     num_tokens: int = 0
-    status: str = ""  # how it ended
+    status: str = ""  # final status; "" while it runs
 
     @property
     def ttft(self) -> float:
@@ -86,12 +86,12 @@ class Call:
 
     @property
     def tpot(self) -> float:
-        """Seconds a token after the first; 0 for answers of one token."""
+        """Return seconds per token after the first; 0 for answers of one token."""
         return (self.last - self.first) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
 
 
 class _RecordingClient:
-    """The client of one call."""
+    """A client that records the times of one call."""
 
     def __init__(self, call: Call, clock: Clock, ended: Callable[[], None]) -> None:
         self._call = call
@@ -106,7 +106,7 @@ class _RecordingClient:
         call.num_tokens += len(deliver.tokens)
 
     def on_choice_stopped(self, choice: int) -> None:
-        """It cuts nothing."""
+        """Do nothing: this client never cuts an answer."""
 
     def end(self, end: ev.EndRequest) -> None:
         self._call.status = end.status.value
@@ -114,7 +114,7 @@ class _RecordingClient:
 
 
 class Cluster:
-    """Play it with `run`; then `calls`, `samples` and `gpu_seconds` tell what happened."""
+    """A simulated cluster: call `run`, then read `calls`, `samples` and `worker_seconds`."""
 
     def __init__(
         self,
@@ -149,14 +149,14 @@ class Cluster:
                 self._serve(name)
 
     def run(self) -> None:
-        """Until every call has ended. RuntimeError if some never do."""
+        """Run until every call has ended. Raises RuntimeError if some never do."""
         last = self.calls[-1].planned.due if self.calls else 0.0
         self._arrive(0)
         self.clock.after(INTERVAL_SECONDS, self._decide_sizes)
         with rare_collections():
             while self._left:
                 if self.clock.now > last + END_SECONDS:
-                    waits = f"{self._left} requests wait for ever"
+                    waits = f"{self._left} requests never end"
                     raise RuntimeError(f"{waits}: the cluster is too small")
                 self.clock.step()
         self._accrue_cost()
@@ -166,7 +166,7 @@ class Cluster:
     # ------------------------------------------------------------ calls
 
     def _arrive(self, number: int) -> None:
-        """Each plans the next one, so that the heap stays small."""
+        """Schedule the arrival of one call, which schedules the next: the heap stays small."""
         if number < len(self.calls):
             self.clock.at(self.calls[number].planned.due, lambda: self._submit(number))
 
@@ -189,7 +189,7 @@ class Cluster:
     # ------------------------------------------------------------ workers
 
     def _serve(self, pool: str) -> None:
-        """A worker is ready."""
+        """Start serving with a new worker."""
         self._num_started += 1
         name, limits, timing = f"{pool}-{self._num_started}", self._plan.limits, self._plan.timing
         info = ev.WorkerInfo(
@@ -212,14 +212,14 @@ class Cluster:
         self.router.link(name)
 
     def _add_worker(self, pool: str) -> None:
-        """A cold start is over."""
+        """Turn a pending worker into a serving one: its cold start is over."""
         self._accrue_cost()
         state = self._pools[pool]
         state.pending -= 1
         self._serve(pool)
 
     def _scale_to(self, pool: str, wanted: int) -> None:
-        """To that many workers."""
+        """Scale a pool to `wanted` workers by starting or draining some."""
         self._accrue_cost()
         state = self._pools[pool]
         self.num_scalings += wanted != state.count
@@ -230,7 +230,7 @@ class Cluster:
             self._drain(state)
 
     def _drain(self, state: _Pool) -> None:
-        """The one with the least to do."""
+        """Drain the worker of a pool that has the fewest sequences."""
         worker = min(state.serving, key=lambda one: one.load.running + one.load.queued)
         state.serving.remove(worker)
         state.draining.append(worker)
@@ -250,18 +250,18 @@ class Cluster:
         worker.process.kill()
 
     def _count(self, worker: Worker) -> None:
-        """It has done what it will do."""
+        """Add a worker's totals to those of the cluster when it stops."""
         self.busy_seconds += worker.steps.busy_seconds
         self.num_steps += worker.steps.num_steps
 
     def _accrue_cost(self) -> None:
-        """Count what all workers have cost since the last time."""
+        """Add the cost of all workers since the last call."""
         now = self.clock.now
         num = sum(pool.count + len(pool.draining) for pool in self._pools.values())
         self.worker_seconds += num * (now - self._costs_since)
         self._costs_since = now
 
-    # ------------------------------------------------------------ looking and deciding
+    # ------------------------------------------------------------ measuring and scaling
 
     def _decide_sizes(self) -> None:
         now = self.clock.now
@@ -277,7 +277,7 @@ class Cluster:
 
     def _pool_view(self, name: str, now: float) -> PoolView:
         pool, dispatcher = self._pools[name], self.router.dispatcher
-        # As `router/state` and `cluster/scaling` tell it.
+        # Same attribution of queued requests to pools as in `router/state` and `cluster/scaling`.
         first = "prefill" if "prefill" in self._pools else "mixed"
         waits = name in (set(dispatcher.short_of) & self._pools.keys() or {first})
         state = PoolInputs(
@@ -315,7 +315,7 @@ class Cluster:
 
 
 def _fitting(limits: SchedulerConfig, load: Sequence[Planned]) -> SchedulerConfig:
-    """Tables no wider than the longest sequence: thousands of workers have them."""
+    """Limit `max_model_len` to the longest sequence: thousands of workers allocate such tables."""
     longest = max((one.input_len + one.output_len for one in load), default=1)
     return replace(limits, max_model_len=min(limits.max_model_len, longest + 1))
 

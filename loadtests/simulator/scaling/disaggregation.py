@@ -1,8 +1,8 @@
-"""`penstock simulate disaggregation`: the rule of where prompts are computed, and its rivals.
+"""`penstock simulate disaggregation`: compare the disaggregation rule with always and never.
 
-Separate pools under several loads in virtual time, prompts computed apart by the rule, always or
-never. The rule is judged by the time from a request to the end of its answer, and by the share of
-requests that get what `goals` promises.
+Prefill and decode pools serve several loads in virtual time. A prompt is computed in the prefill
+pool ("apart") by the rule, always or never. The rule is judged by the mean time from a request to
+the end of its answer, and by the share of requests that meet the goals in `goals`.
 """
 
 import math
@@ -28,7 +28,7 @@ from penstock.router.routing.worker_registry import WorkerView
 from penstock.workers.scheduling.config import SchedulerConfig
 
 SLACK = 0.02
-"""By so much of its time, and of the goals kept, the rule may be behind: runs differ by chance."""
+"""Tolerance of the comparison, as a share: runs differ by chance."""
 
 LIMITS = SchedulerConfig(
     num_blocks=6250,  # 400,000 tokens
@@ -41,7 +41,7 @@ LIMITS = SchedulerConfig(
 
 
 class Always(DisaggregationPolicy):
-    """Every prompt is computed apart."""
+    """Disaggregates every prompt."""
 
     def decide(
         self,
@@ -54,7 +54,7 @@ class Always(DisaggregationPolicy):
 
 
 class Never(DisaggregationPolicy):
-    """Every prompt is computed where its answer is generated."""
+    """Computes every prompt on the worker that decodes it."""
 
     def decide(
         self,
@@ -75,10 +75,10 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A load, and who serves it."""
+    """A load, and the number of workers that serve it."""
 
     name: str
-    rate: Callable[[float], float]  # requests a second at a time
+    rate: Callable[[float], float]  # time in seconds -> requests per second
     most: float
     inputs: str
     outputs: str
@@ -101,33 +101,37 @@ CASES: Sequence[Case] = (
 
 @dataclass(frozen=True, slots=True)
 class Playing:
-    """How long and with which chance."""
+    """Duration and seed of a run."""
 
-    seconds: float = option(120.0, "how long requests arrive")
+    seconds: float = option(120.0, "seconds during which requests arrive")
     seed: int = option(0, "the same seed gives the same runs")
-    promised: float = option(0.0, "seconds to the first token that the router orders by; 0: none")
+    promised: float = option(0.0, "time-to-first-token SLO of the router, seconds; 0: none")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one case under one policy."""
+    """Results of one case under one policy."""
 
     figures: Figures
-    seconds: float  # from a request to the end of its answer, mean
-    apart: float  # share of the decisions
+    seconds: float  # mean seconds from a request to the end of its answer
+    apart: float  # share of prompts that were disaggregated
 
 
 Outcomes: TypeAlias = Mapping[str, Outcome]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, 1 (the rule loses somewhere), 2 (wrong options), 130 (Ctrl-C)."""
-    about = "Play the rule that computes prompts apart beside always and never."
+    """Run the command and return its exit code.
+
+    Returns:
+        0 if the rule is never behind, 1 if it is somewhere, 2 for wrong options, 130 after Ctrl-C.
+    """
+    about = "Compare the disaggregation rule with always and never disaggregating."
     (playing,) = read_flags("penstock simulate disaggregation", about, (Playing,), arguments)
     if not 0 < playing.seconds < math.inf or not all(
         0 <= each < 2**63 for each in (playing.seed, playing.promised)
     ):
-        message = "--seconds above 0, --seed and --promised from 0"
+        message = "--seconds must be above 0; --seed and --promised must not be negative"
         print(f"penstock simulate disaggregation: {message}", file=sys.stderr)
         return 2
     lost: list[str] = []
@@ -140,12 +144,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lost += [f"{case.name}: {why}" for why in losses(outcomes)]
     except KeyboardInterrupt:
         return 130
-    print("\n".join(lost) or "the rule loses nowhere")
+    print("\n".join(lost) or "the rule is nowhere behind")
     return 1 if lost else 0
 
 
 def play(case: Case, policy: Policy, playing: Playing) -> Outcome:
-    """One case under one policy, to its end."""
+    """Run one case under one policy to its end."""
     pools = {"prefill": case.prefill, "decode": case.decode}
     plan = ClusterPlan(
         pools, LIMITS, Timing(), bandwidth=case.bandwidth, ttft_slo_seconds=playing.promised
@@ -165,7 +169,7 @@ def load_of(case: Case, playing: Playing) -> list[Planned]:
 
 
 def losses(outcomes: Outcomes) -> list[str]:
-    """In what the rule is behind the better of the others."""
+    """Return the criteria by which the rule is worse than the better of the other policies."""
     rule, others = outcomes["rule"], [outcomes["always"], outcomes["never"]]
     lost = []
     if rule.figures.kept < max(each.figures.kept for each in others) - SLACK:
@@ -182,7 +186,7 @@ HEADER = (
 
 
 def row(case: str, policy: str, outcome: Outcome) -> str:
-    """A line of the table, in Markdown."""
+    """Return a row of the Markdown table."""
     of = outcome.figures
     cells = (
         *(case, policy, f"{outcome.apart:.0%}", f"{of.kept:.1%}", f"{outcome.seconds:.2f} s"),

@@ -1,4 +1,4 @@
-"""What users are promised, how much of it was kept and what that cost."""
+"""Latency goals, the share of requests that meet them, and the cost in worker time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,33 +11,33 @@ from penstock.loadtests.simulator.model.timing import Timing
 from penstock.loadtests.simulator.scaling.cluster import Call, Cluster, ClusterPlan
 
 TTFT_SECONDS, TTFT_PREFILLS = 2.0, 5.0
-"""The first token within two seconds and five times its prompt's time on an idle worker."""
+"""TTFT goal: 2 s plus five times the prompt's prefill time on an idle worker."""
 TPOT_TIMES = 2.0
-"""Each further one within twice the time of a step on an idle worker."""
+"""TPOT goal: twice the time of a decode step on an idle worker."""
 
 BUSY = 0.9
-"""Share of its time that a clairvoyant lets a worker be busy."""
+"""Target utilization of workers under the clairvoyant scaler."""
 WINDOW_SECONDS = 60.0
-"""A burst is computed within its own time and the wait allowed, of bursts up to so long."""
+"""Longest burst, in seconds, for which `workers_needed` provides capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one simulation; seconds and shares."""
+    """Results of one simulation; times in seconds, shares from 0 to 1."""
 
-    kept: float  # share of the requests for which both promises were kept
+    kept: float  # share of requests that met both goals
     ttft_p50: float
     ttft_p99: float
     tpot_p50: float
     tpot_p99: float
     worker_hours: float
     most_workers: int
-    busy: float  # share of the paid time
+    busy: float  # share of worker time spent computing
     scalings_an_hour: float
 
 
 def is_kept(call: Call, timing: Timing, chunk: int) -> bool:
-    """Whether a call got what it was promised."""
+    """Return True if a call met both latency goals."""
     planned = call.planned
     if call.status != "ok":
         return False
@@ -47,7 +47,7 @@ def is_kept(call: Call, timing: Timing, chunk: int) -> bool:
 
 
 def figures(cluster: Cluster, plan: ClusterPlan) -> Figures:
-    """Sum a simulation up."""
+    """Compute the results of a finished simulation."""
     chunk = plan.limits.max_batched_tokens
     kept = sum(is_kept(call, plan.timing, chunk) for call in cluster.calls)
     good = [call for call in cluster.calls if call.status == "ok"]
@@ -71,12 +71,12 @@ def figures(cluster: Cluster, plan: ClusterPlan) -> Figures:
 def workers_needed(
     load: Sequence[Planned], timing: Timing, chunk: int, slot: float, busy: float = BUSY
 ) -> list[int]:
-    """Mixed workers that keep every wait short, in each slot of `slot` seconds, for who knows what
-    will arrive.
+    """Return the mixed workers needed in each slot of `slot` seconds, given all arrivals.
 
-    A prompt costs its time alone, a token of an answer its part of a step of `chunk` tokens. What
-    arrives within some slots may be computed within them and `TTFT_SECONDS` more, by workers that
-    are busy for the share `busy` of it.
+    Work is a prompt's prefill time alone, and for each answer token its part of a step of `chunk`
+    tokens. Work that arrives within a window of slots may be computed within the window plus
+    `TTFT_SECONDS`, by workers that are busy for the share `busy` of that time. Windows of up to
+    `WINDOW_SECONDS` are considered.
     """
     last = load[-1].due if load else 0.0
     work = np.zeros(int(last / slot) + 1)

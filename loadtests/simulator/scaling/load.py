@@ -1,4 +1,4 @@
-"""`penstock simulate load`: a cluster under a load in virtual time, drawn as a page."""
+"""`penstock simulate load`: simulate a cluster under a load and draw the result as a page."""
 
 import math
 import sys
@@ -42,56 +42,58 @@ Kind = Literal["static", "penstock", "queue", "cpu", "clairvoyant"]
 KINDS: Sequence[Kind] = ("static", "penstock", "queue", "cpu", "clairvoyant")
 SLOT_SECONDS = 5.0
 BLOCK_SIZE = 64
-"""Tokens: larger than an engine's, which changes little but how long a simulation takes."""
+"""In tokens; larger than a real engine's, which makes the simulation faster."""
 
 
 class WrongOptions(ValueError):
-    """Options that make no sense; the message says which."""
+    """Contradictory or out-of-range options; the message names the option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """What arrives."""
+    """Requests that arrive."""
 
     trace: Path | None = option(None, "Mooncake JSON lines or an Azure CSV")  # noqa: RUF009
-    shape: Literal["steps", "sinusoid"] = option("sinusoid", "without a trace")
-    low: float = option(0.5, "requests a second, at least")
-    high: float = option(4.0, "requests a second, at most")
-    period: float = option(1200.0, "seconds of a wave, or of two steps")
+    shape: Literal["steps", "sinusoid"] = option("sinusoid", "load curve without --trace")
+    low: float = option(0.5, "lowest rate, requests per second")
+    high: float = option(4.0, "highest rate, requests per second")
+    period: float = option(1200.0, "seconds per wave, or per two steps")
     input_len: str = option("lognormal:256-4096", "prompt tokens, as for penstock bench")
     output_len: str = option("lognormal:16-512", "answer tokens")
-    copies: float = option(1.0, "so many times the trace's users")
-    speed: float = option(1.0, "play the trace so many times as fast")
-    seconds: float = option(1200.0, "how long requests arrive")
+    copies: float = option(1.0, "multiply the users of the trace by this")
+    speed: float = option(1.0, "multiply the speed of the trace by this")
+    seconds: float = option(1200.0, "seconds during which requests arrive")
     seed: int = option(0, "the same seed gives the same run")
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Who serves it."""
+    """Workers and scaler."""
 
-    mixed: int = option(2, "workers that do both, at the start")
-    prefill: int = option(0, "workers that compute prompts (with --decode, instead of mixed ones)")
-    decode: int = option(0, "workers that generate")
-    scaler: Kind = option("static", "who decides how many workers there are")  # noqa: RUF009
-    compare: bool = option(False, "all of them (mixed workers), against static peak capacity")
-    most: int = option(64, "workers of a pool")
-    busy: float = option(BUSY, "share of its time that a clairvoyant lets a worker be busy")
+    mixed: int = option(2, "mixed workers at the start")
+    prefill: int = option(0, "prefill workers at the start (with --decode, instead of --mixed)")
+    decode: int = option(0, "decode workers at the start")
+    scaler: Kind = option("static", "scaler that sets the number of workers")  # noqa: RUF009
+    compare: bool = option(False, "compare all scalers and static peak capacity (--mixed)")
+    most: int = option(64, "most workers in a pool")
+    busy: float = option(BUSY, "target utilization of the clairvoyant scaler")
     cold_start: float = option(30.0, "seconds until a new worker serves")
     timing: Path | None = option(None, "time model: a YAML file")  # noqa: RUF009
-    max_sequences: int = option(64, "of a worker at a time")
-    max_batched_tokens: int = option(2048, "of a step")
-    promised: float = option(0.0, "seconds to the first token that the router orders by; 0: none")
-    kv_tokens: int = option(400_000, "that a worker's KV holds")
-    single_steps: bool = option(False, "every step an event of its own: slower, the same result")
-    page: Path | None = option(None, "draw it: write a self-contained HTML page there")  # noqa: RUF009
+    max_sequences: int = option(64, "most running sequences per worker")
+    max_batched_tokens: int = option(2048, "most tokens per step")
+    promised: float = option(0.0, "time-to-first-token SLO of the router, seconds; 0: none")
+    kv_tokens: int = option(400_000, "KV cache of a worker, in tokens")
+    single_steps: bool = option(False, "simulate each step as an event: slower, same result")
+    page: Path | None = option(None, "write charts to this file, as one HTML page")  # noqa: RUF009
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, 1 (it never ends), 2 (wrong options), 130 (Ctrl-C)."""
-    about = (
-        "Play a cluster under a load in virtual time: latencies, worker hours, a page of charts."
-    )
+    """Run the command and return its exit code.
+
+    Returns:
+        0, or 1 if requests never end, 2 for wrong options, 130 after Ctrl-C.
+    """
+    about = "Simulate a cluster under a load: latencies, worker hours, a page of charts."
     arriving, serving = read_flags("penstock simulate load", about, (Arriving, Serving), arguments)
     try:
         _check(arriving, serving)
@@ -127,13 +129,13 @@ def _check(arriving: Arriving, serving: Serving) -> None:
     if bool(serving.prefill) != bool(serving.decode):
         raise WrongOptions("--prefill and --decode go together")
     if not (serving.mixed or serving.prefill):
-        raise WrongOptions("there must be a worker: --mixed, or --prefill and --decode")
+        raise WrongOptions("there must be a worker: give --mixed, or --prefill and --decode")
     if serving.compare and serving.prefill:
-        raise WrongOptions("--compare is of mixed workers")
+        raise WrongOptions("--compare works with --mixed only, not with --prefill and --decode")
 
 
 def load_of(arriving: Arriving) -> list[Planned]:
-    """What arrives. Raises WrongOptions, BadTrace and OSError."""
+    """Return the requests that arrive. Raises WrongOptions, BadTrace and OSError."""
     if arriving.trace is not None:
         rows = from_trace(arriving.trace, arriving.seconds, arriving.speed, 10**6, 10**6)
         load = rows if arriving.copies == 1 else replicated(rows, arriving.copies, arriving.seed)
@@ -147,12 +149,12 @@ def load_of(arriving: Arriving) -> list[Planned]:
         rate = waves if arriving.shape == "steps" else sinusoid(low, high, arriving.period)
         load = varying(rate, high, arriving.seconds, inputs, outputs, arriving.seed)
     if not load:
-        raise WrongOptions("nothing arrives in that time")
+        raise WrongOptions("no request arrives within --seconds")
     return load
 
 
 def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
-    """Who serves. Raises WrongOptions, BadTiming and OSError."""
+    """Return the plan of the cluster. Raises WrongOptions, BadTiming and OSError."""
     timing = Timing() if serving.timing is None else read_timing(serving.timing)
     try:
         limits = SchedulerConfig(
@@ -179,7 +181,7 @@ def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
     )
 
 
-# ------------------------------------------------------------------ playing
+# ------------------------------------------------------------------ running
 
 
 def scaler_of(
@@ -200,7 +202,7 @@ def scaler_of(
 
 
 def _product(limits: Mapping[str, PoolLimits], plan: ClusterPlan) -> PenstockScaler:
-    """As `cluster/scaling` makes it."""
+    """Return the product's scaler, configured as in `cluster/scaling`."""
     if not plan.ttft_slo_seconds:
         return PenstockScaler(limits)
     aims = {
@@ -218,14 +220,17 @@ def clairvoyant_of(
 
 
 def needs_of(load: Sequence[Planned], plan: ClusterPlan, busy: float = BUSY) -> list[int]:
-    """Workers that each slot of SLOT_SECONDS needs, busy for that share of their time."""
+    """Return the workers needed in each slot of SLOT_SECONDS at utilization `busy`."""
     return workers_needed(load, plan.timing, plan.limits.max_batched_tokens, SLOT_SECONDS, busy)
 
 
 def simulate(
     kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int, busy: float = BUSY
 ) -> tuple[Cluster, Figures]:
-    """Play it to its end; `busy` is for a clairvoyant. Raises RuntimeError where it has none."""
+    """Run the simulation to its end; `busy` applies to the clairvoyant scaler only.
+
+    Raises RuntimeError if requests never end.
+    """
     cluster = Cluster(plan, load, scaler_of(kind, load, plan, most, busy))
     cluster.run()
     return cluster, figures(cluster, plan)
@@ -273,9 +278,11 @@ def _compare(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> in
 
 
 def static_peak(load: Sequence[Planned], plan: ClusterPlan, most: int) -> int:
-    """The fewest mixed workers that, always there, keep the goals of 99.5% of the requests; `most`
-    where so many do not."""
-    # From where it should be, in growing steps: a cluster far too small takes long to play.
+    """Return the fewest static mixed workers with which 99.5% of the requests meet their goals.
+
+    Returns `most` if no smaller number is enough.
+    """
+    # Search outwards from an estimate: simulating a cluster that is far too small takes long.
     low, high, step = 1, most, 1
     middle = max(needs_of(load, plan, busy=1.0))
     while low < high:
@@ -307,7 +314,7 @@ def _show(rows: Sequence[Sequence[str]], cluster: Cluster, seconds: float) -> No
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns flush right."""
+    """Print a table with right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for line in (header, *rows):
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
@@ -321,15 +328,15 @@ def _draw(serving: Serving, rows: Sequence[Sequence[str]], of: Mapping[str, Clus
         return
     about = [
         f"{len(next(iter(of.values())).calls)} requests; cold start {serving.cold_start:g} s. "
-        "Goals: the first token within 2 s plus five times its prompt's time alone, "
-        "each further one within twice a step alone.",
+        "Goals: TTFT of at most 2 s plus five times the prompt's prefill time alone, "
+        "TPOT of at most twice the time of a decode step alone.",
     ]
     text = page("penstock simulate load", about, HEADER, rows, charts_of(of))
     serving.page.write_text(text, encoding="utf-8")
 
 
 def charts_of(clusters: Mapping[str, Cluster]) -> list[Chart]:
-    """Workers, queues and latencies over time, a line for each."""
+    """Return charts of workers, queues and latencies over time, with one line per cluster."""
     return [
         Chart("Workers paid for", "", [_workers(name, of) for name, of in clusters.items()]),
         Chart(

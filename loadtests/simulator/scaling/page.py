@@ -1,4 +1,4 @@
-"""A simulation as one page that needs nothing else: charts over time, drawn as inline SVG."""
+"""Draw a simulation as one self-contained HTML page: charts over time as inline SVG."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Line:
 
     name: str
     points: Sequence[tuple[float, float]]
-    stepped: bool = False  # it stays until the next point
+    stepped: bool = False  # hold the value until the next point
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def page(
     rows: Sequence[Sequence[str]],
     charts: Sequence[Chart],
 ) -> str:
-    """The whole page."""
+    """Return the HTML of the whole page."""
     body = [f"<h1>{escape(title)}</h1>", *(f"<p class=note>{escape(line)}</p>" for line in about)]
     body.append(_table(header, rows))
     span = max((x for c in charts for line in c.lines for x, _ in line.points), default=1.0)
@@ -112,12 +112,12 @@ def _axes(span: float, top: float, unit: str) -> str:
 
 
 def _time(seconds: float, span: float) -> str:
-    """In one unit along an axis of `span` seconds."""
+    """Format a time, in the same unit for all labels of an axis of `span` seconds."""
     return f"{seconds / 3600:.1f} h" if span >= 3 * 3600 else f"{seconds / 60:.1f} min"
 
 
 def _round_up(value: float) -> float:
-    """To one, two, four or eight of a power of ten, so that quarters are short numbers."""
+    """Round up to 1, 2, 4 or 8 times a power of ten, which makes quarters short numbers."""
     if value <= 0:
         return 1.0
     power = 10.0 ** len(str(int(value))) / 10 if value >= 1 else 0.001

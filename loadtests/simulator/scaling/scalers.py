@@ -1,4 +1,4 @@
-"""Who decides how many workers there are: the product's autoscaler, and what it is held against."""
+"""Scalers: the product's autoscaler and the ones it is compared with."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from penstock.cluster.autoscaling.autoscaler import (
 )
 
 INTERVAL_SECONDS = 5.0
-"""From one decision to the next."""
+"""Seconds between decisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,17 @@ class PoolView:
     """A pool as a scaler sees it."""
 
     state: PoolInputs
-    utilization: float  # share of the time since the last look in which its workers computed
+    utilization: float  # share of the time since the last decision spent computing
 
 
 class Scaler(Protocol):
     def decide(self, pools: Mapping[str, PoolView], now: float) -> Mapping[str, int]:
-        """How many workers each pool should have."""
+        """Return the number of workers that each pool should have."""
         ...
 
 
 class Static:
-    """Always so many."""
+    """A fixed number of workers."""
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = counts
@@ -42,7 +42,7 @@ class Static:
 
 
 class PenstockScaler:
-    """The autoscaler that ships."""
+    """The product's autoscaler."""
 
     def __init__(
         self, limits: Mapping[str, PoolLimits], policy: ScalingPolicy | None = None
@@ -55,7 +55,7 @@ class PenstockScaler:
 
 
 class QueueThreshold:
-    """One more when more than `most` requests wait a worker; one less after a quiet minute."""
+    """Adds a worker above `most` queued requests per worker; removes one after a quiet minute."""
 
     def __init__(self, limits: Mapping[str, PoolLimits], most: int = 4) -> None:
         self._limits = limits
@@ -81,7 +81,7 @@ class QueueThreshold:
 
 
 class CpuTarget:
-    """Kubernetes' HPA on how busy workers are: target 70%, tolerance 10%, 300 s before fewer."""
+    """Kubernetes' HPA on utilization: target 70%, tolerance 10%, 300 s before scaling down."""
 
     TARGET, TOLERANCE, WINDOW = 0.7, 0.1, 300.0
 
@@ -106,12 +106,12 @@ class CpuTarget:
 
 
 class Clairvoyant:
-    """Knows the arrivals: at any time as many as the work of the time to come needs.
+    """A scaler that knows all arrivals and provides the workers needed in the near future.
 
     Args:
         needs: for each pool, workers needed in each slot of `slot` seconds.
-        ahead: seconds that a new worker takes, and those from one decision to the next.
-        most: workers of a pool.
+        ahead: seconds to look ahead: a cold start and the time between decisions.
+        most: largest number of workers in a pool.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Clairvoyant:
         self._ahead = ahead
 
     def decide(self, pools: Mapping[str, PoolView], now: float) -> Mapping[str, int]:
-        first = max(int(now / self._slot) - 1, 0)  # what came just now is still computed
+        first = max(int(now / self._slot) - 1, 0)  # work of the previous slot is still running
         last = int((now + self._ahead) / self._slot) + 1
         return {
             name: min(max(needs[first : last + 1], default=1), self._most)

@@ -1,9 +1,9 @@
-"""`penstock simulate scaling`: the autoscaler beside others, on traces and waves, and its goals.
+"""`penstock simulate scaling`: compare the autoscaler with others and check its goals.
 
-For every load and cold start all scalers play the same arrivals, and all begin with static peak
-capacity, as an operator would. What is asked of the product's, at a cold start of 30 s: as many
-requests with their goals kept as with static peak capacity, but for 1%; worker hours as said of
-each load.
+For every load and cold start, all scalers get the same arrivals and start with static peak
+capacity, as an operator would. Goals of the product's autoscaler at a cold start of 30 s: at least
+99% as many requests meet their latency goals as with static peak capacity, and worker hours stay
+within the limits of each `Case`.
 """
 
 import sys
@@ -33,58 +33,62 @@ from penstock.loadtests.simulator.scaling.load import (
 from penstock.loadtests.simulator.scaling.page import Chart, page
 
 JUDGED_COLD_START = 30.0  # seconds
-LEAST_KEPT = 0.99  # of what static peak capacity keeps
+LEAST_KEPT = 0.99  # as a share of the requests kept by static peak capacity
 SCALERS: Sequence[Kind] = ("penstock", "queue", "cpu")
 BUSY_FRACTIONS = (1.1, 1.0, 0.9, 0.8, 0.7)
-"""Of a clairvoyant's workers, of what a worker should get done: the first that keeps enough."""
+"""Utilizations tried for the clairvoyant; the first that keeps enough goals is taken."""
 JUDGED = ("static peak", "penstock", "clairvoyant")
 TITLE = "penstock simulate scaling"
 ABOUT = (
-    "Goals: the first token within 2 s plus five times its prompt's time alone, each further one "
-    "within twice a step alone. Static peak: the fewest workers that, always there, keep the goals "
-    "of 99.5% of the requests. The clairvoyant knows the arrivals.",
+    "Goals: TTFT of at most 2 s plus five times the prompt's prefill time alone, TPOT of at most "
+    "twice the time of a decode step alone. Static peak: the fewest static workers for which "
+    "99.5% of the requests meet their goals. The clairvoyant scaler knows all arrivals.",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What arrives: the traces that are given, and a wave and steps of so long."""
+    """Traces, and a generated wave and steps."""
 
     code: Path | None = option(None, "Azure's code trace")  # noqa: RUF009
     conversation: Path | None = option(None, "Azure's conversation trace")  # noqa: RUF009
     mooncake: Path | None = option(None, "a Mooncake trace")  # noqa: RUF009
-    copies: float = option(4.0, "so many times the traces' users")
-    seconds: float = option(3600.0, "of each trace")
-    wave: float = option(7200.0, "seconds of the wave, and of two steps; 0: neither")
-    low: float = option(1.0, "requests a second of wave and steps, at least")
-    high: float = option(12.0, "requests a second of wave and steps, at most")
+    copies: float = option(4.0, "multiply the users of the traces by this")
+    seconds: float = option(3600.0, "seconds of each trace")
+    wave: float = option(7200.0, "seconds per wave, and per two steps; 0: neither load")
+    low: float = option(1.0, "lowest rate of wave and steps, requests per second")
+    high: float = option(12.0, "highest rate of wave and steps, requests per second")
 
 
 @dataclass(frozen=True, slots=True)
 class Trying:
-    """Who is to serve it."""
+    """Workers that serve each load."""
 
-    cold_starts: str = option("30", "seconds, with commas between: 1,30,300")
-    most: int = option(32, "workers")
+    cold_starts: str = option("30", "cold start times in seconds, as 1,30,300")
+    most: int = option(32, "most workers")
     timing: Path | None = option(None, "time model: a YAML file")  # noqa: RUF009
-    max_batched_tokens: int = option(256, "of a step: with more, a prompt holds up who decodes")
-    promised: float = option(2.0, "seconds to the first token that the router orders by; 0: none")
-    page: Path | None = option(None, "draw it: write a self-contained HTML page there")  # noqa: RUF009
+    max_batched_tokens: int = option(256, "most tokens per step: with more, prompts delay decodes")
+    promised: float = option(2.0, "time-to-first-token SLO of the router, seconds; 0: none")
+    page: Path | None = option(None, "write charts to this file, as one HTML page")  # noqa: RUF009
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One load, and what worker hours may be at a cold start of 30 s."""
+    """One load, and the limits on worker hours at a cold start of 30 s."""
 
     name: str
     arriving: Arriving
-    of_peak: float | None = None  # at most this share of static peak's
+    of_peak: float | None = None  # limit, as a share of static peak's worker hours
     of_clairvoyant: float | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; 0, 1 (a goal is missed, or it never ends), 2 (wrong options), 130."""
-    about = "Play the autoscaler beside others on several loads, and say whether its goals are met."
+    """Run the command and return its exit code.
+
+    Returns:
+        0, or 1 if a goal is missed or requests never end, 2 for wrong options, 130 after Ctrl-C.
+    """
+    about = "Compare the autoscaler with other scalers on several loads and check its goals."
     loads, trying = read_flags("penstock simulate scaling", about, (Loads, Trying), arguments)
     try:
         return _run(cases(loads), trying)
@@ -99,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cases(loads: Loads) -> list[Case]:
-    """The loads that are played. Raises WrongOptions where there are none."""
+    """Return the loads to run. Raises WrongOptions if there are none."""
     trace = Arriving(copies=loads.copies, seconds=loads.seconds)
     found = [
         Case(name, replace(trace, trace=path), of_peak, of_clairvoyant)
@@ -115,12 +119,12 @@ def cases(loads: Loads) -> list[Case]:
         found.append(Case("wave", drawn, of_peak=0.65))
         found.append(Case("steps", replace(drawn, shape="steps")))
     if not found:
-        raise WrongOptions("nothing arrives: give a trace or --wave")
+        raise WrongOptions("no load: give a trace or --wave")
     return found
 
 
 def missed(case: Case, peak: Figures, product: Figures, clairvoyant: Figures) -> list[str]:
-    """The goals that the product's autoscaler has not met, in words."""
+    """Return a message for each goal that the product's autoscaler missed."""
     wrong = []
     if product.kept < LEAST_KEPT * peak.kept:
         wrong.append(f"keeps {product.kept / peak.kept:.1%} of what static peak capacity keeps")
@@ -175,7 +179,7 @@ def _cold_starts(text: str) -> list[float]:
 
 
 def _play(case: Case, cold_start: float, trying: Trying) -> dict[str, tuple[Cluster, Figures]]:
-    """One load, by every scaler."""
+    """Run one load with every scaler."""
     serving = Serving(
         most=trying.most,
         cold_start=cold_start,
@@ -197,7 +201,7 @@ def _play(case: Case, cold_start: float, trying: Trying) -> dict[str, tuple[Clus
 def _cheapest_clairvoyant(
     load: Sequence[Planned], plan: ClusterPlan, most: int, enough: float
 ) -> tuple[Cluster, Figures]:
-    """Of those who know the arrivals the one with the busiest workers that keeps enough goals."""
+    """Run the clairvoyant with decreasing utilization until it keeps enough goals."""
     for busy in BUSY_FRACTIONS:
         cluster, of = simulate("clairvoyant", load, plan, most, busy)
         if of.kept >= enough:

@@ -1,4 +1,4 @@
-"""What arrives when: traces, steps and sinusoids."""
+"""Arrivals over time: traces, steps and sinusoids."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ from penstock.loadtests.bench.workload import (
 def from_trace(
     path: Path, seconds: float, speed: float, max_input: int, max_output: int
 ) -> list[Planned]:
-    """The first `seconds` of a trace that is played `speed` times as fast."""
+    """Return the first `seconds` of a trace that is replayed `speed` times as fast."""
     rows = [capped(row, max_input, max_output) for row in read_trace(path)]
     rows = [row for row in rows if row.at / speed <= seconds]
     return traced_load(rows, [row.at / speed for row in rows])
 
 
 def replicated(plan: Sequence[Planned], copies: float, seed: int) -> list[Planned]:
-    """`copies` times as many requests: each again at times of its own, within five seconds.
+    """Return `copies` times as many requests: each is repeated with delays of up to 5 s.
 
-    More users rather than faster ones: bursts and their lengths stay as they are.
+    This models more users rather than faster ones: bursts and their lengths stay the same.
     """
     random = np.random.Generator(np.random.Philox(key=[seed, 1]))
     drawn: list[tuple[float, Planned]] = []
@@ -43,12 +43,12 @@ def replicated(plan: Sequence[Planned], copies: float, seed: int) -> list[Planne
 
 
 def steps(low: float, high: float, every: float) -> Callable[[float], float]:
-    """Requests a second at a time: low, then high, then low again."""
+    """Return a rate function (time -> requests per second) that alternates low and high."""
     return lambda at: high if int(at / every) % 2 else low
 
 
 def sinusoid(low: float, high: float, period: float) -> Callable[[float], float]:
-    """Requests a second at a time: it begins with the low."""
+    """Return a sinusoidal rate function (time -> requests per second) that starts at `low`."""
     middle, half = (low + high) / 2, (high - low) / 2
     return lambda at: middle - half * math.cos(2 * math.pi * at / period)
 
@@ -61,7 +61,7 @@ def varying(
     outputs: Lengths,
     seed: int,
 ) -> list[Planned]:
-    """A Poisson process whose rate changes with time, never above `most`: by thinning."""
+    """Draw a Poisson process with the varying rate `rate(time) <= most`, by thinning."""
     random = np.random.Generator(np.random.Philox(key=[seed, 2]))
     due, times = 0.0, []
     while (due := due + float(random.exponential(1 / most))) <= seconds:
@@ -75,7 +75,7 @@ def varying(
 
 
 def prompt_of(planned: Planned) -> list[int]:
-    """Tokens that agree with another prompt's exactly as far as their blocks do."""
+    """Return prompt tokens that share a prefix with another prompt as far as their blocks do."""
     if not planned.blocks:
         return [planned.number] * planned.input_len
     ids = np.array(planned.blocks, np.int64) % (2**31 - 1)

@@ -1,4 +1,4 @@
-"""Virtual time, and processes that live in it: they can stop, go on and die."""
+"""Virtual time, and simulated processes that can be stopped, continued and killed."""
 
 import gc
 import heapq
@@ -12,8 +12,11 @@ Act: TypeAlias = Callable[[], None]
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """A long run holds millions of small tuples: to look for cycles among them as often as Python
-    does by itself takes a fifth of its time."""
+    """Run the garbage collector less often.
+
+    A long run holds millions of small tuples, and with Python's default thresholds collections take
+    a fifth of its time.
+    """
     before = gc.get_threshold()
     gc.set_threshold(200_000, 50, 1000)
     try:
@@ -23,7 +26,7 @@ def rare_collections() -> Iterator[None]:
 
 
 class Clock:
-    """One heap of events; those of one moment happen in the order in which they were asked for."""
+    """A virtual clock with a heap of events; events of equal time run in the order scheduled."""
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
@@ -31,79 +34,81 @@ class Clock:
         self._num_scheduled = 0
 
     def at(self, time: float, act: Act) -> None:
-        """Have that happen then, or now if then is past."""
+        """Schedule `act` at `time`, or now if `time` has passed."""
         self._num_scheduled += 1
         heapq.heappush(self._heap, (max(time, self.now), self._num_scheduled, act))
 
     def after(self, seconds: float, act: Act) -> None:
+        """Schedule `act` after `seconds`."""
         self.at(self.now + seconds, act)
 
     @property
     def next(self) -> float:
-        """When something happens next; inf: never."""
+        """Time of the next event; inf if there is none."""
         return self._heap[0][0] if self._heap else float("inf")
 
     @property
     def num_events(self) -> int:
-        """That have happened."""
+        """Number of events that have run."""
         return self._num_scheduled - len(self._heap)
 
     def step(self) -> None:
-        """Let the next thing happen."""
+        """Advance to the next event and run it."""
         self.now, _, act = heapq.heappop(self._heap)
         act()
 
     def run(self, until: float) -> None:
-        """Let everything happen that is due by then."""
+        """Run all events up to and including the time `until`."""
         while self.next <= until:
             self.step()
         self.now = max(self.now, until)
 
 
 def _undisturbed(time: float) -> None:
-    """For processes that do one thing after the other anyway."""
+    """Do nothing: the default for processes that do not fast-forward."""
 
 
 class Process:
-    """What happens to it while it is stopped waits; what happens to it once dead is lost."""
+    """A simulated process: actions queue while it is stopped and are lost once it is killed."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name = name
         self.clock = clock
         self.alive = True
-        # Told of what comes from outside, and when, before it comes: a message that is sent to it,
-        # a signal. Who has run ahead of the clock's events catches up then.
+        # Called with the arrival time before a message or signal arrives. A process that has
+        # fast-forwarded past the clock's events catches up in it.
         self.disturbed: Callable[[float], None] = _undisturbed
         self._stopped = False
         self._backlog: deque[Act] = deque()
 
     def after(self, seconds: float, act: Act) -> None:
-        """A timer of its own."""
+        """Run `act` in this process after `seconds`, like a timer of the process."""
         self.clock.after(seconds, lambda: self.take(act))
 
     def at(self, time: float, act: Act) -> None:
-        """A timer of its own."""
+        """Run `act` in this process at `time`, like a timer of the process."""
         self.clock.at(time, lambda: self.take(act))
 
     def take(self, act: Act) -> None:
-        """Something happens to it: now, or once it goes on."""
+        """Run `act` in this process: now, or when it continues if it is stopped."""
         if self._stopped:
             self._backlog.append(act)
         elif self.alive:
             act()
 
     def stop(self) -> None:
-        """As SIGSTOP does."""
+        """Stop the process, like SIGSTOP."""
         self.disturbed(self.clock.now)
         self._stopped = True
 
     def go_on(self) -> None:
-        """As SIGCONT does."""
+        """Continue the process and run the queued actions, like SIGCONT."""
         self._stopped = False
         while self._backlog and not self._stopped:
             self.take(self._backlog.popleft())
 
     def kill(self) -> None:
+        """Kill the process and drop its queued actions."""
         self.disturbed(self.clock.now)
         self.alive = False
         self._backlog.clear()

@@ -1,4 +1,4 @@
-"""A worker's part in KV transfers: the leases that it sends, the blocks that it takes in."""
+"""A worker's side of KV transfers: leases that it sends and transfers that it receives."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,11 +25,11 @@ Peer = Callable[[WorkerId], tuple[Process, Receiver] | None]
 
 
 class KvTransfer:
-    """Between the batcher's leases and reserved blocks, and who travels on the network.
+    """Connects the batcher's leases and reserved blocks with the transfer endpoints.
 
     Args:
-        sessions: the routers' streams, by number.
-        peer: the process and the destination of a worker, None while it is not there.
+        sessions: the routers' streams by number.
+        peer: returns the process and the receiver of a worker, or None while it is not running.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class KvTransfer:
         )
 
     def send(self, session: Session, command: Send) -> None:
-        """At a step boundary: send what a lease keeps."""
+        """Send the blocks of a lease; called at a step boundary."""
         key = Key(session.number, command.request, command.attempt)
         held = session.held.get(key)
         size = self._batcher.limits.block_size
@@ -75,7 +75,7 @@ class KvTransfer:
         self._sender.send(outgoing)
 
     def expect(self, key: Key, have: int, stop: int) -> None:
-        """The scheduler has reserved blocks: have them filled, if they are still wanted."""
+        """Open a transfer into blocks that the batcher has reserved, if they are still needed."""
         session = self._sessions.get(key.session)
         held = session.held.get(key) if session is not None else None
         blocks = self._batcher.reserved_blocks(key)
@@ -92,14 +92,14 @@ class KvTransfer:
         session.send(ready, self._clock.now)
 
     def cancel(self, held: HeldSequence) -> None:
-        """Cut what is being received or sent of it."""
+        """Abort the incoming transfer and all sends of a sequence."""
         if held.epoch:
             self.receiver.close(held.epoch)
         for outgoing in held.sends:
             outgoing.aborted = True
 
     def _on_result(self, session: Session, key: Key, epoch: int, reason: str) -> None:
-        """Nothing of the transfer is being written any more."""
+        """Report the end of an incoming transfer, after which nothing is written any more."""
         about = (self._name[0], key.request, key.attempt, epoch)
         if key not in session.held:
             self._post(lambda: self._batcher.transfer_drained(key))
@@ -110,16 +110,16 @@ class KvTransfer:
             self._post(lambda: self._batcher.transfer_failed(key))
             session.send(Failed(*about, reason), self._clock.now)
 
-    # ------------------------------------------------------------ always true
+    # ------------------------------------------------------------ invariants
 
     def _write(self, blocks: seq.Ints, content: Sequence[int]) -> None:
-        """For a transfer: nobody else may hold what it writes."""
+        """Write received blocks; check that they are reserved for the transfer."""
         states = self._batcher.pool.state[blocks]
         assert (states == State.RESERVED).all(), "a transfer writes blocks that are not its own"
         self._executor.write(blocks, content)
 
     def _read(self, blocks: seq.Ints) -> Sequence[int]:
-        """For a transfer: what it reads has to be kept."""
+        """Read blocks to send; check that they are still held."""
         states = self._batcher.pool.state[blocks]
-        assert (states <= State.LEASED).all(), "a transfer reads blocks that nobody keeps"
+        assert (states <= State.LEASED).all(), "a transfer reads blocks that are not held"
         return self._executor.read(blocks)

@@ -1,4 +1,4 @@
-"""What a worker's steps gave, as messages to the routers."""
+"""Convert the outputs of a worker's steps into messages to routers."""
 
 from collections.abc import Iterator, Mapping
 from typing import cast
@@ -15,7 +15,7 @@ _FINISHES = tuple(Finish)
 def by_session(
     output: StepOutput, sessions: Mapping[int, Session]
 ) -> Iterator[tuple[Session, list[int]]]:
-    """Each router's stream that is to hear of it, and which of the tokens are for it."""
+    """Yield each session that has tokens in `output`, with the rows of its tokens."""
     rows: dict[int, list[int]] = {}
     for row, name in enumerate(output.keys):
         key = cast(Key, name)
@@ -26,7 +26,10 @@ def by_session(
 
 
 def new_tokens(output: StepOutput, tokens: Ints, rows: list[int]) -> list[list[NewToken]]:
-    """What steps drew, a list each, of these places: `tokens` [n, S], as `Steps` tells them."""
+    """Return a list of new tokens per step, for the given rows.
+
+    `tokens` is [n, S], as in `StepListener.on_steps`.
+    """
     choices, indices = output.choices.tolist(), output.indices.tolist()
     finishes, keys = output.finishes.tolist(), cast(list[Key], output.keys)
     about = [
@@ -58,11 +61,11 @@ def send_steps(
     now: float,
     passed: bool,
 ) -> None:
-    """Say what steps drew that ended then; `load`: how full the worker is after the last.
+    """Send the tokens of steps that ended at `ends`; `load` is the worker's load after the last.
 
-    What would have been said and heard by now is told late, with the next message. That changes
-    nothing at the router but how many tokens it knows of. Where a message to the worker has
-    `passed` it, it comes without the load: the router would take it to count that message.
+    Messages that would have arrived by now are merged into the next one. This only changes when the
+    router learns of these tokens. If a message to the worker has `passed` them, they are sent
+    without the load, because the router would take that load to include the message.
     """
     up = session.stream.up
     on_way = len(tokens) - 1

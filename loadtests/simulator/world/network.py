@@ -1,4 +1,4 @@
-"""What lies between processes: latency, bandwidth, and what faults do to messages."""
+"""Simulated network: latency, bandwidth, and message faults."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from typing import NamedTuple
 from penstock.loadtests.simulator.world.clock import Act, Clock, Process
 
 Way = tuple[str, str]
-"""From a process to another, by name."""
+"""Sending and receiving process, by name."""
 
 LATE_SECONDS = 0.05
-"""By so much a message is overtaken."""
+"""Seconds by which a reordered message is delayed."""
 
 
 class MessageFault(NamedTuple):
-    """What happens to one message; `late` is a second copy of it, so many seconds later."""
+    """A fault of one message; with `late`, a second copy arrives `seconds` later."""
 
     how: str  # reorder, duplicate, late or corrupt
     seconds: float
@@ -24,12 +24,12 @@ NONE = MessageFault("", 0.0)
 
 
 class Network:
-    """All ways between all processes.
+    """The network paths between all processes.
 
     Args:
-        clock: whose time it is.
-        latency: seconds of every message.
-        bandwidth: bytes a second of a way on which blocks travel.
+        clock: the virtual clock.
+        latency: seconds per message.
+        bandwidth: bytes per second of a path that carries KV blocks.
     """
 
     def __init__(self, clock: Clock, latency: float, bandwidth: float) -> None:
@@ -37,14 +37,14 @@ class Network:
         self.bandwidth = bandwidth
         self._latency = latency
         self._extra: dict[Way, float] = defaultdict(float)
-        self._cut: dict[Way, float] = {}  # until when
-        self._message_faults: dict[Way, deque[MessageFault]] = defaultdict(deque)  # next
+        self._cut: dict[Way, float] = {}  # time until which the path is cut
+        self._message_faults: dict[Way, deque[MessageFault]] = defaultdict(deque)
 
     def latency(self, way: Way) -> float:
         return self._latency + self._extra[way]
 
     def delay(self, way: Way, seconds: float, until: float) -> None:
-        """Every message takes so much longer until then."""
+        """Add `seconds` of latency to a path until the time `until`."""
         self._extra[way] += seconds
 
         def over() -> None:
@@ -53,14 +53,14 @@ class Network:
         self.clock.at(until, over)
 
     def cut(self, way: Way, until: float) -> None:
-        """Nothing arrives until then; what was sent arrives afterwards."""
+        """Cut a path until the time `until`; messages sent meanwhile arrive afterwards."""
         self._cut[way] = max(until, self._cut.get(way, 0.0))
 
     def cut_until(self, way: Way) -> float:
         return self._cut.get(way, 0.0)
 
     def add_message_fault(self, way: Way, how: str, seconds: float) -> None:
-        """Do that to the next message that goes there."""
+        """Apply a fault to the next message on this path that has none yet."""
         self._message_faults[way].append(MessageFault(how, seconds))
 
     def take_message_fault(self, way: Way) -> "MessageFault":
@@ -68,7 +68,7 @@ class Network:
         return waiting.popleft() if waiting else NONE
 
     def post(self, way: Way, to: Process, act: Act, seconds: float = 0.0) -> None:
-        """One message, in no order with others; `seconds` is what it takes beside the latency."""
+        """Send one unordered message; `seconds` are added to the latency."""
         due = self.clock.now + self.latency(way) + seconds
         self.clock.at(due, lambda: self._arrive(way, to, act))
 
@@ -81,10 +81,10 @@ class Network:
 
 
 class Pipe:
-    """One direction of a stream: numbered messages in order; one out of order breaks it.
+    """One direction of a stream: numbered messages; one out of order breaks the stream.
 
     Args:
-        broken: called at the reader when a number is not the next one.
+        broken: called at the reader if a message's number is not the next one.
     """
 
     def __init__(self, network: Network, way: Way, to: Process, broken: Act) -> None:
@@ -98,13 +98,15 @@ class Pipe:
         self.closed = False
 
     def arrival(self, sent: float) -> float:
-        """When what was sent then arrives, if nothing was sent since."""
+        """Return the arrival time of a message sent at `sent`, if none was sent since."""
         return max(self._due, sent + self._network.latency(self._way))
 
     def send(self, act: Act, sent: float | None = None, disturbs: bool = True) -> None:
-        """Have `act` happen at the reader.
+        """Run `act` at the reader when the message arrives.
 
-        `sent`: it went off then already. `disturbs`: it may change what the reader does.
+        Args:
+            sent: time at which the message was sent, if that was before now.
+            disturbs: the message may change what the reader does, so a fast-forward must stop.
         """
         if self.closed:
             return
@@ -126,7 +128,7 @@ class Pipe:
             self._to.take(lambda: self._read(number, act))
 
     def is_next(self, number: int) -> bool:
-        """Whether that is the number of the message that is due."""
+        """Return True if `number` is the next message to read."""
         return number == self._num_read
 
     def _read(self, number: int, act: Act) -> None:
@@ -140,7 +142,7 @@ class Pipe:
 
 
 class Stream:
-    """A router's stream to a worker. Streams do not resume: each is of one connection."""
+    """One connection between a router and a worker. A new connection gets a new stream."""
 
     def __init__(
         self,
@@ -155,5 +157,5 @@ class Stream:
         self.up = Pipe(network, back, router, lambda: router_broken(self))
 
     def close(self) -> None:
-        """Nothing more is read on either side."""
+        """Close both directions; messages on their way are discarded."""
         self.down.closed = self.up.closed = True

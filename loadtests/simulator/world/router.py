@@ -1,4 +1,4 @@
-"""A router: the production dispatcher, and links to workers in virtual time."""
+"""A simulated router: the production dispatcher with links to workers in virtual time."""
 
 from collections import deque
 from collections.abc import Callable
@@ -16,24 +16,24 @@ from penstock.router.routing.placement.policy import Policy
 TICK_SECONDS = 0.5
 CONNECT_SECONDS = 10.0
 PAUSE_SECONDS = 0.2
-"""Between attempts to connect."""
+"""Seconds between attempts to connect."""
 
 
 class Client(Protocol):
-    """Who asked for something."""
+    """Interface of a request's client."""
 
     def deliver(self, deliver: ev.Deliver) -> ev.ChoiceStopped | None:
-        """New tokens; the cut that a stop string makes of them."""
+        """Take new tokens; return a `ChoiceStopped` if a stop string ends the choice here."""
         ...
 
     def on_choice_stopped(self, choice: int) -> None:
-        """The router knows of it."""
+        """Note that the router has processed the cut of `choice`."""
 
     def end(self, end: ev.EndRequest) -> None: ...
 
 
 class Link:
-    """A router's streams to one worker, one after the other."""
+    """A router's link to one worker; reconnects with a new stream after each loss."""
 
     def __init__(
         self,
@@ -47,14 +47,14 @@ class Link:
         self._network = network
         self._find = find
         self._stream: Stream | None = None
-        self._session: Session | None = None  # once it is up
+        self._session: Session | None = None  # set once connected
         self._worker_process: Worker | None = None
         self._last_sent_at = 0.0
         self._wanted = True
         self._connect()
 
     def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop | None) -> None:
-        """Have the worker obey; None is a beat. Without a stream it is lost."""
+        """Send a command, or a heartbeat if None; it is lost if the link is not connected."""
         stream, session, worker = self._stream, self._session, self._worker_process
         if stream is None or session is None or worker is None:
             return
@@ -72,7 +72,7 @@ class Link:
         self._on_closed(stream)
 
     def stop(self) -> None:
-        """The worker is not wanted any more."""
+        """Close the stream and do not reconnect."""
         self._wanted = False
         self.close()
 
@@ -96,7 +96,7 @@ class Link:
         router.process.after(CONNECT_SECONDS, lambda: self._give_up(stream))
 
     def _attach(self, stream: Stream, worker: Worker) -> None:
-        """At the worker."""
+        """Open the session at the worker and send its load to the router."""
         session = worker.attach(
             self._router.name,
             stream,
@@ -107,7 +107,7 @@ class Link:
         stream.up.send(lambda: self._welcome(stream, session, ev.WorkerUp(info, load)))
 
     def _worker_broken(self, stream: Stream) -> None:
-        """At the worker: a message of this stream is missing."""
+        """Close the session at the worker: a message of the stream is missing."""
         worker = self._worker_process
         for session in list(worker.sessions.values()) if worker else ():
             if session.stream is stream and worker is not None:
@@ -150,8 +150,9 @@ class Router:
     """One router process.
 
     Args:
-        find: a worker by name, while it lives.
-        hear: sees every event and its commands.
+        find: returns a worker by name, or None if it is not alive.
+        on_event: called with the router's name, each event and its commands.
+        check: check the dispatcher's invariants after each event.
     """
 
     def __init__(
@@ -178,12 +179,12 @@ class Router:
         self.process.after(TICK_SECONDS, self._tick)
 
     def link(self, worker: str) -> None:
-        """Keep a stream to that worker."""
+        """Connect to a worker and keep reconnecting."""
         if worker not in self._links:
             self._links[worker] = Link(self, worker, self._network, self._find)
 
     def close_links(self) -> None:
-        """It has died: its machine closes its streams."""
+        """Close all streams, as the host of a killed router does."""
         for link in self._links.values():
             link.close()
 
@@ -193,7 +194,7 @@ class Router:
             link.stop()
 
     def assign(self, worker: str, role: str) -> None:
-        """An operator gives a worker a role."""
+        """Assign a role to a worker, as an operator does."""
         self.process.take(lambda: self.post(ev.RoleChanged(worker, role)))
 
     def submit(self, request: ev.Request, client: Client) -> None:
@@ -201,12 +202,12 @@ class Router:
         self.post(ev.RequestArrived(request))
 
     def cancel(self, request: int) -> None:
-        """Its client goes away."""
+        """Cancel a request whose client disconnected."""
         if self.clients.pop(request, None) is not None:
             self.post(ev.ClientDisconnected(request))
 
     def post(self, event: ev.Event) -> None:
-        """Have an event handled, now or right after the one that is being handled."""
+        """Handle an event now, or after the one that is being handled."""
         self._events.append(event)
         if self._handling:
             return

@@ -1,4 +1,4 @@
-"""What a simulated worker is made of, and what it holds for each router's stream."""
+"""Settings of a simulated worker, and its state for each router's stream."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from penstock.workers.scheduling.config import SchedulerConfig
 
 
 class Key(NamedTuple):
-    """A sequence's name: `session` numbers the routers' streams."""
+    """Key of a sequence; `session` is the number of the router's stream."""
 
     session: int
     request: int
@@ -26,15 +26,17 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class HeldSequence:
+    """A sequence that a worker holds for a router: queued, running or under a lease."""
+
     source: WorkerId | None = None
-    epoch: int = 0
-    kv_len: int = 0
+    epoch: int = 0  # of the incoming transfer; 0: none
+    kv_len: int = 0  # positions under a lease; 0: no lease
     sends: list[OutgoingTransfer] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One router's stream."""
+    """A worker's end of one router's stream."""
 
     number: int
     router: str
@@ -42,13 +44,13 @@ class Session:
     deliver: Callable[[Event], None]  # at the router
     ended: Act  # at the router
     last_received_at: float
-    last_sent_at: float  # when something was last said
-    load_sent_at: float = 0.0  # when it was last told how full the worker is
-    load: WorkerLoad | None = None  # as it was last told
+    last_sent_at: float  # time of the last event sent
+    load_sent_at: float = 0.0  # time of the last load report
+    load: WorkerLoad | None = None  # the load last sent
     held: dict[Key, HeldSequence] = field(default_factory=dict)
 
     def send(self, event: Event, now: float) -> None:
-        """Say it to the router; `now` may be a moment ago."""
+        """Send an event to the router; `now` may lie before the clock's time."""
         self.last_sent_at = now
         deliver = self.deliver
         self.stream.up.send(lambda: deliver(event), sent=now)
@@ -56,7 +58,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class WorkerShape:
-    """What a worker is made of."""
+    """Settings of a worker."""
 
     info: WorkerInfo
     limits: SchedulerConfig

@@ -1,9 +1,9 @@
-"""A worker's steps in virtual time: an event each, or many as one.
+"""Run a worker's steps in virtual time: one event per step, or one for many quiet steps.
 
-Where nothing is decided for a while (`FastForward` says how long) all steps until then are one
-event, a leap. Its steps have the times that they would have had one by one; whatever comes
-meanwhile first has those booked that are over by then, and finds the worker in the step that it
-would be in.
+Where no scheduling decision is due for a while (`FastForward` returns for how long), all steps
+until then are one event, a fast-forward. Its steps have the times that they would have had one by
+one. When something arrives meanwhile, the steps that have ended by then are committed first, and
+the worker continues from the step that it would be in.
 """
 
 from collections import deque
@@ -23,45 +23,50 @@ from penstock.workers.scheduling.sequence import Ints, StepOutput, StepPlan
 
 
 class StepListener(Protocol):
-    """Who wants to know what becomes of the steps."""
+    """Interface for the results of steps."""
 
     def on_steps(self, output: StepOutput, tokens: Ints, ends: Floats, passed: bool) -> None:
-        """Steps that ended at `ends` [n] drew `tokens` [n, S]; `output` is that of the first, and
-        the others went on from it. Only a single one may end somebody.
+        """Handle the results of steps.
 
-        `passed`: something that was sent meanwhile has passed what was to be said of them.
+        Args:
+            output: output of the first step; the others continue the same sequences. A sequence can
+                finish
+                only if there is a single step.
+            tokens: [n, S] drawn tokens.
+            ends: [n] end times.
+            passed: a message to the worker was sent before the messages about these steps.
         """
         ...
 
     def on_plan(self) -> None:
-        """The batcher may have events."""
+        """Handle the batcher's events, which a plan may have added."""
         ...
 
     def is_load_known(self) -> bool:
-        """Whether the routers know how full it is, but for what a quiet step changes."""
+        """Return True if the load that routers have differs only by what quiet steps change."""
         ...
 
     def on_idle(self) -> None:
-        """Something was asked, and now there is nothing to compute."""
+        """Handle the end of work: messages were processed and no step is due."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class QuietSteps:
-    """Quiet steps under way."""
+    """Quiet steps in progress."""
 
     id: int
-    plan: StepPlan  # the first one's
-    seconds: Floats  # [n] of each
-    ends: Floats  # [n]
+    plan: StepPlan  # plan of the first step
+    seconds: Floats  # [n] duration of each step
+    ends: Floats  # [n] end time of each step
 
 
 class StepRunner:
-    """Computes while there is something to compute; what is asked of it happens between steps.
+    """Runs steps while there is work; posted actions run between steps.
 
     Args:
-        leaps: whether quiet steps are taken together.
-        check_every: steps after which the ledger is looked at again; 0: never.
+        fast_forwards: combine quiet steps into one event.
+        check_every: check the block invariants every this many steps; 0: never.
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class StepRunner:
         self.num_steps = 0
         self.num_tokens = 0
         self.busy_seconds = 0.0
-        self.prompt_seconds = 0.0  # of the steps that computed prompts
+        self.prompt_seconds = 0.0  # of steps with prefill tokens
         self.last_seconds = 0.0  # of the last step
         self._process = process
         self._batcher = batcher
@@ -88,16 +93,16 @@ class StepRunner:
         self._in_step = False
         self._quiet_steps: QuietSteps | None = None
         self._numbers = count()
-        self._single_until = 0.0  # something is on its way to the worker
+        self._single_until = 0.0  # no fast-forward before this time: a message is on its way
 
     def post(self, act: Act) -> None:
-        """At the next step boundary, which may be now."""
+        """Run `act` at the next step boundary, which may be now."""
         self.catch_up()
         self._inbox.append(act)
         self._wake()
 
     def disturb(self, time: float) -> None:
-        """Something comes from outside then: until it is there, one step after the other."""
+        """Prepare for an arrival at `time`: run single steps until then."""
         self.catch_up(passed=True)
         self._single_until = max(self._single_until, time)
 
@@ -106,7 +111,7 @@ class StepRunner:
         return self._quiet_steps is not None
 
     def catch_up(self, passed: bool = False) -> None:
-        """Book what is over of a leap; the step that is under way ends by itself."""
+        """Commit the ended steps of a fast-forward; the current step continues as a single step."""
         leap, self._quiet_steps = self._quiet_steps, None
         if leap is None:
             return
@@ -125,7 +130,7 @@ class StepRunner:
             self._process.after(0.0, self._boundary)
 
     def _boundary(self) -> None:
-        """Do what was asked for meanwhile, and begin the next step if there is one."""
+        """Run the posted actions, then begin the next step if there is one."""
         has_messages, now = bool(self._inbox), self._process.clock.now
         while self._inbox:
             self._inbox.popleft()()
@@ -177,10 +182,10 @@ class StepRunner:
         self.num_tokens += len(output.keys)
         return output
 
-    # ------------------------------------------------------------ leaps
+    # ------------------------------------------------------------ fast-forward
 
     def _fast_forward(self, plan: StepPlan, now: float) -> bool:
-        """Take that step and the quiet ones after it together, if there are any."""
+        """Run this step and the quiet steps after it as one event; False if there are none."""
         num = self._batcher.fast_forward.num_skippable() if self.fast_forwards else 0
         if num < 2 or not self._listener.is_load_known():
             return False
@@ -191,7 +196,7 @@ class StepRunner:
         return True
 
     def _finish_quiet_steps(self, number: int) -> None:
-        """A leap has come to its end, unless it was broken off."""
+        """Commit a fast-forward that has run to its end without an interruption."""
         leap = self._quiet_steps
         if leap is not None and leap.id == number:
             self._quiet_steps = None
@@ -199,7 +204,7 @@ class StepRunner:
             self._boundary()
 
     def _record(self, leap: QuietSteps, num: int, passed: bool) -> None:
-        """The first `num` steps of a leap are over."""
+        """Commit the first `num` steps of a fast-forward."""
         ends, seconds = leap.ends[:num], leap.seconds[:num]
         output = self._compute(leap.plan)
         drawn = self._executor.predict(leap.plan, num - 1)
@@ -215,7 +220,7 @@ class StepRunner:
         self._listener.on_steps(output, tokens, ends, passed)
 
     def _compute_each(self, first: StepOutput, starts: Floats) -> Ints:
-        """[n, B] what is drawn where it has to be computed: a step a start."""
+        """Return [n, B] drawn tokens, one step per start time, if they cannot be predicted."""
         drawn = np.zeros((len(starts), len(first.tokens)), np.int32)
         for index, start in enumerate(starts.tolist()):
             plan = self._plan(start)
@@ -227,6 +232,6 @@ class StepRunner:
 
 
 def _sums(start: float, seconds: Floats) -> Floats:
-    """[n] start + seconds[0], that + seconds[1], ...: added in this order, as single steps do."""
+    """Return [n] running sums of `start` and `seconds`, added in the order of single steps."""
     sums: Floats = np.concatenate(((start,), seconds)).cumsum()
     return sums[1:]

@@ -1,8 +1,8 @@
-"""KV transfers between simulated workers: epochs, messages of blocks, verdicts.
+"""KV transfers between simulated workers: epochs, messages of blocks, and results.
 
-What `workers/kv_transfer` does with streams, pairs and threads, told in virtual time. Geometry and
-coverage are the production ones; a message's bytes arrive some time after its header, and are
-written some time after that, so that whoever gives blocks away too early is found out.
+Models `workers/kv_transfer` in virtual time, without its streams, communicators and threads.
+Geometry and coverage are the production code. A message's bytes arrive some time after its header
+and are written some time after that, so that blocks that are freed too early are detected.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,14 +23,14 @@ from penstock.workers.kv_transfer.shards import (
 from penstock.workers.scheduling.sequence import Ints
 
 WHOLE = LayerHeadRange(0, 1, 0, 1)
-"""What one rank keeps of a position here."""
+"""Layers and heads of the only rank of a simulated worker."""
 
-WorkerId = tuple[str, str]  # of a worker: its name and its incarnation
+WorkerId = tuple[str, str]  # name and incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTransfer:
-    """What one transfer is to bring: positions [start, stop) into `blocks`."""
+    """An expected transfer: positions [start, stop) into `blocks`."""
 
     router: str
     request: int
@@ -43,7 +43,7 @@ class ExpectedTransfer:
 
 @dataclass(frozen=True, slots=True)
 class BlockMessage:
-    """A part of a transfer, with what says whose it is."""
+    """One message of a transfer, with the fields that identify it."""
 
     router: str
     request: int
@@ -57,17 +57,19 @@ class BlockMessage:
 
 @dataclass(slots=True)
 class Transfer:
+    """An open incoming transfer."""
+
     expected: ExpectedTransfer
     coverage: Coverage
     done: Callable[[str], None]
     last_message_at: float
     num_writing: int = 0
-    end_reason: str | None = None  # how it ended, once it has
+    end_reason: str | None = None  # failure, or "" on success; None while open
 
 
 @dataclass(slots=True)
 class OutgoingTransfer:
-    """One send of a lease, whose blocks are pinned."""
+    """One send of a lease whose blocks are pinned."""
 
     command: Send
     router: str
@@ -80,15 +82,15 @@ class OutgoingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferTiming:
-    """How long things take; seconds."""
+    """Timing and message size of KV transfers."""
 
-    silence: float = 5.0  # of a transfer, before it is given up
-    write: float = 0.001  # of a message's blocks
+    silence: float = 5.0  # seconds without a message until a transfer fails
+    write: float = 0.001  # seconds to write a message's blocks
     message_bytes: int = 4 << 20
 
 
 class Receiver:
-    """Takes transfers in."""
+    """The receiving side of a worker's KV transfers."""
 
     def __init__(
         self,
@@ -105,7 +107,10 @@ class Receiver:
         self.transfers: dict[int, Transfer] = {}
 
     def open(self, expected: ExpectedTransfer, done: Callable[[str], None]) -> int:
-        """Expect a transfer; `done` is told why it failed, or "", when nothing writes any more."""
+        """Open a transfer and return its epoch.
+
+        `done` is called when no more writes can happen, with the reason of a failure, or "".
+        """
         epoch = next(self._epochs)
         coverage = Coverage(WHOLE, expected.start, expected.stop, self._shape)
         now = self._process.clock.now
@@ -117,7 +122,7 @@ class Receiver:
         self._end(epoch, "dropped")
 
     def drop_peer(self, source: WorkerId) -> None:
-        """That source is gone."""
+        """Fail all transfers from a worker that is gone."""
         for epoch, transfer in list(self.transfers.items()):
             if transfer.expected.source == source:
                 self._end(epoch, f"the pair with {source[0]} broke")
@@ -127,12 +132,12 @@ class Receiver:
             self._end(epoch, "the source gave up")
 
     def find(self, epoch: int, source: WorkerId) -> Transfer | None:
-        """The open transfer of that epoch, if it is this source that may bring it."""
+        """Return the open transfer of `epoch` if it expects data from `source`, else None."""
         transfer = self.transfers.get(epoch)
         return transfer if transfer and transfer.expected.source == source else None
 
     def arrive(self, message: BlockMessage) -> None:
-        """A header and its bytes; those of a closed or unknown epoch are thrown away."""
+        """Handle a message; discard it if its epoch is closed or unknown."""
         transfer = self.find(message.epoch, message.source)
         if transfer is None:
             return
@@ -178,7 +183,7 @@ class Receiver:
             return
         transfer.end_reason = reason
         if not transfer.num_writing:
-            # Not at once: whoever asked has not finished with what it does.
+            # Not at once: the caller has not finished its own step yet.
             self._process.after(0.0, lambda: transfer.done(reason))
 
     def _check_timeout(self, epoch: int) -> None:
@@ -193,10 +198,10 @@ class Receiver:
 
 
 class Sender:
-    """Sends leases, one message of a way at a time.
+    """The sending side: sends leases, one message per destination at a time.
 
     Args:
-        find: the process and the destination of a worker, None while it is not there.
+        find: returns the process and receiver of a worker, or None while it is not running.
     """
 
     def __init__(
@@ -216,10 +221,10 @@ class Sender:
         self._timing = timing
         self._read = read
         self._find = find
-        self._free_at: dict[str, float] = {}  # of the way to that worker
+        self._free_at: dict[str, float] = {}  # by worker: when the path to it is free
 
     def refuse(self, command: Send) -> None:
-        """There is nothing to send: say so to who waits."""
+        """Abort a send whose lease does not exist, so that the receiver does not wait."""
         self._send_aborted(command)
 
     def send(self, outgoing: OutgoingTransfer) -> None:
@@ -229,7 +234,7 @@ class Sender:
         self._next(outgoing)
 
     def _next(self, outgoing: OutgoingTransfer) -> None:
-        """Read and send the next message once the way is free; the last one unpins."""
+        """Read and send the next message once the path is free; unpin after the last one."""
         to = outgoing.command.endpoint
         found = self._find((to.worker, to.incarnation))
         if outgoing.aborted or found is None:
@@ -284,10 +289,10 @@ class Sender:
 
 
 def is_of(message: BlockMessage, expected: ExpectedTransfer) -> bool:
-    """Whether it says of itself what is expected under its epoch."""
+    """Return True if the message names the request that its epoch expects."""
     named = (message.router, message.request, message.attempt)
     return named == (expected.router, expected.request, expected.attempt)
 
 
 def hash_of(content: Sequence[int]) -> int:
-    return hash(tuple(content))  # of ints: the same in every process
+    return hash(tuple(content))  # hashes of ints do not depend on the process

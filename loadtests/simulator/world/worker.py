@@ -1,8 +1,8 @@
-"""A worker: the production batcher and block pool, in a shell that lives in virtual time.
+"""A simulated worker: the production batcher and block pool in virtual time.
 
-The shell does what `workers/service/session_manager`, `session` and `kv_transfer/coordinator` do
-for real: commands take effect at step boundaries, and what is held for a router's stream is
-released when that stream ends.
+The code around them does what `workers/service/session_manager`, `session` and
+`kv_transfer/coordinator` do in production: commands take effect at step boundaries, and everything
+held for a router's stream is released when that stream ends.
 """
 
 from collections.abc import Callable
@@ -37,20 +37,23 @@ from penstock.workers.scheduling.batcher import Batcher
 
 HEARTBEAT_SECONDS = 0.5
 MAX_SILENT_HEARTBEATS = 10
-"""So many beats of silence end a stream."""
+"""Heartbeat intervals without a message after which a stream is closed."""
 PROGRESS_SECONDS = 2.0
-"""After so long routers are told that steps end, also within a leap: they look for who is stuck."""
+"""Interval at which a fast-forward is interrupted to report progress to routers.
+
+Without reports, routers would take the worker to be stuck.
+"""
 
 Find = Callable[[WorkerId], "Worker | None"]
 
 
 class Worker:
-    """One process.
+    """One worker process.
 
     Args:
-        find: a worker by name and incarnation, if it is there.
-        check_every: steps after which the ledger is looked at again; 0: never.
-        leaps: whether steps in which nothing is decided are one event.
+        find: returns a worker by name and incarnation, or None if it is not there.
+        check_every: check the block invariants every this many steps; 0: never.
+        fast_forwards: combine quiet steps into one event.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is held for anybody."""
+        """Return True if the worker holds no sequence for any router."""
         return not any(session.held for session in self.sessions.values())
 
     # ------------------------------------------------------------ sessions
@@ -98,7 +101,7 @@ class Worker:
     def attach(
         self, router: str, stream: Stream, deliver: Callable[[Event], None], ended: Act
     ) -> Session:
-        """A router's stream begins; an earlier one of the same router ends first."""
+        """Open a session for a router's new stream; an earlier session of that router is closed."""
         self.steps.catch_up()
         for earlier in list(self.sessions.values()):
             if earlier.router == router:
@@ -113,20 +116,20 @@ class Worker:
         return session
 
     def close_stream(self, session: Session) -> None:
-        """End a stream from here."""
+        """Close a stream from the worker's side."""
         self.steps.catch_up()
         session.stream.down.closed = True
         session.stream.up.send(session.ended)
         self.close(session)
 
     def close(self, session: Session) -> None:
-        """Its stream has ended: everything that is here for it goes."""
+        """Release everything held for a session whose stream has ended."""
         self.steps.catch_up()
         if self.sessions.pop(session.number, None) is not None:
             self._release(session, list(session.held))
 
     def drain(self) -> None:
-        """Take nothing new, and tell the routers: from now on of every step, they decide by it."""
+        """Reject new requests, notify the routers, and stop fast-forwarding."""
         self.steps.catch_up()
         self.steps.fast_forwards = False
         self.draining = True
@@ -159,7 +162,7 @@ class Worker:
     # ------------------------------------------------------------ from the router
 
     def handle(self, session: Session, command: Submit | Yield | Send | Drop | None) -> None:
-        """Carry out one message; None is a beat."""
+        """Handle one message from a router; None is a heartbeat."""
         if session.number not in self.sessions:
             return
         session.last_received_at = self.clock.now
@@ -180,13 +183,13 @@ class Worker:
         key = Key(session.number, submit.request.id, submit.attempt)
         others = [held for held in session.held if held.request == key.request]
         if any(other.attempt >= key.attempt for other in others):
-            self._reject(session, key, "this attempt is here already, or a later one", True)
+            self._reject(session, key, "this attempt or a later one is already here", True)
             return
         if self.draining:
             self._reject(session, key, "the worker is draining", False)
             return
         new = self._sequence(key, submit)
-        # This attempt replaces what else runs here of the request; a lease may be its source.
+        # This attempt replaces earlier ones of the request. Leases stay, as one may be its source.
         self._release(session, [other for other in others if not session.held[other].kv_len])
         source = submit.source
         taken = source is not None and new.source_len
@@ -196,7 +199,7 @@ class Worker:
         self.steps.post(lambda: self._enter(session, new))
 
     def _sequence(self, key: Key, submit: Submit) -> seq.NewSequence:
-        """As `workers/service/codec` makes it."""
+        """Convert a submission into a new sequence, like `workers/service/codec`."""
         request, source = submit.request, submit.source
         first, *others = [
             seq.Sibling(choice, [*request.prompt, *answer])
@@ -243,7 +246,7 @@ class Worker:
             self.steps.post(lambda: self.batcher.drop_choice(key, choice))
 
     def _release(self, session: Session, keys: list[Key]) -> None:
-        """Drop these, in whatever form they are held; what is being received or sent is cut."""
+        """Drop sequences in any state and abort their transfers."""
         if not keys:
             return
         self.steps.post(lambda: self._drop(keys))
@@ -260,7 +263,7 @@ class Worker:
     def on_steps(
         self, output: seq.StepOutput, tokens: seq.Ints, ends: Floats, passed: bool
     ) -> None:
-        """Tell each router what was drawn for it."""
+        """Send each router its new tokens."""
         self.load = self._load()
         for session, rows in by_session(output, self.sessions):
             news = new_tokens(output, tokens, rows)
@@ -268,13 +271,13 @@ class Worker:
         self.on_plan()
 
     def is_load_known(self) -> bool:
-        """Whether the routers know how full it is, but for what a quiet step changes."""
+        """Return True if the load that routers have differs only by what quiet steps change."""
         load, reported = self.batcher.load(), self.load
         now = load.queued, load.queued_tokens, load.running
         return now == (reported.queued, reported.queued_tokens, reported.running)
 
     def on_idle(self) -> None:
-        """There is nothing to compute: say how full it is."""
+        """Send the load to all routers when the worker becomes idle."""
         self.load = self._load()
         for session in self.sessions.values():
             self._put_load(session)
@@ -284,7 +287,7 @@ class Worker:
         session.send(Stepped(self.info.worker, (), self.load), self.clock.now)
 
     def on_plan(self) -> None:
-        """Take note of what the batcher has to say."""
+        """Handle the batcher's events."""
         for event in self.batcher.events():
             key = cast(Key, event.key)
             match event:
@@ -311,7 +314,7 @@ class Worker:
         session.send(event, self.clock.now)
 
     def check_rest(self) -> None:
-        """AssertionError if anything is held for somebody now that all have ended."""
+        """Raise AssertionError if anything is held after all requests have ended."""
         check_rest(self.batcher, self.info.worker)
-        assert self.idle, f"{self.info.worker} holds something for nobody"
+        assert self.idle, f"{self.info.worker} holds sequences for a router"
         assert not self.kv_transfer.receiver.transfers, f"{self.info.worker} waits for a transfer"

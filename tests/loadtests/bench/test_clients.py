@@ -1,4 +1,4 @@
-"""Both clients against a stub that answers as told."""
+"""The gRPC and HTTP clients of `penstock bench` against a scripted stub server."""
 
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -29,14 +29,14 @@ def api(request: pytest.FixtureRequest) -> Api:
 
 
 @pytest.fixture
-def told() -> Behaviour:
+def behaviour() -> Behaviour:
     return Behaviour()
 
 
 @pytest.fixture
-def address(api: Api, told: Behaviour) -> Iterator[str]:
+def address(api: Api, behaviour: Behaviour) -> Iterator[str]:
     stub: Stub = grpc_stub if api == "grpc" else http_stub
-    with stub(told) as address:
+    with stub(behaviour) as address:
         yield address.removeprefix("grpc://")
 
 
@@ -52,99 +52,103 @@ async def opened(
         await client.close()
 
 
-async def answered(client: Client, output_len: int = 5) -> list[Chunk]:
+async def read_chunks(client: Client, output_len: int = 5) -> list[Chunk]:
     return [chunk async for chunk in client.stream(PROMPT, output_len)]
 
 
-async def test_an_answer_is_read(api: Api, address: str, told: Behaviour) -> None:
+async def test_an_answer_is_read(api: Api, address: str, behaviour: Behaviour) -> None:
     async with opened(api, address, key="k-1") as client:
         served = await client.describe()
-        chunks = await answered(client)
+        chunks = await read_chunks(client)
     assert served.model == "stub"
     assert served.vocab_size == (1000 if api == "grpc" else None)
-    brought = [chunk.num_tokens for chunk in chunks if chunk.num_tokens != 0]
-    assert brought == [1 if api == "grpc" else None] * 5
+    counts = [chunk.num_tokens for chunk in chunks if chunk.num_tokens != 0]
+    assert counts == [1 if api == "grpc" else None] * 5
     assert (chunks[-1].input_len, chunks[-1].output_len) == (3, 5)
-    assert told.keys == ["Bearer k-1"]
-    body = told.bodies[0]
+    assert behaviour.keys == ["Bearer k-1"]
+    body = behaviour.bodies[0]
     if api == "grpc":
-        assert told.prompts == [PROMPT]
+        assert behaviour.prompts == [PROMPT]
         assert (body.sampling.ignore_eos, body.sampling.max_tokens) == (True, 5)
         assert (body.sampling.HasField("temperature"), body.sampling.temperature) == (True, 0)
     else:
         assert (body["ignore_eos"], body["temperature"], body["model"]) == (True, 0, "stub")
         words = " ".join(WORDS[token] for token in PROMPT)
-        assert told.prompts == [
+        assert behaviour.prompts == [
             PROMPT if api == "completions" else [{"role": "user", "content": words}]
         ]
 
 
-async def test_messages_with_several_tokens(api: Api, address: str, told: Behaviour) -> None:
-    told.per_message = 2
+async def test_messages_with_several_tokens(api: Api, address: str, behaviour: Behaviour) -> None:
+    behaviour.per_message = 2
     async with opened(api, address) as client:
-        chunks = await answered(client)
-    brought = [chunk.num_tokens for chunk in chunks if chunk.num_tokens != 0]
-    assert brought == ([2, 2, 1] if api == "grpc" else [None] * 3)
+        chunks = await read_chunks(client)
+    counts = [chunk.num_tokens for chunk in chunks if chunk.num_tokens != 0]
+    assert counts == ([2, 2, 1] if api == "grpc" else [None] * 3)
     assert chunks[-1].output_len == 5
 
 
-async def test_a_refused_request(api: Api, address: str, told: Behaviour) -> None:
-    told.refuse = 1
+async def test_refused_request_fails_with_the_reason(
+    api: Api, address: str, behaviour: Behaviour
+) -> None:
+    behaviour.refuse = 1
     async with opened(api, address) as client:
         with pytest.raises(RequestFailed, match="the queue is full") as caught:
-            await answered(client)
+            await read_chunks(client)
     assert str(caught.value).startswith(("RESOURCE_EXHAUSTED", "HTTP 429"))
 
 
-async def test_a_server_that_goes_away(api: Api, address: str, told: Behaviour) -> None:
-    told.break_after = 2
+async def test_stream_error_fails_the_request(api: Api, address: str, behaviour: Behaviour) -> None:
+    behaviour.break_after = 2
     async with opened(api, address) as client:
         with pytest.raises(RequestFailed, match="the server went away"):
-            await answered(client)
+            await read_chunks(client)
 
 
-async def test_a_server_that_crashes(api: Api, address: str, told: Behaviour) -> None:
-    told.crash_after = 2
+async def test_server_crash_fails_the_request(api: Api, address: str, behaviour: Behaviour) -> None:
+    behaviour.crash_after = 2
     async with opened(api, address) as client:
         with pytest.raises(RequestFailed, match=r"UNKNOWN|not completed|payload"):
-            await answered(client)
+            await read_chunks(client)
 
 
-async def test_an_answer_cut_short_is_no_answer(api: Api, address: str, told: Behaviour) -> None:
-    told.end_after = 2
+async def test_truncated_answer_fails_the_request(
+    api: Api, address: str, behaviour: Behaviour
+) -> None:
+    behaviour.end_after = 2
     async with opened(api, address) as client:
-        with pytest.raises(RequestFailed, match="ended before the answer did"):
-            await answered(client)
+        with pytest.raises(RequestFailed, match="ended before the answer was complete"):
+            await read_chunks(client)
 
 
-async def test_a_request_that_takes_too_long(api: Api, address: str, told: Behaviour) -> None:
-    told.hang = True
+async def test_timeout_fails_the_request(api: Api, address: str, behaviour: Behaviour) -> None:
+    behaviour.hang = True
     async with opened(api, address, timeout=0.2) as client:
         with pytest.raises(RequestFailed, match=r"DEADLINE_EXCEEDED|within 0\.2 s"):
-            await answered(client)
+            await read_chunks(client)
 
 
-async def test_a_model_that_is_not_there(api: Api, address: str) -> None:
+async def test_unknown_model_is_reported(api: Api, address: str) -> None:
     async with opened(api, address, model="other") as client:
         with pytest.raises(ServerUnusable, match="no model 'other'"):
             await client.describe()
 
 
 @pytest.mark.parametrize("key", ["grpc", "completions"])
-async def test_nobody_listens(key: Api) -> None:
+async def test_unreachable_server_is_reported(key: Api) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))  # bound but not listening
         port = taken.getsockname()[1]
         address = f"127.0.0.1:{port}" if key == "grpc" else f"http://127.0.0.1:{port}"
         async with opened(key, address) as client:
             with pytest.raises(ServerUnusable, match=str(port)):
                 await client.describe()
             with pytest.raises(RequestFailed, match=r"[Rr]efused"):
-                await answered(client)
+                await read_chunks(client)
 
 
-async def test_a_position_left_out_is_seen() -> None:
+async def test_skipped_position_fails_the_request() -> None:
     with grpc_stub(Behaviour(skip=True)) as address:
         async with opened("grpc", address.removeprefix("grpc://")) as client:
-            with pytest.raises(RequestFailed, match="position 2 came where 1 was to come"):
-                await answered(client)
+            with pytest.raises(RequestFailed, match="expected position 1, received 2"):
+                await read_chunks(client)

@@ -1,4 +1,4 @@
-"""The command from its flags to its exit code, against stub servers."""
+"""`penstock bench` from its flags to its exit code, against stub servers."""
 
 import json
 import re
@@ -25,30 +25,30 @@ def shown(text: str, label: str) -> float:
     return float(found[1])
 
 
-def told_of(errors: str) -> str:
-    """What was said beside the figures; a busy machine makes the client late, and it says so."""
+def messages_of(errors: str) -> str:
+    """Return stderr without the warnings of a late client, which a busy machine can cause."""
     lines = errors.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("this client was late"))
 
 
 @pytest.mark.parametrize("api", ["grpc", "completions", "chat"])
-def test_a_load_is_sent_and_shown(
+def test_load_is_sent_and_its_figures_are_printed_and_saved(
     api: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told, saved = Behaviour(per_message=2), tmp_path / "o.json"
+    behaviour, saved = Behaviour(per_message=2), tmp_path / "o.json"
     flags = [*SMALL, *HTTP, "--api", api, "--save-json", str(saved), "--save-rows"]
     flags += ["--api-key", "secret-key", "--goodput", "ttft:60000"]
-    with (grpc_stub if api == "grpc" else http_stub)(told) as address:
+    with (grpc_stub if api == "grpc" else http_stub)(behaviour) as address:
         assert main([address, *flags]) == 0
     captured = capsys.readouterr()
-    assert told_of(captured.err) == ""  # no terminal, no progress bar
+    assert messages_of(captured.err) == ""  # no progress bar without a terminal
     assert shown(captured.out, "Successful requests:") == 12
     assert shown(captured.out, "Failed requests:") == 0
     assert shown(captured.out, "Maximum request concurrency:") == 3
     assert shown(captured.out, "Total generated tokens:") == 48
     assert shown(captured.out, "Request goodput (req/s):") > 0
-    assert told.most_under_way <= 3
-    assert len(told.prompts) == 13  # with the warm-up
+    assert behaviour.most_under_way <= 3
+    assert len(behaviour.prompts) == 13  # with the warm-up
     result = json.loads(saved.read_text())
     assert (result["completed"], result["total_output_tokens"]) == (12, 48)
     assert result["config"]["work"]["input_len"] == "16-32"
@@ -58,7 +58,7 @@ def test_a_load_is_sent_and_shown(
     assert sum(row["input_len"] for row in result["requests"]) == result["total_input_tokens"]
 
 
-def test_failures_are_counted_shown_and_fail_the_command(
+def test_failures_are_counted_and_fail_the_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with grpc_stub(Behaviour(refuse=3)) as address:
@@ -67,29 +67,33 @@ def test_failures_are_counted_shown_and_fail_the_command(
         assert main([address, *SMALL, "--num-warmups", "0", "--allow-failures"]) == 0
     assert shown(captured.out, "Successful requests:") == 8
     assert shown(captured.out, "Failed requests:") == 4
-    assert told_of(captured.err) == "failed, 4 times: RESOURCE_EXHAUSTED: the queue is full\n"
+    assert messages_of(captured.err) == "failed, 4 times: RESOURCE_EXHAUSTED: the queue is full\n"
 
 
 @pytest.mark.parametrize("kind", ["grpc", "http"])
-def test_a_server_that_dies(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_server_failure_is_reported_once_with_its_count(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     stub = grpc_stub if kind == "grpc" else http_stub
     with stub(Behaviour(break_after=2)) as address:
         assert main([address, *SMALL, *HTTP, "--num-warmups", "0"]) == 1
     captured = capsys.readouterr()
     assert shown(captured.out, "Successful requests:") == 0
     assert shown(captured.out, "Mean TTFT (ms):") == 0
-    assert told_of(captured.err).count("\n") == 1
+    assert messages_of(captured.err).count("\n") == 1
     assert "12 times" in captured.err
     assert "the server went away" in captured.err
 
 
-def test_short_answers_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_answers_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with grpc_stub(Behaviour(shorter_by=1)) as address:
         assert main([address, *SMALL]) == 0
-    assert "12 answers were shorter than asked for" in capsys.readouterr().err
+    assert "12 answers were shorter than requested" in capsys.readouterr().err
 
 
-def test_a_trace_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_is_replayed_with_its_lengths_and_prefixes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [(0, 600, [1, 2]), (10, 1024, [1, 2]), (20, 600, [1, 3])]
     trace = tmp_path / "t.jsonl"
     trace.write_text(
@@ -99,37 +103,37 @@ def test_a_trace_is_played(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             for at, n, ids in rows
         )
     )
-    told = Behaviour()
-    with grpc_stub(told) as address:
+    behaviour = Behaviour()
+    with grpc_stub(behaviour) as address:
         flags = ["--trace", str(trace), "--max-output-len", "3", "--num-warmups", "0"]
         assert main([address, *flags]) == 0
     assert shown(capsys.readouterr().out, "Total generated tokens:") == 9
-    by_length = sorted(told.prompts, key=len)
+    by_length = sorted(behaviour.prompts, key=len)
     assert [len(prompt) for prompt in by_length] == [600, 600, 1024]
     assert len({tuple(prompt[:TRACE_BLOCK]) for prompt in by_length}) == 1
     assert len({tuple(prompt[:600]) for prompt in by_length}) == 2
     assert tuple(by_length[2][:600]) in {tuple(prompt) for prompt in by_length[:2]}
 
 
-def test_a_load_that_cannot_fit_is_refused_before_it_starts(
+def test_load_beyond_the_context_length_is_refused_before_it_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = Behaviour(max_model_len=100)
-    with grpc_stub(told) as address:
+    behaviour = Behaviour(max_model_len=100)
+    with grpc_stub(behaviour) as address:
         assert main([address, "--input-len", "90", "--output-len", "11"]) == 2
-    assert "has 101 tokens and stub takes 100" in capsys.readouterr().err
-    assert told.prompts == []
+    assert "has 101 tokens, but stub accepts at most 100" in capsys.readouterr().err
+    assert behaviour.prompts == []
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["nowhere"], "say grpc://HOST:PORT"),
+        (["nowhere"], "expected grpc://HOST:PORT"),
         (["--rate", "-1"], "--rate must be"),
         (["--trace", "/nonexistent/trace"], "No such file"),
     ],
 )
-def test_wrong_options_are_one_line(
+def test_wrong_options_give_a_one_line_error(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(argv) == 2
@@ -138,13 +142,13 @@ def test_wrong_options_are_one_line(
     assert re.fullmatch(rf"penstock bench: .*{re.escape(message)}.*\n", captured.err)
 
 
-def test_http_needs_to_be_told_the_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
+def test_http_requires_the_vocabulary_size(capsys: pytest.CaptureFixture[str]) -> None:
     with http_stub(Behaviour()) as address:
         assert main([address, *SMALL]) == 2
     assert "add --vocab-size" in capsys.readouterr().err
 
 
-def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_server_gives_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     with grpc_stub(Behaviour(hang=True)) as address:
         assert main([address, *SMALL, "--timeout", "0.2"]) == 1
     assert "the warm-up request failed: DEADLINE_EXCEEDED" in capsys.readouterr().err
@@ -153,9 +157,9 @@ def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.process
-def test_ctrl_c_prints_what_was_measured() -> None:
-    told = Behaviour()
-    with grpc_stub(told) as address:
+def test_ctrl_c_prints_the_figures_so_far() -> None:
+    behaviour = Behaviour()
+    with grpc_stub(behaviour) as address:
         command = [sys.executable, "-m", "penstock.loadtests.bench.command", address]
         flags = ["--num-requests", "100000", "--output-len", "2", "--concurrency", "2"]
         process = subprocess.Popen(
@@ -166,7 +170,7 @@ def test_ctrl_c_prints_what_was_measured() -> None:
         )
         try:
             deadline = time.monotonic() + 60
-            while len(told.prompts) < 20 and time.monotonic() < deadline:
+            while len(behaviour.prompts) < 20 and time.monotonic() < deadline:
                 time.sleep(0.02)
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=60)

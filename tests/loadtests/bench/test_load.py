@@ -13,17 +13,17 @@ PROMPTS = Prompts(ordinary_tokens(1000), 0)
 
 
 class FakeClient:
-    """Answers at once, or when it is let."""
+    """A client that answers at once, or once `gate` is set."""
 
     def __init__(self, chunks: list[Chunk] | None = None) -> None:
         self.chunks = [Chunk(1), Chunk(1, 8, 2)] if chunks is None else chunks
         self.sent: list[list[int]] = []
         self.under_way = 0
         self.most_under_way = 0
-        self.let = asyncio.Event()
-        self.let.set()
-        self.all_in = asyncio.Event()  # as many are under way as are waited for
-        self.waited_for = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.all_started = asyncio.Event()  # set when `expected_running` requests run
+        self.expected_running = 0
 
     async def describe(self) -> Served:
         return Served("fake")
@@ -32,10 +32,10 @@ class FakeClient:
         self.sent.append(prompt)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
-        if self.under_way == self.waited_for:
-            self.all_in.set()
+        if self.under_way == self.expected_running:
+            self.all_started.set()
         try:
-            await self.let.wait()
+            await self.gate.wait()
             for chunk in self.chunks:
                 await asyncio.sleep(0)
                 yield chunk
@@ -69,12 +69,12 @@ async def test_every_request_is_sent_once_and_timed() -> None:
 @pytest.mark.parametrize("concurrency", [1, 3])
 async def test_a_closed_loop_keeps_its_concurrency(concurrency: int) -> None:
     client = FakeClient()
-    client.let.clear()
-    client.waited_for = concurrency
+    client.gate.clear()
+    client.expected_running = concurrency
     load = Load(client, PROMPTS, plan(12), concurrency)
     running = asyncio.create_task(load.run())
-    await asyncio.wait_for(client.all_in.wait(), 30)
-    client.let.set()
+    await asyncio.wait_for(client.all_started.wait(), 30)
+    client.gate.set()
     await running
     assert client.most_under_way == concurrency
     assert [o.number for o in load.outcomes] == list(range(12))
@@ -82,11 +82,11 @@ async def test_a_closed_loop_keeps_its_concurrency(concurrency: int) -> None:
 
 async def test_an_open_loop_does_not_wait_for_answers() -> None:
     client = FakeClient()
-    client.let.clear()
-    client.waited_for = 12
+    client.gate.clear()
+    client.expected_running = 12
     running = asyncio.create_task((load := Load(client, PROMPTS, plan(12))).run())
-    await asyncio.wait_for(client.all_in.wait(), 30)
-    client.let.set()
+    await asyncio.wait_for(client.all_started.wait(), 30)
+    client.gate.set()
     await running
     assert len(load.outcomes) == 12
 
@@ -98,7 +98,7 @@ async def test_no_request_is_sent_before_its_time() -> None:
     assert load.duration >= 10 / 200
 
 
-async def test_a_failure_is_kept_and_the_rest_goes_on() -> None:
+async def test_failed_request_is_recorded_and_the_load_continues() -> None:
     load = Load(FakeClient(), PROMPTS, [*plan(3), Planned(3, 0.0, 8, 13)], concurrency=1)
     await load.run()
     assert [outcome.error for outcome in load.outcomes] == ["", "", "", "unlucky"]
@@ -120,51 +120,51 @@ async def test_tokens_are_counted(chunks: list[Chunk], output_len: int, error: s
     assert (load.outcomes[0].output_len, load.outcomes[0].error) == (output_len, error)
 
 
-async def test_what_has_ended_counts_when_interrupted() -> None:
+async def test_completed_requests_count_when_interrupted() -> None:
     client = FakeClient()
     ended = asyncio.Event()
 
     def on_done(_: Outcome) -> None:
-        client.let.clear()
+        client.gate.clear()
         ended.set()
 
     load = Load(client, PROMPTS, plan(5), concurrency=1, on_done=on_done)
     running = asyncio.create_task(load.run())
     await asyncio.wait_for(ended.wait(), 30)
     running.cancel()
-    await running  # ends by itself: the interruption is its result
+    await running  # returns normally: `run` records the cancellation
     assert load.interrupted
     assert [outcome.number for outcome in load.outcomes] == [0]
     assert client.under_way == 0
 
 
-async def test_requests_that_wait_for_a_slot_cost_nothing() -> None:
+async def test_requests_waiting_for_a_slot_use_no_tasks() -> None:
     client = FakeClient()
-    client.let.clear()
-    client.waited_for = 2
+    client.gate.clear()
+    client.expected_running = 2
     load = Load(client, PROMPTS, plan(100_000), concurrency=2)
     running = asyncio.create_task(load.run())
-    await asyncio.wait_for(client.all_in.wait(), 30)
-    assert len(asyncio.all_tasks()) <= 4  # this one, the load, and the two that have a slot
+    await asyncio.wait_for(client.all_started.wait(), 30)
+    assert len(asyncio.all_tasks()) <= 4  # this test, the load, and two running requests
     running.cancel()
     await running
     assert load.interrupted
 
 
-async def test_a_full_house_is_not_this_clients_lateness() -> None:
+async def test_waiting_for_a_concurrency_slot_does_not_count_as_client_lag() -> None:
     client = FakeClient()
-    client.let.clear()
-    client.waited_for = 1
+    client.gate.clear()
+    client.expected_running = 1
     at_once = [Planned(number, 0.001 * number, 8, 2) for number in range(6)]
     load = Load(client, PROMPTS, at_once, concurrency=1)
     running = asyncio.create_task(load.run())
-    await asyncio.wait_for(client.all_in.wait(), 30)
+    await asyncio.wait_for(client.all_started.wait(), 30)
     await asyncio.sleep(0.1)
-    client.let.set()
+    client.gate.set()
     await running
     first, next_one, *others = load.outcomes
-    assert next_one.start > next_one.released, "it waited for the slot"
+    assert next_one.start > next_one.released, "the second request must wait for the slot"
     assert next_one.start >= first.arrivals[0]
-    # All of these came due while the slot was taken.
+    # All of these became due while the slot was taken.
     assert [outcome.released for outcome in others] == [outcome.due for outcome in others]
     assert all(outcome.start > outcome.released for outcome in others)

@@ -29,17 +29,17 @@ SINGLE = outcome(0.0, [0.25], 1)
 FAILED = outcome(0.5, [0.6], 0, error="gone", released=0.75)
 
 
-def test_one_request_by_hand() -> None:
+def test_metrics_of_one_request_match_hand_computed_values() -> None:
     assert STEADY.ttft == pytest.approx(0.5)
     assert STEADY.latency == pytest.approx(1.0)
     assert STEADY.gaps == pytest.approx([0.1, 0.2, 0.2])
     assert STEADY.tpot == pytest.approx(0.5 / 3)
-    assert LUMPY.tpot == pytest.approx(1.0 / 4)  # by tokens
-    assert LUMPY.gaps == pytest.approx([1.0])  # by messages
+    assert LUMPY.tpot == pytest.approx(1.0 / 4)  # divided by tokens
+    assert LUMPY.gaps == pytest.approx([1.0])  # between messages
     assert (SINGLE.tpot, SINGLE.gaps) == (0.0, [])
 
 
-def test_a_load_by_hand() -> None:
+def test_figures_of_a_load_match_hand_computed_values() -> None:
     made = figures([STEADY, LUMPY, SINGLE, FAILED], duration=4.0)
     assert (made.completed, made.failed, made.short) == (3, 1, 1)
     assert (made.total_input, made.total_output) == (30, 10)
@@ -61,7 +61,7 @@ def test_p99_interpolates_as_numpy_does() -> None:
     assert made.std == pytest.approx(np.std(np.arange(101)))
 
 
-def test_nothing_done_is_all_zero() -> None:
+def test_figures_without_completed_requests_are_zero() -> None:
     made = figures([FAILED], duration=2.0, goals=Goals(ttft=1))
     assert (made.completed, made.failed, made.good) == (0, 1, 0)
     assert made.ttft == made.itl == Summary(0, 0, 0, 0, 0)
@@ -74,24 +74,24 @@ def test_nothing_done_is_all_zero() -> None:
     [
         (Goals(ttft=500), 3),
         (Goals(ttft=499), 2),
-        (Goals(tpot=200), 2),  # one token: no TPOT to miss
+        (Goals(tpot=200), 2),  # SINGLE has no TPOT, which meets every goal
         (Goals(tpot=200, ttft=250), 1),
         (Goals(e2el=1000), 2),
         (Goals(ttft=0, tpot=0, e2el=0), 0),
     ],
 )
-def test_goodput_by_hand(goals: Goals, good: int) -> None:
+def test_goodput_counts_requests_that_meet_all_goals(goals: Goals, good: int) -> None:
     assert figures([STEADY, LUMPY, SINGLE, FAILED], 4.0, goals).good == good
 
 
 def test_peak_output_counts_tokens_not_messages() -> None:
-    # Seconds from the first start, 0.0: [0, 1) has 1; [1, 2) 1 + 1 + 1; [2, 3) 1 + 3; [3, 4) 2.
+    # Tokens by second since the first start at 0.0: 1; 1 + 1 + 1; 1 + 3; 2.
     assert peak_output([STEADY, LUMPY, SINGLE]) == 4
 
 
-def test_tokens_that_messages_do_not_tell_are_shared_out() -> None:
-    told = outcome(0.0, [0.1, 0.2, 0.3], 7, counts=[None, 1, None])
-    assert told.tokens_per_message() == [3.0, 1.0, 3.0]
+def test_uncounted_tokens_are_divided_among_their_messages() -> None:
+    partly_counted = outcome(0.0, [0.1, 0.2, 0.3], 7, counts=[None, 1, None])
+    assert partly_counted.tokens_per_message() == [3.0, 1.0, 3.0]
 
 
 spans = st.lists(
@@ -116,7 +116,9 @@ def test_peak_concurrent_is_the_most_at_any_time(times: list[tuple[int, int]]) -
         max_size=8,
     )
 )
-def test_sums_hold(requests: list[tuple[float, list[tuple[float, int]]]]) -> None:
+def test_totals_and_peaks_are_consistent(
+    requests: list[tuple[float, list[tuple[float, int]]]],
+) -> None:
     done = []
     for start, messages in requests:
         arrivals = list(start + np.cumsum([gap for gap, _ in messages]))

@@ -34,7 +34,7 @@ def test_defaults_are_a_load_over_grpc() -> None:
     assert {(p.due, p.input_len, p.output_len) for p in plan} == {(0.0, 128, 64)}
 
 
-def test_flags_reach_what_they_name(tmp_path: Path) -> None:
+def test_flags_set_the_target_the_plan_and_the_goals(tmp_path: Path) -> None:
     flags = (
         "http://h:1/v1/ --api chat --model m --api-key k --timeout 5 --num-requests 7 --rate 3.5"
         " --concurrency 2 --input-len 3 --output-len 4-6 --seed 9 --temperature 0.5"
@@ -56,24 +56,24 @@ def test_flags_reach_what_they_name(tmp_path: Path) -> None:
     ("address", "api"),
     [("grpc://h:1", "grpc"), ("http://h:1", "completions"), ("https://h", "completions")],
 )
-def test_the_api_is_seen_from_the_address(address: str, api: str) -> None:
+def test_api_follows_from_the_address(address: str, api: str) -> None:
     assert target_of(Options(server=Server(address))).api == api
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("localhost:9000", "say grpc://HOST:PORT"),
-        ("ftp://h:1", "say grpc://HOST:PORT"),
-        ("grpc://", "say grpc://HOST:PORT"),
-        ("grpc://h:1 --api chat", "does not go with"),
-        ("http://h:1 --api grpc", "does not go with"),
+        ("localhost:9000", "expected grpc://HOST:PORT"),
+        ("ftp://h:1", "expected grpc://HOST:PORT"),
+        ("grpc://", "expected grpc://HOST:PORT"),
+        ("grpc://h:1 --api chat", "cannot be used with"),
+        ("http://h:1 --api grpc", "cannot be used with"),
         ("--timeout 0", "--timeout must be above 0"),
         ("--timeout nan", "--timeout must be above 0"),
         ("--temperature -1", "--temperature must not be negative"),
     ],
 )
-def test_wrong_servers(argv: str, message: str) -> None:
+def test_wrong_server_options_are_refused(argv: str, message: str) -> None:
     with pytest.raises(WrongOptions, match=message):
         target_of(options(*argv.split()))
 
@@ -86,16 +86,16 @@ def test_wrong_servers(argv: str, message: str) -> None:
         ("--num-warmups -1", "--num-warmups must be 0"),
         ("--rate 0", "--rate must be above 0"),
         ("--rate nan", "--rate must be above 0"),
-        ("--input-len x", "'x' is no length"),
-        ("--output-len 0", "'0' is no length"),
+        ("--input-len x", "invalid length 'x'"),
+        ("--output-len 0", "invalid length '0'"),
         ("--seed -1", "--seed must be from 0"),
-        ("--max-input-len 5", "these need --trace"),
-        ("--trace-speed 2", "these need --trace"),
+        ("--max-input-len 5", "require --trace"),
+        ("--trace-speed 2", "require --trace"),
         ("--trace x --trace-speed 0", "--trace-speed must be above 0"),
         ("--trace x --max-output-len 0", "--max-output-len must be 1"),
     ],
 )
-def test_wrong_work(argv: str, message: str) -> None:
+def test_wrong_work_options_are_refused(argv: str, message: str) -> None:
     with pytest.raises(WrongOptions, match=message):
         plan_of(options(*argv.split()).work)
 
@@ -103,38 +103,40 @@ def test_wrong_work(argv: str, message: str) -> None:
 @pytest.mark.parametrize(
     "argv", ["--nun 3", "--num-requests x", "--api rest", "a b", "--rate", "--num 3"]
 )
-def test_what_is_no_flag_is_one_line(argv: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_arguments_give_a_one_line_error(
+    argv: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         options(*argv.split())
     assert caught.value.code == 2
     assert re.fullmatch(r"penstock bench: .*; see penstock bench --help\n", capsys.readouterr().err)
 
 
-def test_help_tells_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         options("--help")
     assert caught.value.code == 0
-    told = capsys.readouterr().out
+    text = capsys.readouterr().out
     for record in (Server, Work, Results):
         for field in dataclasses.fields(record):
-            assert field.name == "address" or f"--{field.name.replace('_', '-')}" in told
+            assert field.name == "address" or f"--{field.name.replace('_', '-')}" in text
 
 
 @pytest.mark.parametrize("pair", ["ttft", "ttft:", "ttft:-1", "ttft:nan", "itl:5", ":5"])
-def test_wrong_goals(pair: str) -> None:
-    with pytest.raises(WrongOptions, match="say ttft:MS"):
+def test_wrong_goals_are_refused(pair: str) -> None:
+    with pytest.raises(WrongOptions, match="expected ttft:MS"):
         goals_of([pair])
 
 
-def test_wrong_results(tmp_path: Path) -> None:
+def test_wrong_result_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongOptions, match="--save-rows needs"):
         check_results(Results(save_rows=True))
     for path in (tmp_path, tmp_path / "none" / "o.json"):
-        with pytest.raises(WrongOptions, match="not a file in a folder that exists"):
+        with pytest.raises(WrongOptions, match="not a file in an existing folder"):
             check_results(Results(save_json=path))
 
 
-def test_a_trace_brings_times_lengths_and_prefixes(tmp_path: Path) -> None:
+def test_trace_sets_times_lengths_and_prefixes(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("".join(MOONCAKE % (1000 * n, 5 + n) for n in range(4)))
     plan = plan_of(Work(trace=path, trace_speed=2.0, num_requests=3, max_output_len=5))
@@ -145,8 +147,8 @@ def test_a_trace_brings_times_lengths_and_prefixes(tmp_path: Path) -> None:
     assert plan_of(Work(trace=path, rate=8.0))[-1].due == pytest.approx(4 / 8)
 
 
-def test_a_trace_with_no_requests(tmp_path: Path) -> None:
+def test_empty_trace_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
-    with pytest.raises(WrongOptions, match="holds no requests"):
+    with pytest.raises(WrongOptions, match="contains no requests"):
         plan_of(Work(trace=path))

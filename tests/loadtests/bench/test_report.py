@@ -21,7 +21,7 @@ FIGURES = Figures(
     lag=Summary(0.1, 0.1, 0.0, 0.2, 0.3),
 )
 
-# As `vllm bench serve` prints it, trailing blanks included (shown here as |).
+# The output of `vllm bench serve`; | marks the end of a line that has trailing blanks.
 GOLDEN = """\
 ============ Serving Benchmark Result ============
 Successful requests:                     1000      |
@@ -57,11 +57,11 @@ def with_goals(good: int) -> Figures:
     return Figures(**{**values, "good": good})
 
 
-def test_the_block_is_that_of_vllm() -> None:
+def test_block_equals_that_of_vllm_bench_serve() -> None:
     assert block(with_goals(900), rate=10.0, concurrency=64) == GOLDEN.replace("|", "")
 
 
-def test_what_did_not_bound_the_load_is_not_shown() -> None:
+def test_settings_that_were_not_given_are_not_printed() -> None:
     optional = ("Maximum request concurrency", "Request rate configured", "Request goodput")
     expected = [line for line in GOLDEN.splitlines() if not line.startswith(optional)]
     assert block(FIGURES, math.inf, None) == "\n".join(expected).replace("|", "")
@@ -80,7 +80,7 @@ def test_the_json_has_the_same_figures() -> None:
     assert as_json(FIGURES, {})["request_goodput"] is None
 
 
-def test_rows_tell_of_failures_too() -> None:
+def test_rows_include_failed_requests() -> None:
     done = Outcome(0, 0.0, 8, 3, start=0.5, arrivals=[1.0, 1.25], output_len=3)
     failed = Outcome(1, 0.25, 9, 3, start=0.5, error="gone")
     assert rows([done, failed]) == [

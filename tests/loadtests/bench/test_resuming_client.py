@@ -1,4 +1,4 @@
-"""A client that goes on: whatever breaks, its reader sees one undisturbed answer."""
+"""`ResumingClient`: if calls break, the answer is still complete and repeats no token."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ def broken(code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> grpc.aio.AioR
 
 
 def answer_to(request: pb.GenerateRequest) -> list[pb.GenerateReply]:
-    """As a router answers: a token a reply, the choices in turn."""
+    """Return the replies of a router: one token each, the choices interleaved."""
     known = {each.choice: each for each in request.resume_from}
     replies: list[pb.GenerateReply] = []
     left: list[list[pb.GenerateReply]] = []
@@ -40,8 +40,8 @@ def answer_to(request: pb.GenerateRequest) -> list[pb.GenerateReply]:
             continue
         rest = range(len(past.tokens), len(answer))
         left.append([reply_of(choice, position) for position in rest])
-    for turn in itertools.zip_longest(*left):
-        replies += [reply for reply in turn if reply is not None]
+    for group in itertools.zip_longest(*left):
+        replies += [reply for reply in group if reply is not None]
     replies[-1].usage.completion_tokens = sum(map(len, ANSWERS))
     if request.echo_prompt_tokens:
         replies[0].prompt_tokens.extend(PROMPT)
@@ -59,7 +59,7 @@ def reply_of(choice: int, position: int) -> pb.GenerateReply:
 
 
 class Call:
-    """A call that breaks after so many replies."""
+    """A call that yields `replies`, then raises `error` if there is one."""
 
     def __init__(self, replies: Sequence[pb.GenerateReply], error: Exception | None) -> None:
         self._replies = replies
@@ -76,7 +76,7 @@ class Call:
 
 
 class Router:
-    """A stub of a router whose calls break as told, one after the other; the last ones do not."""
+    """A stub router: call `i` breaks after `breaks[i]` replies; later calls do not break."""
 
     def __init__(self, breaks: list[int]) -> None:
         self.requests: list[pb.GenerateRequest] = []
@@ -91,7 +91,7 @@ class Router:
         return Call(replies[:after], broken() if after < len(replies) else None)
 
 
-def asked(**more: Any) -> pb.GenerateRequest:
+def make_request(**more: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(text="hi", sampling=pb.Sampling(n=2, temperature=1.0), **more)
 
 
@@ -108,51 +108,53 @@ def no_pause() -> Iterator[None]:
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=3))
 @settings(deadline=None)
-def test_whatever_breaks_the_answer_is_whole(breaks: list[list[int]]) -> None:
+def test_answer_is_complete_whichever_calls_break(breaks: list[list[int]]) -> None:
     routers = [Router(each) for each in breaks]
-    replies = asyncio.run(read(ResumingClient(routers), asked()))
+    replies = asyncio.run(read(ResumingClient(routers), make_request()))
     for choice, answer in enumerate(ANSWERS):
         own = [reply for reply in replies if reply.choice == choice]
         assert [token for reply in own for token in reply.tokens] == answer
         assert "".join(reply.text for reply in own) == "".join(f"{token} " for token in answer)
         assert [reply.finish_reason for reply in own if reply.finish_reason] == ["length"]
     assert [reply.usage.completion_tokens for reply in replies if reply.HasField("usage")] == [8]
-    assert not any(reply.prompt_tokens for reply in replies), "nobody asked for them"
+    assert not any(reply.prompt_tokens for reply in replies), (
+        "the request did not ask for prompt tokens"
+    )
     for request in itertools.chain(*(router.requests for router in routers)):
         if request.resume_from:
             assert request.sampling.seed == SEED
             assert list(request.tokens.ids) == PROMPT
 
 
-async def test_what_another_router_would_not_mend_is_told() -> None:
+async def test_error_that_a_retry_cannot_fix_is_raised() -> None:
     class Refusing:
         def Generate(self, request: Any, metadata: Any = None) -> Call:
             return Call([], broken(grpc.StatusCode.INVALID_ARGUMENT))
 
     client = ResumingClient([Refusing(), Router([])])
     with pytest.raises(grpc.aio.AioRpcError):
-        await read(client, asked())
+        await read(client, make_request())
     assert client.num_broken == 0
 
 
-async def test_its_patience_ends() -> None:
+async def test_error_is_raised_after_the_timeout() -> None:
     with pytest.raises(grpc.aio.AioRpcError):
-        await read(ResumingClient([Router([0] * 1000)], timeout=0.0), asked())
+        await read(ResumingClient([Router([0] * 1000)], timeout=0.0), make_request())
 
 
-async def test_answers_that_make_no_sense_are_told() -> None:
+async def test_answer_with_missing_positions_raises_bad_answer() -> None:
     gap = [reply_of(0, 0), reply_of(0, 2)]
     for replies in (gap, gap[:1]):
 
-        class Odd:
+        class Incomplete:
             def Generate(self, request: Any, metadata: Any = None) -> Call:
                 return Call(replies, None)  # noqa: B023
 
         with pytest.raises(BadAnswer):
-            await read(ResumingClient([Odd()]), asked())
+            await read(ResumingClient([Incomplete()]), make_request())
 
 
-def test_what_comes_whole_is_asked_for_again() -> None:
+def test_best_of_request_is_repeated_with_its_seed() -> None:
     request = pb.GenerateRequest(text="hi", sampling=pb.Sampling(n=2, best_of=3))
     progress = Progress(request)
     reply = pb.GenerateReply(choice=0, tokens=[5, 6], seed=4, finish_reason="stop")

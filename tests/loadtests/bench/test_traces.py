@@ -15,7 +15,7 @@ GOOD = '{"timestamp": 27, "input_length": 513, "output_length": 2, "hash_ids": [
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
-def written(folder: Path, *lines: str) -> Path:
+def write_trace(folder: Path, *lines: str) -> Path:
     path = folder / "trace"
     path.write_bytes("\r\n".join(lines).encode())
     return path
@@ -23,7 +23,7 @@ def written(folder: Path, *lines: str) -> Path:
 
 def test_mooncake_rows_are_read(tmp_path: Path) -> None:
     later = json.dumps({**json.loads(GOOD), "timestamp": 1527, "kind": "ignored"})
-    assert read_trace(written(tmp_path, GOOD, later)) == [
+    assert read_trace(write_trace(tmp_path, GOOD, later)) == [
         TraceRow(0.0, 513, 2, (4, 9)),
         TraceRow(1.5, 513, 2, (4, 9)),
     ]
@@ -32,7 +32,7 @@ def test_mooncake_rows_are_read(tmp_path: Path) -> None:
 def test_azure_rows_are_read(tmp_path: Path) -> None:
     rows = (HEADER, "2023-11-16 18:15:46.5000000,374,44", "2023-11-16 18:15:48.2500000,3,1")
     expected = [TraceRow(0.0, 374, 44), TraceRow(1.75, 3, 1)]
-    assert read_trace(written(tmp_path, *rows)) == expected
+    assert read_trace(write_trace(tmp_path, *rows)) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,30 +53,30 @@ def test_azure_rows_are_read(tmp_path: Path) -> None:
         (GOOD.replace("513", "512"), "must be 1 ids for 512 tokens"),
         (GOOD.replace(": 2,", ": -2,"), "output_length must be"),
         (GOOD.replace("[4, 9]", "7"), "must be 2 ids"),
-        (GOOD.replace("9]", "4294967296]"), "no id of 32 bits"),
-        (GOOD.replace("9]", '"9"]'), "no id of 32 bits"),
+        (GOOD.replace("9]", "4294967296]"), "not a 32-bit id"),
+        (GOOD.replace("9]", '"9"]'), "not a 32-bit id"),
     ],
 )
-def test_a_bad_mooncake_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_error_names_the_bad_mooncake_line(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(BadTrace, match=message) as caught:
-        read_trace(written(tmp_path, GOOD, line, GOOD))
+        read_trace(write_trace(tmp_path, GOOD, line, GOOD))
     assert str(caught.value).startswith(f"{tmp_path / 'trace'}:2: ")
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("2023-11-16 18:15:46.6805900,374", "2 fields where 3 belong"),
-        ("yesterday,374,44", "no date and time"),
+        ("2023-11-16 18:15:46.6805900,374", "expected 3 fields, found 2"),
+        ("yesterday,374,44", "not a date and time"),
         ("2023-11-16 18:15:46,three,44", "ContextTokens must be"),
         ("2023-11-16 18:15:46,3,0", "GeneratedTokens must be"),
         ("2023-11-16 18:15:46,3,-1", "GeneratedTokens must be"),
         ("2023-11-16 18:15:44,3,1", "comes before"),
     ],
 )
-def test_a_bad_azure_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_error_names_the_bad_azure_line(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(BadTrace, match=message) as caught:
-        read_trace(written(tmp_path, HEADER, "2023-11-16 18:15:45,1,1", line))
+        read_trace(write_trace(tmp_path, HEADER, "2023-11-16 18:15:45,1,1", line))
     assert ":3: " in str(caught.value)
 
 
@@ -84,7 +84,7 @@ def test_a_bad_azure_line_is_named(tmp_path: Path, line: str, message: str) -> N
     ("content", "message"),
     [(b"", "empty"), (b"\xff\xfe\x00", "not a text file"), (b"a,b\n1,2", ":1: neither")],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_file_that_is_not_a_trace_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "trace"
     path.write_bytes(content)
     with pytest.raises(BadTrace, match=message):
@@ -95,11 +95,11 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes, message: st
 def test_any_text_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.mktemp("any") / "trace"
     path.write_text("{" + text, encoding="utf-8", errors="replace")
-    with suppress(BadTrace):  # and nothing else
+    with suppress(BadTrace):  # any other exception fails the test
         assert read_trace(path)
 
 
-def shared(name: str) -> list[TraceRow]:
+def shared_trace(name: str) -> list[TraceRow]:
     if not SHARED.is_dir():
         pytest.skip("needs the traces in ../shared/traces")
     return read_trace(SHARED / name)
@@ -112,7 +112,7 @@ def shared(name: str) -> list[TraceRow]:
         ("synthetic", 3_993, 1022.0, 15_325, 149, 191_378, (0.640, 0.651), 43_924),
     ],
 )
-def test_facts_of_the_mooncake_traces(
+def test_statistics_of_the_mooncake_traces(
     name: str,
     count: int,
     span: float,
@@ -122,7 +122,7 @@ def test_facts_of_the_mooncake_traces(
     hits: tuple[float, float],
     unique: int,
 ) -> None:
-    rows = shared(f"mooncake_{name}_trace.jsonl")
+    rows = shared_trace(f"mooncake_{name}_trace.jsonl")
     assert len(rows) == count
     assert rows[-1].at - rows[0].at == pytest.approx(span, abs=0.5)
     assert round(sum(row.input_len for row in rows) / count) == inputs
@@ -140,8 +140,8 @@ def test_facts_of_the_mooncake_traces(
 
 
 @pytest.mark.parametrize(("name", "count"), [("conv", 19_366), ("code", 8_819)])
-def test_facts_of_the_azure_traces(name: str, count: int) -> None:
-    rows = shared(f"azure_llm_2023_{name}.csv")
+def test_statistics_of_the_azure_traces(name: str, count: int) -> None:
+    rows = shared_trace(f"azure_llm_2023_{name}.csv")
     assert len(rows) == count
     assert rows[0].at == 0.0
     assert 3000 < rows[-1].at < 3600  # an hour of traffic

@@ -42,8 +42,8 @@ def test_lengths_are_read(text: str, expected: Lengths) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "9-3", "zipf:1-2", "a-b", "1.5", "1-2-3", ":4"])
-def test_bad_lengths_are_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match="is no length"):
+def test_bad_lengths_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="invalid length"):
         Lengths.parse(text)
 
 
@@ -55,7 +55,7 @@ def test_drawn_lengths_stay_in_bounds(wanted: Lengths, seed: int) -> None:
     assert drawn.max() <= wanted.high
 
 
-def test_lengths_have_the_shape_they_are_named_for() -> None:
+def test_lengths_follow_the_named_distribution() -> None:
     random = np.random.default_rng(1)
     uniform = Lengths(100, 10_000).draw(20_000, random)
     lognormal = Lengths(100, 10_000, "lognormal").draw(20_000, random)
@@ -76,7 +76,7 @@ def test_arrivals_keep_the_rate(count: int, rate: float, seed: int) -> None:
 def test_arrivals_are_a_poisson_process() -> None:
     gaps = np.diff(arrivals(50_000, 10.0, 3))
     assert gaps.mean() == pytest.approx(0.1, rel=0.02)
-    assert gaps.std() == pytest.approx(0.1, rel=0.02)  # as of an exponential distribution
+    assert gaps.std() == pytest.approx(0.1, rel=0.02)  # exponential: equal to the mean
     assert np.corrcoef(gaps[1:], gaps[:-1])[0, 1] == pytest.approx(0, abs=0.02)
 
 
@@ -85,17 +85,19 @@ def test_an_infinite_rate_sends_everything_at_once() -> None:
 
 
 @given(st.integers(1, 40), lengths, lengths, seeds)
-def test_a_seed_gives_its_load(count: int, inputs: Lengths, outputs: Lengths, seed: int) -> None:
+def test_equal_seeds_give_equal_loads(
+    count: int, inputs: Lengths, outputs: Lengths, seed: int
+) -> None:
     load = drawn_load(count, 5.0, inputs, outputs, seed)
     assert load == drawn_load(count, 5.0, inputs, outputs, seed)
     assert [planned.number for planned in load] == list(range(count))
-    # The rate moves requests in time and changes nothing else of them.
+    # The rate changes only the times of requests.
     slower = drawn_load(count, 1.0, inputs, outputs, seed)
     assert [p.input_len for p in slower] == [p.input_len for p in load]
     assert [p.output_len for p in slower] == [p.output_len for p in load]
 
 
-def test_seeds_differ() -> None:
+def test_different_seeds_give_different_loads() -> None:
     wanted = Lengths(1, 10_000)
     assert drawn_load(20, 5.0, wanted, wanted, 1) != drawn_load(20, 5.0, wanted, wanted, 2)
 
@@ -103,7 +105,7 @@ def test_seeds_differ() -> None:
 @pytest.mark.parametrize(
     ("vocab_size", "specials"),
     [
-        (1024, range(6)),  # Penstock's own
+        (1024, range(6)),  # bundled model
         (32_000, range(259)),  # Llama 2: control and byte tokens
         (128_256, range(128_000, 128_256)),  # Llama 3
         (32_768, range(771)),  # Mistral
@@ -123,7 +125,7 @@ def test_a_tiny_vocabulary_is_refused() -> None:
 
 
 @given(st.integers(32, 200_000), st.integers(0, 100), st.integers(1, 600), seeds)
-def test_prompts_are_of_their_length_and_vocabulary(
+def test_prompts_have_their_length_and_vocabulary(
     vocab_size: int, number: int, input_len: int, seed: int
 ) -> None:
     vocabulary = ordinary_tokens(vocab_size)
@@ -134,7 +136,7 @@ def test_prompts_are_of_their_length_and_vocabulary(
     assert tokens == Prompts(vocabulary, seed).tokens(Planned(number, 9.0, input_len, 5))
 
 
-def test_prompts_share_nothing_unless_told() -> None:
+def test_prompts_without_block_ids_share_no_prefix() -> None:
     prompts = Prompts(ordinary_tokens(1000), 0)
     firsts = {tuple(prompts.tokens(Planned(n, 0.0, 8, 1))) for n in range(200)}
     firsts |= {tuple(prompts.warmup(n, 8)) for n in range(200)}
@@ -156,7 +158,7 @@ def traced(blocks: list[int], last_len: int) -> Planned:
     st.integers(16, TRACE_BLOCK),
     st.integers(32, 9999),
 )
-def test_prompts_share_what_their_ids_share(
+def test_prompts_share_exactly_the_prefix_of_their_block_ids(
     one: list[int], other: list[int], one_last: int, other_last: int, vocab_size: int
 ) -> None:
     prompts = Prompts(ordinary_tokens(vocab_size), 4)
@@ -168,11 +170,11 @@ def test_prompts_share_what_their_ids_share(
         assert shared is None  # one is a prefix of the other
     else:
         assert shared is not None
-        assert shared // 16 == same * TRACE_BLOCK // 16  # no cache block of 16 more than told
+        assert shared // 16 == same * TRACE_BLOCK // 16  # no further full block of 16 is shared
 
 
 @given(st.integers(0, MAX_BLOCK_ID), st.integers(0, MAX_BLOCK_ID))
-def test_different_ids_are_different_blocks(one: int, other: int) -> None:
+def test_blocks_are_equal_only_if_their_ids_are(one: int, other: int) -> None:
     prompts = Prompts(ordinary_tokens(64), 0)
     first = prompts.tokens(traced([one], 16))
     assert (first == prompts.tokens(traced([other], 16))) == (one == other)
@@ -190,7 +192,7 @@ def test_caps_cut_lengths_and_keep_prefixes(
     assert capped(row, None, None) == row
 
 
-def test_a_traced_load_keeps_order_and_identity() -> None:
+def test_traced_load_keeps_order_lengths_and_block_ids() -> None:
     rows = [TraceRow(0.0, 600, 3, (1, 2)), TraceRow(4.0, 10, 1)]
     assert traced_load(rows, [0.0, 2.0]) == [
         Planned(0, 0.0, 600, 3, (1, 2)),

@@ -1,4 +1,4 @@
-"""Processes and connections of others are struck for real."""
+"""Faults are injected into real processes and connections."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ import pytest
 
 from penstock.loadtests.chaos import fault_injection
 
-TALK = """
+CLIENT = """
 import socket, sys
 talk = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 talk.sendall(b"hello")
@@ -20,32 +20,32 @@ sys.stdin.read()
 
 
 @pytest.mark.process
-@pytest.mark.skipif(sys.platform != "linux", reason="pidfd_getfd is Linux's")
-def test_a_connection_is_cut_for_both_sides_and_no_other_is() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="pidfd_getfd exists only on Linux")
+def test_only_the_chosen_connection_is_cut_at_both_ends() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        command = [sys.executable, "-c", TALK, port]
+        command = [sys.executable, "-c", CLIENT, port]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        both = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+        clients = [subprocess.Popen(command, **pipes) for _ in range(2)]  # type: ignore[call-overload]
         try:
-            ends = [server.accept()[0] for _ in both]
+            ends = [server.accept()[0] for _ in clients]
             peers = {end.getpeername()[1]: end for end in ends}
             for end in ends:
                 assert end.recv(5) == b"hello"
-            (mine,) = [each.laddr.port for each in fault_injection._connections(both[0].pid)]
-            assert fault_injection.cut_connections(both[0].pid, [both[1].pid]) == 0, (
-                "these two do not talk"
+            (cut_port,) = [each.laddr.port for each in fault_injection._connections(clients[0].pid)]
+            assert fault_injection.cut_connections(clients[0].pid, [clients[1].pid]) == 0, (
+                "there is no connection between the two clients"
             )
-            assert fault_injection.cut_connections(both[0].pid, [os.getpid()]) == 1
-            assert both[0].stdout.readline() == "b''\n"
-            assert peers.pop(mine).recv(1) == b""
+            assert fault_injection.cut_connections(clients[0].pid, [os.getpid()]) == 1
+            assert clients[0].stdout.readline() == "b''\n"
+            assert peers.pop(cut_port).recv(1) == b""
             (other,) = peers.values()
             other.sendall(b"well")
-            assert both[1].stdout.readline() == "b'well'\n"
-            assert fault_injection.send_signal(both[1].pid, signal.SIGKILL)
-            assert both[1].wait() == -signal.SIGKILL
-            assert not fault_injection.send_signal(both[1].pid, signal.SIGKILL)
+            assert clients[1].stdout.readline() == "b'well'\n"
+            assert fault_injection.send_signal(clients[1].pid, signal.SIGKILL)
+            assert clients[1].wait() == -signal.SIGKILL
+            assert not fault_injection.send_signal(clients[1].pid, signal.SIGKILL)
         finally:
-            for each in both:
+            for each in clients:
                 each.kill()
                 each.wait()

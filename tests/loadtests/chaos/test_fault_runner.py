@@ -1,4 +1,4 @@
-"""An attack without a cluster: what is done where there is nothing to strike."""
+"""The fault runner without a cluster: a fault that finds no target is skipped."""
 
 import itertools
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ from penstock.loadtests.chaos.fault_runner import FaultRunner
 from penstock.loadtests.chaos.faults import Fault, InjectedFault
 
 
-class Sparing(FaultRunner):
-    """Finds somebody at once, who has blocks on the way only in the last tries."""
+class StubFaultRunner(FaultRunner):
+    """A runner that can inject a fault only at try number `found_at` (0: never)."""
 
     tries = 0
     found_at = 0
@@ -30,22 +30,22 @@ class Sparing(FaultRunner):
 
 
 @pytest.mark.parametrize(
-    ("found_at", "said"), [(0, "there was none to strike"), (3, "worker (any)")]
+    ("found_at", "ending"), [(0, "skipped, no target found for 20 s"), (3, "worker (any)")]
 )
-async def test_what_cannot_be_struck_is_left_out_and_said(
-    found_at: int, said: str, monkeypatch: pytest.MonkeyPatch
+async def test_fault_without_a_target_is_skipped_and_printed(
+    found_at: int, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = itertools.count()  # one passes at each look at the clock
+    seconds = itertools.count()  # each clock reading advances it by 1 s
     monkeypatch.setattr(
         fault_runner, "time", SimpleNamespace(monotonic=lambda: float(next(seconds)))
     )
     monkeypatch.setattr(fault_runner, "POLL_SECONDS", 0.0)
     lines: list[str] = []
-    one = Sparing(cast(Cluster, None), 0.0, lines.append)
-    one.found_at = found_at
+    runner = StubFaultRunner(cast(Cluster, None), 0.0, lines.append)
+    runner.found_at = found_at
     fault: Any = Fault(0, "cut blocks", "any", 0.0, 1.0)
-    await one.run([fault], 60.0)
+    await runner.run([fault], 60.0)
     assert lines[0].startswith("1/1: cut blocks")
-    assert lines[0].endswith(said)
-    assert len(one.injected) == bool(found_at)
-    assert one.tries >= 3
+    assert lines[0].endswith(ending)
+    assert len(runner.injected) == bool(found_at)
+    assert runner.tries >= 3

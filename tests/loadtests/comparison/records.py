@@ -1,4 +1,4 @@
-"""Small made-up runs."""
+"""Small invented records, for tests."""
 
 from penstock.loadtests.comparison.checkpoints import Cost
 from penstock.loadtests.comparison.record import Record
@@ -8,8 +8,8 @@ WORK = Work(requests=2, input_len=8, output_len=4, stream_len=2, long_len=16)
 LIMITS = {"gflops": 100.0, "int8_gops": 400.0, "memory_gbs": 10.0}
 
 
-def turn(engine: str, number: int = 0, seconds: float = 1.0, answer: int = 7) -> EngineRun:
-    """A turn in which everything takes `seconds`, a streamed token a tenth of it."""
+def engine_run(engine: str, number: int = 0, seconds: float = 1.0, answer: int = 7) -> EngineRun:
+    """Return a run whose phases take `seconds` each, and a streamed token a tenth of that."""
     return EngineRun(
         engine,
         number,

@@ -14,24 +14,24 @@ PEER = Environment("peer", ("peer==1",), ("bad",), {"CMAKE_ARGS": "-DX=1"})
 
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str]]:
-    """What pip would have been told, and how it was to compile; it succeeds."""
-    told = []
+    """Replace pip by a stub that succeeds; return the arguments and CMAKE_ARGS of its calls."""
+    calls = []
 
     def run(command: list[str], **options: Any) -> Any:
-        told.append((command[2:], options["env"].get("CMAKE_ARGS", "")))
+        calls.append((command[2:], options["env"].get("CMAKE_ARGS", "")))
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(venv, "create", lambda folder, **_: folder.mkdir())
     monkeypatch.setattr(subprocess, "run", run)
-    return told
+    return calls
 
 
-def test_ours_is_the_one_that_runs(tmp_path: Path) -> None:
+def test_penstock_uses_the_running_python(tmp_path: Path) -> None:
     assert python_of(HERE, tmp_path) == Path(sys.executable)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_installed_once_and_again_when_other_things_are_asked_for(
+def test_environment_is_reused_until_its_requirements_change(
     tmp_path: Path, pip: list[tuple[list[str], str]]
 ) -> None:
     first = python_of(PEER, tmp_path)
@@ -43,16 +43,18 @@ def test_installed_once_and_again_when_other_things_are_asked_for(
     assert python_of(Environment("peer", ("peer==2",)), tmp_path) != first
 
 
-def test_what_cannot_be_installed_is_said_and_leaves_nothing(
+def test_failed_installation_is_reported_and_leaves_only_its_lock(
     tmp_path: Path, pip: list[tuple[list[str], str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = subprocess.CompletedProcess([], 1, "", "no such version")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(NotInstalled, match=r"peer could not be installed[\s\S]*no such version"):
+    with pytest.raises(NotInstalled, match=r"installing peer failed[\s\S]*no such version"):
         python_of(PEER, tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_is_below_xdg_cache_home(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "penstock" / "peers"

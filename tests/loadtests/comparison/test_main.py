@@ -8,14 +8,14 @@ from penstock.loadtests.comparison import __main__ as peers
 from penstock.loadtests.comparison.__main__ import Run, main
 from penstock.loadtests.comparison.engines import ENGINES
 from penstock.workers.config import WorkerConfig
-from tests.loadtests.comparison.records import record, turn
+from tests.loadtests.comparison.records import engine_run, record
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
-        (["--engines", "vlm"], "there is no engine vlm; there are penstock, "),
-        (["--without", "x"], "there is no engine x"),
+        (["--engines", "vlm"], "unknown engine 'vlm': expected one of penstock, "),
+        (["--without", "x"], "unknown engine 'x'"),
         (["--rounds", "0"], "must be at least 1"),
         (["--requests", "0"], "--requests must be at least 1"),
         (["--engines", "vllm", "--without", "vllm"], "no engine is left"),
@@ -23,38 +23,44 @@ from tests.loadtests.comparison.records import record, turn
         (["--turns", "3"], "unrecognized arguments"),
     ],
 )
-def test_wrong_flags_get_one_line(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_flags_give_a_one_line_error(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         code = main(flags)
     except SystemExit as end:
         code = int(end.code or 0)
-    words = capsys.readouterr().err
+    error = capsys.readouterr().err
     assert code == 2
-    assert said in words
-    assert words.count("\n") == 1
+    assert message in error
+    assert error.count("\n") == 1
 
 
-def test_what_is_left_out_is_said() -> None:
+def test_engines_left_out_are_listed_with_the_reason() -> None:
     run = Run(engines=("penstock", "vllm", "openvino"), without=("vllm",))
     assert [engine.name for engine in run.chosen()] == ["penstock", "openvino"]
     assert run.left_out()["vllm"] == "left out by a flag"
     assert run.left_out().keys() | {"penstock", "openvino"} == {each.name for each in ENGINES}
 
 
-def test_int8_is_ours_when_a_worker_can_be_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penstock_int8_needs_a_worker_config_with_quantization(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(peers, "WorkerConfig", dataclasses.make_dataclass("Config", ["name"]))
     assert "no such quantization" in Run().left_out()["penstock-int8"]
     fields = [(each.name, each.type) for each in dataclasses.fields(WorkerConfig)]
-    told = dataclasses.make_dataclass("Config", dict([*fields, ("quantization", str)]).items())
-    monkeypatch.setattr(peers, "WorkerConfig", told)
+    with_quantization = dataclasses.make_dataclass(
+        "Config", dict([*fields, ("quantization", str)]).items()
+    )
+    monkeypatch.setattr(peers, "WorkerConfig", with_quantization)
     assert Run().left_out() == {}
 
 
-def test_pieces_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_are_merged_into_one_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, engine in (("a", "penstock"), ("b", "transformers")):
-        text = json.dumps(record([turn(engine)]).as_json())
+        text = json.dumps(record([engine_run(engine)]).as_json())
         (tmp_path / f"{name}.json").write_text(text)
     files = [str(tmp_path / name) for name in ("a.json", "b.json")]
     assert main(["--merge", *files, "--save", str(tmp_path / "both")]) == 0
@@ -63,6 +69,6 @@ def test_pieces_become_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(json.loads((tmp_path / "both.json").read_text())["rounds"]) == 2
 
 
-def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_gives_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--merge", "/nowhere.json"]) == 1
     assert capsys.readouterr().err.count("\n") == 1

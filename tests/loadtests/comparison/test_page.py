@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from penstock.loadtests.comparison.charts import Strip, nice_ticks, strips
 from penstock.loadtests.comparison.page import page
-from tests.loadtests.comparison.records import record, turn
+from tests.loadtests.comparison.records import engine_run, record
 
 POSITIVE = st.floats(1e-6, 1e9)
 
 
 @given(POSITIVE)
-def test_ticks_are_few_even_and_reach(most: float) -> None:
+def test_ticks_are_few_and_even_and_cover_the_maximum(most: float) -> None:
     ticks = nice_ticks(most)
     steps = {round((after - before) / ticks[1], 6) for before, after in pairwise(ticks)}
     assert ticks[0] == 0
@@ -22,7 +22,7 @@ def test_ticks_are_few_even_and_reach(most: float) -> None:
 
 
 @given(st.lists(st.tuples(st.lists(POSITIVE, min_size=1, max_size=4), POSITIVE), min_size=1))
-def test_a_chart_draws_every_turn_inside(rows: list[tuple[list[float], float]]) -> None:
+def test_chart_draws_every_value_within_its_width(rows: list[tuple[list[float], float]]) -> None:
     lines = [Strip("a < b & c", "ours", values, limit) for values, limit in rows]
     drawn = ET.fromstring(strips(lines, "ms"))
     width = float(drawn.attrib["viewBox"].split()[2])
@@ -31,8 +31,10 @@ def test_a_chart_draws_every_turn_inside(rows: list[tuple[list[float], float]]) 
     assert all(0 <= x <= width for x in dots)
 
 
-def test_a_page_names_all_and_loads_nothing() -> None:
-    text = page(record([turn("penstock"), turn("transformers"), turn("openvino-int8")]))
+def test_page_names_all_engines_and_loads_no_resources() -> None:
+    text = page(
+        record([engine_run("penstock"), engine_run("transformers"), engine_run("openvino-int8")])
+    )
     assert "a &lt;fast&gt; one" in text
     assert "OpenVINO GenAI, INT8 weights" in text
     assert "Not measured: vLLM (left out by a flag)." in text

@@ -1,4 +1,4 @@
-"""The pipes to an engine, with adapters that only pretend to compute."""
+"""The pipes to an engine's process, with an adapter that computes no model."""
 
 import shutil
 import sys
@@ -51,7 +51,7 @@ def running(**options: object) -> Iterator[EngineProcess]:
         engine.close()
 
 
-def test_it_answers_sleeps_wakes_and_leaves_nothing() -> None:
+def test_engine_answers_pauses_resumes_and_leaves_no_process() -> None:
     with running() as engine:
         assert engine.about == {"version": "1"}
         answer = engine.generate([[1, 2], [3, 4]], 3)
@@ -67,34 +67,36 @@ def test_it_answers_sleeps_wakes_and_leaves_nothing() -> None:
     assert not [each for each in tree if each.is_running()]
 
 
-def test_a_turn_asks_all_and_keeps_what_the_first_round_said() -> None:
+def test_run_measures_all_phases_and_keeps_tokens_of_round_0_only() -> None:
     work = Work(requests=3, input_len=2, output_len=4, stream_len=2, long_len=5)
     with running() as engine:
-        turn = run_engine(engine, work, 50, 0, {})
-        again = run_engine(engine, work, 50, 1, {})
+        run = run_engine(engine, work, 50, 0, {})
+        next_run = run_engine(engine, work, 50, 1, {})
     sums = [sum(prompt) for prompt in work.prompts(50, 0, 0, 3, 2)]
-    assert turn.tokens == [[total] * 4 for total in sums]
-    assert again.tokens == []
-    assert turn.batch >= 0.01
-    assert len(turn.first) == len(turn.stream) == len(turn.long) == 2
-    assert turn.memory_mib > 1
+    assert run.tokens == [[total] * 4 for total in sums]
+    assert next_run.tokens == []
+    assert run.batch >= 0.01
+    assert len(run.first) == len(run.stream) == len(run.long) == 2
+    assert run.memory_mib > 1
 
 
-def test_short_answers_are_no_measurement() -> None:
-    with running(short=1) as engine, pytest.raises(EngineFailed, match="2 of 3 were asked"):
+def test_short_answer_is_an_error() -> None:
+    with running(short=1) as engine, pytest.raises(EngineFailed, match="expected 2 of 3"):
         engine.generate([[1], [2]], 3)
 
 
-def test_an_engine_that_does_not_start_says_why() -> None:
-    with pytest.raises(EngineFailed, match=r"Fake ended; its last words:[\s\S]*no such kernel"):
+def test_failed_start_reports_the_end_of_the_log() -> None:
+    with pytest.raises(
+        EngineFailed, match=r"Fake exited; last lines of its log:[\s\S]*no such kernel"
+    ):
         EngineProcess(ENGINE, Path(sys.executable), {"broken": True})
 
 
-def test_ended_at_once_even_while_it_computes() -> None:
+def test_close_at_once_ends_an_engine_that_computes() -> None:
     engine = EngineProcess(ENGINE, Path(sys.executable), {"seconds": 600})
     tree = engine.tree()
     assert engine._process.stdin is not None
     engine._process.stdin.write(b'{"prompts": [[1]], "output_len": 1}\n')
     engine._process.stdin.flush()
-    engine.close(at_once=True)  # which computes for longer than a test may take
+    engine.close(at_once=True)  # instead of waiting 600 s for the answer
     assert not [each for each in tree if each.is_running()]

@@ -12,20 +12,20 @@ from penstock.loadtests.comparison.summary import (
     summarize,
     value,
 )
-from tests.loadtests.comparison.records import WORK, turn
+from tests.loadtests.comparison.records import WORK, engine_run
 
 COST = Cost(body=1000, head=500, attention=64)
 
 
-def test_figures_of_a_turn_by_hand() -> None:
-    one = turn("penstock", seconds=2.0)
-    assert value(one, WORK, "throughput") == 2 * 4 / 2.0
-    assert value(one, WORK, "tpot") == pytest.approx(200.0)
-    assert value(one, WORK, "ttft") == 2000.0
+def test_values_of_a_run_match_hand_computed_ones() -> None:
+    run = engine_run("penstock", seconds=2.0)
+    assert value(run, WORK, "throughput") == 2 * 4 / 2.0
+    assert value(run, WORK, "tpot") == pytest.approx(200.0)
+    assert value(run, WORK, "ttft") == 2000.0
 
 
-def test_operations_by_hand() -> None:
-    # 8 tokens through the body, one through the head; each looks at itself and all before it.
+def test_flops_match_hand_computed_values() -> None:
+    # 8 tokens pass the body, one the head; each attends to itself and all earlier ones.
     prompt = 2 * (1000 * 8 + 500) + 64 * (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)
     assert COST.prefill(8) == prompt
     answer = 2 * 1500 * 3 + 64 * (9 + 10 + 11)
@@ -33,14 +33,14 @@ def test_operations_by_hand() -> None:
     assert batch_flops(COST, WORK) == 2 * (prompt + answer)
 
 
-def test_limits_by_hand() -> None:
-    fp32, int8 = turn("penstock"), turn("openvino-int8")
-    # So short a prompt is bound by the weights, which are read once; a long one by arithmetic.
+def test_limits_match_hand_computed_values() -> None:
+    fp32, int8 = engine_run("penstock"), engine_run("openvino-int8")
+    # A short prompt is bound by reading the weights once; at 1 GFLOP/s, by arithmetic.
     assert limit(fp32, WORK, COST, "ttft") == pytest.approx(1e3 * 6000 / 10e9)
     fp32.limits["gflops"] = 1.0
     assert limit(fp32, WORK, COST, "ttft") == pytest.approx(1e3 * COST.prefill(16) / 1e9)
     fp32.limits["gflops"] = 100.0
-    # One stream reads all weights for every token: 6,000 bytes at 10 GB/s; a quarter as INT8.
+    # One stream reads all weights for every token: 6,000 bytes at 10 GB/s (INT8: a quarter).
     assert limit(fp32, WORK, COST, "tpot") == pytest.approx(1e3 * 6000 / 10e9)
     assert limit(int8, WORK, COST, "tpot") == pytest.approx(1e3 * 1500 / 10e9)
     rates = [limit(each, WORK, COST, "throughput") for each in (fp32, int8)]
@@ -49,55 +49,63 @@ def test_limits_by_hand() -> None:
 
 
 @given(st.floats(1e-3, 1e3), st.sampled_from(PHASES))
-def test_twice_the_time_is_half_of_the_limit(seconds: float, phase: str) -> None:
-    fast, slow = (reached(turn("vllm", 0, t), WORK, COST, phase) for t in (seconds, 2 * seconds))
+def test_doubled_time_halves_the_fraction_of_the_limit(seconds: float, phase: str) -> None:
+    fast, slow = (
+        reached(engine_run("vllm", 0, t), WORK, COST, phase) for t in (seconds, 2 * seconds)
+    )
     assert fast == pytest.approx(2 * slow)
 
 
-def test_ratios_are_taken_within_rounds_only() -> None:
+def test_ratios_are_computed_only_within_rounds() -> None:
     rounds = [
-        [turn("penstock", 0, 1.0), turn("vllm", 0, 2.0)],
-        [turn("penstock", 1, 10.0), turn("vllm", 1, 20.0)],
-        [turn("penstock", 0, 500.0)],  # of another run, without vllm
+        [engine_run("penstock", 0, 1.0), engine_run("vllm", 0, 2.0)],
+        [engine_run("penstock", 1, 10.0), engine_run("vllm", 1, 20.0)],
+        [engine_run("penstock", 0, 500.0)],  # from another run, without vllm
     ]
-    ours, vllm = summarize(rounds, WORK, COST)
-    assert (ours.engine.name, vllm.engine.name) == ("penstock", "vllm")
-    assert not ours.ahead
+    penstock, vllm = summarize(rounds, WORK, COST)
+    assert (penstock.engine.name, vllm.engine.name) == ("penstock", "vllm")
+    assert not penstock.ahead
     for phase in PHASES:
         assert vllm.ahead[phase].median == pytest.approx(2.0)
         assert vllm.ahead[phase].count == 2
 
 
 def test_int8_is_compared_with_int8() -> None:
-    rounds = [[turn("penstock", 0, 4.0), turn("penstock-int8", 0, 1.0), turn("openvino-int8")]]
+    rounds = [
+        [
+            engine_run("penstock", 0, 4.0),
+            engine_run("penstock-int8", 0, 1.0),
+            engine_run("openvino-int8"),
+        ]
+    ]
     rows = {row.engine.name: row for row in summarize(rounds, WORK, COST)}
     assert rows["openvino-int8"].ahead["ttft"].median == pytest.approx(1.0)
 
 
-def test_tokens_are_compared_in_fp32_only_and_with_transformers() -> None:
+def test_tokens_are_compared_with_transformers_in_fp32_only() -> None:
     names = ("penstock", "openvino-int8", "transformers")
     rows = {
         row.engine.name: row.tokens
-        for row in summarize([[turn(name) for name in names]], WORK, COST)
+        for row in summarize([[engine_run(name) for name in names]], WORK, COST)
     }
     assert rows == {"penstock": Tokens(8, 8, None), "openvino-int8": None, "transformers": None}
 
 
-def test_without_transformers_nothing_is_said_of_tokens() -> None:
-    assert summarize([[turn("penstock")]], WORK, COST)[0].tokens is None
+def test_tokens_are_not_compared_without_transformers() -> None:
+    assert summarize([[engine_run("penstock")]], WORK, COST)[0].tokens is None
 
 
 def test_agreement_ends_at_the_first_difference() -> None:
-    judge = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert Tokens.of([[1, 2, 9, 4], [5, 6, 7, 8]], judge) == Tokens(6, 8, 2)
-    assert Tokens.of(judge, judge) == Tokens(8, 8, None)
+    reference = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert Tokens.of([[1, 2, 9, 4], [5, 6, 7, 8]], reference) == Tokens(6, 8, 2)
+    assert Tokens.of(reference, reference) == Tokens(8, 8, None)
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1), st.data())
-def test_one_changed_token_is_found(judge: list[list[int]], data: st.DataObject) -> None:
-    row = data.draw(st.integers(0, len(judge) - 1))
+def test_one_changed_token_is_found(reference: list[list[int]], data: st.DataObject) -> None:
+    row = data.draw(st.integers(0, len(reference) - 1))
     index = data.draw(st.integers(0, 4))
-    changed = [list(tokens) for tokens in judge]
+    changed = [list(tokens) for tokens in reference]
     changed[row][index] += 1
-    found = Tokens.of(changed, judge)
-    assert found == Tokens(5 * len(judge) - (5 - index), 5 * len(judge), index)
+    found = Tokens.of(changed, reference)
+    assert found == Tokens(5 * len(reference) - (5 - index), 5 * len(reference), index)

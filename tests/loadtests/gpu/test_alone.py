@@ -1,4 +1,4 @@
-"""What a machine with a GPU may lack: nothing here imports it."""
+"""The GPU measurements import no package that a GPU machine may lack."""
 
 import ast
 import subprocess
@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-THERE = {"torch", "triton", "numpy", "transformers", "pytest", "penstock", "tests"}
-"""Beside the standard library, and what these bring along."""
+AVAILABLE = {"torch", "triton", "numpy", "transformers", "pytest", "penstock", "tests"}
+"""Packages that a GPU machine has, besides the standard library and their dependencies."""
 
 BLOCK = """
 import sys
 for name in {blocked!r}:
-    sys.modules[name] = None  # as if it were not installed, also for those that only look
+    sys.modules[name] = None  # as if not installed, also for `find_spec`
 """
-LACKING = (
+ABSENT = (
     *("ray", "psutil", "numba", "hypothesis", "uvloop", "aiohttp", "uvicorn", "starlette", "rich"),
     *(
         "grpc",
@@ -43,25 +43,26 @@ def run_blocked(code: str, blocked: tuple[str, ...]) -> "subprocess.CompletedPro
 
 
 @pytest.mark.process
-def test_every_section_is_imported_without_what_may_be_lacking() -> None:
+def test_every_section_can_be_imported_without_absent_packages() -> None:
     names = ", ".join([*MODULES, "penstock.loadtests.gpu.__main__"])
-    done = run_blocked(f"import {names}", LACKING)
+    done = run_blocked(f"import {names}", ABSENT)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.process
-def test_tests_of_kernels_are_imported_without_it_too() -> None:
+def test_kernel_tests_can_be_imported_without_absent_packages() -> None:
     folders = ("tests/kernels", "tests/workers/gpu")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
-    lacking = tuple(name for name in LACKING if name != "hypothesis")  # it is carried
-    done = run_blocked(f"import {', '.join(names)}", lacking)
+    # hypothesis is copied to the machine, see docs/gpu.md.
+    absent = tuple(name for name in ABSENT if name != "hypothesis")
+    done = run_blocked(f"import {', '.join(names)}", absent)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.process
-def test_the_block_blocks() -> None:
-    assert run_blocked("import ray", LACKING).returncode == 1
+def test_blocked_package_cannot_be_imported() -> None:
+    assert run_blocked("import ray", ABSENT).returncode == 1
 
 
 @pytest.mark.process
@@ -79,9 +80,9 @@ def test_the_engine_steps_without_ray(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["tests/kernels", "tests/workers/gpu"])
-def test_tests_of_kernels_want_nothing_else(folder: str) -> None:
-    """At their heads; hypothesis is carried, see docs/gpu.md."""
-    allowed = {*sys.stdlib_module_names, *THERE, "hypothesis"}
+def test_kernel_tests_import_only_available_packages(folder: str) -> None:
+    """Check imports at module level; hypothesis is copied to the machine, see docs/gpu.md."""
+    allowed = {*sys.stdlib_module_names, *AVAILABLE, "hypothesis"}
     for path in (ROOT / folder).rglob("*.py"):
         tree = ast.parse(path.read_text())
         for node in tree.body:

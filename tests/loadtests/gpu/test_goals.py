@@ -1,4 +1,4 @@
-"""Goals of operations: what counts as met, and what could not be compared."""
+"""Goals of GPU operations: met, missed, or not comparable."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ BOUNDS = Bounds(bytes_per_second=4e12, flops_per_second=8e14)
 
 
 def measured(goal: Goal, seconds: float, **peers: float) -> Measured:
-    """1 GB and 1 GFLOP: 250 µs at least."""
+    """Return a measurement of 1 GB and 1 GFLOP, which need at least 250 µs."""
     renamed = {PLAIN if name == "plain" else name: value for name, value in peers.items()}
     return Measured("x", goal, 1e9, 1e9, seconds, True, renamed, {})
 
@@ -28,11 +28,11 @@ def measured(goal: Goal, seconds: float, **peers: float) -> Measured:
         (Goal(most_us=300, least_fraction=0.85), 299e-6, False),
     ],
 )
-def test_a_goal_is_met_when_all_of_it_is(goal: Goal, seconds: float, met: bool) -> None:
+def test_goal_is_met_if_all_its_conditions_are(goal: Goal, seconds: float, met: bool) -> None:
     assert measured(goal, seconds).met(BOUNDS) is met
 
 
-def test_without_bounds_times_are_there_and_shares_are_not_compared() -> None:
+def test_without_bounds_only_times_are_compared() -> None:
     unknown = Bounds.read(None)
     assert measured(Goal(least_fraction=0.85), 1e-6).met(unknown) is None
     assert measured(Goal(most_us=300), 299e-6).met(unknown) is True
@@ -41,7 +41,7 @@ def test_without_bounds_times_are_there_and_shares_are_not_compared() -> None:
     assert figures["share"] != figures["share"]
 
 
-def test_the_fastest_peer_counts_and_our_plain_form_is_none() -> None:
+def test_peer_goal_compares_with_the_fastest_peer_and_not_the_plain_form() -> None:
     goal = Goal(least_of_peer=0.95)
     assert measured(goal, 1.0, slow=5.0, fast=0.96).met(BOUNDS) is True
     assert measured(goal, 1.0, slow=5.0, fast=0.94).met(BOUNDS) is False
@@ -50,7 +50,7 @@ def test_the_fastest_peer_counts_and_our_plain_form_is_none() -> None:
     assert measured(over, 1.0, plain=8.1).met(BOUNDS) is True
     assert measured(over, 1.0, plain=7.9).met(BOUNDS) is False
     assert measured(over, 1.0).met(BOUNDS) is None
-    # What is missed is missed, whatever could not be compared.
+    # One missed condition is decisive, even if another cannot be compared.
     assert measured(Goal(most_us=1, least_of_peer=1), 1.0).met(BOUNDS) is False
 
 
@@ -63,10 +63,10 @@ def test_figures_agree_with_each_other(seconds: float, peer: float) -> None:
     assert figures["tflops"] == pytest.approx(1e-3 / seconds)
 
 
-def test_a_floor_is_of_bytes_or_of_operations() -> None:
+def test_floor_is_the_longer_of_memory_and_compute_time() -> None:
     assert BOUNDS.floor(4e9, 1) == pytest.approx(1e-3)
     assert BOUNDS.floor(1, 8e11) == pytest.approx(1e-3)
 
 
-def test_a_goal_is_said_in_words() -> None:
+def test_goal_is_formatted_as_text() -> None:
     assert str(Goal(most_us=295, least_of_peer=0.95)) == "295 µs or less, 0.95 of the best peer"

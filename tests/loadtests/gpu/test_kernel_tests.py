@@ -1,4 +1,4 @@
-"""The section that runs tests: which count, and that none at all is a failure."""
+"""The section that runs the kernel tests: which files count, and failure if no test passed."""
 
 import time
 from importlib import import_module
@@ -33,15 +33,13 @@ def test_a_file_without_a_test_for_a_device_does_not_count() -> None:
     assert figures["files"]["a.py"]["said"] == "3 passed in 1s"
     assert [failure.split(":")[0] for failure in figures["failures"]] == ["c.py", "d.py"]
     assert "1 failed in 1s" in figures["failures"][0]
-    assert "\n0\n" not in figures["failures"][0]  # only the end of it
+    assert "\n0\n" not in figures["failures"][0]  # only the end of the output
 
 
-def test_no_test_at_all_is_a_failure() -> None:
+def test_no_passed_test_is_a_failure() -> None:
     skipped = figures_of([FileRun("a.py", 0, 1.0, "s\n1 skipped in 1s")])
-    assert skipped["failures"] == ["no test of a kernel has passed"]
-    assert figures_of([FileRun("b.py", 5, 1.0, "")])["failures"] == [
-        "no test of a kernel has passed"
-    ]
+    assert skipped["failures"] == ["no kernel test passed"]
+    assert figures_of([FileRun("b.py", 5, 1.0, "")])["failures"] == ["no kernel test passed"]
 
 
 def test_there_are_files_to_run() -> None:
@@ -50,20 +48,20 @@ def test_there_are_files_to_run() -> None:
 
 
 @pytest.mark.process
-def test_a_test_that_takes_no_kernel_on_a_device_fails() -> None:
-    """On "meta" a launcher takes none."""
+def test_kernel_test_fails_on_fallback_to_torch() -> None:
+    """On device "meta" no launcher uses a kernel."""
     path = ROOT / "tests/kernels/interpreted/test_activation.py"
     run = kernel_tests.run_file(path, "meta", time.monotonic() + 200)
     assert run.code == 1
     assert (
-        "KernelFallbackError: what is on meta would not be computed by a kernel on meta"
+        "KernelFallbackError: a tensor on meta would not be computed by a kernel on meta"
         in run.words
     )
     assert " passed" not in run.summary
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_all_tests_for_a_device_take_kernels_only(folder: str) -> None:
+def test_every_folder_of_kernel_tests_forbids_fallback(folder: str) -> None:
     conftest = import_module(f"{folder.replace('/', '.')}.conftest")
     assert conftest.only_kernels is only_kernels
 
@@ -71,27 +69,27 @@ def test_all_tests_for_a_device_take_kernels_only(folder: str) -> None:
 OPTIONS = Options(torch.device("cpu"), Path("unused"), None, "", small=False)
 
 
-def test_what_takes_all_memory_runs_when_all_others_have_ended(
+def test_file_that_needs_all_memory_runs_after_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    begun: list[str] = []
+    started: list[str] = []
 
     def run_file(path: Path, device: str, ends: float) -> FileRun:
-        begun.append(path.name)
+        started.append(path.name)
         return FileRun(str(path), 0, 1.0, "1 passed in 1s")
 
     monkeypatch.setattr(kernel_tests, "run_file", run_file)
-    grown = list(kernel_tests.measure(OPTIONS, ends=0.0))
-    assert begun[-1] == "test_on_gpu.py"
-    assert set(LONGEST) == {*begun[: 2 * len(LONGEST) - 1]}  # two names are those of two files
-    assert [len(figures["files"]) for figures in grown[:3]] == [1, 2, 3]
-    assert len(begun) == len(files_of_tests(ROOT, FOLDERS))
+    results = list(kernel_tests.measure(OPTIONS, ends=0.0))
+    assert started[-1] == "test_on_gpu.py"
+    assert set(LONGEST) == {*started[: 2 * len(LONGEST) - 1]}  # two of the names occur twice
+    assert [len(figures["files"]) for figures in results[:3]] == [1, 2, 3]
+    assert len(started) == len(files_of_tests(ROOT, FOLDERS))
 
 
-def test_a_file_ends_with_the_time_of_the_section() -> None:
+def test_file_is_stopped_when_the_section_runs_out_of_time() -> None:
     path = ROOT / "tests/kernels/test_fallback.py"
     late = kernel_tests.run_file(path, "cpu", time.monotonic() - 1)
-    assert late.words == "no time was left for it"
+    assert late.words == "not started: no time left"
     hurried = kernel_tests.run_file(path, "cpu", time.monotonic() + 0.01)
     assert hurried.words == "stopped after 0 s"
     assert figures_of([late, hurried])["failures"][:2] == [

@@ -1,4 +1,4 @@
-"""Sections: what fails in one is said, and hides no other; what was measured before is kept."""
+"""Sections: a failure is reported and hides no other; figures measured before it are kept."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from penstock.loadtests.gpu import sections
 from penstock.loadtests.gpu.sections import Outcome, Section, read_figures, run_section
 from tests.support.serving import wait_for
 
-STARTED = 6.0  # seconds in which a section's Python has begun, also on a busy machine
+STARTED = 6.0  # seconds within which a section's Python starts, even on a busy machine
 SCRIPT = """
 import json, pathlib, sys, time
 path, kind = sys.argv[2], sys.argv[3]
@@ -45,38 +45,38 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-unt
     return run
 
 
-def test_what_came_of_it(run) -> None:  # type: ignore[no-untyped-def]
+def test_outcome_has_the_figures_and_the_failures(run) -> None:  # type: ignore[no-untyped-def]
     fine = run("fine")
     assert fine.passed
     assert fine.figures == {"kind": "fine"}
     crashed = run("crash")
     assert not crashed.passed
-    assert "ended with 3" in crashed.failures[0]
+    assert "exited with code 3" in crashed.failures[0]
     assert "the reason" in crashed.failures[0]
     assert crashed.figures == {"kind": "crash"}
     assert run("says so").failures == ["one is wrong"]
-    assert run("nothing").failures == ["it left no figures"]
-    assert run("half").failures == ["it left no figures"]
+    assert run("nothing").failures == ["it wrote no results"]
+    assert run("half").failures == ["it wrote no results"]
 
 
 @pytest.mark.slow
-def test_time_is_kept(run) -> None:  # type: ignore[no-untyped-def]
+def test_section_is_stopped_at_its_time_limit(run) -> None:  # type: ignore[no-untyped-def]
     hung = run("hang", seconds=STARTED)
-    assert f"stopped after its {STARTED:.0f} s" in hung.failures[0]
+    assert f"stopped after its time limit of {STARTED:.0f} s" in hung.failures[0]
     assert hung.figures == {"kind": "hang"}
-    assert run("fine", left=0.0).failures == ["no time was left for it"]
+    assert run("fine", left=0.0).failures == ["not started: no time left"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True])
-def test_what_a_section_has_started_ends_with_it(hangs: bool, run) -> None:  # type: ignore[no-untyped-def]
+def test_child_processes_of_a_section_end_with_it(hangs: bool, run) -> None:  # type: ignore[no-untyped-def]
     found = run("leaves one", STARTED, 100.0, *(["and hangs"] if hangs else []))
     assert found.passed is not hangs, found
-    wait_for(lambda: not is_alive(found.figures["left"]), "the end of what it has started")
+    wait_for(lambda: not is_alive(found.figures["left"]), "the end of the section's child process")
 
 
 def is_alive(process: int) -> bool:
-    """Not even as a zombie that nobody has waited for."""
+    """Return True if the process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def is_alive(process: int) -> bool:
     return state != "Z"
 
 
-def test_one_failure_hides_no_other(
+def test_sections_after_a_failed_one_still_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stub(section: Section, left: float) -> Outcome:
@@ -104,16 +104,16 @@ def test_one_failure_hides_no_other(
 
 
 def test_all_sections_together_take_less_than_ten_minutes() -> None:
-    every = gpu.sections(Path(), "cuda", small=False)
-    assert sum(section.seconds for section in every) <= gpu.ALL_SECONDS < 600
+    all_sections = gpu.sections(Path(), "cuda", small=False)
+    assert sum(section.seconds for section in all_sections) <= gpu.ALL_SECONDS < 600
 
 
-def test_without_a_gpu_one_line_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_gives_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_figures_are_whole_or_not_there(tmp_path: Path) -> None:
+def test_figures_file_is_complete_or_missing(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     assert read_figures(path) == {}
     sections.write_figures(path, {"a": 1})

@@ -1,4 +1,4 @@
-"""The report: every figure with its unit, every failure, nothing that was not measured."""
+"""The report: figures in columns, comparisons with peers, and every failure."""
 
 from penstock.loadtests.gpu.goals import Goal, Measured
 from penstock.loadtests.gpu.sections import Outcome
@@ -6,7 +6,7 @@ from penstock.loadtests.gpu.table import columns, report
 from tests.loadtests.gpu.test_goals import BOUNDS
 
 
-def test_rows_say_what_was_compared() -> None:
+def test_rows_show_the_goal_and_the_compared_peers() -> None:
     rows = [
         Measured("decode", Goal(most_us=300), 1e9, 2e12, 280e-6, True, {"torch": 1e-3}, {}),
         Measured("draw", Goal(least_of_peer=1), 1e9, 0, 500e-6, False, {}, {"FlashInfer": "no"}),
@@ -49,7 +49,7 @@ def test_batches_and_failures_are_shown_together() -> None:
     assert lines[6].split() == ["16", "1234", "1300", "1000", "1.23x", "3", "9", "a.py:3"]
 
 
-def test_a_price_is_shown_with_its_spread() -> None:
+def test_cost_of_determinism_is_shown_with_its_range() -> None:
     row = {"plain_us": 100.0, "deterministic_us": 112.0, "times": 1.12, "least": 1.1, "most": 1.3}
     figures = {"about": "a model", "prices": {"decode step of 1": row}, "failures": []}
     line = report([Outcome("deterministic", 5.0, [], figures)]).splitlines()[3]

@@ -26,17 +26,17 @@ def outcome(arrivals: list[float], counts: list[int | None] | None = None) -> Ou
     return made
 
 
-def test_a_spread_by_hand() -> None:
-    spread = Quantiles.of([float(n) for n in range(101)])
-    assert (spread.median, spread.low, spread.high, spread.count) == (50, 10, 90, 101)
-    assert str(spread) == "50 (80% of 101: 10 to 90)"
+def test_quantiles_match_hand_computed_values() -> None:
+    quantiles = Quantiles.of([float(n) for n in range(101)])
+    assert (quantiles.median, quantiles.low, quantiles.high, quantiles.count) == (50, 10, 90, 101)
+    assert str(quantiles) == "50 (80% of 101: 10 to 90)"
     assert Quantiles.of([3.0]) == Quantiles(3.0, 3.0, 3.0, 1)
 
 
-def test_rates_by_hand() -> None:
-    early = outcome([1.0, 2.0, 3.0, 4.0, 5.0])  # ends first
-    late = outcome([1.0, 3.0, 4.5, 6.0], [1, 3, 4, 9])  # decodes last
-    # From 3.0 (not counted) to 5.0: two of the one, four of the other.
+def test_rates_match_hand_computed_values() -> None:
+    early = outcome([1.0, 2.0, 3.0, 4.0, 5.0])  # finishes first
+    late = outcome([1.0, 3.0, 4.5, 6.0], [1, 3, 4, 9])  # starts to decode last
+    # After 3.0, up to 5.0: two tokens of `early`, four of `late`.
     assert steady_rate([early, late]) == pytest.approx(6 / 2)
     assert whole_rate([early, late]) == pytest.approx(22 / 6)
 
@@ -53,7 +53,7 @@ def test_requests_that_never_decode_together_have_no_rate() -> None:
         steady_rate([outcome([1.0, 2.0, 3.0]), outcome([2.0, 3.0, 4.0])])
 
 
-def test_a_failed_request_is_no_measurement() -> None:
+def test_failed_request_fails_the_measurement() -> None:
     failed = Outcome(1, 0.0, 1, 1, error="gone")
     with pytest.raises(MeasurementFailed, match="1 of 2 requests failed: gone"):
         checked([outcome([1.0]), failed])
@@ -65,7 +65,7 @@ def test_the_server_gets_the_same_model_and_threads() -> None:
     assert (Setup().model_folder / "config.json").is_file()
 
 
-def test_what_was_measured_is_saved(tmp_path: Path) -> None:
+def test_result_is_saved_with_the_configuration(tmp_path: Path) -> None:
     async def measure() -> dict[str, Any]:
         return {"ratio": 0.9}
 
@@ -76,7 +76,7 @@ def test_what_was_measured_is_saved(tmp_path: Path) -> None:
     assert result["machine"]["memory_gib"] > 0
 
 
-def test_what_went_wrong_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_measurement_gives_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:
     async def measure() -> dict[str, Any]:
         raise MeasurementFailed("nothing to compare")
 

@@ -1,4 +1,4 @@
-"""The steps that static batching takes, and continuous batching does not."""
+"""Number of steps with static and with continuous batching."""
 
 import random
 
@@ -12,7 +12,7 @@ def test_a_static_batch_takes_as_long_as_its_longest_answer() -> None:
     assert num_steps(lengths, 8, static=True) == sum(map(max, batches))
 
 
-def test_continuous_batching_fills_every_row_while_anybody_waits() -> None:
+def test_continuous_batching_fills_every_row_while_requests_wait() -> None:
     rng = random.Random(4)
     lengths = [rng.choice([1, 2, 5, 40]) for _ in range(50)]
     steps = num_steps(lengths, 8, static=False)

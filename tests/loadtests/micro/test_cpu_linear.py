@@ -1,4 +1,4 @@
-"""Forms of a step's products, beside each other."""
+"""Comparison of implementations of a step's matrix products."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from penstock.loadtests.micro.cpu_linear import Load, main, shapes
 from penstock.loadtests.micro.random_llama import Shape
 
 
-def test_all_products_of_a_step_are_there() -> None:
+def test_shapes_cover_all_weights_of_a_step() -> None:
     found = shapes(Load(layers=12))
     weights = Shape().block_weights + Shape().head_weights
     assert sum(outputs * inputs for outputs, inputs in found) == weights
@@ -20,11 +20,11 @@ def test_every_form_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
     flags = ["--rows", "1", "9", "--layers", "1", "--rounds", "2", "--threads", "1"]
     assert main([*flags, "--save-json", str(file)]) == 0
     assert json.loads(file.read_text())
-    told = capsys.readouterr().out
-    assert "1 rows, panels" in told
-    assert "9 rows, plain (MKL)" in told
+    output = capsys.readouterr().out
+    assert "1 rows, panels" in output
+    assert "9 rows, plain (MKL)" in output
 
 
-def test_rows_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--rows", "0"]) == 2
-    assert "--rows are whole numbers" in capsys.readouterr().err
+    assert "--rows must be whole numbers" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command that compares forms of CPU operations: they agree, and the served one comes first."""
+"""Comparison of variants of CPU operations, whose results must agree."""
 
 import pytest
 import torch
@@ -12,12 +12,14 @@ def test_every_operation_is_measured(capsys: pytest.CaptureFixture[str]) -> None
         assert cpu_ops.main(["--small", "--rounds", "1"]) == 0
     finally:
         torch.set_num_threads(before)
-    said = capsys.readouterr().out
-    for name in ("decodes of", "a chunk of", "cache write", "RMS norm", "rotation", "noise"):
-        assert name in said
+    output = capsys.readouterr().out
+    for name in ("decodes of", "first chunk of", "cache write", "RMS norm", "rotation", "noise"):
+        assert name in output
 
 
-def test_forms_that_disagree_are_not_compared() -> None:
-    wrong = cpu_ops.Operation("x", {"one": lambda: torch.zeros(3), "other": lambda: torch.ones(3)})
+def test_variants_that_disagree_raise_an_error() -> None:
+    operation = cpu_ops.Operation(
+        "x", {"one": lambda: torch.zeros(3), "other": lambda: torch.ones(3)}
+    )
     with pytest.raises(AssertionError, match="not close"):
-        cpu_ops.least_ms(wrong, 1)
+        cpu_ops.least_ms(operation, 1)

@@ -17,10 +17,10 @@ def test_every_prompt_gets_its_answer(engine: EngineClient) -> None:
         outcomes = engine.run(tokens, 5)
         assert [o.output_len for o in outcomes] == [5, 5, 5]
         assert [o.input_len for o in outcomes] == [20, 21, 22]
-        for one in outcomes:
-            assert one.error == ""
-            assert one.arrivals == sorted(one.arrivals)
-            assert one.arrivals[0] > 0
+        for outcome in outcomes:
+            assert outcome.error == ""
+            assert outcome.arrivals == sorted(outcome.arrivals)
+            assert outcome.arrivals[0] > 0
 
 
 def test_a_prefill_takes_time(engine: EngineClient) -> None:

@@ -1,4 +1,4 @@
-"""The measurement of the first burst, in real processes with a few requests."""
+"""The measurement of the first burst of requests, in real processes with a few requests."""
 
 import json
 from pathlib import Path

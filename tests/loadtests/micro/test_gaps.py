@@ -1,4 +1,4 @@
-"""The measure of the time between steps."""
+"""The measurement of the time between steps."""
 
 import pytest
 
@@ -14,11 +14,11 @@ def engine() -> Engine:
     return Engine(WorkerConfig("w", SHIPPED_MODEL, threads=1, kv_cache_mib=16))
 
 
-def test_both_kinds_take_every_step_and_its_gap(engine: Engine) -> None:
+def test_both_kinds_measure_every_step_and_its_gap(engine: Engine) -> None:
     load = Load(concurrency=3, input_len=20, output_len=12)
     prompts = Prompts(range(200), 0)
-    turns = [run_round(engine, prompts, load, n, kind) for n, kind in enumerate(KINDS)]
-    for steps in turns:
+    rounds = [run_round(engine, prompts, load, n, kind) for n, kind in enumerate(KINDS)]
+    for steps in rounds:
         assert len(steps.gaps) == len(steps.steps) == 12
         assert min(steps.gaps[1:]) > 0
         found = figures([steps])

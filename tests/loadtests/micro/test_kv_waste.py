@@ -1,19 +1,19 @@
-"""The measure of KV memory that holds nothing."""
+"""The measurement of allocated KV memory that is not written."""
 
 from penstock.loadtests.bench.workload import TRACE_BLOCK, TraceRow
 from penstock.loadtests.micro.kv_waste import Options, measure, sequences
 
 
-def test_one_sequence_wastes_what_its_last_block_does_not_hold() -> None:
+def test_one_sequence_wastes_the_unwritten_slots_of_its_last_block() -> None:
     waste = measure([TraceRow(0.0, 30, 4)], Options(num_blocks=8))
-    # After the steps 30, 31, 32 and 33 positions are written; the last step releases everything.
+    # Steps 1 to 4 leave 30, 31, 32 and 33 written positions; step 4 then releases all blocks.
     assert waste.steps == 4
     assert waste.unwritten == 2 + 1 + 0
     assert waste.allocated == 3 * 32
     assert waste.most == 2 / 32
 
 
-def test_requests_share_what_the_trace_says_and_all_end() -> None:
+def test_requests_share_the_prefixes_of_the_trace_and_all_end() -> None:
     rows = [TraceRow(0.0, 600, 3, (1, 2)), TraceRow(0.0, 700, 3, (1, 3)), TraceRow(0.0, 20, 3)]
     first, second, third = sequences(rows, 4096)
     assert first.tokens[:TRACE_BLOCK] == second.tokens[:TRACE_BLOCK]

@@ -1,4 +1,4 @@
-"""One router and stub workers, in real processes: that it measures what it says."""
+"""The measurement of one router with stub workers, in real processes."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,9 @@ from penstock.loadtests.micro.stub_workers import age_of, token_of_now
 
 
 @pytest.mark.parametrize("begins", [0, 12_345_678_901, 1_599_990_000])  # nanoseconds
-def test_a_token_tells_its_age(begins: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_encodes_the_time_of_its_creation(
+    begins: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = begins
     monkeypatch.setattr(stub_workers, "time", SimpleNamespace(monotonic_ns=lambda: now))
     token = token_of_now()
@@ -22,10 +24,12 @@ def test_a_token_tells_its_age(begins: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_number_of_workers_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "found.json"
-    given = ["--workers", "1", "5", "--seconds", "1", "--rate", "8", "--output-len", "4"]
-    assert router.main([*given, "--save-json", str(path)]) == 0
+    arguments = ["--workers", "1", "5", "--seconds", "1", "--rate", "8", "--output-len", "4"]
+    assert router.main([*arguments, "--save-json", str(path)]) == 0
     rows = json.loads(path.read_text())["fan_in"]
     assert [row["workers"] for row in rows] == [1, 5]
     for row in rows:
@@ -37,7 +41,9 @@ def test_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(capsys.readouterr().out.splitlines()) == 5
 
 
-def test_numbers_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_numbers_of_workers_give_a_one_line_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert router.main(["--workers", "many"]) == 2
     assert router.main(["--workers", "0"]) == 2
     assert capsys.readouterr().err.count("\n") == 2

@@ -22,10 +22,10 @@ def test_free_ports_can_be_listened_on() -> None:
 
 
 @pytest.mark.process
-async def test_a_server_that_does_not_start_says_why() -> None:
-    with pytest.raises(ServerFailed, match=r"(?s)penstock serve ended.*no-such-flag"):
+async def test_failed_start_of_a_server_reports_the_reason() -> None:
+    with pytest.raises(ServerFailed, match=r"(?s)penstock serve exited.*no-such-flag"):
         async with serving(["--no-such-flag"]):
-            pytest.fail("it cannot be ready")
+            pytest.fail("the server must not become ready")
 
 
 @pytest.mark.process
@@ -40,14 +40,14 @@ def test_the_bench_needs_neither_torch_nor_ray() -> None:
 @pytest.mark.cluster
 def test_throughput_is_measured(tmp_path: Path) -> None:
     saved = tmp_path / "o.json"
-    # One request at a time: that two decode at once for a while is a matter of luck.
+    # One request at a time: there is no guarantee that two decode at the same time.
     flags = ["--concurrency", "1", "--rounds", "1", "--output-len", "128", "--input-len", "20"]
     assert throughput.main([*SMALL, *flags, "--save-json", str(saved)]) == 0
     result = json.loads(saved.read_text())
-    for part in ("decode", "with_prefill"):
+    for phase in ("decode", "with_prefill"):
         for name in ("ratio", "through_path", "engine_alone"):
-            assert result[f"{part}_{name}"]["median"] > 0
-            assert result[f"{part}_{name}"]["count"] == 1
+            assert result[f"{phase}_{name}"]["median"] > 0
+            assert result[f"{phase}_{name}"]["count"] == 1
 
 
 @pytest.mark.cluster
@@ -59,6 +59,6 @@ def test_overhead_is_measured(tmp_path: Path) -> None:
         assert figures["prefill_ms"]["median"] > 0
 
 
-def test_free_ports_are_looked_for_among_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_ports_are_in_the_configured_range(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_FREE_PORTS", "21000-23000")
     assert all(21000 <= port < 23000 for port in free_ports(20))

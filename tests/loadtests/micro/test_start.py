@@ -1,4 +1,4 @@
-"""The measurement of a start: a real one, whose figures make sense."""
+"""The measurement of a start, with a real cluster."""
 
 import json
 from multiprocessing.shared_memory import SharedMemory
@@ -16,9 +16,9 @@ def test_a_start_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert start.main([str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "64"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ready_seconds"] > 0
-    parts = found["pss_mb_by_process"]
-    assert {"penstock serve", "raylet", "gcs_server"} <= parts.keys()
-    assert found["pss_mb"] == pytest.approx(sum(parts.values()), abs=1.0)
+    by_process = found["pss_mb_by_process"]
+    assert {"penstock serve", "raylet", "gcs_server"} <= by_process.keys()
+    assert found["pss_mb"] == pytest.approx(sum(by_process.values()), abs=1.0)
     assert found["left_behind"] == {
         "processes": [],
         "ports": [],
@@ -27,7 +27,7 @@ def test_a_start_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_a_start_that_fails_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_start_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert start.main(["no-such-folder"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (found["ready_seconds"], found["exit_code"]) == (None, 2)
@@ -35,7 +35,7 @@ def test_a_start_that_fails_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm here")
-def test_shared_memory_that_somebody_uses_is_not_left_behind() -> None:
+def test_shared_memory_in_use_does_not_count_as_left_behind() -> None:
     before = start.shared_memory()
     block = SharedMemory(create=True, size=4096)
     try:

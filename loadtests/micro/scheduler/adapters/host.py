@@ -1,17 +1,17 @@
-"""Drives one scheduler through cells: JSON lines in on stdin, JSON lines out on stdout.
+"""Host process of one scheduler: reads cells from stdin, writes results to stdout (JSON lines).
 
-`python host.py SIDE`, under that side's own interpreter; the standard library only. A side is a
-module beside this one with
+Runs as `python host.py SIDE` under that side's own interpreter and therefore uses only the
+standard library. A side is a module in this folder with
 
-    start() -> (Side, about)
+    start() -> (Adapter, about)
 
-`Adapter(cell)` is a fresh scheduler for a cell (a dictionary of `cells.Cell`), with
+`Adapter(cell)` is a new scheduler for a cell (a dictionary of `cells.Cell`), with
 
-    submit(prompts: list[list[int]], output_len: int) -> int     nanoseconds of this thread's CPU
+    submit(prompts: list[list[int]], output_len: int) -> int     nanoseconds of thread CPU time
     step() -> tuple[int, int, int]                nanoseconds, tokens computed, sequences left
     preempted: int                                since the start
 
-Only what the scheduler itself does counts: making its inputs and the drawn tokens does not.
+The times include only the scheduler itself, not the creation of its inputs and sampled tokens.
 """
 
 import gc
@@ -23,11 +23,11 @@ import sys
 from typing import Any
 
 VOCAB = 32_000
-DRAWN = 7  # every token that is drawn
+DRAWN = 7  # token id of every sampled token
 
 
 def drive(side: Any, cell: dict[str, Any]) -> dict[str, Any]:
-    """Bring a fresh scheduler into the cell's state, then take the time of its steps."""
+    """Bring a new scheduler into the cell's state, then measure its steps."""
     draw = random.Random(0)
     prefix = draw.choices(range(VOCAB), k=cell["shared"])
 
@@ -60,7 +60,10 @@ def drive(side: Any, cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(side: Any, num_steps: int) -> tuple[list[int], int]:
-    """Nanoseconds of each step, and the tokens that all of them computed."""
+    """Return the nanoseconds of each step and the total number of tokens computed.
+
+    If `num_steps` is 0, runs until no sequences are left.
+    """
     steps: list[int] = []
     tokens, left = 0, 1
     while len(steps) < num_steps or (not num_steps and left):
@@ -71,13 +74,15 @@ def measured(side: Any, num_steps: int) -> tuple[list[int], int]:
 
 
 def run_out(side: Any, prompts: list[list[int]]) -> None:
+    """Run the prompts to completion, with one answer token each."""
     side.submit(prompts, 1)
     while side.step()[2]:
         pass
 
 
 def main() -> int:
-    # Engines print what they like; only answers go to the real stdout.
+    """Serve requests until stdin is closed."""
+    # Redirect the engine's own prints to stderr; only replies go to the real stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -96,4 +101,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # engines leave threads behind
+    os._exit(code)  # do not wait for threads that engines leave behind

@@ -1,4 +1,4 @@
-"""Our batcher and pool."""
+"""Adapter for Penstock's batcher and block pool."""
 
 import time
 from typing import Any
@@ -14,6 +14,8 @@ from penstock.workers.scheduling.sequence import Finished, NewSequence
 
 
 class Adapter:
+    """Penstock's scheduler for one cell; see `host` for the methods."""
+
     def __init__(self, cell: dict[str, Any]) -> None:
         self._batcher = Batcher(
             SchedulerConfig(
@@ -23,7 +25,7 @@ class Adapter:
                 max_sequences=cell["max_sequences"],
                 max_batched_tokens=cell["max_batched_tokens"],
                 max_queued=1 << 30,
-                watermark=0,  # as the other side's
+                watermark=0,  # as in vLLM
             )
         )
         self._submitted = 0
@@ -47,7 +49,7 @@ class Adapter:
         began = time.thread_time_ns()
         plan = self._batcher.plan(0.0)
         planned = time.thread_time_ns() - began
-        assert plan is not None, "nothing to compute, and the cell is not over"
+        assert plan is not None, "no step to compute before the cell is complete"
         drawn = np.full(np.count_nonzero(plan.samples), DRAWN, np.int32)
         began = time.thread_time_ns()
         self._batcher.commit(plan, drawn)

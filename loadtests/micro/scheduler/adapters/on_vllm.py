@@ -1,4 +1,4 @@
-"""vLLM's own scheduler and KV cache manager, in the environment where it is installed."""
+"""Adapter for vLLM's scheduler and KV cache manager; runs in vLLM's environment."""
 
 import atexit
 import importlib.metadata
@@ -40,6 +40,8 @@ MODEL = {
 
 
 class Adapter:
+    """vLLM's scheduler for one cell; see `host` for the methods."""
+
     def __init__(self, cell: dict[str, Any]) -> None:
         config = _config(cell)
         spec = FullAttentionSpec(
@@ -48,7 +50,7 @@ class Adapter:
         self._scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
-                num_blocks=cell["num_blocks"] + 1,  # its first is nobody's
+                num_blocks=cell["num_blocks"] + 1,  # vLLM reserves block 0 as the null block
                 kv_cache_tensors=[],
                 kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
             ),
@@ -97,7 +99,7 @@ class Adapter:
         return spent, plan.total_num_scheduled_tokens, self._left
 
     def _draw(self, plan: Any) -> ModelRunnerOutput:
-        """What its model runner would answer: a token for each that has no more to compute."""
+        """Return the runner's output: a token for each sequence whose tokens are all computed."""
         names = list(plan.num_scheduled_tokens)
         requests = self._scheduler.requests
         tokens = [
@@ -129,7 +131,7 @@ def _config(cell: dict[str, Any]) -> VllmConfig:
 
 
 _FOLDER = tempfile.mkdtemp()
-"""A checkpoint's configuration, without weights: the scheduler asks for its lengths."""
+"""Folder of a config.json without weights, which `ModelConfig` requires."""
 
 
 def start() -> tuple[type[Adapter], dict[str, Any]]:

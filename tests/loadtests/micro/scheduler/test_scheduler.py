@@ -1,4 +1,4 @@
-"""The comparison with vLLM's scheduler: cells, what is driven, what is counted."""
+"""The comparison with vLLM's scheduler: its cells, how they run and what they count."""
 
 import dataclasses
 from typing import Any
@@ -12,21 +12,21 @@ from penstock.loadtests.micro.scheduler.adapters.on_penstock import Adapter
 from penstock.loadtests.micro.scheduler.cells import CELLS, Cell
 
 
-def driven(cell: Cell) -> dict[str, Any]:
-    asked = dataclasses.asdict(cell)
-    return host.drive(Adapter(asked), asked)
+def run_cell(cell: Cell) -> dict[str, Any]:
+    fields = dataclasses.asdict(cell)
+    return host.drive(Adapter(fields), fields)
 
 
-def test_steps_are_taken_once_everybody_decodes() -> None:
+def test_steps_are_timed_once_all_sequences_decode() -> None:
     cell = Cell("c", "", running=5, running_len=20, num_steps=7, num_blocks=64)
-    measured = driven(cell)
+    measured = run_cell(cell)
     assert len(measured["step_ns"]) == 7
     assert measured["tokens"] == 35
     assert measured["submit_ns"] == 0
     assert min(measured["step_ns"]) > 0
 
 
-def test_what_arrives_is_run_to_its_end_and_finds_the_cached_prefix() -> None:
+def test_arriving_requests_run_to_their_end_and_reuse_the_prefix() -> None:
     cell = Cell(
         "c",
         "",
@@ -37,35 +37,33 @@ def test_what_arrives_is_run_to_its_end_and_finds_the_cached_prefix() -> None:
         max_batched_tokens=1024,
         num_blocks=64,
     )
-    measured = driven(cell)
+    measured = run_cell(cell)
     assert measured["tokens"] == 3 * (20 + 1)
     assert measured["submit_ns"] > 0
 
 
-def test_blocks_that_lack_make_it_preempt() -> None:
+def test_lack_of_blocks_causes_preemption() -> None:
     cell = Cell("c", "", running=8, running_len=32, output_len=99, num_blocks=28, num_steps=24)
-    assert driven(cell)["preempted"] > 0
+    assert run_cell(cell)["preempted"] > 0
 
 
-def test_submission_counts_where_it_is_part_of_the_cell() -> None:
+def test_submission_counts_only_if_the_cell_includes_it() -> None:
     measured = {"submit_ns": 4000, "step_ns": [1000, 3000]}
     assert scheduler.microseconds(Cell("c", ""), measured) == 4.0
-    apart = Cell("c", "", submission_counts=False)
-    assert scheduler.microseconds(apart, measured) == 2.0
+    without_submission = Cell("c", "", submission_counts=False)
+    assert scheduler.microseconds(without_submission, measured) == 2.0
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
-    [({"tokens": 9}, "9 by vLLM"), ({"preempted": 1}, "vLLM's preempted 1 times, not 3")],
+    ("changes", "message"),
+    [({"tokens": 9}, "vLLM 9"), ({"preempted": 1}, "vLLM's preempted 1 times, not 3")],
 )
-def test_sides_that_did_not_do_the_same_are_not_compared(
-    changes: dict[str, int], says: str
-) -> None:
+def test_sides_with_different_work_are_not_compared(changes: dict[str, int], message: str) -> None:
     cell = Cell("c", "", least_preempted=3)
-    ours = {"tokens": 10, "preempted": 3}
-    scheduler.checked(cell, ours, ours)
-    with pytest.raises(MeasurementFailed, match=says):
-        scheduler.checked(cell, ours, {**ours, **changes})
+    penstock_result = {"tokens": 10, "preempted": 3}
+    scheduler.checked(cell, penstock_result, penstock_result)
+    with pytest.raises(MeasurementFailed, match=message):
+        scheduler.checked(cell, penstock_result, {**penstock_result, **changes})
 
 
 def test_cells_are_named_and_an_unknown_name_is_refused() -> None:

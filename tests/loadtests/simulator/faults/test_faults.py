@@ -1,4 +1,4 @@
-"""Fault schedules: all hold; what is broken on purpose is found, made small and played again."""
+"""Fault schedules: all pass; injected bugs are found, shrunk and reproduced."""
 
 import re
 import subprocess
@@ -23,13 +23,13 @@ from penstock.workers.scheduling import leases
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import Ints, Key
 
-Break = Callable[[pytest.MonkeyPatch], None]
+Inject = Callable[[pytest.MonkeyPatch], None]
 
 NUM_QUICK = 60
 
 
 @pytest.mark.slow
-def test_some_schedules_hold() -> None:
+def test_some_schedules_pass() -> None:
     tally, failed = faults.play_seeds(range(NUM_QUICK))
     assert not failed
     assert tally.kv_transfers > NUM_QUICK
@@ -37,54 +37,54 @@ def test_some_schedules_hold() -> None:
     assert tally.ends["ok"] > 0.7 * tally.requests
 
 
-# CI plays 2,000 of them: .ci/run.
+# CI runs 2,000 schedules (`.ci/run`).
 @pytest.mark.slow
-def test_two_processes_share_the_schedules(capsys: pytest.CaptureFixture[str]) -> None:
-    told = []
+def test_one_and_two_processes_give_the_same_output(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
     for processes in (1, 2):
-        given = ["--schedules=4", "--first=5", f"--processes={processes}"]
-        assert main(["simulate", "faults", *given]) == 0
-        told.append(re.sub("in [0-9]+ s", "", capsys.readouterr().out))
-    assert told[0] == told[1]
+        options = ["--schedules=4", "--first=5", f"--processes={processes}"]
+        assert main(["simulate", "faults", *options]) == 0
+        outputs.append(re.sub("in [0-9]+ s", "", capsys.readouterr().out))
+    assert outputs[0] == outputs[1]
 
 
-# ------------------------------------------------------------------ the same again
+# ------------------------------------------------------------------ reproducibility
 
 
-def told(seed: int) -> str:
+def event_log(seed: int) -> str:
     out = StringIO()
     assert faults.write_events(schedule_of(seed), out) == ""
     return out.getvalue()
 
 
-def test_the_same_seed_gives_the_same_story(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_events(tmp_path: Path) -> None:
     for seed in range(3):
-        assert told(seed) == told(seed)
-    assert told(0) != told(1)
+        assert event_log(seed) == event_log(seed)
+    assert event_log(0) != event_log(1)
 
 
-def test_the_story_is_the_same_bytes_in_another_process(tmp_path: Path) -> None:
+def test_event_logs_are_identical_in_other_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "penstock.cli", "simulate", "faults", "--seed", "7"]
     for salt in "12":
         path = tmp_path / salt
         environment = {"PYTHONHASHSEED": salt, "PYTHONPATH": ":".join(sys.path)}
         subprocess.run([*command, "--log", str(path)], check=True, env=environment)
-        assert path.read_text() == told(7)
+        assert path.read_text() == event_log(7)
 
 
-def test_leaving_some_out_changes_no_other() -> None:
+def test_removing_requests_and_faults_leaves_the_rest_unchanged() -> None:
     whole = schedule_of(11)
-    part = whole.only(requests=[1, 3], faults=[])
-    assert part.requests == (whole.requests[1], whole.requests[3])
-    assert part.faults == ()
-    assert part.workers == whole.workers
+    subset = whole.only(requests=[1, 3], faults=[])
+    assert subset.requests == (whole.requests[1], whole.requests[3])
+    assert subset.faults == ()
+    assert subset.workers == whole.workers
 
 
-# ------------------------------------------------------------------ broken on purpose
+# ------------------------------------------------------------------ injected bugs
 
 
 def deliver_duplicates(patch: pytest.MonkeyPatch) -> None:
-    """Streams take messages twice, and the log takes any position."""
+    """Streams accept duplicate messages, and the token log accepts any position."""
 
     def take(
         self: token_log.TokenLog, token: NewToken, out: list[Command]
@@ -106,7 +106,7 @@ def deliver_duplicates(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_epochs(patch: pytest.MonkeyPatch) -> None:
-    """Bytes of a transfer that is over are written into what were its blocks."""
+    """Late data of a closed transfer is written into blocks that it no longer owns."""
     ever: dict[tuple[int, int], transfer_endpoints.Transfer] = {}
     open_ = transfer_endpoints.Receiver.open
 
@@ -132,15 +132,15 @@ def ignore_checksums(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transfer_endpoints, "hash_of", lambda content: 0)
 
 
-def read_before_all_is_in(patch: pytest.MonkeyPatch) -> None:
+def complete_transfers_early(patch: pytest.MonkeyPatch) -> None:
     def complete(self: shards.Coverage) -> bool:
         return self._missing < (self.stop - self.start) * self.rectangle.area
 
     patch.setattr(shards.Coverage, "complete", property(complete))
 
 
-def reuse_what_is_written(patch: pytest.MonkeyPatch) -> None:
-    """A dropped receiver's blocks are free at once, though a transfer still writes them."""
+def reuse_blocks_being_written(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of an aborted transfer are freed while data is still written to them."""
 
     def abandon(self: leases.Leases, key: Key, blocks: Ints) -> None:
         self._pool.release(blocks, State.RESERVED)
@@ -148,8 +148,8 @@ def reuse_what_is_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(leases.Leases, "abandon", abandon)
 
 
-def reuse_what_is_read(patch: pytest.MonkeyPatch) -> None:
-    """A lease goes with its drop, though it is being sent."""
+def reuse_blocks_being_sent(patch: pytest.MonkeyPatch) -> None:
+    """A dropped lease frees its blocks while they are being sent."""
 
     def drop(self: leases.Leases, key: Key) -> None:
         if key in self._leases:
@@ -159,8 +159,8 @@ def reuse_what_is_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(leases.Leases, "unpin", lambda self, key: None)
 
 
-def keep_what_was_a_streams(patch: pytest.MonkeyPatch) -> None:
-    """The end of a stream frees nothing."""
+def keep_sequences_of_closed_streams(patch: pytest.MonkeyPatch) -> None:
+    """Closing a stream does not free its sequences and leases."""
 
     def close(self: Worker, session: Session) -> None:
         self.sessions.pop(session.number, None)
@@ -168,14 +168,14 @@ def keep_what_was_a_streams(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Worker, "close", close)
 
 
-MISTAKES: Sequence[Break] = (
+BUGS: Sequence[Inject] = (
     deliver_duplicates,
     ignore_epochs,
     ignore_checksums,
-    read_before_all_is_in,
-    reuse_what_is_written,
-    reuse_what_is_read,
-    keep_what_was_a_streams,
+    complete_transfers_early,
+    reuse_blocks_being_written,
+    reuse_blocks_being_sent,
+    keep_sequences_of_closed_streams,
 )
 
 
@@ -183,22 +183,22 @@ def first_failing(seeds: range) -> int | None:
     return next((seed for seed in seeds if failure_of(schedule_of(seed))), None)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_a_planted_mistake_is_found(mistake: Break, monkeypatch: pytest.MonkeyPatch) -> None:
-    mistake(monkeypatch)
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
+def test_an_injected_bug_is_found(bug: Inject, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug(monkeypatch)
     assert first_failing(range(200)) is not None
 
 
-def test_a_failing_seed_becomes_one_small_command(
+def test_a_failing_seed_is_shrunk_to_a_small_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ignore_checksums(monkeypatch)
     seed = first_failing(range(200))
     assert seed is not None
     assert main(["simulate", "faults", "--processes=1", "--schedules=1", f"--first={seed}"]) == 1
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     small = shrunk(schedule_of(seed))
-    assert f"  {command_of(small)}\n" in said
+    assert f"  {command_of(small)}\n" in output
     assert len(small.requests) <= 2
     assert [fault.kind for fault in small.faults] == ["corrupt blocks"]
     assert main(command_of(small).split()[1:]) == 1
@@ -211,24 +211,24 @@ def test_a_failing_seed_becomes_one_small_command(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
         (["--seed", "-1"], "--seed must be from 0 to 2^63 - 1"),
-        (["--faults", "1"], "--requests, --faults and --log go with --seed"),
-        (["--seed", "1", "--faults", "x"], "--faults 'x': say numbers, as 0,3,7, or none"),
-        (["--seed", "1", "--requests", "99"], "not 99"),
+        (["--faults", "1"], "--requests, --faults and --log need --seed"),
+        (["--seed", "1", "--faults", "x"], "--faults 'x': expected numbers like 0,3,7, or none"),
+        (["--seed", "1", "--requests", "99"], "--requests: 99 is not in 0 to "),
         (["--schedules", "0"], "--schedules must be 1 or more"),
         (["--processes", "0"], "--processes must be 1 or more"),
         (["--seed", "1", "--log", "/nowhere/log"], "No such file or directory"),
         (["--sead", "1"], "unrecognized arguments"),
     ],
 )
-def test_options_that_make_no_sense(
-    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_options_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code = main(["simulate", "faults", *given])
+        code = main(["simulate", "faults", *options])
     except SystemExit as end:
         code = int(end.code or 0)
     error = capsys.readouterr().err
@@ -237,9 +237,9 @@ def test_options_that_make_no_sense(
     assert error.count("\n") == 1
 
 
-def test_an_unknown_kind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_kind_of_simulation_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "weather"]) == 2
-    assert capsys.readouterr().err.startswith("penstock simulate: there is no 'weather'; known are")
+    assert capsys.readouterr().err.startswith("penstock simulate: unknown kind 'weather'; known ")
     with pytest.raises(SystemExit):
         main(["simulate"])
     assert "faults" in capsys.readouterr().out

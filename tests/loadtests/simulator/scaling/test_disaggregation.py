@@ -1,4 +1,4 @@
-"""`penstock simulate disaggregation`: what it plays, and how it judges."""
+"""`penstock simulate disaggregation`: its simulations and its comparison."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ FIGURES = Figures(0.9, 0.1, 0.2, 0.02, 0.03, 1.0, 4, 0.5, 0.0)
 GOOD = Outcome(FIGURES, 5.0, 0.5)
 
 
-def test_the_rule_is_held_against_the_better_one() -> None:
+def test_the_rule_is_compared_with_the_better_of_always_and_never() -> None:
     worse = replace(GOOD, seconds=9.0, figures=replace(FIGURES, kept=0.5))
     assert losses({"rule": GOOD, "always": worse, "never": GOOD}) == []
     assert losses({"rule": worse, "always": worse, "never": worse}) == []
@@ -29,7 +29,7 @@ def test_the_rule_is_held_against_the_better_one() -> None:
 
 
 @pytest.mark.slow
-def test_a_short_load_is_played_whole_and_again_the_same() -> None:
+def test_a_short_load_is_served_and_its_result_is_reproducible() -> None:
     case = Case("short", lambda at: 3.0, 3.0, "lognormal:256-2048", "8-32", 1, 1)
     playing = Playing(seconds=8.0, seed=1)
     found = {name: play(case, POLICIES[name](), playing) for name in POLICIES}
@@ -40,16 +40,16 @@ def test_a_short_load_is_played_whole_and_again_the_same() -> None:
 
 
 @pytest.mark.slow
-def test_the_router_may_order_by_promised_first_tokens() -> None:
-    # Of what is too much the short prompts go first.
-    case = Case("too much", lambda at: 14.0, 14.0, "lognormal:256-4096", "16", 1, 1)
+def test_slo_order_meets_more_goals_under_overload() -> None:
+    # Under overload, SLO order serves short prompts first.
+    case = Case("overload", lambda at: 14.0, 14.0, "lognormal:256-4096", "16", 1, 1)
     kept = [
         play(case, POLICIES["always"](), Playing(20.0, 1, promised)).figures.kept
-        for promised in (0.0, 2.0)
+        for promised in (0.0, 2.0)  # TTFT SLO in seconds; 0: none
     ]
     assert kept[1] > kept[0] + 0.3
 
 
-def test_nonsense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seconds", "0"]) == main(["--seed", "-1"]) == main(["--promised", "-1"]) == 2
-    assert "--seconds above 0" in capsys.readouterr().err
+    assert "--seconds must be above 0" in capsys.readouterr().err

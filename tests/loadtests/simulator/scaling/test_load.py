@@ -1,4 +1,4 @@
-"""Clusters under load in virtual time: what is conserved, what decides, what is drawn."""
+"""`penstock simulate load`: results, scalers, load shapes, pages and invalid input."""
 
 import re
 from dataclasses import replace
@@ -42,7 +42,7 @@ def wave(seconds: float = 90.0) -> list[Planned]:
     return varying(rate, 12.0, seconds, Lengths(500, 2500), Lengths(2, 9), seed=1)
 
 
-def test_a_lone_request_takes_what_the_time_model_says() -> None:
+def test_a_single_request_takes_the_time_of_the_timing_model() -> None:
     one = Planned(0, 1.0, 3000, 11)
     cluster = Cluster(PLAN, [one], Static({"mixed": 1}))
     cluster.run()
@@ -55,7 +55,7 @@ def test_a_lone_request_takes_what_the_time_model_says() -> None:
 
 
 @pytest.mark.parametrize("pools", [{"mixed": 3}, {"prefill": 1, "decode": 2}])
-def test_every_request_is_answered_and_paid_for(pools: dict[str, int]) -> None:
+def test_every_request_completes_and_worker_time_is_counted(pools: dict[str, int]) -> None:
     load = wave()
     cluster = Cluster(replace(PLAN, pools=pools), load, Static(pools))
     cluster.run()
@@ -66,7 +66,7 @@ def test_every_request_is_answered_and_paid_for(pools: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_scaler_answers_everything(kind: str) -> None:
+def test_every_request_completes_with_each_scaler(kind: str) -> None:
     load = wave()
     cluster, of = simulate(kind, load, PLAN, most=6)  # type: ignore[arg-type]
     assert all(call.num_tokens == call.planned.output_len for call in cluster.calls)
@@ -76,7 +76,7 @@ def test_a_scaler_answers_everything(kind: str) -> None:
         assert cluster.num_scalings > 0
 
 
-def test_a_clairvoyant_of_busier_workers_wants_fewer() -> None:
+def test_clairvoyant_with_higher_utilization_uses_fewer_worker_hours() -> None:
     load = wave()
     hours = [simulate("clairvoyant", load, PLAN, 9, busy)[1].worker_hours for busy in (0.3, 1.0)]
     assert hours[1] < hours[0]
@@ -87,17 +87,17 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert first == again
 
 
-def test_static_peak_is_the_smallest_that_keeps_the_goals() -> None:
+def test_static_peak_is_the_smallest_pool_that_meets_the_goals() -> None:
     load = wave(45.0)
     peak = static_peak(load, PLAN, 8)
     assert 1 < peak < 8
-    for count, enough in ((peak, True), (peak - 1, False)):
+    for count, suffices in ((peak, True), (peak - 1, False)):
         if count:
             plan = replace(PLAN, pools={"mixed": count})
-            assert (simulate("static", load, plan, 6)[1].kept >= 0.995) == enough
+            assert (simulate("static", load, plan, 6)[1].kept >= 0.995) == suffices
 
 
-def test_loads() -> None:
+def test_load_shapes_replication_and_prompts() -> None:
     assert [steps(1, 5, 10)(at) for at in (0, 9, 10, 25)] == [1, 1, 5, 1]
     assert sinusoid(1, 5, 10)(0) == pytest.approx(1)
     assert sinusoid(1, 5, 10)(5) == pytest.approx(5)
@@ -112,10 +112,10 @@ def test_loads() -> None:
     assert shared[0][1024:] != shared[1][1024:]
 
 
-def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    given = ["--mixed=1", "--seconds=30", "--high=1", "--input-len=200", "--output-len=5"]
-    assert main(["simulate", "load", *given, "--scaler=penstock", f"--page={path}"]) == 0
+    options = ["--mixed=1", "--seconds=30", "--high=1", "--input-len=200", "--output-len=5"]
+    assert main(["simulate", "load", *options, "--scaler=penstock", f"--page={path}"]) == 0
     text = path.read_text()
     assert "http" not in text
     assert "src=" not in text
@@ -142,12 +142,12 @@ def test_an_axis_has_one_unit_and_short_numbers(
     assert len({label.split()[1] for label in labels[5:]}) == 1
 
 
-def test_what_a_page_shows_is_escaped() -> None:
+def test_text_in_a_page_is_escaped() -> None:
     text = page("<b>", ["<i>"], ["<u>"], [["<s>"]], [Chart("<q>", "", [Line("<p>", [(0, 1)])])])
     assert not re.search("<[biusqp]>", text)
 
 
-def test_figures_of_nothing() -> None:
+def test_figures_of_an_empty_load() -> None:
     cluster = Cluster(PLAN, [], Static({"mixed": 1}))
     cluster.run()
     assert figures(cluster, PLAN).kept == 0
@@ -159,18 +159,18 @@ def test_figures_of_nothing() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "say some of launch, token"),
-        ("- 1", "say some of launch, token"),
+        ("", "expected lines like name: number, with launch, token"),
+        ("- 1", "expected lines like name: number, with launch, token"),
         ("token: [", "not YAML"),
-        ("tokens: 1", "there is no 'tokens'"),
-        ("token: -1", "token is -1, not a number from 0 on"),
-        ("token: .nan", "token is nan, not a number from 0 on"),
-        ("token: yes", "token is True, not a number from 0 on"),
-        ("token: fast", "token is 'fast', not a number from 0 on"),
-        ("token: {a: 1}", "not a number from 0 on"),
+        ("tokens: 1", "unknown name 'tokens'"),
+        ("token: -1", "token must be a finite number of at least 0, not -1"),
+        ("token: .nan", "token must be a finite number of at least 0, not nan"),
+        ("token: yes", "token must be a finite number of at least 0, not True"),
+        ("token: fast", "token must be a finite number of at least 0, not 'fast'"),
+        ("token: {a: 1}", "token must be a finite number of at least 0"),
     ],
 )
-def test_a_time_model_with_nonsense(
+def test_an_invalid_timing_file_is_refused(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "timing.yaml"
@@ -182,7 +182,7 @@ def test_a_time_model_with_nonsense(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (["--high", "0"], "--high must be above 0"),
         (["--busy", "0"], "--busy must be above 0"),
@@ -191,19 +191,19 @@ def test_a_time_model_with_nonsense(
         (["--promised", "-1"], "--cold-start, --promised and --seed must not be negative"),
         (["--mixed", "0"], "there must be a worker"),
         (["--prefill", "1"], "--prefill and --decode go together"),
-        (["--compare", "--prefill=1", "--decode=1"], "--compare is of mixed workers"),
-        (["--input-len", "many"], "'many' is no length"),
+        (["--compare", "--prefill=1", "--decode=1"], "--compare works with --mixed only"),
+        (["--input-len", "many"], "invalid length 'many'"),
         (["--trace", "/nowhere"], "No such file or directory"),
         (["--max-batched-tokens", "1"], "max_batched_tokens (1) must be at least max_sequences"),
         (["--seconds", "inf"], "--seconds must be above 0"),
         (["--scaler", "magic"], "invalid choice: 'magic'"),
     ],
 )
-def test_options_that_make_no_sense(
-    given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_invalid_options_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code = main(["simulate", "load", *given])
+        code = main(["simulate", "load", *options])
     except SystemExit as end:
         code = int(end.code or 0)
     error = capsys.readouterr().err
@@ -212,7 +212,7 @@ def test_options_that_make_no_sense(
     assert error.count("\n") == 1
 
 
-def test_a_trace_with_nonsense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("nonsense\n")
     assert main(["simulate", "load", "--trace", str(path)]) == 2

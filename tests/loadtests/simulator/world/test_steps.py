@@ -1,4 +1,4 @@
-"""Quiet steps taken together: the same as one by one, whatever comes in between."""
+"""Fast-forwarding over steps gives exactly the results of simulating each step."""
 
 from collections import Counter
 from dataclasses import replace
@@ -32,77 +32,82 @@ def load_of(seconds: float, rate: float, seed: int = 1) -> list[Planned]:
     return varying(waves, rate, seconds, inputs, outputs, seed)
 
 
-def played(plan: ClusterPlan, load: list[Planned], scaler: Scaler) -> Cluster:
+def simulated(plan: ClusterPlan, load: list[Planned], scaler: Scaler) -> Cluster:
     cluster = Cluster(plan, load, scaler)
     cluster.run()
     return cluster
 
 
-def assert_same(plan: ClusterPlan, load: list[Planned], scalers: tuple[Scaler, Scaler]) -> None:
-    """Everything that users and operators see, to the last bit."""
-    many, one = (
-        played(replace(plan, single_steps=single), load, scaler)
+def assert_same_results(
+    plan: ClusterPlan, load: list[Planned], scalers: tuple[Scaler, Scaler]
+) -> None:
+    """Simulate with and without fast-forward; all results must be exactly equal."""
+    fast, stepwise = (
+        simulated(replace(plan, single_steps=single), load, scaler)
         for single, scaler in zip((False, True), scalers, strict=True)
     )
-    assert many.calls == one.calls
-    assert many.samples == one.samples
-    assert many.num_steps == one.num_steps
-    assert (many.worker_seconds, many.busy_seconds) == (one.worker_seconds, one.busy_seconds)
-    assert figures(many, plan) == figures(one, plan)
-    assert many.clock.num_events < 0.5 * one.clock.num_events
+    assert fast.calls == stepwise.calls
+    assert fast.samples == stepwise.samples
+    assert fast.num_steps == stepwise.num_steps
+    assert (fast.worker_seconds, fast.busy_seconds) == (
+        stepwise.worker_seconds,
+        stepwise.busy_seconds,
+    )
+    assert figures(fast, plan) == figures(stepwise, plan)
+    assert fast.clock.num_events < 0.5 * stepwise.clock.num_events
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pools", [{"mixed": 2}, {"prefill": 1, "decode": 2}])
-def test_users_and_operators_see_the_same(pools: dict[str, int]) -> None:
+def test_same_results_with_and_without_disaggregation(pools: dict[str, int]) -> None:
     plan = ClusterPlan(pools, LIMITS, Timing())
-    assert_same(plan, load_of(20.0, 2.0), (Static(pools), Static(pools)))
+    assert_same_results(plan, load_of(20.0, 2.0), (Static(pools), Static(pools)))
 
 
 @pytest.mark.slow
-def test_the_same_where_blocks_are_short_and_prompts_agree() -> None:
-    """Sequences wait, are preempted and find each other's blocks."""
+def test_same_results_with_few_blocks_and_shared_prefixes() -> None:
+    """Sequences wait, are preempted and share cached blocks."""
     shared = [
         Planned(number, 0.4 * number, 1000 + 7 * number, 800, (1, 2 + number % 3))
         for number in range(24)
     ]
     plan = ClusterPlan({"mixed": 1}, replace(LIMITS, num_blocks=80), Timing())
     static = Static({"mixed": 1})
-    assert_same(plan, shared, (static, static))
-    worker = played(plan, shared, static)._live["mixed-1"]
+    assert_same_results(plan, shared, (static, static))
+    worker = simulated(plan, shared, static)._live["mixed-1"]
     assert worker.batcher.load().preemptions > 0
     assert worker.batcher.load().prompt_tokens_cached > 0
 
 
 @pytest.mark.slow
-def test_the_same_while_workers_come_and_go() -> None:
+def test_same_results_while_the_pool_scales() -> None:
     plan = ClusterPlan({"mixed": 1}, LIMITS, Timing(), cold_start=10.0)
     limits = {"mixed": PoolLimits(least=1, most=6, gpus=1)}
     load = load_of(120.0, 8.0)
-    assert_same(plan, load, (PenstockScaler(limits), PenstockScaler(limits)))
+    assert_same_results(plan, load, (PenstockScaler(limits), PenstockScaler(limits)))
 
 
 @pytest.mark.slow
-def test_the_same_where_first_tokens_are_promised() -> None:
-    """Four times as much as two workers compute, and few blocks: who is next changes with time."""
+def test_same_results_in_slo_order() -> None:
+    """A load of four times the capacity and few blocks: the order of prompts changes with time."""
     limits = replace(LIMITS, num_blocks=120, max_sequences=4)
     plan = ClusterPlan({"mixed": 2}, limits, Timing(), ttft_slo_seconds=0.5)
-    assert_same(plan, load_of(20.0, 6.0), (Static(plan.pools), Static(plan.pools)))
+    assert_same_results(plan, load_of(20.0, 6.0), (Static(plan.pools), Static(plan.pools)))
 
 
 @pytest.mark.slow
-def test_the_same_of_64_workers() -> None:
+def test_same_results_with_64_workers() -> None:
     plan = ClusterPlan({"mixed": 64}, LIMITS, Timing())
     load = replicated(load_of(20.0, 8.0), 3.0, seed=2)
-    assert_same(plan, load, (Static(plan.pools), Static(plan.pools)))
+    assert_same_results(plan, load, (Static(plan.pools), Static(plan.pools)))
 
 
 # ------------------------------------------------------------------ faults
 
 
-def faulty(seeds: range) -> tuple[list[str], Counter[str]]:
-    """Play schedules with quiet steps taken together; what failed, and what happened."""
-    failed, seen = [], Counter[str]()
+def run_fault_schedules(seeds: range) -> tuple[list[str], Counter[str]]:
+    """Run schedules with fast-forward; return the failures, and counts of faults and tokens."""
+    failed, counts = [], Counter[str]()
     for seed in seeds:
         world = ScheduleRun(schedule_of(seed), fast_forwards=True)
         try:
@@ -110,18 +115,21 @@ def faulty(seeds: range) -> tuple[list[str], Counter[str]]:
         except InvariantViolated as broken:
             failed.append(f"{seed}: {broken}")
             continue
-        seen.update(tally.faults)
-        seen["tokens"] += tally.tokens
-    return failed, seen
+        counts.update(tally.faults)
+        counts["tokens"] += tally.tokens
+    return failed, counts
 
 
-def test_a_few_fault_schedules_hold() -> None:
-    failed, _ = faulty(range(5))
+def test_a_few_fault_schedules_pass() -> None:
+    failed, _ = run_fault_schedules(range(5))
     assert not failed
 
 
 @pytest.mark.slow
-def test_fault_schedules_hold() -> None:
-    failed, seen = faulty(range(200))
+def test_fault_schedules_pass() -> None:
+    failed, counts = run_fault_schedules(range(200))
     assert not failed
-    assert min(seen["kill"], seen["hang"], seen["slow"], seen["drain"], seen["cut stream"]) > 0
+    assert (
+        min(counts["kill"], counts["hang"], counts["slow"], counts["drain"], counts["cut stream"])
+        > 0
+    )
