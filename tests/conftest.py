@@ -1,4 +1,4 @@
-"""What holds for every test, and every process that one starts."""
+"""Settings for all tests and the processes that they start."""
 
 import os
 import random
@@ -7,24 +7,25 @@ import pytest
 
 from penstock.cluster.processes.descriptors import reserve_descriptors
 
-# Workers and routers serve in the tests' own process too.
+# Needed here because workers and routers also serve in the tests' process.
 reserve_descriptors()
 
-# Small products gain nothing from threads, and threads that wait for each other on a busy machine
-# cost tenfold. Set before torch is imported anywhere.
+# Small matrix products gain nothing from threads, and threads that wait for each other on a busy
+# machine are ten times slower. Set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Ports that one process of xdist's has seen free are not another's, who would take them first.
+# Each xdist process gets its own range: a port that one has found free could otherwise be taken by
+# another first.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     low = 20000 + 4000 * (int(worker.removeprefix("gw")) % 3)
     os.environ["PENSTOCK_FREE_PORTS"] = f"{low}-{low + 4000}"
 
 try:
     from hypothesis import HealthCheck, settings
-except ModuleNotFoundError:  # a machine with a GPU may have little: see docs/gpu.md
+except ModuleNotFoundError:  # GPU machines may have few packages: see docs/gpu.md
     pass
 else:
-    # A busy machine is slow, which is no fault of what is tested.
+    # No deadlines: slow tests on a busy machine are not failures.
     settings.register_profile(
         "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -40,8 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def shuffle(items: list[pytest.Item], seed: str) -> None:
-    """Reorder the files, and the tests within each. A file's tests stay together, so that what its
-    module-scoped fixtures start is started once."""
+    """Shuffle the files, and the tests within each.
+
+    The tests of a file stay together, so that its module-scoped fixtures start only once.
+    """
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.location[0], []).append(item)
@@ -52,10 +55,12 @@ def shuffle(items: list[pytest.Item], seed: str) -> None:
     items[:] = [item for file in order for item in files[file]]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle, if asked for. With xdist, run all process and cluster tests of a file in one of its
-    processes, one after the other."""
+    """Shuffle the tests if `--shuffle` is given, and set xdist groups.
+
+    With xdist, all process and cluster tests of a file run sequentially in one process.
+    """
     if seed := config.getoption("--shuffle"):
         shuffle(items, seed)
     if not config.pluginmanager.hasplugin("xdist"):

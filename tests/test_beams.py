@@ -1,4 +1,4 @@
-"""Beam searches through both APIs: a router, a prefill and two decode workers, all in one loop."""
+"""Beam search through both APIs: a router, a prefill and two decode workers in one event loop."""
 
 import asyncio
 import math
@@ -38,31 +38,31 @@ class Cluster:
     reference: Any
 
     def expected(
-        self, prompt: Sequence[int], width: int, n: int, stops: Sequence[int], **more: Any
+        self, prompt: Sequence[int], width: int, n: int, stops: Sequence[int], **options: Any
     ) -> list[list[int]]:
-        ends = [*stops, EOS]
+        stop_ids = [*stops, EOS]
         found = self.reference.generate(
             torch.tensor([list(prompt)]),
             num_beams=width,
             num_return_sequences=n,
-            eos_token_id=ends,
+            eos_token_id=stop_ids,
             pad_token_id=EOS,
             do_sample=False,
-            **more,
+            **options,
         )
         answers = [row[len(prompt) :] for row in found.tolist()]
-        cuts = [[at + 1 for at, token in enumerate(one) if token in ends] for one in answers]
+        cuts = [[at + 1 for at, token in enumerate(one) if token in stop_ids] for one in answers]
         return [one[: cut[0]] if cut else one for one, cut in zip(answers, cuts, strict=True)]
 
-    async def at_rest(self) -> None:
-        """Nobody holds a block, a lease or a request."""
+    async def wait_until_idle(self) -> None:
+        """Wait until no block, lease or request is held."""
 
-        def rests() -> bool:
+        def is_idle() -> bool:
             loads = [worker._manager.load for worker in self.workers.values()]
             held = [load.used_blocks + load.leased_blocks + load.reserved_blocks for load in loads]
             return not any(held) and not self.router.frontend.num_open_requests
 
-        await until(rests)
+        await until(is_idle)
 
 
 async def serve(name: str, role: str, folder: Path, **other: Any) -> RunningWorker:
@@ -71,7 +71,7 @@ async def serve(name: str, role: str, folder: Path, **other: Any) -> RunningWork
 
 
 async def stop(workers: Mapping[str, RunningWorker], name: str) -> None:
-    """Whoever has that name in the end."""
+    """Stop the worker that has this name now: a test may have replaced it."""
     await workers[name].stop()
 
 
@@ -99,16 +99,18 @@ async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def complete(http: httpx.AsyncClient, **body: Any) -> list[Any]:
-    """The choices of a search."""
-    given = {"use_beam_search": True, "return_token_ids": True, "temperature": 0, **body}
-    response = await http.post("/v1/completions", json=given)
+    """Run a beam search and return its choices."""
+    request = {"use_beam_search": True, "return_token_ids": True, "temperature": 0, **body}
+    response = await http.post("/v1/completions", json=request)
     assert response.status_code == 200, response.text
     choices: list[Any] = response.json()["choices"]
     return choices
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 41])
-async def test_openai(http: httpx.AsyncClient, cluster: Cluster, length: int) -> None:
+async def test_openai_completions_equal_transformers(
+    http: httpx.AsyncClient, cluster: Cluster, length: int
+) -> None:
     prompt = PROMPT[:length]
     sent = cluster.workers["p"]._manager.load.bytes_sent
     choices = await complete(
@@ -121,20 +123,22 @@ async def test_openai(http: httpx.AsyncClient, cluster: Cluster, length: int) ->
         by_stop = choice["token_ids"][-1] in (*STOPS, EOS)
         assert choice["finish_reason"] == ("stop" if by_stop else "length")
         assert choice["logprobs"] is None
-    # The prompt was computed on one worker and handed to another, where there was any of it.
+    # A prompt of one token leaves no KV to transfer.
     await until(lambda: (cluster.workers["p"]._manager.load.bytes_sent > sent) == (length > 1))
-    await cluster.at_rest()
+    await cluster.wait_until_idle()
 
 
-async def test_openai_chat_with_logprobs(http: httpx.AsyncClient, cluster: Cluster) -> None:
+async def test_openai_chat_equals_transformers_and_has_logprobs(
+    http: httpx.AsyncClient, cluster: Cluster
+) -> None:
     body = {
         "messages": [{"role": "user", "content": "the wheel"}],
         **{"use_beam_search": True, "n": 3, "early_stopping": "never", "max_tokens": 12},
         **{"logprobs": True, "top_logprobs": 2, "return_token_ids": True},
     }
     answer = (await http.post("/v1/chat/completions", json=body)).json()
-    more = {"max_new_tokens": 12, "early_stopping": "never"}
-    expected = cluster.expected(answer["prompt_token_ids"], 3, 3, (), **more)
+    options = {"max_new_tokens": 12, "early_stopping": "never"}
+    expected = cluster.expected(answer["prompt_token_ids"], 3, 3, (), **options)
     assert [choice["token_ids"] for choice in answer["choices"]] == expected
     totals = []
     for choice in answer["choices"]:
@@ -146,7 +150,7 @@ async def test_openai_chat_with_logprobs(http: httpx.AsyncClient, cluster: Clust
     assert answer["usage"]["completion_tokens"] == sum(map(len, expected))
 
 
-async def test_grpc(cluster: Cluster) -> None:
+async def test_grpc_answers_equal_transformers(cluster: Cluster) -> None:
     sampling = pb.Sampling(
         use_beam_search=True,
         n=2,
@@ -163,15 +167,15 @@ async def test_grpc(cluster: Cluster) -> None:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
         replies = [reply async for reply in stub.Generate(request)]
     assert len(replies[0].prompt_logprobs) == 29
-    more = {"max_new_tokens": 15, "min_new_tokens": 4, "length_penalty": -0.5}
-    expected = cluster.expected(PROMPT[:30], 3, 2, STOPS, early_stopping=True, **more)
+    options = {"max_new_tokens": 15, "min_new_tokens": 4, "length_penalty": -0.5}
+    expected = cluster.expected(PROMPT[:30], 3, 2, STOPS, early_stopping=True, **options)
     assert [list(reply.tokens) for reply in replies[1:]] == expected
     assert [reply.choice for reply in replies[1:]] == [0, 1]
     assert replies[-1].usage.completion_tokens == sum(map(len, expected))
-    await cluster.at_rest()
+    await cluster.wait_until_idle()
 
 
-async def test_a_worker_that_dies_costs_time_and_nothing_else(
+async def test_search_is_complete_after_the_loss_of_its_worker(
     http: httpx.AsyncClient, cluster: Cluster
 ) -> None:
     prompt, folder = PROMPT[:37], cluster.router.frontend.config.model
@@ -197,30 +201,30 @@ async def test_a_worker_that_dies_costs_time_and_nothing_else(
     addresses = {name: worker.address for name, worker in cluster.workers.items()}
     await cluster.router.set_workers(addresses)
     await until(lambda: len(cluster.router.frontend.workers()) == 3)
-    await cluster.at_rest()
+    await cluster.wait_until_idle()
 
 
-async def test_a_client_that_leaves_frees_the_whole_search(
+async def test_disconnect_frees_the_blocks_of_all_beams(
     http: httpx.AsyncClient, cluster: Cluster
 ) -> None:
     call = asyncio.create_task(complete(http, prompt=PROMPT[:37], n=4, max_tokens=140))
     loads = [worker._manager for worker in cluster.workers.values()]
     await until(lambda: any(dispatch.load.running == 4 for dispatch in loads))
     call.cancel()
-    await cluster.at_rest()
+    await cluster.wait_until_idle()
 
 
-async def test_more_beams_than_seats_are_refused_with_the_limit(http: httpx.AsyncClient) -> None:
+async def test_more_beams_than_rows_are_refused_with_the_limit(http: httpx.AsyncClient) -> None:
     body = {"prompt": PROMPT[:5], "use_beam_search": True, "max_tokens": 3}
     response = await http.post("/v1/completions", json={**body, "n": 13})
     assert response.status_code == 400
-    assert "at most 12 sequences run here" in response.json()["error"]["message"]
+    assert "at most 12 sequences" in response.json()["error"]["message"]
     response = await http.post("/v1/completions", json={**body, "n": 10**9})
     assert "n must be a whole number from 1 to 64" in response.json()["error"]["message"]
     assert len(await complete(http, **body, n=12)) == 12
 
 
-async def test_no_number_is_a_length_penalty_that_is_none(cluster: Cluster) -> None:
+async def test_invalid_length_penalties_are_refused(cluster: Cluster) -> None:
     for value in (math.nan, math.inf, -math.inf, 5.1):
         sampling = pb.Sampling(use_beam_search=True, n=2, length_penalty=value)
         request = pb.GenerateRequest(text="the", sampling=sampling)

@@ -1,4 +1,4 @@
-"""The whole road with the model that ships: other people's clients, judged by `transformers`."""
+"""End-to-end tests with the bundled model: third-party clients, compared with `transformers`."""
 
 import tempfile
 from collections.abc import Iterator
@@ -23,13 +23,13 @@ from tests.support.serving import PATIENCE, Serving, serving
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 BLOCK = 16
-STORY = "Tell me a story about a fox who looks for a lamp in the forest and finds a friend. "
+TEXT = "Tell me a story about a fox who looks for a lamp in the forest and finds a friend. "
 QUESTIONS = ["What is 12 + 7?", "Sort these numbers: 8, 3, 5", "Hello!", "Repeat exactly: lamp"]
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Serving]:
-    # Not pytest's own folder: its paths are too long for the sockets that lie below.
+    # Not pytest's tmp_path: Unix socket paths below it would be too long.
     with (
         tempfile.TemporaryDirectory(prefix="pk-") as name,
         serving(["--kv-cache-mib", "64"], free_ports(2), Path(name)) as running,
@@ -46,12 +46,12 @@ def client(served: Serving) -> Iterator[OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def judge() -> "Judge":
-    return Judge(SHIPPED)
+def reference() -> "Reference":
+    return Reference(SHIPPED)
 
 
-class Judge:
-    """`transformers`, greedy, in fp32."""
+class Reference:
+    """Reference answers: `transformers`, greedy, in fp32."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -71,7 +71,7 @@ class Judge:
 
 
 def complete(client: OpenAI, prompt: list[int], num_new: int) -> list[int]:
-    """The tokens of a greedy answer of that length."""
+    """Return the tokens of a greedy answer of `num_new` tokens."""
     extra = {"return_token_ids": True, "min_tokens": num_new}
     reply: Any = client.completions.create(
         model="demo", prompt=prompt, max_tokens=num_new, temperature=0, extra_body=extra
@@ -80,76 +80,78 @@ def complete(client: OpenAI, prompt: list[int], num_new: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 150])
-def test_a_handed_over_answer_is_that_of_one_model(
-    client: OpenAI, judge: Judge, length: int
+def test_disaggregated_answers_equal_transformers(
+    client: OpenAI, reference: Reference, length: int
 ) -> None:
-    prompt = (judge.tokenizer.encode(STORY * 20))[:length]
-    assert complete(client, prompt, 20) == judge.tokens(prompt, 20)
+    prompt = (reference.tokenizer.encode(TEXT * 20))[:length]
+    assert complete(client, prompt, 20) == reference.tokens(prompt, 20)
 
 
-def test_a_crowd_changes_nobody(client: OpenAI, judge: Judge) -> None:
-    prompts = [judge.tokenizer.encode(STORY * 3)[start : start + 40] for start in range(12)]
-    with ThreadPoolExecutor(len(prompts)) as crowd:
-        found = list(crowd.map(lambda prompt: complete(client, prompt, 30), prompts))
-    assert found == [judge.tokens(prompt, 30) for prompt in prompts]
+def test_concurrent_answers_equal_transformers(client: OpenAI, reference: Reference) -> None:
+    prompts = [reference.tokenizer.encode(TEXT * 3)[start : start + 40] for start in range(12)]
+    with ThreadPoolExecutor(len(prompts)) as executor:
+        found = list(executor.map(lambda prompt: complete(client, prompt, 30), prompts))
+    assert found == [reference.tokens(prompt, 30) for prompt in prompts]
 
 
-def test_the_openai_client_holds_a_streamed_conversation(client: OpenAI, judge: Judge) -> None:
+def test_openai_client_streams_a_conversation(client: OpenAI, reference: Reference) -> None:
     messages: list[dict[str, str]] = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
-        talk: Any = messages
+        request_messages: Any = messages
         chunks = client.chat.completions.create(
-            model="demo", messages=talk, temperature=0, max_tokens=60, stream=True
+            model="demo", messages=request_messages, temperature=0, max_tokens=60, stream=True
         )
         answer = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-        assert answer == judge.answer(messages, 60)
+        assert answer == reference.answer(messages, 60)
         assert answer
         messages.append({"role": "assistant", "content": answer})
 
 
-def test_a_client_made_from_reflection_holds_one(served: Serving, judge: Judge) -> None:
+def test_client_made_by_grpc_reflection_holds_a_conversation(
+    served: Serving, reference: Reference
+) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{served.grpc}") as channel:
         pool = descriptor_pool.DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
         method = pool.FindServiceByName("penstock.v1.Inference").FindMethodByName("Generate")
-        ask = message_factory.GetMessageClass(method.input_type)
-        reply = message_factory.GetMessageClass(method.output_type)
+        request_type = message_factory.GetMessageClass(method.input_type)
+        reply_type = message_factory.GetMessageClass(method.output_type)
         call = channel.unary_stream(
             "/penstock.v1.Inference/Generate",
-            request_serializer=ask.SerializeToString,
-            response_deserializer=reply.FromString,
+            request_serializer=request_type.SerializeToString,
+            response_deserializer=reply_type.FromString,
         )
         messages: list[dict[str, str]] = []
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
             sampling = {"temperature": 0, "max_tokens": 60}
-            replies = list(call(ask(chat={"messages": messages}, sampling=sampling)))
+            replies = list(call(request_type(chat={"messages": messages}, sampling=sampling)))
             answer = "".join(each.text for each in replies)
-            assert answer == judge.answer(messages, 60)
+            assert answer == reference.answer(messages, 60)
             positions = [each.position + i for each in replies for i in range(len(each.tokens))]
             assert positions == list(range(replies[-1].usage.completion_tokens))
             messages.append({"role": "assistant", "content": answer})
 
 
-def test_a_seed_is_an_answer(client: OpenAI) -> None:
+def test_equal_seeds_give_equal_answers(client: OpenAI) -> None:
     def draw(seed: int) -> str:
         reply = client.completions.create(
-            model="demo", prompt=STORY, max_tokens=40, temperature=1.5, seed=seed
+            model="demo", prompt=TEXT, max_tokens=40, temperature=1.5, seed=seed
         )
         return reply.choices[0].text
 
-    with ThreadPoolExecutor(6) as crowd:
-        texts = list(crowd.map(draw, [1, 2, 1, 2, 1, 2]))
+    with ThreadPoolExecutor(6) as executor:
+        texts = list(executor.map(draw, [1, 2, 1, 2, 1, 2]))
     assert texts[::2] == texts[:1] * 3
     assert texts[1::2] == texts[1:2] * 3
     assert texts[0] != texts[1]
 
 
-def test_clients_that_vanish_leave_room_for_the_next(client: OpenAI) -> None:
+def test_next_request_runs_after_disconnected_clients(client: OpenAI) -> None:
     for _ in range(5):
         chunks = client.completions.create(
             model="demo",
-            prompt=STORY,
+            prompt=TEXT,
             max_tokens=1500,
             stream=True,
             extra_body={"ignore_eos": True},

@@ -1,4 +1,4 @@
-"""`penstock serve`: flags, the file, and what comes of both."""
+"""`penstock serve`: flags, the configuration file, and how they are merged."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from penstock.cluster.spec.records import SpecError
 from penstock.cluster.spec.spec import parse
 
 
-def test_pool_nodes_and_a_file_of_keys_as_flags(tmp_path: Path) -> None:
+def test_flags_for_pool_nodes_and_api_keys(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one\n")
-    given = [
+    arguments = [
         "--pool-nodes",
         "--cpus",
         "1",
@@ -20,17 +20,17 @@ def test_pool_nodes_and_a_file_of_keys_as_flags(tmp_path: Path) -> None:
         "--api-keys-file",
         str(tmp_path / "keys"),
     ]
-    spec = flags.read_spec([*given, "--api-key", "two"])
+    spec = flags.read_spec([*arguments, "--api-key", "two"])
     assert spec.pool_nodes
     assert spec.router.api_keys == ("two", "one")
 
 
-def test_a_flag_that_says_yes() -> None:
+def test_boolean_flag_needs_no_value() -> None:
     assert flags.read_spec(["--deterministic"]).model.deterministic
     assert not flags.read_spec([]).model.deterministic
 
 
-def test_flags_go_over_the_file(tmp_path: Path) -> None:
+def test_flags_override_the_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("router: {host: 0.0.0.0, http_port: 1}\npools: {mixed: {replicas: 2}}\n")
     spec = flags.read_spec(["--config", str(path), "--http-port", "2", "--threads", "3"])
@@ -39,7 +39,7 @@ def test_flags_go_over_the_file(tmp_path: Path) -> None:
     assert spec.pools.prefill.replicas == 0
 
 
-def test_no_flags_are_the_defaults() -> None:
+def test_no_flags_give_the_defaults() -> None:
     assert flags.read_spec([]) == parse({})
 
 
@@ -59,9 +59,9 @@ def test_several_ranks_make_one_mixed_worker_unless_pools_are_named() -> None:
     assert (pools.prefill.tp, pools.decode.tp, pools.mixed.replicas) == (2, 2, 0)
 
 
-def test_where_pools_may_go(tmp_path: Path) -> None:
-    given = "--labels disk=ssd --label tier=fast --accelerator H100 --topology-key rack"
-    spec = flags.read_spec(given.split())
+def test_flags_restrict_the_nodes_of_pools(tmp_path: Path) -> None:
+    arguments = "--labels disk=ssd --label tier=fast --accelerator H100 --topology-key rack"
+    spec = flags.read_spec(arguments.split())
     assert spec.topology_key == "rack"
     for pool in (spec.pools.prefill, spec.pools.decode):
         assert (pool.labels, pool.accelerator) == (("disk=ssd", "tier=fast"), "H100")
@@ -70,14 +70,16 @@ def test_where_pools_may_go(tmp_path: Path) -> None:
     pools = flags.read_spec(["--config", str(path)]).pools
     assert pools.prefill.selector == {"ray.io/accelerator-type": "H100"}
     assert pools.decode.selector == {"kind": "a", "disk": "b"}
-    with pytest.raises(SpecError, match=r"^pools\.prefill: labels: 'disk' is no KEY=VALUE$"):
+    with pytest.raises(
+        SpecError, match=r"^pools\.prefill: labels: invalid label 'disk': expected KEY=VALUE$"
+    ):
         flags.read_spec(["--labels", "disk"])
     assert flags.read_spec(["--topology-key", ""]).topology_key == ""
 
 
-def test_how_far_a_pool_may_go() -> None:
-    given = "--prefill 1 --decode 2 --min-decode 0 --max-decode 4 --max-gpus 3"
-    spec = flags.read_spec([*given.split(), "--scale-down-seconds", "9"])
+def test_flags_limit_the_sizes_of_pools() -> None:
+    arguments = "--prefill 1 --decode 2 --min-decode 0 --max-decode 4 --max-gpus 3"
+    spec = flags.read_spec([*arguments.split(), "--scale-down-seconds", "9"])
     assert (spec.pools.decode.replicas, spec.pools.decode.least, spec.pools.decode.most) == (
         2,
         0,
@@ -87,7 +89,7 @@ def test_how_far_a_pool_may_go() -> None:
     assert (spec.scaling.max_gpus, spec.scaling.scale_down_seconds) == (3, 9.0)
 
 
-def test_bounds_alone_leave_the_default_pools_there() -> None:
+def test_size_limits_alone_keep_the_default_pools() -> None:
     pools = flags.read_spec(["--max-decode", "3"]).pools
     assert (pools.prefill.replicas, pools.decode.replicas, pools.decode.most) == (1, 1, 3)
     pools = flags.read_spec(["--max-mixed", "3"]).pools
@@ -96,13 +98,13 @@ def test_bounds_alone_leave_the_default_pools_there() -> None:
         flags.read_spec(["--tp", "2", "--max-decode", "3"])
 
 
-def test_names_that_others_use() -> None:
-    given = """
+def test_flag_names_of_other_engines_are_accepted() -> None:
+    arguments = """
         some/model --port 1 --served-model-name m --api-key a --api-key b --max-num-seqs 2
         --max-num-batched-tokens 3 --max-model-len 4 --block-size 5 --dtype float32
         --tensor-parallel-size 1 --pipeline-parallel-size 1 --mixed 1
     """
-    spec = flags.read_spec(given.split())
+    spec = flags.read_spec(arguments.split())
     assert (spec.checkpoint, spec.router.http_port, spec.model_name) == ("some/model", 1, "m")
     assert spec.router.api_keys == ("a", "b")
     pool = spec.pools.mixed
@@ -129,7 +131,7 @@ def test_engine_sizes_as_flags_reach_every_pool_of_the_file(tmp_path: Path) -> N
         (["org/qwen", "--served-model-name", "llama"], "llama", "org/qwen"),
     ],
 )
-def test_flags_of_the_model_go_over_the_entry_of_the_file(
+def test_model_flags_override_the_entry_of_the_file(
     tmp_path: Path, arguments: list[str], name: str, path: str
 ) -> None:
     file = tmp_path / "cluster.yaml"
@@ -140,7 +142,7 @@ def test_flags_of_the_model_go_over_the_entry_of_the_file(
     assert spec.model.max_model_len == 9
 
 
-def test_name_of_a_model_keeps_the_path_that_was_its_name(tmp_path: Path) -> None:
+def test_model_name_flag_keeps_a_path_given_as_name(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("models: {org/llama: {}}\n")
     spec = flags.read_spec(["--config", str(file), "--model-name", "llama"])
@@ -150,7 +152,7 @@ def test_name_of_a_model_keeps_the_path_that_was_its_name(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("models", ["3", "{}", "{a: {}, b: {}}", "{a: 3}", "{7: {}}", "[a]"])
-def test_models_that_make_no_sense_are_refused_with_flags_too(tmp_path: Path, models: str) -> None:
+def test_invalid_models_in_the_file_are_refused_with_flags_too(tmp_path: Path, models: str) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(f"models: {models}\n")
     for arguments in ([], ["some/model"], ["--model-name", "m"], ["--dtype", "float32"]):
@@ -158,7 +160,7 @@ def test_models_that_make_no_sense_are_refused_with_flags_too(tmp_path: Path, mo
             flags.read_spec([*arguments, "--config", str(file)])
 
 
-def test_a_pool_that_is_no_mapping_is_refused_with_flags_too(tmp_path: Path) -> None:
+def test_pools_must_be_mappings_with_flags_too(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     for text in ("pools: 3", "pools: {mixed: 3}", "pools: [mixed]"):
         path.write_text(text)

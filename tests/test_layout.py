@@ -1,4 +1,4 @@
-"""The layout of the tree: packages and links, imports that point downward, no code from data."""
+"""Checks of the source tree: packages, symlinks, import direction, and no code from data."""
 
 import ast
 import subprocess
@@ -21,14 +21,14 @@ MAY_IMPORT = {
     "loadtests": {"kernels", "workers", "router", "cluster", "protos", "cli", "common"},
     "cli": {"cluster", "router", "workers", "protos", "loadtests", "common"},
 }
-"""The packages that each package may import beside itself."""
+"""Packages that each package may import besides itself."""
 
 SHARED_RECORDS = {
     "penstock.common.block_hash",
     "penstock.common.sampling_params",
     "penstock.common.worker_load",
 }
-"""The pure part of `common`, which deciding code may import."""
+"""Modules of `common` without I/O, which deciding code may import."""
 
 DECIDING = {
     "penstock.common.block_hash": {"numpy"},
@@ -68,7 +68,7 @@ DECIDING = {
     "penstock.cluster.autoscaling.cold_start": {"penstock.cluster.autoscaling.pool_changes"},
     "penstock.cluster.status.status_events": set(),
 }
-"""What deciding code may import beside the standard library and itself."""
+"""Imports that deciding code (without I/O and clock) may use besides the standard library."""
 
 SOURCES = sorted(
     path
@@ -88,7 +88,7 @@ TREES = {name_of(path): ast.parse(path.read_text(), str(path)) for path in SOURC
 
 
 def imports(module: str) -> Iterator[str]:
-    """Everything that a module imports, anywhere in it, as full names of modules."""
+    """Yield the full names of all modules that a module imports, at any level."""
     for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -115,14 +115,14 @@ def test_penstock_holds_exactly_the_links() -> None:
 
 
 def test_no_root_folder_has_an_init_file() -> None:
-    # It would shadow an installed package of that name for whoever runs from the root.
+    # With one, the folder would shadow an installed package of the same name.
     folders = (*PACKAGES, "penstock/common")
     assert [
         str(path) for package in folders for path in (ROOT / package).rglob("__init__.py")
     ] == []
 
 
-def test_no_text_has_the_marks_of_a_merge() -> None:
+def test_no_document_has_merge_conflict_markers() -> None:
     marks = tuple(sign * 7 + " " for sign in "<>|")
     texts = [*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")]
     found = [
@@ -135,7 +135,7 @@ def test_no_text_has_the_marks_of_a_merge() -> None:
 
 
 def outside(module: str, allowed: set[str]) -> set[str]:
-    """What a module imports that is neither in nor below `allowed`."""
+    """Return the imports of a module that are neither in `allowed` nor below one of its entries."""
     return {
         name
         for name in imports(module)
@@ -146,8 +146,8 @@ def outside(module: str, allowed: set[str]) -> set[str]:
 def test_packages_import_only_what_they_may() -> None:
     wrong = {}
     for module in TREES:
-        ours = {name for name in imports(module) if name.startswith("penstock.")}
-        packages = {package_of(name) for name in ours} - {package_of(module)}
+        internal = {name for name in imports(module) if name.startswith("penstock.")}
+        packages = {package_of(name) for name in internal} - {package_of(module)}
         wrong[module] = packages - MAY_IMPORT[package_of(module)]
     assert not {module: packages for module, packages in wrong.items() if packages}
 
@@ -167,7 +167,7 @@ def test_ray_and_torch_stay_in_their_packages() -> None:
             assert not top & {"torch", "triton"}, module
 
 
-def test_common_imports_no_more_than_it_should() -> None:
+def test_common_imports_only_allowed_packages() -> None:
     allowed = {*sys.stdlib_module_names, "penstock.common", "numpy"}
     text = {*allowed, "tokenizers", "jinja2"}
     for module in TREES:
@@ -176,13 +176,13 @@ def test_common_imports_no_more_than_it_should() -> None:
             assert not outside(module, text if is_text else allowed), module
 
 
-def test_deciding_code_imports_nothing_that_acts() -> None:
+def test_deciding_code_imports_no_io_clock_or_threads() -> None:
     acting = {"asyncio", "threading", "socket", "subprocess", "time", "random", "os", "logging"}
-    for home, others in DECIDING.items():
-        allowed = {*(sys.stdlib_module_names - acting), *others, home}
-        packages = [name for name in TREES if name == home or name.startswith(f"{home}.")]
-        assert packages, f"there is no {home}"
-        assert not {name: strange for name in packages if (strange := outside(name, allowed))}
+    for module, others in DECIDING.items():
+        allowed = {*(sys.stdlib_module_names - acting), *others, module}
+        packages = [name for name in TREES if name == module or name.startswith(f"{module}.")]
+        assert packages, f"{module} does not exist"
+        assert not {name: unexpected for name in packages if (unexpected := outside(name, allowed))}
 
 
 def test_no_import_cycles() -> None:
@@ -190,7 +190,7 @@ def test_no_import_cycles() -> None:
     while leaves := {module for module, below in edges.items() if not below & edges.keys()}:
         for leaf in leaves:
             del edges[leaf]
-    assert not edges, f"these import each other in a circle: {sorted(edges)}"
+    assert not edges, f"modules in an import cycle, or importing one: {sorted(edges)}"
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle"}
@@ -201,7 +201,7 @@ FORBIDDEN_CALLS = {
 }
 
 
-def test_no_code_comes_from_data() -> None:
+def test_no_code_is_loaded_from_data() -> None:
     for module, tree in TREES.items():
         assert not {name.split(".")[0] for name in imports(module)} & FORBIDDEN_MODULES, module
         calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -224,7 +224,7 @@ def test_no_code_comes_from_data() -> None:
         ("penstock.cli.status", ("torch", "ray", "grpc")),
     ],
 )
-def test_importing_loads_no_more_than_it_should(module: str, absent: tuple[str, ...]) -> None:
+def test_import_does_not_load_unneeded_packages(module: str, absent: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print([name for name in {absent!r} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr

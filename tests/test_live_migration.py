@@ -1,7 +1,7 @@
-"""Answers that move with their blocks while they run: workers drain, and change their roles.
+"""Live migration: running requests move with their KV blocks when workers drain or change roles.
 
-A real router and real workers, each in a process of its own; every answer is whole, and the same as
-when nobody moves it.
+A real router and real workers, each a separate process. Every answer must be complete and equal to
+the answer without migration.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1200)]
 MODEL = SHIPPED.parent / "demo-small"
 ROLES = {"p0": "prefill", "d0": "decode", "d1": "decode"}
 NUM_TOKENS = 500
-BEGUN = 20  # tokens that each stream has before anything happens
+MIN_TOKENS = 20  # tokens that each stream has before a test acts
 NUM_PROMPTS, PROMPT_LENGTH = 6, 200
 BYTES_PER_TOKEN = 2 * 2 * 2 * 32 * 4  # two layers, keys and values, two heads of 32, in fp32
 
 
 def prompts(kind: int) -> list[list[int]]:
-    """Nothing of one kind is in a cache because of another."""
+    """Return prompts that share no cached prefix with those of another `kind`."""
     numbers = range(10 * kind, 10 * kind + NUM_PROMPTS)
     return [[5 + (7 * i + 31 * number) % 900 for i in range(PROMPT_LENGTH)] for number in numbers]
 
 
 @dataclass
 class Stream:
-    """One client: what it has seen so far."""
+    """A client that collects the tokens of one answer."""
 
     tokens: list[int] = field(default_factory=list)
 
@@ -47,7 +47,7 @@ class Stream:
         answers = router.frontend.submit([GenerationRequest(prompt, sampling)])
         try:
             async for delta in answers:
-                assert delta.position == len(self.tokens), "a position twice, or left out"
+                assert delta.position == len(self.tokens), "a position is repeated or missing"
                 self.tokens += delta.tokens
         finally:
             answers.close()
@@ -59,18 +59,18 @@ class Cluster:
     router: RunningRouter
     workers: dict[str, WorkerProcess]
 
-    async def answers(self, asked: Sequence[Sequence[int]]) -> list[list[int]]:
-        """To all of these at once."""
-        return list(await asyncio.gather(*(Stream().read(self.router, each) for each in asked)))
+    async def answers(self, inputs: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Run all prompts at once and return their answers."""
+        return list(await asyncio.gather(*(Stream().read(self.router, each) for each in inputs)))
 
-    def where(self) -> dict[str, int]:
-        """Sequences that generate, by worker."""
-        look = self.router.frontend.take_snapshot()
-        workers = look.workers
+    def running_by_worker(self) -> dict[str, int]:
+        """Return the number of running sequences by worker."""
+        snapshot = self.router.frontend.take_snapshot()
+        workers = snapshot.workers
         return {each.worker: each.numbers.load.running for each in workers if each.numbers}
 
     def computed(self, worker: str) -> int:
-        """Prompt positions that a worker has run through its model."""
+        """Return the number of prompt positions that a worker has computed."""
         numbers = {one.worker: one.numbers for one in self.router.frontend.take_snapshot().workers}[
             worker
         ]
@@ -94,35 +94,37 @@ async def cluster() -> AsyncIterator[Cluster]:
         yield Cluster(router, workers)
 
 
-async def begun(
-    cluster: Cluster, asked: Sequence[Sequence[int]]
+async def start_streams(
+    cluster: Cluster, inputs: Sequence[Sequence[int]]
 ) -> tuple[list[Stream], "asyncio.Future[list[list[int]]]"]:
-    """A stream of each prompt, all of them under way."""
-    streams = [Stream() for _ in asked]
+    """Start one stream per prompt and wait until each has `MIN_TOKENS` tokens."""
+    streams = [Stream() for _ in inputs]
     reading = asyncio.gather(
         *(
             stream.read(cluster.router, prompt)
-            for stream, prompt in zip(streams, asked, strict=True)
+            for stream, prompt in zip(streams, inputs, strict=True)
         )
     )
     async with asyncio.timeout(120):
-        while not all(len(stream.tokens) >= BEGUN for stream in streams):
+        while not all(len(stream.tokens) >= MIN_TOKENS for stream in streams):
             await asyncio.sleep(0.005)
     return streams, reading
 
 
-async def test_under_changing_roles_every_stream_is_whole(cluster: Cluster) -> None:
+async def test_streams_are_complete_while_roles_change(cluster: Cluster) -> None:
     frontend = cluster.router.frontend
-    before, asked, others = frontend.take_snapshot(), prompts(1), prompts(2)
-    streams, reading = await begun(cluster, asked)
-    assert cluster.where()["d0"]
+    before, inputs, others = frontend.take_snapshot(), prompts(1), prompts(2)
+    streams, reading = await start_streams(cluster, inputs)
+    assert cluster.running_by_worker()["d0"]
     await frontend.assign("d0", "prefill")
     await frontend.assign("p0", "mixed")
     async with asyncio.timeout(120):
-        while cluster.where()["d0"]:
+        while cluster.running_by_worker()["d0"]:
             await asyncio.sleep(0.005)
-    assert not any(len(stream.tokens) == NUM_TOKENS for stream in streams), "it did not wait"
-    _, second = await begun(cluster, others)  # these follow the new roles
+    assert not any(len(stream.tokens) == NUM_TOKENS for stream in streams), (
+        "the move must not wait for answers to end"
+    )
+    _, second = await start_streams(cluster, others)  # placed by the new roles
     await frontend.assign("d1", "prefill")
     await frontend.assign("d0", "decode")
     await frontend.assign("p0", "prefill")
@@ -133,23 +135,25 @@ async def test_under_changing_roles_every_stream_is_whole(cluster: Cluster) -> N
     assert after.kv_transfers - before.kv_transfers > NUM_PROMPTS
     assert after.kv_transfers_failed == after.failovers == 0
     assert {reason for reason, count in after.finished.items() if count} == {"length"}
-    assert found == await cluster.answers([*asked, *others])
+    assert found == await cluster.answers([*inputs, *others])
 
 
-async def test_a_drain_moves_blocks_and_takes_no_answer_s_time(cluster: Cluster) -> None:
-    frontend, asked, staying = cluster.router.frontend, prompts(3), ("p0", "d1")
-    streams, reading = await begun(cluster, asked)
+async def test_drain_moves_blocks_before_answers_end(cluster: Cluster) -> None:
+    frontend, inputs, staying = cluster.router.frontend, prompts(3), ("p0", "d1")
+    streams, reading = await start_streams(cluster, inputs)
     before, computed = frontend.take_snapshot(), sum(map(cluster.computed, staying))
-    moving = cluster.where()["d0"]
+    moving = cluster.running_by_worker()["d0"]
     assert moving
     await cluster.workers["d0"].drained()
-    assert not any(len(stream.tokens) == NUM_TOKENS for stream in streams), "it did not wait"
+    assert not any(len(stream.tokens) == NUM_TOKENS for stream in streams), (
+        "the move must not wait for answers to end"
+    )
     after = frontend.take_snapshot()
     assert after.kv_transfers - before.kv_transfers >= moving
     assert after.kv_transfers_failed == after.failovers == 0
     moved = after.kv_transfer_bytes - before.kv_transfer_bytes
-    assert moved >= moving * PROMPT_LENGTH * BYTES_PER_TOKEN, "whole prompts"
-    again = sum(map(cluster.computed, staying)) - computed
-    assert again < moving * PROMPT_LENGTH / 4, "not computed again"
+    assert moved >= moving * PROMPT_LENGTH * BYTES_PER_TOKEN, "KV blocks of whole prompts must move"
+    recomputed = sum(map(cluster.computed, staying)) - computed
+    assert recomputed < moving * PROMPT_LENGTH / 4, "prompts must not be recomputed"
     found = await reading
-    assert found == await cluster.answers(asked)
+    assert found == await cluster.answers(inputs)

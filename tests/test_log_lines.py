@@ -1,4 +1,4 @@
-"""What is told to machines: a line an event, whatever it holds."""
+"""Machine-readable logs: one line per event, whatever its fields contain."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from penstock.cli.log_lines import EventLog, json_line, keys_line
 from penstock.cluster.status import status_events
 
 AT = 1_700_000_000.25
-STORY: list[tuple[str, status_events.StatusEvent]] = [
+EVENTS: list[tuple[str, status_events.StatusEvent]] = [
     ("router 0", status_events.Progress("starting its process")),
     ("decode worker 0", status_events.Progress("weights", 1_000, 5_000)),
     ("decode worker 0", status_events.Progress("weights", 2_000, 5_000)),
@@ -32,11 +32,11 @@ STORY: list[tuple[str, status_events.StatusEvent]] = [
 ]
 
 
-def told(form: str) -> list[str]:
+def render(form: str) -> list[str]:
     lines: list[str] = []
     events = EventLog(form, lines.append, lambda: AT + 1)  # type: ignore[arg-type]
-    for title, notice in STORY:
-        events(title, notice)
+    for title, event in EVENTS:
+        events(title, event)
     events.print_line("")
     events.print_line("stopped")
     events.close()
@@ -44,7 +44,7 @@ def told(form: str) -> list[str]:
 
 
 def test_json_lines() -> None:
-    events = [json.loads(line) for line in told("json")]
+    events = [json.loads(line) for line in render("json")]
     assert [(each["from"], each["event"], each["level"]) for each in events] == [
         ("router 0", "progress", "info"),
         ("decode worker 0", "progress", "info"),
@@ -64,12 +64,12 @@ def test_json_lines() -> None:
     assert events[1]["bytes"] == 5_000
     assert (events[10]["left"], events[11]["requests"]) == ("1.0 of 2.0 MB", 3)
     assert events[6]["decision"] == "decode: 1 to 2: KV is full"
-    assert events[7]["time"] == "2023-11-14T22:13:20.250Z", "when it was, not when it is told"
+    assert events[7]["time"] == "2023-11-14T22:13:20.250Z", "the time of the event, not of the line"
     assert events[8]["message"] == "WARNING: mind the gap"
 
 
-def test_lines_of_keys() -> None:
-    lines = told("keys")
+def test_lines_of_keys_and_values() -> None:
+    lines = render("keys")
     assert lines[7] == (
         'time=2023-11-14T22:13:20.250Z level=info from="router 0" event=request '
         "request=r-1 seconds=0.5"
@@ -78,11 +78,11 @@ def test_lines_of_keys() -> None:
     assert lines[-1].endswith("from=supervisor event=said message=stopped")
 
 
-def test_all_routers_are_told() -> None:
+def test_all_routers_are_listed() -> None:
     lines: list[str] = []
     EventLog("json", lines.append)("", status_events.Serving("a:1", "a:2", [("a:3", "a:4")]))
-    told = json.loads(lines[0])
-    assert (told["http"], told["grpc"]) == ("a:1,a:3", "a:2,a:4")
+    record = json.loads(lines[0])
+    assert (record["http"], record["grpc"]) == ("a:1,a:3", "a:2,a:4")
 
 
 VALUES = st.text() | st.integers() | st.floats() | st.none()
@@ -90,7 +90,9 @@ FIELDS = st.dictionaries(st.from_regex("[a-z_]{1,9}", fullmatch=True), VALUES)
 
 
 @given(FIELDS)
-def test_an_event_is_a_line_whatever_it_holds(fields: dict[str, status_events.Scalar]) -> None:
+def test_event_is_one_line_whatever_its_fields_contain(
+    fields: dict[str, status_events.Scalar],
+) -> None:
     for form in ("json", "keys"):
         lines: list[str] = []
         events = EventLog(form, lines.append)
@@ -98,13 +100,18 @@ def test_an_event_is_a_line_whatever_it_holds(fields: dict[str, status_events.Sc
         (line,) = lines
         assert len(line.splitlines()) == 1
         if form == "json":
-            told = json.loads(line, parse_constant=pytest.fail)
-            assert (told["from"], told["event"]) == ("who", "it"), "nothing goes over these"
+            record = json.loads(line, parse_constant=pytest.fail)
+            assert (record["from"], record["event"]) == ("who", "it"), (
+                "fields must not override these"
+            )
 
 
 @given(FIELDS)
-def test_words_can_be_read_back(fields: dict[str, status_events.Scalar]) -> None:
+def test_keys_and_values_can_be_parsed_again(fields: dict[str, status_events.Scalar]) -> None:
     found = re.findall(r'([a-z_]+)=("(?:[^"\\]|\\.)*"|\S+)', keys_line(fields))
-    said = {key: json.loads(word) if word.startswith('"') else word for key, word in found}
-    assert said == {key: str(value) for key, value in fields.items() if value is not None}
+    decoded = {
+        key: json.loads(value_text) if value_text.startswith('"') else value_text
+        for key, value_text in found
+    }
+    assert decoded == {key: str(value) for key, value in fields.items() if value is not None}
     assert json_line({"a": 1}) == '{"a": 1}'

@@ -11,7 +11,7 @@ PIECE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def retired() -> dict[str, set[str]]:
-    """Each retired word with the identifiers that keep it."""
+    """Return the retired words, each with the identifiers that may keep it."""
     words = {}
     for line in (ROOT / "tests" / "retired_words.txt").read_text().splitlines():
         if line and not line.startswith("#"):

@@ -1,4 +1,4 @@
-"""`penstock role` against a router with stub workers, and against what is none."""
+"""`penstock role` with a router and stub workers, and with wrong addresses."""
 
 import asyncio
 import io
@@ -34,11 +34,11 @@ async def test_a_worker_gets_another_role_and_the_status_shows_it(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert await command("decode-0", "mixed", served.url, "--api-key", KEY) == 0
-    assert capsys.readouterr().out == "decode-0 is a mixed worker now\n"
-    told = await asyncio.to_thread(fetch, served.url, KEY)
-    given = told["roles"]["decode-0"]
+    assert capsys.readouterr().out == "decode-0 is now a mixed worker\n"
+    status = await asyncio.to_thread(fetch, served.url, KEY)
+    assigned = status["roles"]["decode-0"]
     console = Console(file=io.StringIO(), width=80, highlight=False)
-    console.print(page(told, served.url, given["at"] + 90))
+    console.print(page(status, served.url, assigned["at"] + 90))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert "decode-0: a mixed worker for 90.0 s, by an operator" in lines
@@ -48,12 +48,12 @@ async def test_a_worker_gets_another_role_and_the_status_shows_it(
 @pytest.mark.parametrize(
     ("worker", "role", "key", "words"),
     [
-        ("decode-9", "mixed", KEY, "there is no worker 'decode-9'; there are decode-0 (404)"),
+        ("decode-9", "mixed", KEY, "unknown worker 'decode-9': the workers are decode-0 (404)"),
         ("decode-0", "mixed", "open-sesame", "this is for operators"),
         ("decode-0", "mixed", "close-sesame", "no valid API key"),
     ],
 )
-async def test_a_refusal_is_one_line(
+async def test_refusal_gives_a_one_line_error(
     served: Served,
     worker: str,
     role: str,
@@ -70,11 +70,11 @@ async def test_a_refusal_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["decode-0", "mixed", "http://127.0.0.1:1"], 1, "nothing of ours answers there"),
-        (["decode-0", "mixed", "two words"], 2, "is no address"),
+        (["decode-0", "mixed", "http://127.0.0.1:1"], 1, "no router answers there"),
+        (["decode-0", "mixed", "two words"], 2, "invalid URL"),
     ],
 )
-def test_where_nobody_is(
+def test_wrong_address_gives_a_one_line_error(
     arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["role", *arguments]) == code
@@ -83,7 +83,7 @@ def test_where_nobody_is(
     assert words in error
 
 
-def test_what_is_no_role(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_role_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["role", "decode-0", "boss"])
     assert end.value.code == 2

@@ -1,4 +1,4 @@
-"""requirements-router.txt: a router runs with those packages alone."""
+"""The packages in requirements-router.txt are enough to run a router."""
 
 import asyncio
 import json
@@ -29,15 +29,15 @@ def test_each_requirement_is_one_of_the_project() -> None:
     assert set(requirements(REQUIREMENTS.read_text())) <= set(project["dependencies"])
 
 
-def test_none_of_them_installs_what_computes() -> None:
+def test_requirements_install_no_package_that_computes() -> None:
     names = map(distribution_name, requirements(REQUIREMENTS.read_text()))
     assert not installed_with(names) & set(ABSENT)
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_what_computes_is_blocked(name: str) -> None:
+def test_packages_that_compute_are_blocked(name: str) -> None:
     blocker = Blocker(installed_with({"ray", "tokenizers"}))
-    with pytest.raises(ImportError, match=f"{name} is not among the packages of requirements"):
+    with pytest.raises(ImportError, match=f"{name} is not a package of requirements"):
         blocker.find_spec(name, None)
     assert blocker.find_spec("ray", None) is None
 
@@ -50,8 +50,8 @@ async def worker() -> AsyncIterator[StubWorker]:
     await worker.stop()
 
 
-async def test_a_router_with_those_packages_answers(worker: StubWorker) -> None:
-    given = {"model": str(SHIPPED), "workers": {"stub": worker.address}}
+async def test_router_answers_with_only_its_requirements(worker: StubWorker) -> None:
+    settings = {"model": str(SHIPPED), "workers": {"stub": worker.address}}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.support.only_router"),
         cwd=ROOT,
@@ -62,7 +62,7 @@ async def test_a_router_with_those_packages_answers(worker: StubWorker) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    process.stdin.write(json.dumps(given).encode() + b"\n")
+    process.stdin.write(json.dumps(settings).encode() + b"\n")
     line = await process.stdout.readline()
     assert line, (await process.stderr.read()).decode()
     answer = await asyncio.to_thread(_complete, json.loads(line)["http"])
@@ -72,7 +72,7 @@ async def test_a_router_with_those_packages_answers(worker: StubWorker) -> None:
 
 
 def _complete(address: str) -> dict[str, dict[str, int]]:
-    """The answer to a short chat, over HTTP."""
+    """Send a short chat over HTTP and return the answer."""
     body = {"model": "stub", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
     request = urllib.request.Request(
         f"http://{address}/v1/chat/completions",

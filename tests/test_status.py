@@ -1,4 +1,4 @@
-"""`penstock status` against a router with stub workers, and against what is none."""
+"""`penstock status` with a router and stub workers, and with other servers."""
 
 import asyncio
 import http.server
@@ -47,22 +47,22 @@ BUSY = pb.Load(
 
 @pytest_asyncio.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    """A prefill worker that is busy, a decode worker that is dead, and a key."""
+    """A router with an API key, a busy prefill worker and a dead decode worker."""
     config = RouterConfig(model_folder(tmp_path), "stub", api_keys=("open-sesame",))
     names = {"prefill-worker-0-on-a-long-name": "prefill", "decode-worker-0": "decode"}
     workers = [StubWorker(name, role) for name, role in names.items()]
     async with serving(config, *workers) as served:
         workers[0].say(pb.ToRouter(step=pb.Step(load=BUSY)))
-        look = served.router.frontend.take_snapshot
-        await until(lambda: any(pool.running for pool in look().pools))
+        take_snapshot = served.router.frontend.take_snapshot
+        await until(lambda: any(pool.running for pool in take_snapshot().pools))
         await workers[1].stop()
         await until(lambda: len(served.router.frontend.workers()) == 1)
         yield served
 
 
-def drawn(told: dict[str, object], width: int = 80) -> list[str]:
+def rendered(status: dict[str, object], width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(page(told, "http://127.0.0.1:8000", 1e9))
+    console.print(page(status, "http://127.0.0.1:8000", 1e9))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -74,7 +74,7 @@ def command(*arguments: str) -> "asyncio.Future[int]":
 async def test_the_tables_fit_80_columns(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    lines = rendered(await asyncio.to_thread(fetch, served.url, "open-sesame"))
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert "stub at http://127.0.0.1:8000: serving" in text
@@ -87,7 +87,7 @@ async def test_the_tables_fit_80_columns(
     assert "decode-worker-0" in capsys.readouterr().out
 
 
-async def test_sizes_and_what_changed_them(served: Served) -> None:
+async def test_pool_sizes_and_scaling_decisions_are_shown(served: Served) -> None:
     served.router.frontend.scaling = Scaling(
         [
             PoolScaling(
@@ -98,43 +98,43 @@ async def test_sizes_and_what_changed_them(served: Served) -> None:
         ],
         [ScalingDecision(1e9 - 90, "decode", "decode: 5 to 10: KV of 7.9 workers in use")],
     )
-    lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    lines = rendered(await asyncio.to_thread(fetch, served.url, "open-sesame"))
     assert max(map(len, lines)) <= 80
     assert "mixed, always 1: 3 requests wait" in lines
     assert "decode, 0 to 12: KV of 7.9 workers in use; held by the budget of 9 GPUs" in lines
     assert "  decode worker 3: weights, 6.2 of 16.0 MB; 40 s so far" in lines
-    assert "  2 could not be started, tried again later: see the log" in lines
+    assert "  2 failed to start and will be retried: see the log" in lines
     assert "90.0 s ago: decode: 5 to 10: KV of 7.9 workers in use" in lines
     (pool,) = (line.split() for line in lines if line.startswith("decode  "))
     assert pool[:5] == ["decode", "10", "8", "1", "0"]
 
 
 async def test_all_routers_are_shown_where_there_are_several(served: Served) -> None:
-    lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    lines = rendered(await asyncio.to_thread(fetch, served.url, "open-sesame"))
     assert not [line for line in lines if line.startswith("router")]
     served.router.frontend.routers = [
         RouterState("router-0", "ready", "10.11.12.13:8000", "10.11.12.13:9000", streams=99),
         RouterState("router-1", "down", "10.11.12.14:8000", "10.11.12.14:9000", 1234, 7, 56_789),
     ]
-    lines = drawn(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    lines = rendered(await asyncio.to_thread(fetch, served.url, "open-sesame"))
     assert max(map(len, lines)) <= 80
     rows = [line.split() for line in lines if line.startswith("router-")]
     assert rows == [
         ["router-0", "ready", "10.11.12.13:8000", "10.11.12.13:9000", "0", "0", "0"],
         ["router-1", "down", "10.11.12.14:8000", "10.11.12.14:9000", "1.2k", "7", "57k"],
-    ], "what it says of itself is what it sees now"
+    ], "the router's own row must be current"
 
 
-async def test_json_is_what_the_router_says(
+async def test_json_flag_prints_the_status_of_the_router(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     address = served.url.removeprefix("http://")
     assert await command(address, "--json", "--api-key", "open-sesame") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [worker["state"] for worker in told["workers"]] == ["down", "ready"]
+    status = json.loads(capsys.readouterr().out)
+    assert [worker["state"] for worker in status["workers"]] == ["down", "ready"]
 
 
-async def test_watching_shows_it_anew_until_ctrl_c(
+async def test_watch_shows_the_status_again_until_ctrl_c(
     served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -151,7 +151,7 @@ async def test_watching_shows_it_anew_until_ctrl_c(
     assert "decode-worker-0" in capsys.readouterr().out
 
 
-async def test_without_the_key_it_says_so(
+async def test_missing_or_wrong_key_gives_a_one_line_error(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments in ([], ["--api-key", "close-sesame"], ["--watch"]):
@@ -161,15 +161,15 @@ async def test_without_the_key_it_says_so(
         assert "give --api-key" in error
 
 
-async def test_a_router_that_waits_for_workers(served: Served) -> None:
+async def test_router_without_workers_is_shown(served: Served) -> None:
     config = replace(served.router.frontend.config, api_keys=())
     async with serving(config) as empty:
-        lines = drawn(await asyncio.to_thread(fetch, empty.url, None))
-    assert lines[0].endswith("no worker is there yet")
+        lines = rendered(await asyncio.to_thread(fetch, empty.url, None))
+    assert lines[0].endswith("no worker is connected")
     assert "nothing" in lines[-1] + lines[-2]
 
 
-class Stranger(http.server.BaseHTTPRequestHandler):
+class OtherServer(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
@@ -181,30 +181,30 @@ class Stranger(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def listening(answer: bytes | None) -> Iterator[str]:
-    """Something else at an address: a web server, or what says `answer` to whoever connects."""
+    """Run a server that is not Penstock: a web server, or one that sends the bytes `answer`."""
     if answer is None:
-        with http.server.HTTPServer(("127.0.0.1", 0), Stranger) as server:
+        with http.server.HTTPServer(("127.0.0.1", 0), OtherServer) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             yield f"http://127.0.0.1:{server.server_port}"
             server.shutdown()
         return
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
-        def speak() -> None:
+        def respond() -> None:
             connection, _ = listener.accept()
             connection.recv(4096)
             connection.sendall(answer)
             connection.close()
 
-        threading.Thread(target=speak, daemon=True).start()
+        threading.Thread(target=respond, daemon=True).start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [(None, "no Penstock router"), (b"\x00\x00\x06\x04\x00\x00", "no HTTP server")],
+    [(None, "not a Penstock router"), (b"\x00\x00\x06\x04\x00\x00", "not an HTTP server")],
 )
-def test_something_else_answers(
+def test_answer_of_another_server_gives_a_one_line_error(
     answer: bytes | None, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with listening(answer) as url:
@@ -219,13 +219,13 @@ def test_something_else_answers(
     [
         ("http://127.0.0.1:1", 1, "nothing answers there (Connection refused)"),
         ("http://no.such.host.invalid:80", 1, "nothing answers there"),
-        ("ftp://127.0.0.1", 2, "is no address"),
-        ("http://127.0.0.1:99999", 2, "is no address"),
-        ("http://", 2, "is no address"),
-        ("two words", 2, "is no address"),
+        ("ftp://127.0.0.1", 2, "invalid URL"),
+        ("http://127.0.0.1:99999", 2, "invalid URL"),
+        ("http://", 2, "invalid URL"),
+        ("two words", 2, "invalid URL"),
     ],
 )
-def test_a_wrong_address_gets_one_line(
+def test_wrong_address_gives_a_one_line_error(
     url: str, code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", url]) == code
@@ -236,7 +236,9 @@ def test_a_wrong_address_gets_one_line(
 
 
 @pytest.mark.parametrize("seconds", ["0", "soon", "nan", "-1"])
-def test_a_wrong_pace_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_watch_interval_is_refused(
+    seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["status", "--watch", seconds])
     assert capsys.readouterr().err.count("\n") == 1

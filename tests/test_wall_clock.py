@@ -1,8 +1,8 @@
-"""No test asserts how long something took by the clock on the wall.
+"""No test asserts wall-clock durations.
 
-On a busy machine every wall-clock bound is missed some day. Assert counts, or the CPU time of the
-thread (`time.thread_time`), or replace the clock of the code under test. Goals in wall-clock time
-are measured in `loadtests/`. A timeout that only ends a hang is not a bound and may stay.
+On a busy machine any wall-clock bound is exceeded at some time. Assert counts or the thread's CPU
+time (`time.thread_time`), or replace the clock of the code under test. Goals in wall-clock time are
+measured in `loadtests/`. A timeout that only ends a hang is not a bound and is allowed.
 """
 
 import ast
@@ -14,7 +14,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 CLOCKS = {
     *("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"),
-    *("process_time", "process_time_ns"),  # counts what other threads do meanwhile
+    *("process_time", "process_time_ns"),  # includes the time of other threads
 }
 ALLOWED = {
     "support/serving.py": "`wait_for` gives up at its deadline: it only ends a hang",
@@ -23,7 +23,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def is_clock(node: ast.expr, names: set[str]) -> bool:
-    """Return whether an expression is a clock's reading or computed from one by arithmetic.
+    """Return True if an expression is a clock reading or computed from one by arithmetic.
 
     `names` are variables that hold such values.
     """
@@ -60,7 +60,7 @@ def assignments(function: Function) -> Iterator[tuple[str, ast.expr]]:
 
 
 def wall_clock_asserts(source: str) -> list[int]:
-    """Return the lines of assertions that compare readings of a clock."""
+    """Return the line numbers of assertions that compare clock readings."""
     found = set()
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, Function):
@@ -97,7 +97,7 @@ def wall_clock_asserts(source: str) -> list[int]:
         ("began = time.monotonic()\n    assert count < 3", []),
     ],
 )
-def test_a_bound_on_wall_time_is_found(body: str, lines: list[int]) -> None:
+def test_assertion_about_wall_time_is_found(body: str, lines: list[int]) -> None:
     assert wall_clock_asserts(f"def test() -> None:\n    {body}\n") == lines
 
 
@@ -111,6 +111,6 @@ def test_no_test_bounds_wall_time() -> None:
     assert found == {}, "assert counts or the thread's CPU time instead"
 
 
-def test_what_is_allowed_is_needed() -> None:
+def test_every_allowed_file_needs_its_exception() -> None:
     for name in ALLOWED:
         assert wall_clock_asserts((TESTS / name).read_text()), name

@@ -1,4 +1,4 @@
-"""The wheel: all of the product, `penstock bench` and `penstock simulate`, and no experiments."""
+"""The wheel contains the product, `penstock bench` and `penstock simulate`, no other load tests."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sources() -> set[str]:
-    """The tracked files that belong into the wheel, by their path in it."""
+    """Return the tracked files that belong in the wheel, by their path in it."""
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -42,7 +42,7 @@ def sources() -> set[str]:
     return found
 
 
-def test_the_wheel_holds_the_product_and_no_experiments(wheel: Path) -> None:
+def test_wheel_contains_exactly_the_product(wheel: Path) -> None:
     names = ZipFile(wheel).namelist()
     assert {name for name in names if not name.split("/")[0].endswith(".dist-info")} == sources()
 

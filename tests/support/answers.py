@@ -1,4 +1,4 @@
-"""What transformers answers, greedily."""
+"""Greedy reference answers from transformers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 Expected = tuple[list[list[int]], list[torch.Tensor]]
-"""Of each prompt: the answer, and its logits [max_new, vocab_size]."""
+"""Per prompt: the answer's tokens, and its logits [max_new, vocab_size]."""
 
 
 def expected_answers(reference: Any, prompts: Sequence[Sequence[int]], max_new: int) -> Expected:

@@ -1,7 +1,7 @@
-"""A small checkpoint with random weights of every causal language model of `transformers`.
+"""Small checkpoints with random weights for every causal language model of `transformers`.
 
-Configurations are shrunk by the names of their fields, which most of them share (`SMALL`); what
-an architecture needs besides stands in `SPECIAL`, by its `model_type`.
+Configurations are shrunk through field names that most of them share (`SMALL`); `SPECIAL` holds
+further settings by `model_type`.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ ARCHITECTURES: dict[str, str] = {
     kind: name if isinstance(name, str) else name[0]
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
 }
-"""By `model_type`. A tuple names what else may be made of such a configuration."""
+"""Architecture by `model_type`; of a tuple of architectures, the first."""
 
 NUM_LAYERS = 3
 WINDOW = 13
@@ -53,11 +53,11 @@ SMALL: dict[str, Any] = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
     "v_head_dim": 14,
-    # Encoders of text.
+    # Text encoders.
     "is_decoder": True,
     "type_vocab_size": 2,
     "embedding_size": 20,
-    # Decoders of what has an encoder.
+    # Decoders of encoder-decoder models.
     "encoder_layers": 1,
     "decoder_layers": NUM_LAYERS,
     "encoder_ffn_dim": 36,
@@ -155,27 +155,30 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **{kind: {"pad_token_id": 1} for kind in ROBERTAS},
     "xmod": {"pad_token_id": 1, "default_language": "en_XX"},
 }
-"""What an architecture needs besides, or that shows it better."""
+"""Settings that an architecture needs in addition, or that test more of it."""
 
 
 def is_looked_over(kind: str) -> bool:
-    """Whether its class says that it uses the interface and keeps no other state."""
+    """Return True if the class supports attention backends and keeps no state but the KV cache."""
     found = getattr(transformers, ARCHITECTURES[kind])
-    hybrid = kind == "granitemoehybrid"  # which may have layers of attention only
+    hybrid = kind == "granitemoehybrid"  # is configured here with attention layers only
     stateful = found._is_stateful and not hybrid
     return bool(found._supports_attention_backend and not stateful and kind not in UNMADE)
 
 
 UNMADE = ("gemma3n", "gemma4_assistant")
-"""What `transformers` cannot make here: the one's sight needs packages that are not here, and the
-other's configuration must share all its layers, which its own layers refuse."""
+"""Models that `transformers` cannot create here.
+
+`gemma3n` needs packages for its vision part that are not installed. `gemma4_assistant` must share
+all its layers, which its own layer classes refuse.
+"""
 
 KINDS: dict[str, str] = {name: kind for kind, name in ARCHITECTURES.items()}
-"""By architecture: the last `model_type`, the text's where a whole and its text are two."""
+"""`model_type` by architecture: the last one, which is the text part's if two share a name."""
 
 
 def small_config(kind: str) -> Any:
-    """A configuration of `model_type` `kind`, shrunk."""
+    """Return a small configuration of `model_type` `kind`."""
     return _shrunk(transformers.CONFIG_MAPPING[kind], SPECIAL.get(kind, {}))
 
 
@@ -184,7 +187,7 @@ def _shrunk(kind: Any, special: dict[str, Any]) -> Any:
     usual = _usual(kind)
     own = {kind.attribute_map.get(name, name): value for name, value in SMALL.items()}
     values = {name: value for name, value in own.items() if name in fields}
-    if "kv_lora_rank" in fields:  # each head has keys of its own, and a part of them is turned
+    if "kv_lora_rank" in fields:  # MLA: one KV head per head, partly rotated
         values |= {"num_key_value_heads": 4}
         values |= {"head_dim": 6} if "head_dim" in fields else {}
     for name in ("layer_types", "mlp_layer_types"):
@@ -202,7 +205,7 @@ def _plain(special: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(kind: Any, usual: Any, special: dict[str, Any]) -> dict[str, Any]:
-    """The classes of the configurations that it has as parts."""
+    """Return the classes of a configuration's sub-configurations, by name."""
     found = {}
     for name in kind.sub_configs:
         own = getattr(usual, name, None)
@@ -216,12 +219,12 @@ def _parts(kind: Any, usual: Any, special: dict[str, Any]) -> dict[str, Any]:
 def _usual(kind: Any) -> Any:
     try:
         return kind()
-    except Exception:  # some cannot be what they are by default
+    except Exception:  # some classes reject their own defaults
         return kind.__new__(kind)
 
 
 def make_model(kind: str, seed: int = 0) -> Any:
-    """A model in float32 whose every weight, biases and norms too, is random."""
+    """Return a float32 model with random weights, including biases and norms."""
     torch.manual_seed(seed)
     kinds = {"dtype": torch.float32, "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(small_config(kind), **kinds).eval()
@@ -244,7 +247,7 @@ def make_checkpoint(folder: Path, kind: str, seed: int = 0) -> Any:
 
 
 def write_unread(folder: Path, kind: str) -> None:
-    """A folder of which no more than the configuration should be read: one weight, of nothing."""
+    """Write a checkpoint with one dummy weight, for tests that read only the configuration."""
     config = small_config(kind) if kind in UNMADE else transformers.CONFIG_MAPPING[kind]()
     config.architectures = [ARCHITECTURES[kind]]
     config.save_pretrained(folder)

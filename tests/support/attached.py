@@ -1,4 +1,4 @@
-"""A router's end of a worker's stream, for tests: says what it is told, keeps what it hears."""
+"""Test client of a worker's stream: sends a router's messages and records what it receives."""
 
 import asyncio
 from collections import defaultdict
@@ -11,17 +11,17 @@ import grpc
 from penstock.protos import worker_pb2 as wire
 from penstock.protos import worker_pb2_grpc
 
-PATIENCE = 60.0  # seconds; only ever waited out by a test that fails
+PATIENCE = 60.0  # seconds; reached only in failing tests
 
 
 def greedy(max_tokens: int, **other: Any) -> wire.SamplingParams:
-    """Greedy sampling that no end token stops."""
+    """Return greedy sampling parameters that ignore end-of-sequence tokens."""
     params = {"top_p": 1.0, "repetition_penalty": 1.0, "ignore_eos": True, "n": 1, **other}
     return wire.SamplingParams(max_tokens=max_tokens, **params)
 
 
 class Attached:
-    """One stream. `answers` and `loads` are kept up to date while it lives."""
+    """One stream to a worker; `answers` and `load` are updated while it is open."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
         self._channel = grpc.aio.insecure_channel(
@@ -33,11 +33,11 @@ class Attached:
         self.number = 0
         self.welcome = wire.Welcome()
         self.heard: list[wire.ToRouter] = []
-        # Of a request's attempt; of its choices above 0 under (request, attempt, choice).
+        # Keys are (request, attempt), or (request, attempt, choice) for choices above 0.
         self.answers: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self.positions: dict[tuple[int, ...], int] = {}  # the next of each answer
+        self.positions: dict[tuple[int, ...], int] = {}  # next position of each answer
         self.finishes: dict[tuple[int, ...], int] = {}
-        self.rejected: dict[tuple[int, int], str] = {}  # with the reason
+        self.rejected: dict[tuple[int, int], str] = {}  # (request, attempt) -> reason
         self.load = wire.Load()
         self.closed: grpc.aio.AioRpcError | None = None
         self._changed = asyncio.Condition()
@@ -47,8 +47,8 @@ class Attached:
     async def open(
         self, router: str = "router", protocol: int = 1, beat: float = 0.2
     ) -> "Attached":
-        """Say Hello and wait for the Welcome; AioRpcError if there is none."""
-        with suppress(asyncio.InvalidStateError):  # refused already: reading tells why
+        """Send Hello and wait for Welcome. Raises AioRpcError if the worker refuses."""
+        with suppress(asyncio.InvalidStateError):  # refused: the read below raises the reason
             await self.say(hello=wire.Hello(protocol=protocol, router=router, incarnation="i"))
         first = await self.call.read()
         assert first is not grpc.aio.EOF
@@ -74,7 +74,7 @@ class Attached:
         await self.say(drop=wire.Drop(request=request, attempt=attempt))
 
     async def until(self, condition: Callable[[], Any]) -> Any:
-        """Wait until that is true of what was heard; returns it."""
+        """Wait until `condition()` is true and return its value; fail if the stream ends first."""
         async with asyncio.timeout(PATIENCE), self._changed:
             await self._changed.wait_for(lambda: condition() or self.closed)
         assert condition(), f"the stream ended first: {self.closed}"
@@ -87,14 +87,14 @@ class Attached:
         return self.closed
 
     async def answer(self, request: int, attempt: int = 1) -> list[int]:
-        """All of it, once it has finished."""
+        """Wait until a request has finished and return its tokens."""
         key = (request, attempt)
         await self.until(lambda: key in self.finishes or key in self.rejected)
         assert key not in self.rejected, self.rejected[key]
         return self.answers[key]
 
     async def message(self, kind: str, request: int | None = None) -> Any:
-        """The first message of that kind (of that request)."""
+        """Wait for the first message of a kind (and request) and return its body."""
 
         def find() -> Any:
             for message in self.heard:
@@ -146,7 +146,7 @@ class Attached:
         columns = (step.request, step.attempt, step.choice, step.position, step.token, step.finish)
         for request, attempt, choice, position, token, finish in zip(*columns, strict=True):
             key = (request, attempt, choice) if choice else (request, attempt)
-            due = self.positions.get(key, position)  # a log may come first
+            due = self.positions.get(key, position)  # not 0 after a resumed log
             assert position == due, "a position is missing or repeated"
             self.positions[key] = due + 1
             self.answers[key].append(token)

@@ -1,4 +1,4 @@
-"""Paged attention in kernels, cut so small that a test has every edge, beside the reference."""
+"""Compare paged-attention kernels with the reference, with tiles small enough to test all edges."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,7 +27,7 @@ PARTS, CHUNKS, FIXED = Tiles(16, 16, 4, 1), Tiles(32, 16, 4, 1), Tiles(16, 16, 4
 
 @contextmanager
 def small_tiles(tiles: ModuleType = triton_launch) -> Iterator[None]:
-    """So small that a test has edges of tiles and parts, on memory that shows what was written."""
+    """Use tiles so small that tests cover their edges, and poison newly allocated tensors."""
     with ExitStack() as stack:
         for name, value in (
             ("SPLIT", SPLIT),
@@ -57,7 +57,7 @@ def make_case(
     torch.manual_seed(sum(heads))
     layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
     poison(layer, batch)
-    # As it comes from a fused product: a strided view.
+    # A strided view, like the output of a fused QKV projection.
     fused = torch.randn(int(batch[0][-1]), num_heads * (group + 2), head_dim)
     query = fused.to(DEVICE, dtype)[:, : num_heads * group]
     return query, layer.to(DEVICE, dtype), batch
@@ -82,8 +82,11 @@ def exactly(
 
 
 def within_bounds(batch: Batch, num_blocks: int) -> Batch:
-    """Tables, and a column more, whose meaningless entries are a block that no one has: what a
-    broken kernel reads there is poison, and no wild read."""
+    """Return the batch with valid block tables, for tests of broken kernels.
+
+    Meaningless entries, and an additional column, are set to a block of no sequence: a broken
+    kernel that reads them gets poison instead of accessing memory out of bounds.
+    """
     starts, contexts, tables = batch
     spare = np.setdiff1d(np.arange(num_blocks), tables)[0]
     tables = np.where(tables < num_blocks, tables, spare).astype(np.int32)
@@ -111,8 +114,11 @@ def check_one_path(
     window: int = 0,
     scores: ScoreMod = PLAIN,
 ) -> None:
-    """On one path: all as the reference, and pieces (first token, number) of the first sequence
-    with the bits that they have in the whole."""
+    """Check attention with `one_path=True` against the reference, and bitwise for pieces.
+
+    `pieces` are (first token, length) of the first sequence. Computed alone, each must have the
+    same bits as in the whole.
+    """
     query, layer, batch = make_case(lengths, (1, 3, 16), 16)
     _, contexts, tables = batch
     with small_tiles(), exact_products():
@@ -128,8 +134,10 @@ def check_one_path(
 
 
 def shared_batch(num_tokens: int, prefix: int, contexts: list[int]) -> tuple[Batch, int]:
-    """Single tokens whose first `prefix` positions are in the same blocks of 16; and how many
-    blocks there are."""
+    """Return a batch of single tokens with a shared prefix, and its number of blocks.
+
+    The first `prefix` positions of all sequences are in the same blocks of 16.
+    """
     (starts, lens, tables), num_blocks = make_batch(
         [(1, contexts[i % len(contexts)]) for i in range(num_tokens)], 16, 0
     )
@@ -146,7 +154,7 @@ def check_prefix(
     window: int = 0,
     one_path: bool = False,
 ) -> None:
-    """Of `shared_batch`: so many positions are read once for all, and it is as the reference."""
+    """Check cascade attention: `shared` positions are read once for all, and results match."""
     batch, num_blocks = shared_batch(num_tokens, prefix, contexts)
     layer = torch.randn(2, num_blocks, 1, 16, 16)
     poison(layer, batch)
@@ -159,7 +167,7 @@ def check_prefix(
 
 
 def alike(found: Tensor, expected: Tensor) -> None:
-    """To the bit."""
+    """Check that two tensors are bitwise equal."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -170,7 +178,7 @@ def compare(found: Tensor, expected: Tensor) -> None:
 
 @contextmanager
 def as_if_on_a_device() -> Iterator[None]:
-    """Items are listed up to the bound, as where the host must not look."""
+    """Pad the work items to their upper bound, as on a GPU, where the host must not sync."""
     listed = triton_launch.make_work_items
 
     def to_the_bound(counts: Tensor, firsts: Tensor, bound: int) -> triton_launch.WorkItems:

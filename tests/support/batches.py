@@ -1,4 +1,4 @@
-"""Ragged batches over scattered blocks."""
+"""Ragged batches over scattered KV blocks."""
 
 import numpy as np
 import numpy.typing as npt
@@ -9,20 +9,23 @@ Batch = tuple[Ints, Ints, Ints]
 
 
 def make_batch(lengths: list[tuple[int, int]], block_size: int, seed: int) -> tuple[Batch, int]:
-    """(query tokens, context) of each sequence to a batch over scattered blocks; their number."""
+    """Return a batch over scattered blocks, and the number of blocks.
+
+    `lengths` holds (query tokens, context length) per sequence.
+    """
     contexts = np.array([context for _, context in lengths], np.int32)
     starts = np.cumsum([0, *(query for query, _ in lengths)]).astype(np.int32)
     width = -(-int(contexts.max()) // block_size)
     num_blocks = width * len(lengths) + 2
     order = np.random.default_rng(seed).permutation(num_blocks)[: width * len(lengths)]
     tables = order.reshape(len(lengths), width).astype(np.int32)
-    # Entries past a sequence's blocks mean nothing: they may be any number.
+    # Entries past a sequence's blocks are undefined: kernels must not use them.
     tables[np.arange(width) >= -(-contexts[:, None] // block_size)] = 10**6
     return (starts, contexts, tables), num_blocks
 
 
 def poison(layer: torch.Tensor, batch: Batch) -> None:
-    """NaN in every slot that holds no position of a sequence."""
+    """Write NaN to every slot that holds no position of a sequence."""
     _, contexts, tables = batch
     block_size = layer.shape[3]
     used = torch.zeros(layer.shape[1], block_size, dtype=torch.bool)

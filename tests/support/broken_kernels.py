@@ -1,4 +1,4 @@
-"""Kernels that break one rule of `tests.aot` each, by the name of their case."""
+"""Kernels that each break one rule of `tests.aot`, with their cases."""
 
 import os
 from collections.abc import Iterator
@@ -11,12 +11,14 @@ from penstock.kernels.triton_common.launch import jit, launch, tl
 
 @jit
 def _hoarder(x, out, SIZE: tl.constexpr):
+    """Add a vector [SIZE] and its reverse in one program: needs too many registers per warp."""
     at = tl.arange(0, SIZE)
     tl.store(out + at, tl.load(x + at) + tl.load(x + SIZE - 1 - at))
 
 
 @jit
 def _multiplier(x, y, out, SIZE: tl.constexpr):
+    """Multiply two row-major matrices [SIZE, SIZE] in one program."""
     at = tl.arange(0, SIZE)
     places = at[:, None] * SIZE + at[None, :]
     made = tl.dot(tl.load(x + places), tl.load(y + places), input_precision="ieee")
@@ -25,17 +27,20 @@ def _multiplier(x, y, out, SIZE: tl.constexpr):
 
 @jit
 def _copier(x, out, step, SIZE: tl.constexpr):
+    """Copy every `step`-th element of `x` to `out`; one program per SIZE elements."""
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     tl.store(out + at, tl.load(x + at * step))
 
 
 @jit
 def _nonsense(x):
+    """Call a method that does not exist, so that compilation fails."""
     tl.store(x, tl.load(x).no_such_thing())
 
 
 @jit
 def _outsider(x):
+    """Store one zero per program; no AOT case launches this kernel."""
     tl.store(x + tl.program_id(0), 0.0)
 
 

@@ -1,7 +1,7 @@
-"""The chart as the tests see it: rendered, held against every schema and the house's rules.
+"""Render the Helm chart and check it against schemas and our own rules.
 
-What can be wrong with a render is a list of lines, so that a test of a sound chart and one of a
-spoilt chart ask the same question.
+The problems of a render are a list of lines, so that tests of a correct and of a broken chart can
+compare the same thing.
 """
 
 import copy
@@ -19,13 +19,13 @@ CHART = ROOT / "helm" / "penstock"
 CRDS = ROOT.parent / "shared" / "crds"
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
 MODES = ("kuberay", "standalone")
-KUBERNETES = ("1.27", "1.37")  # the oldest (Chart.yaml) and the newest
+KUBERNETES = ("1.27", "1.37")  # oldest (Chart.yaml) and newest supported version
 
 Object = dict[str, Any]
 
 
 def merged(*layers: Mapping[str, Any]) -> Object:
-    """Values over values, as Helm lays them."""
+    """Merge values as Helm does: later layers override earlier ones."""
     result: Object = {}
     for layer in layers:
         for key, value in layer.items():
@@ -38,7 +38,7 @@ def merged(*layers: Mapping[str, Any]) -> Object:
 
 
 def of_mode(mode: str) -> Object:
-    """The values that a mode needs."""
+    """Return the values that a mode needs."""
     ray = {"authSecret": "ray-token"} if mode == "standalone" else {}
     return {"cluster": {"mode": mode}, "ray": ray}
 
@@ -49,7 +49,7 @@ def example(name: str) -> Object:
 
 
 def render(values: Mapping[str, Any], chart: Path = CHART) -> dict[str, str]:
-    """The chart's templates by path; the engine's own errors where it refuses."""
+    """Render the chart's templates, by path. Raises the engine's errors."""
     from helm_python import Chart
 
     loaded = Chart.load(chart)
@@ -68,12 +68,12 @@ def _example_objects(name: str, mode: str) -> list[Object]:
 
 
 def example_objects(name: str, mode: str) -> list[Object]:
-    """An example's objects; rendered once."""
+    """Return a copy of an example's objects; each example is rendered once."""
     return copy.deepcopy(_example_objects(name, mode))
 
 
 def one(found: Sequence[Object], kind: str, ending: str = "") -> Object:
-    """The only object of a kind whose name ends so."""
+    """Return the only object of a kind whose name ends with `ending`."""
     (only,) = (
         each for each in found if each["kind"] == kind and each["metadata"]["name"].endswith(ending)
     )
@@ -81,7 +81,7 @@ def one(found: Sequence[Object], kind: str, ending: str = "") -> Object:
 
 
 def pods(found: Sequence[Object]) -> Iterator[tuple[str, Object]]:
-    """Every pod template, by its component."""
+    """Yield the component and the pod template of every pod."""
     for each in found:
         spec = each.get("spec", {})
         if each["kind"] == "RayCluster":
@@ -111,7 +111,7 @@ def dashboard() -> Object:
 
 
 def drawn() -> Iterator[tuple[str, str]]:
-    """The dashboard's expressions with Grafana's variables filled in."""
+    """Yield title and expression of each dashboard panel, with Grafana's variables filled in."""
     for panel in dashboard()["panels"]:
         for target in panel["targets"]:
             expr = target["expr"].replace("$namespace", "apps").replace("$job", "rel-penstock")
@@ -122,7 +122,7 @@ def drawn() -> Iterator[tuple[str, str]]:
 
 
 def schema_problems(found: Sequence[Object], version: str) -> list[str]:
-    """What a Kubernetes of that version, or a custom resource's schema, would refuse."""
+    """Return what Kubernetes `version`, or the schema of a custom resource, would reject."""
     loose = [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role}, "spec": pod["spec"]}
         for role, pod in pods(found)
@@ -142,11 +142,11 @@ def _refusals(text: str, version: str) -> tuple[str, ...]:
     if validator is not None:
         return tuple(f"{name}: {error.message}" for error in validator.iter_errors(each))
     if "." in each["apiVersion"].partition("/")[0].removesuffix(".k8s.io"):
-        return ()  # a custom resource whose schema is not at hand
+        return ()  # a custom resource without a schema in `CRDS`
     import kubernetes_validate
     from kubernetes_validate import utils
 
-    if not hasattr(utils.schema_contents, "cache_info"):  # it reads megabytes for each object
+    if not hasattr(utils.schema_contents, "cache_info"):  # uncached it reads megabytes per object
         utils.schema_contents = functools.cache(utils.schema_contents)
         utils.all_versions = functools.cache(utils.all_versions)
     try:
@@ -166,7 +166,7 @@ def _custom(kind: str, api: str) -> jsonschema.Draft202012Validator | None:
 
 
 def _strict(schema: Any, is_root: bool = False) -> Any:
-    """A custom resource's schema as JSON Schema that refuses what it does not name."""
+    """Convert a custom resource's schema to a JSON Schema that rejects unknown fields."""
     if isinstance(schema, list):
         return [_strict(each) for each in schema]
     if not isinstance(schema, dict):
@@ -188,11 +188,11 @@ def _strict(schema: Any, is_root: bool = False) -> Any:
     return result
 
 
-# ------------------------------------------------------------ the house's rules
+# ------------------------------------------------------------ our own rules
 
 
 def rule_problems(found: Sequence[Object]) -> list[str]:
-    """What breaks a promise of the chart, though Kubernetes would take it."""
+    """Return violations of our own rules, which Kubernetes would accept."""
     problems = []
     for role, pod in pods(found):
         spec = pod["spec"]
@@ -204,7 +204,7 @@ def rule_problems(found: Sequence[Object]) -> list[str]:
 
 def _pod_problems(role: str, spec: Object) -> Iterator[str]:
     security = spec.get("securityContext", {})
-    # Ray's autoscaler, beside its head, asks the API for pods; nobody else needs its token.
+    # Only Ray's autoscaler, which runs next to the head, uses the Kubernetes API.
     if role != "head" and spec.get("automountServiceAccountToken") is not False:
         yield "holds a token of the Kubernetes API"
     if not (security.get("runAsNonRoot") and security.get("runAsUser")):
@@ -220,7 +220,7 @@ def _pod_problems(role: str, spec: Object) -> Iterator[str]:
         if own.get("capabilities") != {"drop": ["ALL"]}:
             yield f"{name} keeps capabilities"
         if missing := {mount["name"] for mount in each["volumeMounts"]} - volumes.keys():
-            yield f"{name} mounts what is not there: {missing}"
+            yield f"{name} mounts volumes that do not exist: {missing}"
         yield from _secrets_told(each)
     yield from _main_problems(role, spec, volumes)
 
@@ -229,11 +229,11 @@ def _secrets_told(container: Object) -> Iterator[str]:
     env = {each["name"]: each for each in container.get("env", [])}
     for name, each in env.items():
         if "TOKEN" in name and "secretKeyRef" not in each.get("valueFrom", {}):
-            yield f"{container['name']} is told {name} in clear"
+            yield f"{container['name']} gets {name} in plain text"
     if container["name"] not in ("fetch-model", "copy-model") and (
         env.get("RAY_AUTH_MODE", {}).get("value") != "token" or "RAY_AUTH_TOKEN" not in env
     ):
-        yield f"{container['name']} speaks with Ray without a token"
+        yield f"{container['name']} connects to Ray without a token"
 
 
 def _main_problems(role: str, spec: Object, volumes: Mapping[str, Object]) -> Iterator[str]:
@@ -241,42 +241,42 @@ def _main_problems(role: str, spec: Object, volumes: Mapping[str, Object]) -> It
     if role in ("head", "router", "driver") and not main.get("securityContext", {}).get(
         "readOnlyRootFilesystem"
     ):
-        yield "may write into its root"
+        yield "may write to its root filesystem"
     mounted = {mount["mountPath"]: volumes.get(mount["name"], {}) for mount in main["volumeMounts"]}
     if mounted.get("/dev/shm", {}).get("emptyDir", {}).get("medium") != "Memory":
         yield "has no /dev/shm of its own"
     for probe in ("startupProbe", "livenessProbe"):
         if probe not in main or "initialDelaySeconds" in main.get(probe, {}):
-            yield f"has no sound {probe}"
+            yield f"has no {probe}, or one with initialDelaySeconds"
     startup = main.get("startupProbe", {})
     if startup.get("failureThreshold", 0) * startup.get("periodSeconds", 0) < 60:
-        yield "is given less than a minute to start"
+        yield "has less than a minute to start"
     resources = main.get("resources", {})
     if not resources or resources.get("requests") != resources.get("limits"):
-        yield "asks for other than its limits"
+        yield "has requests that differ from its limits"
     hook = main.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
     if main["name"] != "driver":
         if not hook or float(hook[-1]) >= spec["terminationGracePeriodSeconds"]:
-            yield "has no hook that ends before its grace period"
+            yield "has no preStop hook that ends within its grace period"
         yield from _readiness_problems(role, main.get("readinessProbe", {}))
 
 
 def _readiness_problems(role: str, probe: Object) -> Iterator[str]:
-    """A router is ready when it can queue, a worker when a token was decoded lately."""
+    """Check that a router is ready when it can queue, a worker when it decoded a token recently."""
     asked = " ".join(probe.get("exec", {}).get("command", []))
     if role == "router" and probe.get("httpGet", {}).get("path") != "/health":
-        yield "is ready whether it can queue or not"
+        yield "has a readinessProbe that does not check its queue"
     if (
         role in ("prefill", "decode", "mixed")
         and "penstock.cluster.kubernetes.readiness_probe" not in asked
     ):
-        yield "is ready whether it decodes or not"
+        yield "has a readinessProbe that does not check decoding"
     if not probe:
         yield "has no readinessProbe"
 
 
 def _writer_problems(found: Sequence[Object]) -> Iterator[str]:
-    """Replica counts have exactly one writer."""
+    """Check that every replica count has exactly one writer."""
     scaled = {
         each["spec"]["scaleTargetRef"]["name"]
         for each in found
@@ -287,17 +287,17 @@ def _writer_problems(found: Sequence[Object]) -> Iterator[str]:
         if each["kind"] == "RayCluster":
             written = [g["groupName"] for g in spec["workerGroupSpecs"] if "replicas" in g]
             if written or scaled or not spec.get("enableInTreeAutoscaling"):
-                yield f"{name}: its autoscaler is not the one writer of {written or 'replicas'}"
+                yield f"{name}: its autoscaler is not the only writer of {written or 'replicas'}"
             if spec.get("autoscalerOptions", {}).get("version") != "v2":
                 yield f"{name}: not autoscaler v2"
             if spec.get("authOptions", {}).get("mode") != "token":
                 yield f"{name}: Ray without a token"
         if each["kind"] == "Deployment" and (name in scaled) == ("replicas" in spec):
-            yield f"{name}: its count has no writer, or two"
+            yield f"{name}: its replica count has no writer, or two"
 
 
 def _reach_problems(found: Sequence[Object]) -> Iterator[str]:
-    """Services, budgets and policies select the pods that they are for, and no others."""
+    """Check that Services, budgets and policies select the intended pods and no others."""
     labels = {role: pod["metadata"]["labels"] for role, pod in pods(found)}
     for each in found:
         kind, spec = each["kind"], each.get("spec", {})
@@ -316,26 +316,26 @@ def _reach_problems(found: Sequence[Object]) -> Iterator[str]:
         if kind == "NetworkPolicy":
             yield from _policy_problems(name, spec)
     if "NetworkPolicy" not in {each["kind"] for each in found}:
-        yield "anyone may reach Ray"
+        yield "no NetworkPolicy protects Ray"
 
 
 def _policy_problems(name: str, spec: Object) -> Iterator[str]:
-    """Inside the release everything may talk; from outside only routers' ports can be reached."""
+    """Check that pods of the release reach each other, and others only the routers' ports."""
     inside = [{"podSelector": spec["podSelector"]}]
     for rule in spec.get("ingress", []):
         ports = {each.get("port") for each in rule.get("ports", [])}
         if name == "rel-penstock" and rule.get("from") != inside:
-            yield f"NetworkPolicy {name} lets in who is not of the release"
+            yield f"NetworkPolicy {name} admits pods outside the release"
         if name != "rel-penstock" and not (ports and ports <= {"http", "grpc"}):
             yield f"NetworkPolicy {name} opens {ports or 'every port'}"
     for rule in spec.get("egress", []):
         if not rule.get("ports") and rule.get("to") != inside:
-            yield f"NetworkPolicy {name} lets out to anywhere"
+            yield f"NetworkPolicy {name} allows all egress"
     if name == "rel-penstock" and "Ingress" not in spec.get("policyTypes", []):
-        yield f"NetworkPolicy {name} lets everyone in"
+        yield f"NetworkPolicy {name} does not restrict ingress"
 
 
 def problems(found: Sequence[Object], versions: Sequence[str] = KUBERNETES) -> list[str]:
-    """Everything that is wrong with a render."""
+    """Return all problems of a render."""
     by_schema = [line for version in versions for line in schema_problems(found, version)]
     return [*by_schema, *rule_problems(found)]

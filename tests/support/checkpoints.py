@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights, one odd shape a family, made with transformers."""
+"""Small checkpoints with random weights, made with transformers: unusual shapes for each family."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-VOCAB_SIZE = 307  # a prime: nothing divides it
+VOCAB_SIZE = 307  # a prime, so that no tile size divides it
 SPECIAL_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 TEXT = [
     "the water runs down the pipe to the wheel and the wheel turns in the stream",
@@ -186,7 +186,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-in-turn": lambda: transformers.FalconConfig(
         **OLDER, multi_query=False, parallel_attn=False, bias=True
     ),
-    # Falcon RW: biases of positions, rounded; slopes that bfloat16 cannot hold.
+    # Falcon RW: ALiBi biases, rounded; the slopes are not exact in bfloat16.
     "falcon-rw": lambda: transformers.FalconConfig(
         **OLDER | {"hidden_size": 72, **heads(12)},
         alibi=True,
@@ -197,7 +197,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-rw-parallel": lambda: transformers.FalconConfig(
         **OLDER, alibi=True, multi_query=False, tie_word_embeddings=False
     ),
-    # Numbers of heads that are no powers of two, and heads of odd sizes.
+    # Head counts that are not powers of two, and odd head sizes.
     "bloom": lambda: transformers.BloomConfig(**OLDER | {"hidden_size": 60, **heads(12)}),
     "bloom-untied": lambda: transformers.BloomConfig(
         **OLDER | heads(4), tie_word_embeddings=False, layer_norm_epsilon=0.02
@@ -216,7 +216,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         rotary_dim=6,
         eos_token_id=1,
     ),
-    # As V2-Lite: no latent of the query, no groups.
+    # Like V2-Lite: no query compression, no expert groups.
     "deepseek-v2-lite": lambda: transformers.DeepseekV2Config(
         **DEEPSEEK,
         num_attention_heads=2,
@@ -236,7 +236,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         attention_bias=True,
         rms_norm_eps=0.03,
     ),
-    # And R1.
+    # DeepSeek V3 and R1.
     "deepseek-v3": lambda: transformers.DeepseekV3Config(
         **DEEPSEEK,
         num_attention_heads=3,
@@ -265,22 +265,22 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "gpt-neox": lambda: transformers.GPTNeoXConfig(**OLDER, intermediate_size=72),
     "olmo": lambda: transformers.OlmoConfig(**COMMON, clip_qkv=1.5),
 }
-"""Of architectures that are not ours; `architectures` has all of them."""
+"""Architectures without an implementation of our own; `architectures` covers all of them."""
 
 
 transformers.utils.logging.disable_progress_bar()
 
 
 def make_model(family: str, seed: int = 0) -> Any:
-    """A transformers model in float32 whose every weight, biases and norms too, is random."""
+    """Return a float32 transformers model with random weights, including biases and norms."""
     config = (FAMILIES | OTHERS)[family]()
     torch.manual_seed(seed)
-    # Its grouped product of experts takes no odd shapes.
+    # The grouped matrix product for experts rejects odd shapes.
     kinds = {"dtype": torch.float32, "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, **kinds).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Wide enough that the next token depends on far ones, and that answers vary.
+            # Large enough that the next token depends on distant ones and answers vary.
             norm = "norm" in name or ".ln_" in name
             around = 1.0 if norm and name.endswith("weight") else 0.0
             parameter.normal_(around, 0.1 if norm else 0.25)
@@ -291,9 +291,9 @@ def make_model(family: str, seed: int = 0) -> Any:
 
 
 def make_checkpoint(folder: Path, family: str = "llama2", seed: int = 0, **save: Any) -> Any:
-    """Writes a whole checkpoint folder, tokenizer and chat template too, and returns the model.
+    """Write a complete checkpoint folder with tokenizer and chat template; return the model.
 
-    `save` goes to `save_pretrained` (`max_shard_size="40KB"` gives several files).
+    `save` is passed to `save_pretrained`; `max_shard_size="40KB"` gives several weight files.
     """
     model = make_model(family, seed)
     model.save_pretrained(folder, **save)
@@ -302,7 +302,7 @@ def make_checkpoint(folder: Path, family: str = "llama2", seed: int = 0, **save:
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Writes a byte-level BPE of exactly `VOCAB_SIZE` tokens with a chat template."""
+    """Write a byte-level BPE tokenizer of exactly `VOCAB_SIZE` tokens with a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Where kernels are tested: interpreted on the CPU (`make kernels`), or on a GPU (`make gpu`)."""
+"""The device on which kernels are tested: the CPU's interpreter (`make kernels`) or a GPU."""
 
 import os
 from collections.abc import Iterator
@@ -10,23 +10,26 @@ import numpy as np
 import torch
 
 DEVICE = torch.device(os.environ.get("PENSTOCK_TEST_DEVICE", "cpu"))
-"""What the fixture `device` gives."""
+"""Value of the fixture `device`."""
 
 ON_GPU = DEVICE.type != "cpu"
 
 DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if ON_GPU else ()))
-"""To test kernels in. The interpreter is silently wrong in bfloat16."""
+"""Dtypes to test kernels in. The interpreter computes wrong bfloat16 results without an error."""
 
 
 def runs_kernels() -> bool:
-    """Whether kernels run on `DEVICE`: what a CPU needs is there from the start, or never."""
+    """Return True if kernels run on `DEVICE`; constant within a process."""
     return ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Within, interpreted products have the same bits at every place of a tile: each is summed
-    from its first input to its last. Numpy's, which the interpreter takes else, are not alike."""
+    """Make interpreted matrix products independent of an element's place in the tile.
+
+    Each product is summed from the first input to the last. The interpreter's default is numpy's
+    product, whose order of summation varies with the place.
+    """
     if ON_GPU:
         yield
         return

@@ -1,4 +1,4 @@
-"""The engine called directly, for tests."""
+"""Helpers for tests that call the engine directly."""
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.engine.engine import Engine, StepResult
@@ -19,7 +19,7 @@ def tokens_of(result: StepResult) -> list[tuple[Key, int]]:
 
 
 def run_out(engine: Engine) -> dict[Key, list[int]]:
-    """Step until there is nothing left to compute: the tokens of each sequence."""
+    """Step until no work is left; return the tokens of each sequence."""
     answers: dict[Key, list[int]] = {}
     while (result := engine.step()).output is not None:
         for key, token in tokens_of(result):
@@ -28,6 +28,6 @@ def run_out(engine: Engine) -> dict[Key, list[int]]:
 
 
 def run_greedy(engine: Engine, prompt: list[int], num_tokens: int) -> list[int]:
-    """One greedy answer, no end token heeded."""
+    """Return one greedy answer; end-of-sequence tokens do not stop it."""
     engine.submit(greedy_sequence("one", prompt, num_tokens))
     return run_out(engine)["one"]

@@ -1,4 +1,4 @@
-"""Small random checkpoints whose sizes are those that a CPU's programs take."""
+"""Small random checkpoints with sizes that the compiled CPU step graphs support."""
 
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ EVEN = {
 
 
 def make_even(folder: Path, config: Any) -> Any:
-    """Writes a checkpoint of this configuration (of transformers), and returns the model."""
+    """Write a checkpoint with this transformers configuration and return the model."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):  # else they are ones and zeros
+            if "norm" in name or name.endswith("bias"):  # otherwise they stay ones and zeros
                 weight.add_(0.2 * torch.randn_like(weight))
             else:
                 weight.mul_(4)

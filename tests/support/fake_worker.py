@@ -1,7 +1,7 @@
-"""A small honest model of a worker, as `docs/lifecycle.md` describes one, for tests of the router.
+"""A small correct model of a worker, following `docs/lifecycle.md`, for tests of the router.
 
-It queues, runs, yields, keeps leases, reserves, receives and rejects. Its blocks are the tokens
-whose KV they would hold, so that a transfer of the wrong blocks is seen.
+It queues, runs, yields, keeps leases, reserves, receives and rejects. Each block is represented by
+the tokens whose KV it would hold, so that a transfer of wrong blocks is detected.
 """
 
 import zlib
@@ -31,17 +31,17 @@ from penstock.router.routing.events import (
 )
 
 STOP_ONE_IN = 13
-"""One token in so many is a stop token."""
+"""Average number of tokens per stop token."""
 
 
 def next_token(prompt: Sequence[int], answer: Sequence[int], choice: int) -> tuple[int, bool]:
-    """The one right next token, and whether it ends the answer."""
+    """Return the reference model's next token, and whether it ends the answer."""
     token = zlib.crc32(repr((tuple(prompt), tuple(answer), choice)).encode()) % 9973
     return token, token % STOP_ONE_IN == 0
 
 
 def reference(request: Request) -> list[list[int]]:
-    """What an undisturbed worker would answer, choice by choice."""
+    """Return the answers that a worker would give without faults, one list per choice."""
     answers = []
     for choice in range(request.num_choices):
         answer = list(request.log[choice]) if choice < len(request.log) else []
@@ -56,7 +56,7 @@ def reference(request: Request) -> list[list[int]]:
 
 @dataclass
 class Held:
-    """One submission, in one of the forms: queued, running, reserved, leased."""
+    """One submission; `form` is "queued", "running", "reserved" or "leased"."""
 
     submit: Submit
     answers: list[list[int]]
@@ -65,29 +65,29 @@ class Held:
     num_new: int = 0
     yield_asked: bool = False
     epoch: int = 0
-    kv: tuple[int, ...] = ()  # of a lease: the tokens whose blocks are kept
+    kv: tuple[int, ...] = ()  # of a lease: tokens whose blocks are kept
     sending: int = 0  # transfers that read the lease
-    found: list[NewToken] = field(default_factory=list)  # all that it drew; a search tells it late
+    found: list[NewToken] = field(default_factory=list)  # all draws; a search sends late
 
     def tokens(self) -> tuple[int, ...]:
         return (*self.submit.request.prompt, *self.answers[0])
 
     def limit(self) -> int:
-        """New tokens after which it yields; 0: never."""
+        """Return the number of new tokens after which it yields; 0: never."""
         request = self.submit.request
         return 0 if request.num_beams and len(request.prompt) == 1 else self.submit.yield_after
 
     def num_kept(self) -> int:
-        """Positions that a lease of it keeps: the last token's own KV is not computed."""
+        """Return the positions that its lease keeps; the last token's KV is not computed yet."""
         if self.submit.request.num_beams:
             return len(self.submit.request.prompt) - 1
-        # Choices apart are not one list.
+        # Choices that have diverged are not one token list.
         return len(self.tokens()) - 1 if len(self.answers) == 1 else 0
 
 
 @dataclass
 class Transfer:
-    """Blocks on their way."""
+    """A transfer in progress."""
 
     send: Send
     kv: tuple[int, ...] | None  # None: the lease was gone
@@ -97,6 +97,8 @@ Name = tuple[int, int]  # request, attempt
 
 
 class FakeWorker:
+    """A simulated worker with an inbox of commands and an outbox of events."""
+
     def __init__(self, info: WorkerInfo, max_queued: int = 100) -> None:
         self.info = info
         self.held: dict[Name, Held] = {}
@@ -105,7 +107,7 @@ class FakeWorker:
         self.transfers: list[Transfer] = []  # to this worker
         self._max_queued = max_queued
         self._last_epoch = 0
-        self.stuck = False  # it answers, and computes nothing any more
+        self.stuck = False  # accepts messages but computes no steps
         self.num_steps = 0
         self.num_computed = 0  # prompt positions computed rather than received
 
@@ -130,10 +132,10 @@ class FakeWorker:
             queued=queued, running=running, free_blocks=free, num_steps=self.num_steps
         )
 
-    # -------------------------------------------------------------- obeying
+    # -------------------------------------------------------------- commands
 
     def obey(self) -> Send | None:
-        """Carry out the next command; a Send's bytes are the world's to carry."""
+        """Execute the next command; return a Send, whose transfer the caller simulates."""
         command = self.inbox.popleft()
         match command:
             case Submit():
@@ -182,10 +184,10 @@ class FakeWorker:
             if not any(held.open):
                 del self.held[name]
 
-    # -------------------------------------------------------------- working
+    # -------------------------------------------------------------- steps
 
     def step(self) -> None:
-        """Admit what has room, give every running choice a token, yield what was asked to."""
+        """Admit waiting requests, draw a token for each running choice, then yield where due."""
         self._admit()
         self.num_steps += 1
         tokens: list[NewToken] = []
@@ -228,7 +230,7 @@ class FakeWorker:
         held.num_new += 1
         held.found.extend(tokens)
         if not any(held.open):
-            del self.held[name]  # finished beats yielded
+            del self.held[name]  # a finished sequence does not yield
         if not held.submit.request.num_beams:
             return tokens
         return [] if any(held.open) else sorted(held.found, key=lambda token: token[2:4])
@@ -242,11 +244,12 @@ class FakeWorker:
         self.outbox.append(Yielded(self.name, *name, kv_len))
 
     def give_up(self, name: Name, reason: str) -> None:
+        """Fail a submission, as after non-finite logits."""
         del self.held[name]
         self.outbox.append(Stepped(self.name, [], None, [(*name, reason)]))
 
     def garble(self) -> bool:
-        """A fault: a token on its way says that another came before it. False: none is."""
+        """Inject a fault: skip a position in a queued token message. False if there is none."""
         for number, event in enumerate(self.outbox):
             if isinstance(event, Stepped) and event.tokens:
                 first, *rest = event.tokens
@@ -258,7 +261,7 @@ class FakeWorker:
     # -------------------------------------------------------------- blocks
 
     def reclaim(self, name: Name) -> None:
-        """Pressure: take back a lease that nobody is sending."""
+        """Reclaim a lease, as under memory pressure, unless a transfer reads it."""
         if not self.held[name].sending:
             del self.held[name]
 
@@ -272,13 +275,13 @@ class FakeWorker:
         return held.kv
 
     def arrive(self, transfer: Transfer, whole: bool) -> None:
-        """A transfer ends here, with all its bytes or not."""
+        """End a transfer at this worker; `whole` is False if bytes are missing."""
         send = transfer.send
         name = (send.request, send.to_attempt)
         held = self.held.get(name)
         same = send.endpoint.incarnation == self.info.incarnation
         if not same or held is None or held.form != "reserved" or held.epoch != send.epoch:
-            return  # bytes of a closed or unknown epoch are thrown away
+            return  # data of a closed or unknown epoch is discarded
         if transfer.kv is None or not whole:
             self.miss(name)
             return
@@ -290,12 +293,13 @@ class FakeWorker:
         self.outbox.append(Received(self.name, *name, send.epoch))
 
     def miss(self, name: Name) -> None:
-        """The blocks did not come in time: compute them."""
+        """Fail a transfer that timed out; the prompt is computed instead."""
         held = self.held[name]
         held.form = "running"
         self.num_computed += len(held.submit.request.prompt)
         self.outbox.append(Failed(self.name, *name, held.epoch, "waited too long"))
 
     def reborn(self, incarnation: str) -> "FakeWorker":
+        """Return a restarted, empty worker with another incarnation."""
         info = replace(self.info, incarnation=incarnation)
         return FakeWorker(info, self._max_queued)

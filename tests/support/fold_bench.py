@@ -1,4 +1,4 @@
-"""One batcher with a fold model under it, run to its end, and short ways to make its input."""
+"""A batcher with a hash model, run to its end, and helpers that build its input."""
 
 from dataclasses import fields
 from typing import Any
@@ -71,7 +71,10 @@ _SAMPLING = {each.name for each in fields(SamplingParams)}
 def beams(
     key: Key, prompt: list[int], width: int, max_tokens: int = 4, **other: Any
 ) -> NewSequence:
-    """A search of that width; `other` are fields of the sequence or of its sampling parameters."""
+    """Return a beam search of `width`.
+
+    `other` holds fields of the sequence or of its sampling parameters.
+    """
     given = {name: other.pop(name) for name in _SAMPLING & other.keys()}
     params = SamplingParams(
         **{"n": width, **given}, best_of=width, use_beam_search=True, max_tokens=max_tokens
@@ -81,7 +84,7 @@ def beams(
 
 
 class Bench:
-    """A batcher with a fold model under it; spoils what is free before every step."""
+    """A batcher with a hash model; poisons free blocks before every step."""
 
     def __init__(self, **changes: int | float) -> None:
         self.limits = limits(**changes)
@@ -89,12 +92,12 @@ class Bench:
         self.model = HashModel(self.limits.num_blocks, self.limits.block_size)
         self.beams = HashModelBeams(self.limits.max_model_len)
         self.answers: dict[Key, list[int]] = {}
-        self.searched: dict[Key, list[Answer]] = {}  # of the searches that are over
+        self.searched: dict[Key, list[Answer]] = {}  # answers of finished beam searches
         self.finishes: dict[Key, FinishReason] = {}
         self.finished: list[Key] = []
         self.num_tokens = 0
-        self.num_draws = 0  # a row and a step
-        self.num_copies = 0  # of blocks
+        self.num_draws = 0  # one per sampling row and step
+        self.num_copies = 0  # blocks copied
         self.peak_used = 0
 
     def submit(self, new: NewSequence) -> None:
@@ -152,7 +155,7 @@ class Bench:
 
 
 def hand_over(prefill: Bench, decode: Bench, prompt: list[int], max_tokens: int) -> NewSequence:
-    """Prefill, yield, and submit the rest with its source."""
+    """Prefill on one bench, then submit the rest to the other with the lease as its source."""
     prefill.batcher.submit(sequence("p", prompt, max_tokens, yield_after=1))
     prefill.run()
     event = prefill.batcher.events()[-1]

@@ -1,6 +1,7 @@
-"""Two batchers over fold models, and a router's view of what they run for it.
+"""Two batchers over hash models, and a router's view of the requests that they run.
 
-Every answer proves the blocks, slots and caches that it came by; `check` and `close` do the rest.
+Each answer proves that the right blocks, slots and cached prefixes were read; `check` and `close`
+test the remaining invariants.
 """
 
 from dataclasses import dataclass, field, replace
@@ -32,32 +33,34 @@ from penstock.workers.scheduling.sequence import (
 
 @dataclass(eq=False)
 class FoldWorker:
+    """A worker: a batcher with its models and its steps in flight."""
+
     batcher: Batcher
     model: HashModel
     beams: HashModelBeams
-    plan: StepPlan | None = None  # in flight; it reads and writes its slots at the commit
-    next: StepPlan | None = None  # planned behind it
-    abandoned: dict[Key, Ints] = field(default_factory=dict)  # still written, and not yet settled
+    plan: StepPlan | None = None  # in flight; reads and writes its slots at commit
+    next: StepPlan | None = None  # planned after it
+    abandoned: dict[Key, Ints] = field(default_factory=dict)  # dropped, but still written
     dropped: set[Key] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class Asked:
-    """A request, as its router sees it: lists have an entry a choice."""
+    """A request as its router sees it; lists have one entry per choice."""
 
     number: int
     prompt: list[int]
     params: SamplingParams
     salt: bytes
     priority: int
-    answers: list[tuple[list[int], FinishReason]]  # what it must become
+    answers: list[tuple[list[int], FinishReason]]  # reference answers
     at: FoldWorker
     logs: list[list[int]]
     ended: list[bool]
-    known: int = 1  # prompt positions below it have their logprobs
+    known: int = 1  # prompt positions below this have logprobs
     attempt: int = 0
     state: str = "submitted"  # then receiving, yielded, done
-    lease: tuple[FoldWorker, Key, int] | None = None  # where, under which key, kv_len
+    lease: tuple[FoldWorker, Key, int] | None = None  # worker, key, kv_len
 
     @property
     def key(self) -> tuple[int, int]:
@@ -65,23 +68,25 @@ class Asked:
 
     @property
     def open(self) -> list[int]:
-        """The choices that have not ended."""
+        """Choices that have not ended."""
         return [choice for choice, ended in enumerate(self.ended) if not ended]
 
 
 @dataclass(eq=False)
 class Transfer:
+    """A KV transfer in progress."""
+
     source: FoldWorker
     lease: Key
     blocks: Ints
-    read: list[int]  # what they held at its start
+    read: list[int]  # contents at the start
     to: FoldWorker
     key: Key
     into: Ints
 
 
 class FoldWorld:
-    """What a router and the shells of two workers may do; asserts whatever must always be true."""
+    """Actions of a router and of two workers; asserts all invariants."""
 
     def __init__(self, limits: SchedulerConfig) -> None:
         self.limits = limits
@@ -97,9 +102,9 @@ class FoldWorld:
         self.transfers: list[Transfer] = []
         self.num_arrived = 0
         self.num_scored = 0  # prompt tokens
-        self.num_copies = 0  # of blocks that several held
-        self.num_forks = 0  # rows that drew their first token from another's logits
-        self.num_moved = 0  # beams that went on from another one
+        self.num_copies = 0  # copy-on-write block copies
+        self.num_forks = 0  # rows that drew their first token from another row's logits
+        self.num_moved = 0  # beams that continued from another beam
         self.num_ahead = 0  # steps planned while another was in flight
 
     def those(self, *states: str) -> list[Asked]:
@@ -109,7 +114,7 @@ class FoldWorld:
         return [asked for asked in self.those("yielded") if asked.lease]
 
     def cuttable(self) -> list[Asked]:
-        """Of these one choice can be cut, and the request goes on."""
+        """Return the requests of which one choice can be cut while the request continues."""
         those = self.those("submitted", "receiving")
         return [
             asked for asked in those if len(asked.open) > 1 and not asked.params.use_beam_search
@@ -119,7 +124,7 @@ class FoldWorld:
         sent = {transfer.key for transfer in self.transfers}
         return [asked for asked in self.those("receiving") if asked.key not in sent]
 
-    # ------------------------------------------------------------ the router's part
+    # ------------------------------------------------------------ router
 
     def ask(
         self,
@@ -143,7 +148,7 @@ class FoldWorld:
         self._submit(self.asked[-1], at, yield_after, source_len=0)
 
     def fits(self, prompt: list[int], params: SamplingParams) -> bool:
-        """Whether a worker takes it at all."""
+        """Return True if the request fits a worker's limits."""
         try:
             check_fits(_sequence((0, 0), prompt, params), self.limits)
         except NeverFits:
@@ -151,12 +156,12 @@ class FoldWorld:
         return True
 
     def submit_again(self, asked: Asked, at: FoldWorker, yield_after: int) -> None:
-        """Run a yielded one on from its tokens."""
+        """Resubmit a yielded request; it is recomputed from its tokens."""
         asked.attempt += 1
         self._submit(asked, at, yield_after, source_len=0)
 
     def move(self, asked: Asked, yield_after: int) -> FoldWorker:
-        """Run a yielded one on at the other worker, from its lease."""
+        """Resubmit a yielded request to the other worker, with its lease as the source."""
         assert asked.lease is not None
         source, _, kv_len = asked.lease
         asked.attempt += 1
@@ -178,7 +183,7 @@ class FoldWorld:
         asked.state = "done"
 
     def cut(self, asked: Asked, choice: int) -> None:
-        """The router has enough of one choice."""
+        """End one choice early, as after a stop string."""
         asked.ended[choice] = True
         asked.at.batcher.drop_choice(asked.key, choice)
         self._hear(asked.at)
@@ -188,10 +193,10 @@ class FoldWorld:
         asked.lease[0].batcher.drop(asked.lease[1])
         asked.lease = None
 
-    # ------------------------------------------------------------ the workers' part
+    # ------------------------------------------------------------ workers
 
     def plan(self, worker: FoldWorker) -> None:
-        """Plan a step, behind the one in flight if there is one."""
+        """Plan a step; if one is in flight, plan the one after it."""
         if worker.next is not None:
             return
         batcher = worker.batcher
@@ -213,7 +218,7 @@ class FoldWorld:
             worker.next = None
 
     def commit(self, worker: FoldWorker) -> None:
-        """The step in flight computes now, however long ago it was planned."""
+        """Compute and commit the step in flight."""
         if worker.plan is None:
             return
         plan, table = worker.plan, worker.batcher.table
@@ -253,7 +258,7 @@ class FoldWorld:
         asked.ended = [True] * len(asked.answers)
 
     def _score(self, worker: FoldWorker, plan: StepPlan) -> None:
-        """Each position of a prompt that wants logprobs once, in order, whatever happens to it."""
+        """Check that prompt logprobs are computed once per position, in order."""
         owners = np.searchsorted(plan.query_starts, plan.scored, side="right") - 1
         keys = worker.batcher.table.keys[plan.rows[owners]]
         for key, position in zip(keys, plan.positions[plan.scored].tolist(), strict=True):
@@ -270,14 +275,14 @@ class FoldWorld:
             self.commit(worker)
 
     def step_ahead(self, worker: FoldWorker, num_steps: int) -> None:
-        """The same, each step planned before the one in flight is committed."""
+        """Run steps with overlap: each step is planned before the one in flight is committed."""
         for _ in range(num_steps):
             self.plan(worker)
             self.plan(worker)
             self.commit(worker)
 
     def fail(self, worker: FoldWorker, key: Key) -> None:
-        """The logits of a sequence in the step in flight were not finite."""
+        """Fail a sequence of the step in flight, as after non-finite logits."""
         worker.batcher.fail(key)
         worker.beams.close(key)
         if key not in worker.dropped:
@@ -285,7 +290,7 @@ class FoldWorld:
             self._by_key(key).state = "done"
 
     def send(self, asked: Asked) -> None:
-        """Start the transfer that this receiver waits for, or learn that its lease is gone."""
+        """Start the transfer that the request waits for, or fail it if the lease is gone."""
         to, size = asked.at, self.limits.block_size
         into = to.batcher.reserved_blocks(asked.key)
         try:
@@ -325,11 +330,11 @@ class FoldWorld:
 
     def settle(self, worker: FoldWorker) -> None:
         for key, blocks in worker.abandoned.items():
-            worker.model.poison(blocks)  # written until now: nobody else may have got them
+            worker.model.poison(blocks)  # written until now, so they must not have been reused
             worker.batcher.transfer_drained(key)
         worker.abandoned = {}
 
-    # ------------------------------------------------------------ always, and in the end
+    # ------------------------------------------------------------ invariants
 
     def check(self) -> None:
         for worker in self.workers:
@@ -343,7 +348,7 @@ class FoldWorld:
             assert load.free_blocks + load.cached_blocks + held == self.limits.num_blocks
 
     def close(self) -> None:
-        """Without transfers everybody ends within a number of steps, and nothing stays held."""
+        """End all transfers; check that all requests end and no blocks stay held."""
         for transfer in list(self.transfers):
             self.end_transfer(transfer, complete=False)
         for worker in self.workers:
@@ -359,7 +364,7 @@ class FoldWorld:
             assert load.free_blocks + load.cached_blocks == self.limits.num_blocks
 
     def _run_out(self, worker: FoldWorker) -> None:
-        # Whoever is first goes on with every step, and may be overtaken once by each other one.
+        # The first request advances in every step, and each other one may overtake it once.
         longest = self.limits.max_model_len
         most = 2 + 2 * sum(
             len(asked.prompt)
@@ -382,14 +387,14 @@ class FoldWorld:
             waiting = any(asked.at is worker for asked in self.those("receiving"))
             if worker.plan is None and not waiting:
                 return
-        raise AssertionError(f"somebody is still waiting after {most} steps")
+        raise AssertionError(f"a request is still running after {most} steps")
 
-    # ------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------ events
 
     def _submit(self, asked: Asked, at: FoldWorker, yield_after: int, source_len: int) -> None:
         asked.at, asked.state = at, "submitted"
         if asked.params.prompt_logprobs is not None and asked.known < len(asked.prompt):
-            source_len = 0  # its blocks would be of no use
+            source_len = 0  # its prompt must be computed again for the logprobs
         logs = {choice: asked.logs[choice] for choice in asked.open}
         new = _sequence(asked.key, asked.prompt, asked.params, logs)
         new = replace(
@@ -443,7 +448,7 @@ class FoldWorld:
 def _sequence(
     key: Key, prompt: list[int], params: SamplingParams, logs: dict[int, list[int]] | None = None
 ) -> NewSequence:
-    """What a worker is asked; logs: of every choice, nothing for a search."""
+    """Return the sequence to submit; `logs` holds the tokens per choice (none for beam search)."""
     if params.use_beam_search:
         logs = {choice: [] for choice in range(params.num_sequences)}
     first, *others = [Sibling(choice, prompt + log) for choice, log in (logs or {0: []}).items()]

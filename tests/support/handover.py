@@ -1,4 +1,4 @@
-"""A router that runs requests on a prefill worker first and then, from its blocks, on another."""
+"""A test router that prefills on one worker and moves requests to another."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -13,6 +13,8 @@ _salts = count(1)
 
 @dataclass
 class HandOvers:
+    """Streams to a prefill and a decode worker."""
+
     prefill: Attached
     decode: Attached
 
@@ -25,7 +27,7 @@ class HandOvers:
         await self.decode.close()
 
     async def mixed(self, prompt: list[int], num_tokens: int, **params: Any) -> list[int]:
-        """The answer of one worker alone, from nothing that is cached."""
+        """Return the answer of the decode worker alone, without a cached prefix."""
         request = next(_requests)
         given = greedy(num_tokens, **params)
         await self.decode.submit(request, prompt, given, salt=b"mixed %d" % next(_salts))
@@ -34,7 +36,7 @@ class HandOvers:
     async def prefilled(
         self, prompt: list[int], num_tokens: int, salt: bytes = b"", **params: Any
     ) -> "Moving":
-        """Run the prompt on the prefill worker, which yields, and ask the other to go on."""
+        """Run the prompt on the prefill worker until it yields."""
         request = next(_requests)
         given = greedy(num_tokens, **params)
         salt = salt or b"moved %d" % next(_salts)
@@ -43,8 +45,7 @@ class HandOvers:
         return Moving(self, request, prompt, given, salt, yielded.kv_len)
 
     async def half_done(self, prompt: list[int], num_tokens: int, after: int) -> "Moving":
-        """Have the prefill worker answer until so many tokens are there, and then let go, as where
-        it is drained."""
+        """Run a request on the prefill worker for `after` tokens, then yield it, as in a drain."""
         request, salt = next(_requests), b"half done %d" % next(_salts)
         given = greedy(num_tokens)
         await self.prefill.submit(request, prompt, given, salt=salt)
@@ -57,7 +58,7 @@ class HandOvers:
 
 @dataclass
 class Moving:
-    """A request that has yielded on the prefill worker, attempt 1; attempt 2 goes on elsewhere."""
+    """A request that has yielded on the prefill worker (attempt 1) and moves on as attempt 2."""
 
     pools: HandOvers
     request: int
@@ -107,7 +108,7 @@ class Moving:
         await self.pools.decode.drop(self.request, 2)
 
     async def whole(self) -> list[int]:
-        """All of it, as it should go."""
+        """Submit, transfer and finish the request; return the whole answer."""
         await self.submit()
         await self.send()
         answer = await self.answer()

@@ -1,4 +1,4 @@
-"""What was said before, as the sampler is shown it."""
+"""Token histories, in the form that the sampler reads."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from penstock.workers.scheduling.sequence import Ints
 
 @dataclass
 class Table:
-    """A row a sequence."""
+    """A sequence table with one row per sequence."""
 
     tokens: Ints
     num_tokens: Ints
@@ -17,7 +17,7 @@ class Table:
 
 
 def table(num_rows: int, vocab_size: int, seed: int = 0) -> Table:
-    """Short prompts and answers of random tokens."""
+    """Return a table of short prompts and answers of random tokens."""
     numbers = np.random.default_rng(seed)
     num_prompt = numbers.integers(1, 9, num_rows).astype(np.int32)
     answers = numbers.integers(0, 9, num_rows).astype(np.int32)
@@ -26,6 +26,6 @@ def table(num_rows: int, vocab_size: int, seed: int = 0) -> Table:
 
 
 def said(prompt: list[int], answer: list[int]) -> Table:
-    """One sequence."""
+    """Return a table with one sequence."""
     tokens = np.array([prompt + answer], np.int32)
     return Table(tokens, *(np.array([n], np.int32) for n in (tokens.size, len(prompt))))

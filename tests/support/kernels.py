@@ -1,17 +1,17 @@
-"""What tests of interpreted kernels share."""
+"""Helpers for tests of interpreted kernels."""
 
 import torch
 from torch import Tensor
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory that shows where nothing was written: NaN, or the least integer there is."""
+    """Return a tensor filled with NaN, or with the smallest integer, to detect missing writes."""
     out = torch.empty(shape, dtype=dtype)
     return out.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min)
 
 
 def close(found: Tensor, expected: Tensor, scale: float = 1.0) -> None:
-    """`found` is as near to `expected` (float64) as its dtype lets sums of unit size be."""
+    """Check that `found` equals `expected` (float64) up to a few ulps of its dtype."""
     assert found.shape == expected.shape
     eps = torch.finfo(found.dtype).eps
     torch.testing.assert_close(
@@ -20,4 +20,4 @@ def close(found: Tensor, expected: Tensor, scale: float = 1.0) -> None:
 
 
 DTYPES = (torch.float32, torch.float16)
-"""What the interpreter computes rightly."""
+"""Dtypes in which the interpreter's results are correct."""

@@ -1,4 +1,4 @@
-"""Latent attention through its launcher, beside the reference in float64."""
+"""Compare MLA kernels, through their launcher, with the reference in float64."""
 
 from types import ModuleType
 from unittest import mock
@@ -13,7 +13,7 @@ from tests.support.attention import alike, compare, small_tiles, within_bounds
 from tests.support.batches import Batch, make_batch, poison
 from tests.support.devices import DEVICE, exact_products
 
-Sizes = tuple[int, int, int, int, int]  # H, Q, P, V, R
+Sizes = tuple[int, int, int, int, int]  # heads, query, rope and value dims, rank
 
 SMALL: Sizes = (3, 5, 4, 7, 11)
 
@@ -21,7 +21,7 @@ SMALL: Sizes = (3, 5, 4, 7, 11)
 def make_case(
     lengths: list[tuple[int, int]], sizes: Sizes = SMALL, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor, Batch]:
-    """query, layer, up and where the sequences are."""
+    """Return query, KV layer, up-projection and batch."""
     num_heads, query_dim, rope_dim, value_dim, rank = sizes
     batch, num_blocks = make_batch(lengths, 16, seed=len(lengths))
     batch = within_bounds(batch, num_blocks)
@@ -46,7 +46,7 @@ def attend(
     one_path: bool = False,
     file: ModuleType = sound,
 ) -> Tensor:
-    """file: `mla.op`, or what stands for it."""
+    """Compute MLA attention with the functions of `file`: `mla.op` or a mutant of it."""
     plan = file.plan_mla(*batch, layer, up.shape[2], up.shape[1], one_path)
     found: Tensor = file.mla_attention(query, layer, up, plan, 0.3)
     return found
@@ -59,15 +59,21 @@ def check(
     absorbs: bool = True,
     file: ModuleType = sound,
 ) -> None:
-    """absorbs: chunks are absorbed in the kernel, or expanded beside it."""
+    """Check MLA attention against the reference.
+
+    absorbs: whether prefill chunks use the absorbed form or are expanded first.
+    """
     case = make_case(lengths, sizes, dtype)
     with small_tiles(), mock.patch.object(file, "_absorbed_is_cheaper", return_value=absorbs):
         check_exact(*case, attend(*case, file=file))
 
 
 def check_one_path(lengths: list[tuple[int, int]], pieces: list[tuple[int, int]]) -> None:
-    """On one path: all as the reference, and pieces (first token, number) of the first sequence
-    with the bits that they have in the whole."""
+    """Check attention with `one_path=True` against the reference, and bitwise for pieces.
+
+    `pieces` are (first token, length) of the first sequence. Computed alone, each must have the
+    same bits as in the whole.
+    """
     query, layer, up, batch = make_case(lengths)
     _, contexts, tables = batch
     with small_tiles(), exact_products():

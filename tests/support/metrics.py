@@ -1,4 +1,4 @@
-"""The names of the metrics that dashboards and alerts are built on."""
+"""Names of the metrics that dashboards and alerts use."""
 
 HISTOGRAMS = (
     "step_seconds",
@@ -37,9 +37,9 @@ PLAIN = (
 )
 POOL_COUNTS = ("ready", "desired", "pending", "given_up", "required")
 SIZES = {f"penstock_workers_{name}" for name in POOL_COUNTS[1:]}
-"""What a router tells once a supervisor sizes its pools."""
+"""Metrics that a router exports once a supervisor sizes its pools."""
 EXPERTS = {"penstock_expert_imbalance_ratio"}
-"""What it tells of a model whose experts are spread over ranks."""
+"""Metrics that a router exports for models with expert parallelism."""
 SERIES = {f"penstock_{name}" for name in PLAIN} | {
     f"penstock_{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "count", "sum")
 }

@@ -1,4 +1,4 @@
-"""Mutants: a module with a mistake planted in its source, in the place of the sound one."""
+"""Mutation tests: replace a module by a copy with a mistake in its source."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,7 @@ import pytest
 
 from penstock.kernels.attention import triton_kernels, triton_launch
 
-Change = tuple[str, str]  # a piece of the source, and what is there in its place
+Change = tuple[str, str]  # source text, replacement
 
 KERNEL: dict[str, Change] = {
     "causal mask": (
@@ -27,7 +27,7 @@ KERNEL: dict[str, Change] = {
     "loaded": ("(columns >= low) & (columns < high)", "columns < high + 1"),
     "row": ("present = tokens < num_tokens", "present = tokens < num_tokens - 1"),
 }
-"""Off by one in what all forms of attention's kernels have."""
+"""Off-by-one mistakes in code that all attention kernels share."""
 
 IN_PARTS: dict[str, Change] = {
     "end of part": (
@@ -38,13 +38,16 @@ IN_PARTS: dict[str, Change] = {
     "merge, count": ("there = numbers < count", "there = numbers < count - 1"),
     "merge, token": ("* partition_tokens + token\n", "* partition_tokens + token // 2\n"),
 }
-"""And in what those of sequences with few rows have, whose positions are cut."""
+"""Off-by-one mistakes in the split-KV kernels."""
 
 NOTHING: Change = ("SPLIT", "SPLIT")
 
 
 def mutant_of(module: ModuleType, change: Change, folder: Path) -> ModuleType:
-    """The module with every such piece changed; AssertionError where there is none."""
+    """Return a copy of the module with every occurrence of the text replaced.
+
+    Raises AssertionError if the source does not contain it.
+    """
     old, new = change
     source = Path(str(module.__file__)).read_text()
     assert old in source, f"{old!r} is no longer there: mend this test"
@@ -54,7 +57,7 @@ def mutant_of(module: ModuleType, change: Change, folder: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     mutant = module_from_spec(spec)
-    # Dataclasses look their module up.
+    # Dataclasses look up their module in sys.modules.
     with mock.patch.dict("sys.modules", {"mutant": mutant}):
         spec.loader.exec_module(mutant)
     return mutant
@@ -62,7 +65,7 @@ def mutant_of(module: ModuleType, change: Change, folder: Path) -> ModuleType:
 
 @contextmanager
 def swapped(place: ModuleType, mutant: ModuleType, *names: str) -> Iterator[None]:
-    """Within, `place` has these names of the mutant's."""
+    """Replace these names of `place` by the mutant's."""
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(place, name, getattr(mutant, name)))
@@ -71,13 +74,13 @@ def swapped(place: ModuleType, mutant: ModuleType, *names: str) -> Iterator[None
 
 @contextmanager
 def noticed() -> Iterator[None]:
-    """Fails unless a comparison within does: a mutant that lives fails the test of it."""
+    """Expect a failed comparison: an undetected mutant fails the test."""
     with pytest.raises(AssertionError, match=r"not close|not equal|NaN|expected"):
         yield
 
 
 def under_kernel(compare: Callable[[], None], change: Change, folder: Path) -> None:
-    """Compares with the changed kernels of attention in the place of the sound ones."""
+    """Run `compare` with a changed copy of the attention kernels."""
     mutant = mutant_of(triton_kernels, change, folder)
     with swapped(triton_launch, mutant, "attend_tiles", "merge_partitions"):
         compare()

@@ -1,4 +1,4 @@
-"""On a GPU a test of a kernel fails where the kernel was not what computed."""
+"""A fixture that fails a kernel test on a GPU if a fallback computed the result."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tests.support.devices import DEVICE
 
 @pytest.fixture(autouse=True)
 def only_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """To be had in a folder by its conftest; where kernels are interpreted, it holds nobody up."""
+    """Forbid kernel fallbacks in tests marked `gpu` or `interpreted`; imported by a conftest."""
     if any(request.node.get_closest_marker(name) for name in ("interpreted", "gpu")):
         with forbid_fallback(DEVICE):
             yield

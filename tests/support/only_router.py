@@ -26,20 +26,20 @@ MODULES = (
 
 
 def requirements(text: str) -> list[str]:
-    """The requirements of a file of pip's, without comments."""
+    """Return the requirements in the text of a pip requirements file, without comments."""
     lines = (line.split("#")[0].strip() for line in text.splitlines())
     return [line for line in lines if line]
 
 
 def distribution_name(requirement: str) -> str:
-    """The normalized name of the distribution that a requirement asks for."""
+    """Return the normalized name of the distribution that a requirement names."""
     match = re.match(r"[\w.-]+", requirement)
     assert match is not None, requirement
     return re.sub(r"[-_.]+", "-", match[0]).lower()
 
 
 def installed_with(names: Iterable[str]) -> set[str]:
-    """These distributions and all that they require, as far as it is installed."""
+    """Return these distributions and their installed dependencies."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -49,14 +49,14 @@ def installed_with(names: Iterable[str]) -> set[str]:
         try:
             needed = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
-            continue  # for another platform or Python
+            continue  # only for another platform or Python
         found.add(name)
         waiting += [distribution_name(each) for each in needed if "extra ==" not in each]
     return found
 
 
 class Blocker(MetaPathFinder):
-    """Refuses the packages of distributions that are not among `allowed`."""
+    """An import hook that refuses packages of distributions outside `allowed`."""
 
     def __init__(self, allowed: set[str]) -> None:
         self._blocked = {
@@ -69,7 +69,7 @@ class Blocker(MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name.split(".")[0] in self._blocked:
-            said = f"{name} is not among the packages of {REQUIREMENTS.name}"
+            said = f"{name} is not a package of {REQUIREMENTS.name}"
             raise ModuleNotFoundError(said, name=name)
         return None
 

@@ -1,4 +1,4 @@
-"""The form of OpenAI's errors, checked."""
+"""Checks for errors in OpenAI's format."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import httpx
 
 
 def check_form(response: httpx.Response) -> dict[str, Any]:
-    """An error in OpenAI's form that tells nothing it should not."""
+    """Check that a response is an error in OpenAI's format without internal details."""
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == response.status_code

@@ -1,4 +1,4 @@
-"""Rows of logits with something said before, and penalties for it."""
+"""Random logits with token histories and penalties."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from penstock.kernels.sampling.penalties import Penalties
 
 @dataclass(frozen=True)
 class Penalized:
-    """What `apply_penalties_` takes; some of the rows are not penalised."""
+    """Arguments of `apply_penalties_`; some rows have no penalty."""
 
     logits: torch.Tensor
     tokens: torch.Tensor
@@ -40,6 +40,6 @@ def penalized(draw: st.DrawFn) -> Penalized:
 
 
 def unpenalized(case: Penalized) -> torch.Tensor:
-    """Which rows' penalties change nothing."""
+    """Return a mask of the rows whose penalties have no effect."""
     found = case.penalties
     return (found.repetition == 1) & (found.presence == 0) & (found.frequency == 0)

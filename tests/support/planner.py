@@ -1,4 +1,4 @@
-"""A scheduler of a few lines, to drive the runner without the real one."""
+"""A minimal scheduler for tests of the model runner."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ BLOCK_SIZE = 16
 
 
 class Planner:
-    """Sequences in scattered blocks of a cache that just holds them, and their steps' plans."""
+    """Sequences in scattered blocks of a cache that is just large enough, and their step plans."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], max_new: int, seed: int = 0) -> None:
         self.tokens = [list(prompt) for prompt in prompts]
@@ -27,7 +27,7 @@ class Planner:
         self.tables = used.reshape(len(prompts), self.width).astype(np.int32)
 
     def plan(self, chunk: int) -> StepPlan:
-        """At most `chunk` tokens of every sequence that has any to compute."""
+        """Return a plan with at most `chunk` tokens of each sequence that has tokens left."""
         todo = [len(tokens) - done for tokens, done in zip(self.tokens, self.computed, strict=True)]
         rows = [row for row, left in enumerate(todo) if left]
         lengths = [min(todo[row], chunk) for row in rows]
@@ -75,9 +75,9 @@ def make_cache(decoder: Model, num_blocks: int) -> KvCache:
 def generate(
     decoder: Model, prompts: Sequence[Sequence[int]], max_new: int, chunk: int = 10_000
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Greedy answers of `max_new` tokens, and each one's logits [max_new, vocab_size].
+    """Return greedy answers of `max_new` tokens, and their logits [max_new, vocab_size].
 
-    The cache begins full of NaN, as a block that a broken sequence gave back may be.
+    The cache starts full of NaN, like a block that was released by a sequence with NaN.
     """
     planner = Planner(prompts, max_new)
     cache = make_cache(decoder, planner.num_blocks)
@@ -89,7 +89,7 @@ def generate(
         found = runner.run(plan)
         planner.commit(plan, found.argmax(-1).tolist())
         for row, values in zip(plan.rows[plan.samples].tolist(), found, strict=True):
-            logits[row].append(values.clone())  # theirs until the next step
+            logits[row].append(values.clone())  # the runner reuses the buffer in the next step
     answers = [
         tokens[len(prompt) : len(prompt) + max_new]
         for tokens, prompt in zip(planner.tokens, prompts, strict=True)

@@ -1,4 +1,4 @@
-"""Memory that shows where nothing was written."""
+"""Poisoned memory, which detects missing writes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """New tensors without values hold NaN, or the largest integer; those of launchers too."""
+    """Fill uninitialized tensors with NaN or the largest integer, also those made by launchers."""
     before = torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,6 +1,6 @@
-"""Workers that are blocks only: ranks in this process, each with its part of one cache.
+"""Workers without a model: ranks in this process, each with its shard of one KV cache.
 
-Their bytes travel over real pairs of ranks; nothing computes.
+KV transfers between them use real rank pairs; nothing is computed.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def rectangles(mesh: Mesh, heads: int) -> list[LayerHeadRange]:
 
 
 class Blocks:
-    """A worker's ranks. `heads` 0: latent attention, one row a position."""
+    """The ranks of a worker; `heads` 0 stands for MLA with one cache row per position."""
 
     def __init__(
         self, seed: int, mesh: Mesh, size: int, heads: int = 4, seconds: float = SECONDS
@@ -57,7 +57,7 @@ class Blocks:
         self.movers = Movers(movers[0], movers[1:])
 
     def hold(self, whole: torch.Tensor) -> bool:
-        """Whether the ranks' caches are all parts of that one."""
+        """Return True if each rank's cache equals its shard of `whole`."""
         pairs = zip(self.caches, self.rectangles, strict=True)
         return all(torch.equal(cache, cut(whole, part)) for cache, part in pairs)
 
@@ -68,14 +68,14 @@ def cut(whole: torch.Tensor, part: LayerHeadRange) -> torch.Tensor:
 
 
 def positions(whole: torch.Tensor, blocks: Sequence[int], start: int, stop: int) -> torch.Tensor:
-    """[layers, sides, heads, positions, features] of what these blocks hold, in their order."""
+    """Return the contents [layers, sides, heads, positions, features] of blocks, in their order."""
     return whole[:, :, list(blocks)].movedim(2, 3).flatten(3, 4)[:, :, :, start:stop]
 
 
 def moved(
     target: "Blocks", source: "Blocks", ours: Sequence[int], theirs: Sequence[int], length: int
 ) -> torch.Tensor:
-    """What the target's cache is when these blocks have arrived, of a sequence from 0 on."""
+    """Return the target's expected cache after a transfer of positions 0 to `length`."""
     flat = target.before[:, :, list(ours)].movedim(2, 3).flatten(3, 4).clone()
     flat[:, :, :, :length] = positions(source.before, theirs, 0, length)
     whole = target.before.clone()
@@ -85,13 +85,13 @@ def moved(
 
 @dataclass
 class Sides:
-    """A source and a destination that serves, and what this was told."""
+    """A sender and a served receiver, and the results reported by both."""
 
     source: KvSender
     destination: KvReceiver
     peer: Peer
     verdicts: list[TransferResult] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)  # epochs whose blocks the source let go
+    read: list[int] = field(default_factory=list)  # epochs whose blocks the source has read
 
     def expect(self, stop: int, blocks: Sequence[int]) -> int:
         numbers = np.array(blocks, np.int32)
@@ -103,7 +103,7 @@ class Sides:
         await self.source.send(self.peer, outgoing, lambda: self.read.append(epoch))
 
     async def verdict(self, num: int = 1) -> TransferResult:
-        """The last of so many, once it is there."""
+        """Wait for `num` results and return the last of them."""
         await eventually(lambda: len(self.verdicts) >= num)
         return self.verdicts[num - 1]
 
@@ -131,7 +131,7 @@ async def sides(source: Blocks, destination: Blocks, name: str = "d") -> AsyncIt
 
 
 class Held:
-    """Holds the calls of a method of one object until it is opened."""
+    """Blocks all calls of one object's method until `open` is called."""
 
     def __init__(self, owner: object, method: str) -> None:
         self.num_calls = 0

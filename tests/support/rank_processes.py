@@ -1,4 +1,4 @@
-"""Processes that are ranks of one worker after another: torch is imported once, cases are many."""
+"""Reusable rank processes: torch is imported once for many test cases."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ PATIENCE = 240.0
 
 @dataclass
 class RankProcesses:
-    """Starts cases in the first so many of them; rank 0 gives the answers.
+    """Runs each case in as many processes as the mesh has ranks; rank 0 returns the result.
 
-    After a case in which a rank did not answer, the processes are replaced: it must not hang the
-    next one.
+    The processes are replaced after a case in which a rank did not answer, so that it cannot hang
+    the next case.
     """
 
     processes: list[BaseProcess]
@@ -29,7 +29,7 @@ class RankProcesses:
     hung: bool = False
 
     def answers(self, model: Path, mesh: tuple[int, int, int], **config: Any) -> Answers:
-        """Of a worker of that shape, once all its ranks have ended well."""
+        """Return the answers of a worker with this mesh, after all its ranks have ended."""
         found = self.made_by(answer, model, mesh, **config)
         assert isinstance(found, Answers)
         return found
@@ -37,11 +37,11 @@ class RankProcesses:
     def made_by(
         self, use: Callable[[Engine], Any], model: Path, mesh: tuple[int, int, int], **config: Any
     ) -> Any:
-        """What `use`, a function of `tests.support`, makes of such a worker's engine."""
+        """Return what `use`, a function in `tests.support`, returns for the worker's engine."""
         self.begin(model, mesh, use, **config)
         found = [self.hear(rank) for rank in range(mesh[0] * mesh[1])]
         failures = [each for each in found if isinstance(each, Exception)]
-        if failures:  # where one fails the others lose it: only together do they say why
+        if failures:  # if one fails, the others lose it: report all errors
             raise RuntimeError("; ".join(map(str, failures)))
         return found[0]
 
@@ -64,7 +64,7 @@ class RankProcesses:
 
     def hear(self, rank: int) -> Any:
         self.hung = not self.pipes[rank].poll(PATIENCE)
-        assert not self.hung, f"rank {rank} says nothing"
+        assert not self.hung, f"rank {rank} did not answer"
         return self.pipes[rank].recv()
 
     def start(self, count: int) -> None:
@@ -133,7 +133,7 @@ def _lead(
         meeting.close()
     try:
         found = use(engine)
-        if model.with_suffix(".wait").exists():  # somebody is to be killed meanwhile
+        if model.with_suffix(".wait").exists():  # the test kills a rank meanwhile
             pipe.send("answering")
             while True:
                 answer(engine)

@@ -1,4 +1,4 @@
-"""Small models of several kinds, and workers of several ranks to run them."""
+"""Small models of several architectures, and workers of several ranks that run them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-VOCAB_SIZE = 157  # a prime: nothing divides it
+VOCAB_SIZE = 157  # a prime, so that no number of ranks divides it
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -119,7 +119,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def make_model(folder: Path, name: str, **changes: Any) -> Path:
-    """A checkpoint with random weights; returns its folder."""
+    """Write a checkpoint with random weights and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(COMMON | MODELS[name] | changes))
     shapes = empty_decoder(read_spec(folder), torch.float32, torch.device("meta")).tensors()
@@ -142,14 +142,14 @@ def rank_config(model: Path, mesh: tuple[int, int, int] = (1, 1, 1), **more: Any
         "block_size": 4,
         "max_sequences": 8,
         "max_batched_tokens": 16,
-        "ranks_seconds": 200.0,  # only ends a hang: a rank may compile for long before a sum
+        "ranks_seconds": 200.0,  # only ends hangs: compiling may delay a collective
     }
     return WorkerConfig(name="ranks", model=model, tp=tp, pp=pp, ep=ep, **(sizes | more))
 
 
 @dataclass
 class Answers:
-    """Of each prompt the greedy answer and its logits [tokens, vocab_size]."""
+    """Per prompt: the greedy answer and its logits [tokens, vocab_size]."""
 
     tokens: list[list[int]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
@@ -161,7 +161,7 @@ NUM_NEW = 8
 
 
 def answer(engine: Engine) -> Answers:
-    """All prompts at once, in steps of a few tokens."""
+    """Answer all prompts at once, in steps of a few tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, logprobs=VOCAB_SIZE)
     for number, prompt in enumerate(PROMPTS):
         engine.submit(NewSequence(number, prompt, len(prompt), params))
@@ -180,11 +180,11 @@ def answer(engine: Engine) -> Answers:
 
 
 GAP = 1e-3
-"""Of logarithms of chances: two tokens that are closer may take each other's place."""
+"""Difference of log-probabilities below which two tokens may swap places."""
 
 
 def agree(found: Answers, expected: Answers) -> None:
-    """The same tokens, but where two were nearly equal, after which answers may part."""
+    """Check that answers agree up to the first position where two tokens are nearly equal."""
     for ours, theirs, mine, right in zip(
         found.tokens, expected.tokens, found.logits, expected.logits, strict=True
     ):
@@ -197,8 +197,8 @@ def agree(found: Answers, expected: Answers) -> None:
 
 
 def in_threads(num_ranks: int, work: Callable[[int, LocalStore], T]) -> list[T]:
-    """`work(rank, store)` of every rank, each in a thread of this process."""
-    from penstock.workers.parallel.rendezvous import LocalStore  # grpc: not on every machine
+    """Run `work(rank, store)` for every rank, each in a thread of this process."""
+    from penstock.workers.parallel.rendezvous import LocalStore  # grpc: absent on some machines
 
     store = LocalStore()
 
@@ -214,7 +214,7 @@ def in_threads(num_ranks: int, work: Callable[[int, LocalStore], T]) -> list[T]:
 
 
 def lead(config: WorkerConfig, store: LocalStore, use: Callable[[Engine], T]) -> T:
-    """Rank 0's part: `use` the engine, then end."""
+    """Run `use` on the engine of rank 0, then stop it."""
     engine = Engine(config, store=store)
     try:
         return use(engine)

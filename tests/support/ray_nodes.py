@@ -1,4 +1,4 @@
-"""Nodes of Ray on one machine, which join a head of its own and know nothing of any other."""
+"""Ray nodes on one machine that join a separate head, isolated from other Ray clusters."""
 
 import json
 import os
@@ -26,23 +26,23 @@ IDLE_SECONDS = 2.0
 
 @contextmanager
 def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder for a cluster of several nodes on 127.0.0.1, which asks for a token."""
+    """Return a folder for a Ray cluster on 127.0.0.1 with token authentication."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 2)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # as the chart's pods have it
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as in the chart's pods
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
-    # Not pytest's own folder: its paths are too long for the sockets that lie below.
+    # Not pytest's tmp_path: Unix socket paths below it would be too long.
     with tempfile.TemporaryDirectory(prefix="pn-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for below in ("t", "ray"):
             (folder / below).mkdir()
-        monkeypatch.setenv("RAY_TMPDIR", name)  # where it keeps the address of a machine's last one
+        monkeypatch.setenv("RAY_TMPDIR", name)  # where Ray stores the last cluster's address
         yield folder
 
 
 class Nodes:
-    """Nodes of Ray, each made by `ray start`, all found and ended as `Serving` finds its own."""
+    """Ray nodes started by `ray start`; tests find and end them through their TMPDIR."""
 
     def __init__(self, folder: Path) -> None:
         self.port, self._client = free_ports(2)
@@ -57,7 +57,7 @@ class Nodes:
         bin_folder: Path = Path(sys.executable).parent,
     ) -> None:
         common = ["--node-ip-address=127.0.0.1", f"--object-store-memory={OBJECT_STORE}"]
-        # Any that are free: Ray's own range for its workers may hold the ports chosen here.
+        # Any free ports: Ray's default range for workers may include the ports chosen here.
         common += ["--min-worker-port=0", "--max-worker-port=0"]
         command = [str(bin_folder / "ray"), "start", *arguments, *common]
         more = {
@@ -65,7 +65,7 @@ class Nodes:
             node_drain.FOLDER_VARIABLE: str(self.leaving),
             **(env or {}),
         }
-        for _ in range(3):  # Ray gives a node 30 s to start, which on a busy machine may be little
+        for _ in range(3):  # Ray's limit of 30 s may be too short on a busy machine
             done = subprocess.run(
                 command, env={**os.environ, **more}, capture_output=True, text=True, check=False
             )
@@ -79,7 +79,7 @@ class Nodes:
         self.add("--head", *own, *more, env=env)
 
     def add_worker(self, **resources: int) -> None:
-        """One more node, with places for so many of each kind; one of all without."""
+        """Add a node with these resources; by default one each of router, prefill and decode."""
         given = json.dumps(resources or {"router": 1, "prefill": 1, "decode": 1})
         arguments = ("--num-cpus=2", "--num-gpus=0", f"--resources={given}")
         self.add(f"--address=127.0.0.1:{self.port}", *arguments)
@@ -90,11 +90,12 @@ class Nodes:
         self.add(f"--address=127.0.0.1:{self.port}", *arguments, bin_folder=bin_folder)
 
     def add_scaled_head(self, kinds: Mapping[str, int]) -> None:
-        """A head with Ray's own autoscaler, v2: it adds up to so many nodes of each kind, each with
-        a CPU and one of the resource of that name, and takes empty ones away.
+        """Start a head with Ray's autoscaler v2.
 
-        The provider that makes its nodes is Ray's own, of processes here; started like this it
-        ends no other Ray's processes, as `ray.cluster_utils.AutoscalingCluster` would.
+        `kinds` holds the maximum number of nodes by kind. Each node has a CPU and one unit of the
+        resource named like its kind, and is removed when idle. The node provider is Ray's fake one,
+        whose nodes are local processes. `ray.cluster_utils.AutoscalingCluster` would also end other
+        Ray processes.
         """
         config = self._folder / "autoscaler.json"
         config.write_text(json.dumps(self._scaling(kinds)))
@@ -120,7 +121,8 @@ class Nodes:
         }
         types[HEAD] = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
         provider = {
-            # By its module: the wheel lacks the file of defaults that belongs to its name.
+            # By module name: Ray's wheel lacks the defaults file that belongs to the provider's
+            # short name.
             "type": "external",
             "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
             "gcs_address": f"127.0.0.1:{self.port}",

@@ -1,4 +1,4 @@
-"""The life of one request, told event by event, and one in each of its states."""
+"""Drive one request's state machine event by event, and build one in each state."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ PROMPT = [5, 6, 7]
 
 
 class RequestHistory:
-    """A life, told event by event; `out` holds what the last event gave."""
+    """A request's state machine; `out` holds the commands of the last event."""
 
     def __init__(self, **request: object) -> None:
         fields: dict[str, object] = {
@@ -90,7 +90,7 @@ def moving() -> RequestHistory:
 
 
 def asked() -> RequestHistory:
-    """w drains, and v was asked to take over."""
+    """Return a request of draining worker w whose live migration to v has started."""
     story = running()
     story.does(lambda out: story.life.start_live_migration(V, out))
     return story

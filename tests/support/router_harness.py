@@ -1,4 +1,4 @@
-"""A dispatcher with a clock, told event by event."""
+"""A dispatcher with a clock, driven event by event."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ AT = TransferEndpoint("d", "1", "address", "secret")
 
 
 class Router:
-    """A dispatcher with a clock; every event is followed by its check."""
+    """A dispatcher with a clock; its invariants are checked after every event."""
 
     def __init__(self, *infos: WorkerInfo, limits: DispatcherLimits | None = None) -> None:
         self.dispatcher = Dispatcher(LeastLoaded(), limits)
@@ -59,7 +59,7 @@ class Router:
         return self(Stepped(worker, [token]))
 
     def wait(self, seconds: float, *alive: str) -> list[Command]:
-        """Time passes in small ticks, in which only those workers are heard."""
+        """Advance time in small ticks; only the workers in `alive` send heartbeats."""
         commands: list[Command] = []
         end = self.now + seconds
         while self.now < end:

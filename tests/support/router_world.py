@@ -1,7 +1,7 @@
-"""Clients, fake workers and what lies between them, around one `Dispatcher`, in virtual time.
+"""Clients and fake workers around one `Dispatcher`, in virtual time.
 
-Streams keep their order; everything else happens in whatever order a test chooses. After every
-event the world checks what must always be true.
+Streams keep their order; all other events happen in whatever order a test chooses. Invariants are
+checked after every event.
 """
 
 from collections.abc import Callable
@@ -53,13 +53,13 @@ def info_of(worker: str, role: str, incarnation: str = "1", **changes: object) -
 
 @dataclass
 class Client:
-    """What one client has seen, and where its stop strings would match."""
+    """The tokens that one client has received, and where its stop strings match."""
 
     request: Request
-    cuts: dict[int, int]  # a choice: the length at which it is cut
+    cuts: dict[int, int]  # choice -> length at which it is cut
     answers: list[list[int]] = field(default_factory=list)
     ended: EndRequest | None = None
-    closed: set[int] = field(default_factory=set)  # choices that got their finish
+    closed: set[int] = field(default_factory=set)  # choices with a finish reason
 
     def expected(self) -> list[list[int]]:
         answers = reference(self.request)
@@ -69,7 +69,7 @@ class Client:
         assert self.ended is None, "delivered after the end"
         assert deliver.choice not in self.closed, "delivered after its finish"
         answer = self.answers[deliver.choice]
-        assert deliver.position == len(answer), "a position twice, or left out"
+        assert deliver.position == len(answer), "a repeated or missing position"
         answer.extend(deliver.tokens)
         if deliver.finish:
             self.closed.add(deliver.choice)
@@ -94,13 +94,13 @@ class World:
         self._limits = limits
         self.dispatcher = Dispatcher(LeastLoaded(), limits)
         self.workers: dict[str, FakeWorker] = {}
-        self.linked: set[str] = set()  # workers whose stream the router thinks open
+        self.linked: set[str] = set()  # workers whose stream is open for the router
         self.clients: dict[int, Client] = {}
         self.now = 0.0
         self.num_garbled = 0
-        self.num_stuck = 0  # workers that were seen to be stuck
-        self.over: set[tuple[int, int]] = set()  # attempts of which nothing may be taken any more
-        self.placed: dict[tuple[int, int], str] = {}  # the worker of each attempt
+        self.num_stuck = 0  # workers reported as stuck
+        self.over: set[tuple[int, int]] = set()  # superseded attempts
+        self.placed: dict[tuple[int, int], str] = {}  # attempt -> worker
         self.history: list[tuple[Event, float, list[Command]]] = []
         self._num_births = 0
         for info in infos:
@@ -124,14 +124,14 @@ class World:
             match command:
                 case Deliver():
                     key = (command.request, command.choice, command.position)
-                    assert taken is None or key in taken, "taken from an old attempt"
+                    assert taken is None or key in taken, "from a superseded attempt"
                     cuts.extend(self._deliver(command))
                 case EndRequest():
                     self.clients[command.request].end(command)
                 case CloseStream():
                     self._hang(command)
                 case Submit() | Yield() | Send() | Drop():
-                    assert command.worker in self.linked, "told to a worker without a stream"
+                    assert command.worker in self.linked, "a command for a worker without a stream"
                     self._follow(command)
                     if command.worker in self.workers:
                         self.workers[command.worker].inbox.append(command)
@@ -139,7 +139,7 @@ class World:
             self.tell(cut)
 
     def _what_may_be_taken(self, event: Event) -> set[tuple[int, int, int]] | None:
-        """The request, choice and position of tokens of attempts that count; None: no matter."""
+        """Return (request, choice, position) of each valid token of a Stepped event, else None."""
         match event:
             case Yielded():
                 self.over.add((event.request, event.attempt))
@@ -175,12 +175,12 @@ class World:
         old = self.workers.get(hang.worker)
         if old is None:
             return
-        if hang.stuck:  # whoever keeps it alive replaces it
+        if hang.stuck:  # its supervisor replaces it
             self.num_stuck += 1
             self._num_births += 1
             self.workers[hang.worker] = old.reborn(f"born {self._num_births}")
             return
-        self.workers[hang.worker] = old.reborn(old.info.incarnation)  # it lets go
+        self.workers[hang.worker] = old.reborn(old.info.incarnation)  # it releases its sequences
         self.workers[hang.worker].stuck = old.stuck
 
     # -------------------------------------------------------------- clients
@@ -197,10 +197,10 @@ class World:
     def leave(self, request: int) -> None:
         self.tell(ClientDisconnected(request))
 
-    # -------------------------------------------------------------- what may happen next
+    # -------------------------------------------------------------- possible events
 
     def moves(self) -> list[Callable[[], None]]:
-        """Everything that could happen now without a fault."""
+        """Return all actions that are possible now without a fault."""
         moves: list[Callable[[], None]] = []
         for worker in self.workers.values():
             if worker.name not in self.linked:
@@ -242,14 +242,14 @@ class World:
     # -------------------------------------------------------------- faults
 
     def kill(self, name: str) -> None:
-        """It dies, and nobody knows yet."""
+        """Kill a worker; the router does not notice yet."""
         del self.workers[name]
 
     def notice(self, name: str) -> None:
         self.tell(WorkerLost(name))
 
     def birth(self, info: WorkerInfo) -> None:
-        """A worker of that name starts; an old one of the name is dead."""
+        """Start a new worker; an older one of the same name is dead."""
         self._num_births += 1
         worker = FakeWorker(info).reborn(f"born {self._num_births}")
         self.workers[info.worker] = worker
@@ -262,7 +262,7 @@ class World:
         self.num_garbled += self.workers[name].garble()
 
     def stick(self, name: str) -> None:
-        """It goes on answering, and computes nothing any more."""
+        """Make a worker stuck: it accepts messages but computes no steps."""
         self.workers[name].stuck = True
 
     def wait(self, seconds: float, silent: tuple[str, ...] = ()) -> None:
@@ -275,7 +275,7 @@ class World:
     # -------------------------------------------------------------- the end
 
     def settle(self, rng: Random) -> None:
-        """No more faults: let everything happen until nothing more does."""
+        """Run all possible actions, without further faults, until none is left."""
         for worker in self.workers.values():
             if worker.name not in self.linked:
                 self.tell(WorkerUp(worker.info))
@@ -290,7 +290,7 @@ class World:
             if not moves and any(receiving):
                 self._wait_out()
             idle = 0 if self.dispatcher.num_requests else idle + 1
-            assert len(self.history) < 100_000, "it does not come to rest"
+            assert len(self.history) < 100_000, "the world does not become idle"
         while moves := self.moves():
             moves[0]()
 
@@ -301,13 +301,13 @@ class World:
                     worker.miss(name)
 
     def check_rest(self) -> None:
-        """Everybody has an end, nobody holds anything, and all this happens again the same way."""
+        """Check that all requests ended, nothing is held, and a replay gives the same commands."""
         for client in self.clients.values():
             client.check()
         for worker in self.workers.values():
             if worker.name in self.linked:
-                assert not worker.held, "held for nobody"
-        assert self.dispatcher.counters.num_gaps <= self.num_garbled, "a gap that nobody made"
+                assert not worker.held, "a worker still holds sequences"
+        assert self.dispatcher.counters.num_gaps <= self.num_garbled, "unexplained gap"
         assert self.dispatcher.num_requests == self.dispatcher.num_queued == 0
         assert all(status.num_requests == 0 for status in self.dispatcher.workers())
         again = Dispatcher(LeastLoaded(), self._limits)

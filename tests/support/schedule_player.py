@@ -1,4 +1,4 @@
-"""The same requests played in another schedule, to the last bit."""
+"""Run the same requests under different schedules and compare the results bitwise."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +14,7 @@ from penstock.workers.scheduling.sequence import NewSequence, Sibling
 from tests.support.threads import threads
 
 Bits = dict[tuple[int, int], list[Any]]
-"""Of (request, choice): its tokens, each with its logprobs; of (request, -1): its prompt's."""
+"""(request, choice) -> tokens with logprobs; (request, -1) -> the prompt's logprobs."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class Request:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who is there when, and how much a step computes."""
+    """Arrival times of requests, and limits on each step."""
 
     max_batched_tokens: int = 64
-    num_blocks: int | None = None  # None: enough for all; else at least so many
-    arrivals: tuple[int, ...] = ()  # the step at which each request comes; none: 0
-    moved: dict[int, int] = field(default_factory=dict)  # let go after so many steps, and resumed
-    shared: bool = True  # prompts share what is cached
+    num_blocks: int | None = None  # None: enough for all requests
+    arrivals: tuple[int, ...] = ()  # step at which each request arrives; empty: 0
+    moved: dict[int, int] = field(default_factory=dict)  # steps until drop and resume
+    shared: bool = True  # prompts share the prefix cache
     threads: int = 1
 
 
 def play(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> Bits:
-    """Answers the requests; afterwards the engine holds nothing."""
+    """Answer the requests and return their bits; the engine is empty afterwards."""
     player = _Player(engine, requests, schedule)
     with threads(schedule.threads):
         while player.left:
@@ -47,7 +47,7 @@ def play(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> Bit
 
 
 def few_requests(vocab_size: int) -> list[Request]:
-    """Long, forked and drawn, and short; with logprobs."""
+    """Return three requests with logprobs: long; forked and sampled; short."""
     tokens = np.random.default_rng(3).integers(4, vocab_size, 90).tolist()
     greedy = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
     drawn = replace(greedy, temperature=0.8, top_p=0.9, seed=5)
@@ -59,13 +59,17 @@ def few_requests(vocab_size: int) -> list[Request]:
 
 
 CROWD = Schedule(max_batched_tokens=11, arrivals=(0, 2, 25), moved={0: 9, 2: 4})
-"""Of these: in small pieces, two of them let go and resumed."""
+"""A schedule for `few_requests`: small chunks, and two requests dropped and resumed."""
 
 
 def run_all_schedules(engine: Engine) -> list[Bits]:
-    """A few requests: each by itself, its prompt in two pieces at most; in a crowd, in small
-    pieces, two of them let go and resumed; one after the other, with the first one's prompt
-    cached; and where not all fit into memory. All of these are to be equal."""
+    """Run `few_requests` under four schedules, whose results must be equal.
+
+    1. Each alone, its prompt in at most two chunks.
+    2. All together (`CROWD`): small chunks, two requests dropped and resumed.
+    3. One after the other, with the first one's prompt cached.
+    4. All together, with too few blocks, so that some are preempted.
+    """
     requests = few_requests(engine.spec.vocab_size)
     alone = {
         (number, choice): entries
@@ -84,7 +88,7 @@ def run_all_schedules(engine: Engine) -> list[Bits]:
 
 
 def run_all_schedules_after_warm_up(engine: Engine) -> list[Bits]:
-    """The same, after what a worker does at its start."""
+    """Run `run_all_schedules` after the check that a worker makes at its start."""
     check_batch_invariance(engine)
     return run_all_schedules(engine)
 

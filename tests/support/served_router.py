@@ -1,4 +1,4 @@
-"""A router that serves over loopback, with stub workers behind it."""
+"""A router that serves on loopback, with stub workers."""
 
 import asyncio
 import contextlib
@@ -12,11 +12,11 @@ from tests.support.stub_worker import StubWorker
 from tests.support.tokenizers import byte_level, write_folder
 
 BOUND = 120.0
-"""Seconds after which a wait in a test has failed; nothing is expected to take so long."""
+"""Timeout of a wait in a test, in seconds; no wait is expected to take that long."""
 
 
 async def until(holds: Callable[[], object], what: str = "") -> None:
-    """Wait for a condition; AssertionError if it never comes true."""
+    """Wait until a condition is true; raise AssertionError after `BOUND` seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(BOUND):
             while not holds():
@@ -25,7 +25,7 @@ async def until(holds: Callable[[], object], what: str = "") -> None:
 
 
 def model_folder(parent: Path) -> Path:
-    """A model folder for routers: byte-level tokenizer, chat template, context of 2048."""
+    """Write a model folder for routers: byte-level tokenizer, chat template, context of 2048."""
     return write_folder(parent / "model", byte_level())
 
 
@@ -47,7 +47,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving(config: RouterConfig, *workers: StubWorker) -> AsyncIterator[Served]:
-    """A router on free ports, ready: every given worker has its stream."""
+    """Run a router on free ports; it is ready when all given workers have streams."""
     async with contextlib.AsyncExitStack() as stack:
         for worker in workers:
             await stack.enter_async_context(worker)

@@ -1,4 +1,4 @@
-"""`penstock serve` as a process of its own, in a process group and a temp folder of its own."""
+"""Run `penstock serve` as a process with its own process group and temporary folder."""
 
 import os
 import signal
@@ -12,19 +12,19 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE = 480.0  # seconds until a wait counts as a hang; busy machines are slow
+PATIENCE = 480.0  # seconds until a wait fails; generous for busy machines
 
 
 def wait_for(happened: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
-    """Returns once `happened`; fails, saying `what` was waited for, when patience is at its end."""
+    """Wait until `happened()` is true; after `patience` seconds fail with `what`."""
     deadline = time.monotonic() + patience
     while not happened():
         assert time.monotonic() < deadline, f"waited {patience:g} s for {what}"
         time.sleep(0.05)
 
 
-# Before a command: it gets Ctrl-C also where a shell started the tests in the background. A
-# `preexec_fn` would fork this process, and gRPC's threads can abort a fork.
+# Prefix of a command. It restores SIGINT, which shells ignore in background jobs. A `preexec_fn`
+# would fork this process, and gRPC's threads can abort a fork.
 INTERRUPTIBLE = ("env", "--default-signal=INT")
 
 
@@ -32,9 +32,9 @@ class Serving:
     """A running `penstock serve`.
 
     Args:
-        arguments: of the command, ports aside.
-        ports: of HTTP and gRPC.
-        folder: for its output and its temporary files; a short path, sockets lie below it.
+        arguments: of the command, without ports.
+        ports: HTTP and gRPC port.
+        folder: for its output and temporary files; a short path, as Unix sockets lie below it.
     """
 
     def __init__(self, arguments: list[str], ports: Sequence[int], folder: Path) -> None:
@@ -65,7 +65,7 @@ class Serving:
         wait_for(happened, f"{words!r} ({times} times); it said:\n{self.said}")
 
     def processes(self) -> list[psutil.Process]:
-        """It and everything that it has started, also what has lost its parent, and that lives."""
+        """Return the live processes of this run, including orphans."""
         found = (each for each in psutil.process_iter() if self._owns(each))
         return [each for each in found if _lives(each)]
 
@@ -75,7 +75,7 @@ class Serving:
         return False
 
     def find(self, title: str) -> psutil.Process:
-        """The process with that title; waits for it to take the name."""
+        """Wait for the process with that title and return it."""
         found: list[psutil.Process] = []
 
         def happened() -> bool:
@@ -86,15 +86,15 @@ class Serving:
         return found[0]
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
-        """As a terminal does: the whole group is told."""
+        """Send a signal to the whole process group, as a terminal does."""
         os.killpg(self.process.pid, number)
 
     def wait(self) -> int:
-        """Its exit code."""
+        """Wait until it ends and return its exit code."""
         return self.process.wait(PATIENCE)
 
     def left_behind(self) -> dict[str, list[object]]:
-        """What there is of it once it has ended."""
+        """Return the processes, open ports and files that remain after its end."""
         return {
             "processes": [each.cmdline() for each in self.processes()],
             "ports": [port for port in (self.http, self.grpc) if is_open(port)],
@@ -102,7 +102,7 @@ class Serving:
         }
 
     def end(self) -> None:
-        """Whatever state it is in."""
+        """Kill all its processes."""
         for each in self.processes():
             with suppress(psutil.NoSuchProcess):
                 each.kill()
@@ -111,7 +111,7 @@ class Serving:
 
 @contextmanager
 def serving(arguments: list[str], ports: Sequence[int], folder: Path) -> Iterator[Serving]:
-    """A `penstock serve` that is ended with the block at the latest."""
+    """Run `penstock serve`; kill it at the end of the block if it still runs."""
     running = Serving(arguments, ports, folder)
     try:
         yield running
@@ -120,7 +120,7 @@ def serving(arguments: list[str], ports: Sequence[int], folder: Path) -> Iterato
 
 
 def is_open(port: int) -> bool:
-    """Whether somebody listens on that port of loopback."""
+    """Return True if a process listens on that port of loopback."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 

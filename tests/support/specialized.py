@@ -1,4 +1,4 @@
-"""Under which name Triton keeps a compiled kernel: another name is another compilation."""
+"""Specializations of Triton kernels: different ones are compiled separately."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from penstock.kernels.triton_common.launch import Launch, record_launches
 
 
 def specializations(call: Callable[[], object]) -> set[tuple[Any, ...]]:
-    """Of all kernels that a call on the "meta" device would launch on a GPU."""
+    """Return the specializations of all kernels that a call on the "meta" device would launch."""
     with record_launches(SM_90) as launches:
         call()
     return {_specialization(each) for each in launches}
@@ -26,11 +26,14 @@ def _specialization(launch: Launch) -> tuple[Any, ...]:
 
 
 def _kind(parameter: Any, value: object) -> object:
-    """What of an argument is compiled in: of a tensor whether it begins at a multiple of 16 bytes,
-    of an integer how wide it is, whether it is 1, and whether a multiple of 16."""
+    """Return the part of an argument that Triton compiles in.
+
+    For a tensor: whether it is aligned to 16 bytes. For an integer: its width, whether it is 1, and
+    whether it is a multiple of 16.
+    """
     free = parameter.do_not_specialize
     if isinstance(value, Tensor):
-        # Memory begins at more than 16 bytes; only a view may not.
+        # Allocations are aligned to more than 16 bytes; only a view may not be.
         aligned = value.storage_offset() * value.itemsize % 16 == 0
         return value.dtype, free or aligned
     if isinstance(value, int) and not isinstance(value, bool):

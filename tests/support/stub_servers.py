@@ -1,4 +1,4 @@
-"""Small servers that answer as told, in a thread of this process: for the load generator."""
+"""Small scripted servers in a thread of this process, for tests of the load generator."""
 
 import asyncio
 import json
@@ -22,15 +22,15 @@ STARTED_WITHIN = 30.0  # seconds
 
 @dataclass
 class Behaviour:
-    """What the stub does, and what it saw."""
+    """Behaviour of the stub, and a record of its requests."""
 
     per_message: int = 1  # tokens in a message
-    refuse: int = 0  # every so many requests: one refused; 0: none
-    break_after: int | None = None  # messages, then the answer breaks off
-    crash_after: int | None = None  # messages, then the connection breaks, or near enough
-    end_after: int | None = None  # messages, then it ends as if it were complete, but is not
-    skip: bool = False  # leave a position out
-    shorter_by: int = 0  # tokens fewer than asked for
+    refuse: int = 0  # refuse every n-th request; 0: none
+    break_after: int | None = None  # messages before an error ends the answer
+    crash_after: int | None = None  # messages before the handler raises an exception
+    end_after: int | None = None  # messages before a truncated answer ends without error
+    skip: bool = False  # skip a position
+    shorter_by: int = 0  # leave out this many of the max_tokens
     hang: bool = False  # never answer
     usage: bool = True
     vocab_size: int = 1000

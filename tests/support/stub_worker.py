@@ -1,13 +1,13 @@
-"""A worker without a model: the router-worker stream for real, tokens from a plain function.
+"""A worker without a model: a real router-worker stream, with tokens from a function.
 
     worker = StubWorker("w0", answer=lambda prompt: [5, 6, 7])
     await worker.start()        # worker.address is host:port
     ...
     await worker.stop()
 
-It answers every prompt with the tokens of `answer`, then an end token, one a step; choice c leaves
-out the first c of them. Hold it with
-`worker.go.clear()`; look at `worker.submits`, `worker.drops`, `worker.holding`.
+It answers every prompt with the tokens of `answer` and an end token, one token per step; choice c
+omits the first c tokens. `worker.go.clear()` pauses the steps; `worker.submits`, `worker.drops` and
+`worker.holding` show its state.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ FIRST_PLAIN_TOKEN = 6
 
 
 def counting(prompt: Sequence[int], vocab_size: int = 1024) -> list[int]:
-    """A long answer that depends on the prompt: each token names its position."""
+    """Return a long answer that depends on the prompt; each token identifies its position."""
     start = sum(prompt)
     span = vocab_size - FIRST_PLAIN_TOKEN
     return [FIRST_PLAIN_TOKEN + (start + 7 * index) % span for index in range(4096)]
@@ -38,19 +38,19 @@ class Run:
 
     submit: pb.Submit
     answer: Sequence[int]
-    position: int  # of the next token
+    position: int  # position of the next token
     num_new: int = 0
-    is_running: bool = True  # False: it waits for a transfer, or is kept under a lease
+    is_running: bool = True  # False: waits for a transfer, or under a lease
     choice: int = 0
-    others: list["Run"] = field(default_factory=list)  # of the same submission
+    others: list["Run"] = field(default_factory=list)  # other choices of the submission
     has_ended: bool = False
 
     def open(self) -> list["Run"]:
-        """Its choices that have not ended."""
+        """Return the choices that have not ended."""
         return [run for run in (self, *self.others) if not run.has_ended]
 
     def next_token(self, end_token: int) -> tuple[int, pb.Finish]:
-        """The token and its finish."""
+        """Return the next token and its finish reason."""
         params = self.submit.params
         is_out = self.position >= len(self.answer)
         token = end_token if is_out else self.answer[self.position]
@@ -68,11 +68,11 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
     """An in-process worker.
 
     Args:
-        name: what it calls itself.
+        name: name of the worker.
         role: prefill, decode or mixed.
-        answer: the tokens of the answer to a prompt.
-        peers: stubs by name, shared by those that hand over to each other.
-        token: bearer token that a router must show.
+        answer: returns the answer's tokens for a prompt.
+        peers: stubs by name; share it between stubs that transfer KV to each other.
+        token: bearer token that a router must send.
         step_seconds: pause between steps.
     """
 
@@ -106,15 +106,15 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             eos_tokens=[END_TOKEN],
             vocab_size=1024,
         )
-        self.go = asyncio.Event()  # steps are made while it is set
+        self.go = asyncio.Event()  # steps run while it is set
         self.go.set()
-        self.reject: pb.Rejected | None = None  # answer every Submit with it
+        self.reject: pb.Rejected | None = None  # if set, the reply to every Submit
         self.hellos: list[pb.Hello] = []
         self.submits: list[pb.Submit] = []
         self.drops: list[pb.Drop] = []
         self.holding: dict[tuple[int, int], Run] = {}  # by (request, attempt)
         self.num_beats = 0
-        self.first_number = 2  # of the message after the welcome
+        self.first_number = 2  # number of the message after the welcome
         self.logprobs: Callable[[int], tuple[float, Sequence[tuple[int, float]]]] = _logprobs
         self._out: asyncio.Queue[pb.ToRouter] = asyncio.Queue()
         self._epochs: dict[int, tuple[int, int]] = {}
@@ -144,7 +144,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         await self.stop()
 
     def say(self, message: pb.ToRouter) -> None:
-        """Put a message of your own into the stream."""
+        """Queue a message for the stream."""
         self._out.put_nowait(message)
 
     # ------------------------------------------------------------ the stream
@@ -308,10 +308,10 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
 
 
 def prompt_logprobs(token: int) -> pb.TokenLogprobs:
-    """What a stub says of a prompt's token."""
+    """Return the logprobs of a prompt token."""
     return pb.TokenLogprobs(chosen=-token / 8, rank=3, tokens=[7, 8, 9], values=[-1, -2, -3])
 
 
 def _logprobs(token: int) -> tuple[float, Sequence[tuple[int, float]]]:
-    """The chosen token is the best, its neighbours follow."""
+    """Return logprobs in which the chosen token is the best one."""
     return -0.25, [(token, -0.25)] + [(FIRST_PLAIN_TOKEN + i, -1.0 - i) for i in range(20)]

@@ -1,4 +1,4 @@
-"""How many threads torch computes in, set for a while."""
+"""Set the number of torch threads temporarily."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ import torch
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
+    """Use `count` torch threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -32,12 +32,12 @@ CONFIG = {
 
 
 def tiny_checkpoint(folder: Path, seed: int = 0) -> Path:
-    """Writes it and returns its folder; another seed gives other weights."""
+    """Write the checkpoint and return its folder; another seed gives other weights."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
 
     def weight(*shape: int) -> torch.Tensor:
-        # Wide enough that the next token depends on far ones, and that answers vary.
+        # Large enough that the next token depends on distant ones and answers vary.
         return torch.randn(shape, generator=generator) * 0.3
 
     tensors = {

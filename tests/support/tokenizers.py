@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models come with, and checkpoint folders around them."""
+"""Small tokenizers of the kinds that models use, and checkpoint folders with them."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def _special() -> list[AddedToken]:
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3, Qwen: bytes as printable characters; BOS by the post-processor."""
+    """Like GPT-2, Llama 3 and Qwen: bytes as printable characters; BOS by the post-processor."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +53,7 @@ def _pieces() -> dict[str, int]:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2: sentencepiece's signs for spaces, bytes for what has no piece."""
+    """Like Llama 2: sentencepiece's sign for spaces, and byte fallback for missing pieces."""
     vocab = _pieces()
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -70,7 +70,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As T5 and its kin: the decoder is Metaspace alone."""
+    """Like T5: the decoder is Metaspace alone."""
     tokenizer = Tokenizer(models.BPE(_pieces(), [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -82,7 +82,7 @@ KINDS = {"byte-level": byte_level, "byte-fallback": byte_fallback, "metaspace": 
 
 
 def write_folder(folder: Path, tokenizer: Tokenizer, template: str | None = TEMPLATE) -> Path:
-    """What the router reads of a checkpoint: configuration and tokenizer."""
+    """Write the files of a checkpoint that a router reads: configuration and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"max_position_embeddings": 2048, "vocab_size": tokenizer.get_vocab_size()}
@@ -95,7 +95,7 @@ def write_folder(folder: Path, tokenizer: Tokenizer, template: str | None = TEMP
 
 
 def id_of(tokenizer: Tokenizer, name: str) -> int:
-    """The id of a token that is there."""
+    """Return the id of an existing token."""
     token = tokenizer.token_to_id(name)
     assert token is not None
     return token

@@ -1,9 +1,11 @@
-"""A worker in a process of its own: `python -m tests.support.worker_process CONFIG`.
+"""A worker as a separate process: `python -m tests.support.worker_process CONFIG`.
 
-CONFIG is a WorkerConfig as JSON, and `slow_gather`: seconds that each message of a KV transfer
-takes, `hang_after`: steps after which one never ends, under a watchdog.
-Says its address on stdout; ends when its stdin does, or once it has drained after a SIGTERM, which
-it says too. Other ranks are processes that it starts; `meeting` says to one of them where.
+CONFIG is a WorkerConfig as JSON with three more keys. `slow_gather`: seconds to delay each message
+of a KV transfer. `hang_after`: steps after which one hangs, under a watchdog. `meeting`: address of
+the rendezvous server, for ranks other than 0, which rank 0 starts as further processes.
+
+The process prints its address. It ends when its stdin is closed; after SIGTERM it drains, prints
+"drained" and ends.
 """
 
 import asyncio
@@ -34,7 +36,7 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 from penstock.workers.service.grpc_service import serve_worker
 
 DRAIN_SECONDS = 60.0
-PATIENCE = 240.0  # seconds; a busy machine is slow
+PATIENCE = 240.0  # seconds; generous for busy machines
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -44,7 +46,7 @@ class WorkerProcess:
     address: str
 
     async def drained(self) -> None:
-        """Drain it, and wait until nothing is there any more."""
+        """Drain the worker and wait until it has ended."""
         self.process.terminate()
         assert self.process.stdout is not None
         async with asyncio.timeout(PATIENCE):
@@ -52,7 +54,7 @@ class WorkerProcess:
             await self.process.wait()
 
     async def kill(self) -> None:
-        """As by -9: no word of farewell."""
+        """Kill the worker with SIGKILL."""
         self.process.kill()
         await self.process.wait()
 
@@ -61,7 +63,7 @@ class WorkerProcess:
 async def worker_process(
     name: str, checkpoint: Path, **config: Any
 ) -> AsyncIterator[WorkerProcess]:
-    """Start one and wait until it serves; it is gone at the end."""
+    """Start a worker, wait until it serves, and kill it at the end of the block."""
     given = {"name": name, "model": str(checkpoint), "kv_cache_mib": 1, **config}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -128,7 +130,7 @@ async def lead(config: WorkerConfig, given: dict[str, Any], num_steps: int | Non
     for other in others:
         await other.wait()
     if asked.done():
-        os._exit(0)  # stdin is still waited for
+        os._exit(0)  # a thread still blocks on stdin
 
 
 def hang(num_steps: int) -> None:
