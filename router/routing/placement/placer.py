@@ -1,4 +1,4 @@
-"""Placement of requests: assigns queued ones to workers and moves running ones."""
+"""Placement of requests: assigns queued requests to workers and moves running requests."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -14,7 +14,7 @@ from penstock.router.routing.worker_registry import WorkerRegistry, WorkerView
 
 
 class RecoveryThrottle:
-    """Requests whose worker was lost, held back so that they do not overload the others.
+    """Holds back requests of lost workers, so that they do not overload the other workers.
 
     Args:
         num_per_worker: requests per worker that may be recomputed at a time.
@@ -23,7 +23,7 @@ class RecoveryThrottle:
     def __init__(self, num_per_worker: int) -> None:
         self._num_per_worker = num_per_worker
         self._waiting: dict[int, None] = {}  # ids in order of arrival
-        self._recovering: dict[int, None] = {}  # released, without a new token so far
+        self._recovering: dict[int, None] = {}  # ids of released requests without a new token
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -46,7 +46,7 @@ class RecoveryThrottle:
         return released
 
     def discard(self, request: int) -> None:
-        """Forget a request that has a new token or has ended."""
+        """Remove a request that has a new token or has ended."""
         self._waiting.pop(request, None)
         self._recovering.pop(request, None)
 
@@ -62,10 +62,10 @@ class Placer:
         self._queue = queue
         self._throttle = throttle
         self.states: dict[int, RequestState] = {}
-        self._holders: dict[int, list[str]] = {}  # workers whose views contain the request
+        self._holders: dict[int, list[str]] = {}  # workers whose views contain a request
         self.num_ended: Counter[Status] = Counter()
         self.num_prefill_decisions: Counter[str] = Counter()  # by `str(PrefillDecision)`
-        self.num_rebalanced = 0  # moves away from a worker that had no room yet
+        self.num_rebalanced = 0  # number of moves away from workers without room
         self.dirty = False  # a queued request may fit now: call `assign_waiting`
 
     @property
@@ -78,7 +78,7 @@ class Placer:
         return request in self._queue or request in self._throttle
 
     def admit(self, state: RequestState) -> None:
-        """Queue a new request; one that has already ended is only counted."""
+        """Queue a new request; an ended request is only added to `num_ended`."""
         if state.status is not None:
             self.num_ended[state.status] += 1
             return
@@ -87,7 +87,7 @@ class Placer:
         self.dirty = True
 
     def reconcile(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Update placement and worker views; call after each change of a request's state.
+        """Update the placement and the worker views after a change of a request's state.
 
         A request that is no longer on any worker is placed again or queued.
         """
@@ -105,13 +105,13 @@ class Placer:
         self._update_views(state, now)
 
     def recover(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Variant of `reconcile` for a request whose worker was lost: holds it back first."""
+        """Variant of `reconcile` for a request of a lost worker: the request is held back first."""
         if state.status is None:
             self._throttle.add(state.request.id)
         self.reconcile(state, out, now)
 
     def recovered(self, state: RequestState) -> None:
-        """Note that a request has a new token, so that the next held one may be released."""
+        """Record that a request has a new token; the next held request may then be released."""
         self._throttle.discard(state.request.id)
 
     def assign_waiting(self, out: list[Command], now: float) -> None:
@@ -131,7 +131,7 @@ class Placer:
         self.dirty = False
 
     def _next_request(self, views: Sequence[WorkerView], now: float) -> int | None:
-        """Return the next request to place; None if none can be placed now."""
+        """Return the next request to place; None if no request can be placed now."""
         if not self._registry.queues_at_router:
             return self._queue.head()
         return self._queue.select(now, prefill_capacity(views)) if len(self._queue) else None
@@ -150,23 +150,23 @@ class Placer:
         return min((hold.runnable_since for hold in here if hold.worker == view.name), default=None)
 
     def short_of(self) -> Collection[str]:
-        """Return the roles without a worker that has room for the next queued request."""
+        """Return the roles that have no worker with room for the next queued request."""
         head = self._queue.head()
         if head is None:
             return ()
         state = self.states[head]
-        size = (state.token_log.num_known, state.request.num_choices)
+        size = (state.token_log.num_known, state.request.num_sequences)
         usable = [
             view for view in self._registry.views() if view.is_usable and view.has_capacity(*size)
         ]
-        if state.lease is None:  # its prompt must be computed, rarely by a decode worker
+        if state.lease is None:  # the prompt must still be computed
             usable = [view for view in usable if view.role == "decode" or view.has_prefill_slot]
         return {"prefill", "decode", "mixed"} - {view.role for view in usable}
 
     def end_if_unfit(
         self, state: RequestState, reason: str, out: list[Command], now: float
     ) -> bool:
-        """End a request that fits on none of the remaining workers; return whether it ended."""
+        """End a request that can never fit on any remaining worker; return whether it ended."""
         staying = [view for view in self._registry.views() if view.can_wait_for]
         if not staying or any(view.name not in state.unfit_workers for view in staying):
             return False
@@ -179,8 +179,8 @@ class Placer:
     def evacuate(self, view: WorkerView, out: list[Command], now: float) -> None:
         """Move requests away from a worker that drains, changes role or is suspect.
 
-        A draining worker loses all requests; a worker that becomes a prefill worker those decodes
-        whose blocks can move too; a suspect worker only those that have not started there.
+        A draining worker loses all requests, a new prefill worker loses the decoding requests
+        whose KV blocks can move, and a suspect worker loses requests that have not started there.
         """
         for request in list(view.requests):
             state = self.states[request]
@@ -200,7 +200,7 @@ class Placer:
     def _withdraw(
         self, state: RequestState, view: WorkerView, out: list[Command], now: float
     ) -> None:
-        """Withdraw a request that is pending on a worker, unless its KV transfer has started."""
+        """Withdraw a request pending on a worker if it can run elsewhere and its KV is not sent."""
         assert state.pending is not None
         if state.running is None and state.pending.epoch is not None:
             return
@@ -212,7 +212,7 @@ class Placer:
         self.reconcile(state, out, now)
 
     def _migrate_for_drain(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Move a request off a draining worker, live if possible to keep the pause short."""
+        """Move a request off a draining worker; a live move, if possible, keeps the pause short."""
         assert state.running is not None
         if state.running.yielding or state.pending is not None:
             return
@@ -226,7 +226,7 @@ class Placer:
             state.request_yield(out)
 
     def _migrate_for_role(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Move a request off a worker that is now a prefill worker, if its blocks can move."""
+        """Move a request off a worker that became a prefill worker, if the KV blocks can move."""
         assert state.running is not None
         if state.running.yielding or state.pending is not None or not state.can_migrate_live:
             return
@@ -243,7 +243,7 @@ class Placer:
                 self.reconcile(state, out, now)
 
     def rebalance(self, out: list[Command], now: float) -> None:
-        """Move requests that wait for room on one worker to another one that has room."""
+        """Move requests that wait for room on a worker to another worker that has room."""
         if not any(view.is_usable and not view.load.queued for view in self._registry.views()):
             return
         for state in list(self.states.values()):
@@ -265,7 +265,7 @@ class Placer:
                 self.reconcile(state, out, now)
 
     def _alternative(self, state: RequestState, now: float) -> WorkerView | None:
-        """Return the worker on which a request would be placed now."""
+        """Return the worker that the policy would choose for a request now, or None."""
         placement = self._choose(state, self._registry.views(), now)
         return None if placement is None else self._registry.get(placement.worker)
 
@@ -289,7 +289,7 @@ class Placer:
         )
 
     def _reassign(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Submit a request to its decode worker if that is usable; else queue it again."""
+        """Submit a request to its `decode_target` if usable; else queue the request again."""
         view = self._registry.get(state.decode_target)
         if view is not None and view.is_usable and not view.is_backed_off:
             self._assign(state, Placement(view.name), out, now)

@@ -31,7 +31,7 @@ def test_number_of_concurrent_recoveries_is_limited_per_worker() -> None:
     assert throttle.release(2) == [2, 3]
     assert len(throttle) == 2
     assert 4 in throttle
-    throttle.discard(0)  # it has recovered: a token has arrived
+    throttle.discard(0)  # request 0 has recovered: a token has arrived
     assert throttle.release(2) == [4]
 
 
@@ -53,7 +53,7 @@ def test_request_that_ends_while_throttled_is_forgotten() -> None:
     assert throttle.release(1) == []
 
 
-# ------------------------------------------------------------------ roles that the queue lacks
+# ------------------------------------------------------------------ roles without capacity
 
 
 def test_queue_is_short_of_the_roles_without_capacity() -> None:
@@ -73,6 +73,13 @@ def test_queue_is_short_of_the_roles_without_capacity() -> None:
     assert set(router.dispatcher.short_of) == {"decode", "mixed"}
 
 
+def test_beam_search_needs_room_for_every_beam() -> None:
+    router = Router(info_of("m", "mixed", max_sequences=8))
+    router.arrive(1)
+    router.arrive(2, num_beams=8)
+    assert set(router.dispatcher.short_of) == {"prefill", "decode", "mixed"}
+
+
 # ------------------------------------------------------------------ draining
 
 
@@ -80,11 +87,11 @@ def test_draining_worker_gets_no_requests_and_its_running_ones_move() -> None:
     router = Router(D)
     router.arrive(1)
     router.step("d", 1, 0)
-    assert router(Draining("d")) == []  # there is no other worker: it runs on
+    assert router(Draining("d")) == []  # no other worker: the request stays on d
     assert router.state("d") == "draining"
     commands = router(WorkerUp(E)) + router.wait(0.5, "d", "e")
     assert submits(commands) == [("e", 1, 2)]
-    assert router.wait(1, "d", "e") == []  # submitted only once
+    assert router.wait(1, "d", "e") == []  # the request is submitted only once
     assert router(Ready("e", 1, 2, 4, 0, AT)) == [Yield("d", 1, 1)]
     commands = router(Yielded("d", 1, 1, 3))
     assert commands[0] == Drop("e", 1, 2)
@@ -155,7 +162,7 @@ def test_started_transfer_to_a_draining_worker_completes() -> None:
     assert router(Draining("d")) == []
     assert router(Received("d", 1, 2, 4)) == [Drop("p", 1, 1)]
     router.step("d", 2, 1)
-    assert submits(router.wait(0.5, "p", "d", "e")) == [("e", 1, 3)]  # and then moves on
+    assert submits(router.wait(0.5, "p", "d", "e")) == [("e", 1, 3)]  # then the request moves to e
 
 
 def test_decode_target_that_drains_during_prefill_is_replaced() -> None:
