@@ -1,7 +1,8 @@
 """Incremental matching of stop strings over growing text.
 
-Each stop string has a Knuth-Morris-Pratt automaton, whose state is the length of the longest prefix
-of the string that the text ends with. Text that may still become a match is held back.
+Each stop string has a Knuth-Morris-Pratt automaton. The state of the automaton is the length of the
+longest prefix of the stop string that is a suffix of the text. Text that may still become a match
+is held back.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ class Pattern:
 
     Attributes:
         text: the stop string.
-        held: length of its longest prefix that the text ends with.
+        held: length of the longest prefix of the stop string that is a suffix of the text.
     """
 
     __slots__ = ("_borders", "held", "text")
@@ -33,7 +34,7 @@ class Pattern:
         self._borders = _borders(text)
 
     def feed(self, text: str) -> int | None:
-        """Advance over `text`; return the end offset of the first match in it, or None."""
+        """Advance over `text`; return the end offset in `text` of the first match, or None."""
         pattern, borders, held = self.text, self._borders, self.held
         for offset, char in enumerate(text):
             while held and pattern[held] != char:
@@ -63,12 +64,12 @@ def _borders(pattern: str) -> list[int]:
 
 
 class StopMatcher:
-    """Finds the stop string that ends first in the text; of several ending there, the longest.
+    """Finds the stop string that ends first in a text; if several end there, the longest one.
 
-    The result depends on the text alone, not on how it was split into calls.
+    The result depends only on the text, not on how the text is split into calls.
 
     Args:
-        stops: the stop strings; none is empty.
+        stops: the stop strings, each with at least one character.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -76,10 +77,10 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, Matched | None]:
-        """Append text; return what can be shown now, and None.
+        """Append text; return the text that can be shown now, and None.
 
-        If a stop string matches, return instead the held-back text plus `text`, and the match,
-        whose offsets refer to that string.
+        If a stop string matches, return the held-back text plus `text`, and the match. The offsets
+        of the match refer to the returned text.
         """
         before = len(self._held)
         whole = self._held + text
@@ -92,12 +93,13 @@ class StopMatcher:
                 if best is None or (found.end, found.start) < (best.end, best.start):
                     best = found
         if best is not None:
+            self._held = ""
             return whole, best
         keep = max(pattern.held for pattern in self._patterns) if self._patterns else 0
         self._held = whole[len(whole) - keep :]
         return whole[: len(whole) - keep], None
 
     def rest(self) -> str:
-        """Return and clear the text still held back, once the answer ended without a match."""
+        """Return and clear the held-back text; for use when an answer has ended without a match."""
         held, self._held = self._held, ""
         return held

@@ -22,7 +22,7 @@ KIND_NAMES = st.sampled_from(sorted(KINDS))
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """Tokenizer kind and tokens of an answer: those of a text, or arbitrary ids."""
+    """Generate a tokenizer kind and the tokens of an answer: of a text, or arbitrary ids."""
     name = draw(KIND_NAMES)
     size = TOKENIZERS[name].get_vocab_size()
     arbitrary = st.lists(st.integers(0, size - 1), max_size=20)
@@ -72,7 +72,7 @@ def test_text_without_stop_strings_is_all_decoded_bytes(
 
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_prompt_text_and_answer_text_join_to_the_decoded_whole(prompt: str, more: str) -> None:
-    # A byte-level prompt that ends at a character boundary joins the answer's text exactly.
+    # If a byte-level prompt ends at a character boundary, prompt and answer texts join exactly.
     tokenizer, pieces = TOKENIZERS["byte-level"], PIECES["byte-level"]
     first = tokenizer.encode(prompt).ids
     second = tokenizer.encode(more, add_special_tokens=False).ids
@@ -96,13 +96,21 @@ def test_incomplete_character_at_the_end_becomes_a_replacement_character() -> No
     assert answer.feed(encode("🙂")[:1], ended=True).text == "\ufffd"
 
 
+def test_stop_string_completed_by_the_final_replacement_character_cuts_the_text() -> None:
+    options = StopOptions(stop=("ab\ufffd",))
+    answer = IncrementalDetokenizer(PIECES["byte-level"], options)
+    first = answer.feed(encode("so ab"))
+    last = answer.feed(encode("🙂")[:1], ended=True)
+    assert (first.text + last.text, last.stop) == ("so ", "ab\ufffd")
+
+
 def test_a_stop_string_over_several_tokens_cuts_text_and_tokens() -> None:
     tokens = encode("see the lazy dog") + encode(" and more")
     stop = "y d"
     answer = IncrementalDetokenizer(PIECES["byte-level"], StopOptions(stop=(stop,)))
     delta = answer.feed(tokens)
     assert (delta.text, delta.stop) == ("see the laz", stop)
-    # The last token kept is the one that completes the stop string.
+    # The last token that is kept completes the stop string.
     pieces = PIECES["byte-level"]
     assert stop in pieces.decode(tokens[: delta.num_tokens], skip_special_tokens=True)
     assert stop not in pieces.decode(tokens[: delta.num_tokens - 1], skip_special_tokens=True)

@@ -8,7 +8,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4)
 
 
 def first_match(text: str, stops: list[str]) -> Matched | None:
-    """Reference: return the match that ends first; of several that end there, the longest."""
+    """Reference: return the match that ends first; if several end there, return the longest."""
     matches = [
         Matched(stop, end - len(stop), end)
         for stop in stops
@@ -60,3 +60,11 @@ def test_held_text_is_released_once_it_cannot_match() -> None:
     assert matcher.feed("the E") == ("the ", None)
     assert matcher.feed("N") == ("", None)
     assert matcher.feed("x") == ("ENx", None)
+
+
+def test_nothing_is_held_back_after_a_match() -> None:
+    matcher = StopMatcher(["END"])
+    assert matcher.feed("the E") == ("the ", None)
+    _, matched = matcher.feed("ND")
+    assert matched is not None
+    assert matcher.rest() == ""

@@ -14,7 +14,7 @@ PIECES = {name: TokenBytes(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
 @st.composite
 def some_tokens(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """Tokenizer kind and arbitrary token ids, which may form invalid UTF-8."""
+    """Generate a tokenizer kind and arbitrary token ids, which may form invalid UTF-8."""
     name = draw(st.sampled_from(sorted(KINDS)))
     size = TOKENIZERS[name].get_vocab_size()
     return name, draw(st.lists(st.integers(0, size - 1), max_size=24))
@@ -28,7 +28,7 @@ def test_decoded_text_equals_that_of_the_tokenizer(
     expected = TOKENIZERS[name].decode(tokens, skip_special_tokens=not keep_special)
     text = PIECES[name].decode(tokens, not keep_special)
     if name == "byte-fallback" and "\ufffd" in expected:
-        # The library replaces each byte of an invalid run, even those that are valid UTF-8.
+        # The library replaces every byte of an invalid run, even bytes that are valid UTF-8.
         assert 0 < text.count("\ufffd") <= expected.count("\ufffd")
         return
     assert text == expected
@@ -40,7 +40,7 @@ def test_encode_then_decode_returns_the_text(name: str, text: str) -> None:
     if name == "byte-fallback":
         text = text.removeprefix("▁").replace("▁", " ")
         if text.startswith(" "):
-            return  # Metaspace prepends no space to a text that starts with one
+            return  # Metaspace adds no second space
     assert PIECES[name].decode(tokens, skip_special_tokens=True) == text
 
 
