@@ -36,8 +36,8 @@ def worker_config(
 ) -> WorkerConfig:
     """Return the configuration of the worker at `placement`.
 
-    Sizes are those of the worker's initial pool and stay the same when its role changes. Its host
-    is filled in on the node where it runs.
+    All sizes are those of the worker's initial pool, even after the worker's role has changed.
+    `host` is set later, on the node where the worker runs.
     """
     pool: PoolSpec = getattr(spec.pools, placement.role)
     return WorkerConfig(

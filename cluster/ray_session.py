@@ -1,4 +1,4 @@
-"""Start Ray locally or connect to a running cluster, and clean up afterwards."""
+"""Starts Ray locally or connects to a running cluster, and cleans up afterwards."""
 
 import logging
 import os
@@ -21,17 +21,17 @@ import ray._private.worker as ray_worker
 from penstock.cluster.placement.placement import Node
 from penstock.cluster.processes.process_tree import DescendantTracker, is_alive
 
-OBJECT_STORE_BYTES = 80 * 2**20  # about the minimum of Ray; Penstock stores no objects
-LONGEST_TEMP = 40  # characters; the paths of sockets below it must stay under 107
+OBJECT_STORE_BYTES = 80 * 2**20  # about Ray's minimum; Penstock stores no objects
+LONGEST_TEMP = 40  # characters; socket paths in this folder must stay under 107
 VITAL_PROCESSES = ("gcs_server", "raylet")
 SECONDS_TO_EXIT = 5.0
 
 # Environment variables that Ray reads at start, in this process and its child processes.
 _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep the environment of actors without GPUs
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep CUDA_VISIBLE_DEVICES if num_gpus=0
     "RAY_worker_niceness": "0",  # Ray's default lowers the priority of its workers
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # bind to 127.0.0.1: no port is open to others
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # bind to 127.0.0.1 only
 }
 
 
@@ -43,8 +43,8 @@ class RaySession:
     """A local Ray instance with its processes and files, or a connection to a running cluster.
 
     Enter this context manager in the main thread: the kernel kills Ray's processes when the thread
-    that started them ends. Entering raises `RayFailed`; leaving ends the local processes and
-    deletes their files.
+    that started them ends. Entering raises `RayFailed` if Ray is not available; leaving ends
+    the local processes and deletes their files.
 
     Args:
         address: address of a running cluster, or None to start one here.
@@ -88,15 +88,15 @@ class RaySession:
         if len(parent) > LONGEST_TEMP:
             parent = "/tmp"
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-", dir=parent))
-        # Set a token: otherwise Ray generates one and writes it into the home folder.
+        # Set a token; otherwise Ray generates one and writes a file in the home folder.
         os.environ.update(_LOCAL_SETTINGS, RAY_AUTH_TOKEN=secrets.token_hex(32))
-        ray_constants.ENABLE_RAY_CLUSTER = False  # Ray has read the variable
+        ray_constants.ENABLE_RAY_CLUSTER = False  # Ray read the environment variable at import
         # Start Ray's processes in sessions of their own: a signal to our process group (Ctrl-C)
         # must not kill them before the cluster has drained.
         ray_services.ConsolePopen = partial(subprocess.Popen, start_new_session=True)
         ray.init(
             address="local",
-            _temp_dir=str(self._folder / "ray"),  # world-writable, in a private folder
+            _temp_dir=str(self._folder / "ray"),  # world-writable, so inside a private folder
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
@@ -105,18 +105,18 @@ class RaySession:
         self._vital = [each for each in self._descendants.alive() if each.name() in VITAL_PROCESSES]
 
     def stop(self) -> None:
-        """Shut Ray down, kill every process that it started here and delete its files."""
-        self._descendants.alive()  # remember them: only Linux lets this process adopt orphans
-        with suppress(Exception):  # Ray may be half started; `abandon` kills the rest
+        """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""
+        self._descendants.alive()  # record them now: orphans can be found later only on Linux
+        with suppress(Exception):  # Ray may be only partly started; `abandon` kills the rest
             ray.shutdown()
         if self._folder is not None:
             self._descendants.wait(SECONDS_TO_EXIT)
         self.abandon()
 
     def abandon(self) -> None:
-        """Kill Ray's processes at once and delete its files, when this process is about to exit."""
+        """Kill Ray's processes at once and delete Ray's files, without shutting Ray down."""
         self._descendants.kill(SECONDS_TO_EXIT)
-        # Last: a process that is still alive may write files.
+        # Delete files last, because a process that is still alive may write new ones.
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -137,5 +137,5 @@ def free_nodes() -> list[Node]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; its type's name if the message is empty."""
+    """Return the first line of an error's message, or the error's type if the message is empty."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""Start a cluster's processes, replace failed ones, resize its pools and shut everything down."""
+"""Starts and replaces a cluster's processes, resizes its pools and shuts the cluster down."""
 
 import asyncio
 import secrets
@@ -42,7 +42,7 @@ REMINDER_CHECK_SECONDS = 1.0  # interval of the check for long waits
 
 
 class Supervisor:
-    """Runs a cluster on a Ray that is already running. Create it on the event loop.
+    """Runs a cluster on a running Ray; must be created on the event loop.
 
     Args:
         spec: specification of the cluster.
@@ -54,7 +54,7 @@ class Supervisor:
     """
 
     def __init__(self, spec: ClusterSpec, model: Path, report: Report) -> None:
-        # New at every start: workers accept connections only from this cluster's routers.
+        # A new token at every start: workers accept only connections from this cluster's routers.
         self._token = secrets.token_urlsafe(32)
         self._spec = spec
         self._model = model
@@ -137,16 +137,16 @@ class Supervisor:
             await self._shut_down()
 
     def _pools_by_labels(self) -> list[str]:
-        """Return the pools, those with the most required labels first.
+        """Return the names of the pools; pools with more required labels come first.
 
-        Ray grants placement groups in the order of the requests, and pools without labels have more
-        nodes to choose from.
+        Ray grants placement groups in the order of the requests. Pools without labels come last,
+        because they can use more nodes.
         """
         num_labels = {each.role: len(each.labels) for each in self._placements}
         return sorted(self._pools, key=lambda role: -num_labels[role])
 
     def _make_worker(self, placement: WorkerPlacement) -> ManagedWorker:
-        # Once the cluster serves, a worker without room waits instead of ending the cluster.
+        # Once the cluster serves, a worker without room waits and does not end the cluster.
         placement = replace(placement, waits_for_node=placement.waits_for_node or self._serving)
         config = worker_config(self._spec, self._model, self._token, placement)
         return ManagedWorker(placement, config, self._routers, self._report)
@@ -171,13 +171,13 @@ class Supervisor:
             router.given_up = False
 
     def _on_given_up(self, title: str, failure: StartFailed, seconds: float) -> None:
-        # Until the cluster serves, the operator at the terminal must act, so end with the error.
+        # Before the cluster serves, end with the error, because the operator must fix its cause.
         if not self._serving:
             raise failure
         self._report(title, GivenUp(failure.reason, seconds))
 
     async def _serve(self) -> None:
-        """Wait until everything is ready, report it, then resize the pools periodically."""
+        """Wait until all processes are ready, report `Serving`, then resize pools periodically."""
         first = [worker for pool in self._pools.values() for worker in pool.workers]
         await self._routers.ready()
         for worker in first:
@@ -190,7 +190,7 @@ class Supervisor:
         while True:
             try:
                 await self._resize_pools()
-            except Exception as error:  # an error in sizing must not end a running cluster
+            except Exception as error:  # a sizing error must not end a running cluster
                 if wrong != (wrong := f"resizing the pools failed: {first_line(error)}"):
                     self._report("", LogLine(wrong))
             await asyncio.sleep(SECONDS_BETWEEN_DECISIONS)
@@ -241,7 +241,7 @@ class Supervisor:
 
     async def _shut_down(self) -> None:
         self._report("cluster", Progress("ending its processes"))
-        # Stop the routers first, so that workers see their streams closed regularly.
+        # Stop the routers first, so that their streams to the workers are closed normally.
         await self._routers.stop()
         workers = [worker for pool in self._pools.values() for worker in pool.workers]
         await asyncio.gather(*(worker.shut_down() for worker in workers))

@@ -1,9 +1,9 @@
-"""Compile the numba loops that a CPU worker needs, divided among the processes of a machine.
+"""Compiles the numba loops that a CPU worker needs. The processes of a machine share this work.
 
 Compiled loops are cached on disk (`numba_runtime`), so a machine compiles them only once. When
-several workers start at the same time, each compiles the groups of loops that no other process has
-begun, and loads the other groups from disk when they are ready. A process claims a group with a
-file lock (flock), which the operating system releases when the process ends.
+several workers start at the same time, each worker compiles the groups of loops that no other
+process has claimed. It loads the other groups from disk when they are ready. A process claims a
+group with a file lock (flock). The operating system releases the lock when the process ends.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ from penstock.kernels.sampling import philox
 from penstock.kernels.step_graph import builder
 
 MAX_LOCK_SECONDS = 180.0
-"""Longest wait for a group that another process compiles, in case that process is suspended."""
+"""Maximum wait for a group that another process compiles; that process may be suspended."""
 
 LOCK_POLL_SECONDS = 0.05
 
@@ -39,11 +39,11 @@ MAX_LOAD_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class KernelGroup:
-    """Loops that are compiled together.
+    """A group of loops that are compiled together.
 
     Attributes:
-        name: identifies the group in all processes.
-        load: compiles the loops, or loads them from disk, into this process.
+        name: name of the group, the same in all processes.
+        load: function that loads the loops from disk into this process, or compiles them.
     """
 
     name: str
@@ -57,7 +57,7 @@ def required_groups(
     quantized: bool,
     single_rank: bool,
 ) -> list[KernelGroup]:
-    """Return the groups that a worker needs, those with the longest compile time first.
+    """Return the groups that a worker needs; groups that take longest to compile come first.
 
     Args:
         device: the worker's device; on a GPU the list is empty.
@@ -98,10 +98,10 @@ class CpuKernelLoader:
 
     Args:
         groups: the groups to load.
-        notify: called once, in that thread, when this process starts to compile or to wait for
-            another process that compiles.
-        folder: folder of the lock files, which all processes with the same cache must share;
-            default: a folder in that cache.
+        notify: called once, in the background thread, when this process starts to compile, or to
+            wait for another process that compiles.
+        folder: folder of the lock files. Processes that share a disk cache must use the same
+            folder. Default: a folder in the disk cache.
     """
 
     def __init__(
@@ -121,16 +121,16 @@ class CpuKernelLoader:
 
     @property
     def has_compiled(self) -> bool:
-        """True once this process has begun to compile or to wait for one that compiles."""
+        """True once this process has begun to compile or to wait for a process that compiles."""
         return self._has_compiled
 
     @property
     def compiles(self) -> bool:
-        """True while this process compiles or waits for another process that compiles."""
+        """True while this process compiles, or waits for another process that compiles."""
         return self._has_compiled and self._thread.is_alive()
 
     def join(self) -> None:
-        """Wait until all groups are loaded, and raise the thread's error, if any."""
+        """Wait until all groups are loaded. If loading failed, raise the error."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -150,11 +150,11 @@ class CpuKernelLoader:
             self._notify()
 
     def _load_all(self, folder: Path) -> None:
-        for group in self._groups.values():  # first those that no other process has locked
+        for group in self._groups.values():  # first: groups that no other process has locked
             with _lock(folder, group.name, 0.0) as is_held:
                 if is_held:
                     self._load(group)
-        for group in self._groups.values():  # then those that other processes have compiled
+        for group in self._groups.values():  # then: groups that other processes have compiled
             if group.name not in self._loaded:
                 with _lock(folder, group.name, MAX_LOCK_SECONDS, self._record_compile):
                     self._load(group)
@@ -175,15 +175,15 @@ def _lock_folder() -> Path:
 def _lock(
     folder: Path, name: str, seconds: float, notify: Callable[[], None] = lambda: None
 ) -> Iterator[bool]:
-    """Hold the lock of a group. Yields False if it was not acquired within `seconds`.
+    """Hold the lock of a group; yield whether the lock was acquired within `seconds`.
 
-    On a file system without locks it yields True in every process, which then compile the same
+    On a file system without locks, every process gets True. All processes then compile the same
     group; the result is still correct.
 
     Args:
         folder: folder of the lock files.
         name: name of the group.
-        seconds: longest wait; 0 tries once.
+        seconds: maximum wait; with 0, only one attempt is made.
         notify: called once when another process has held the lock for MAX_LOAD_SECONDS.
     """
     try:
@@ -218,7 +218,7 @@ def _acquire(number: int, seconds: float, notify: Callable[[], None]) -> bool:
 
 @contextmanager
 def _on_compile(notify: Callable[[], None]) -> Iterator[None]:
-    """Call `notify` whenever numba compiles a function that is not in its cache."""
+    """Call `notify` within this context whenever numba compiles a function that is not cached."""
     from numba.core import event
 
     class Listener(event.Listener):

@@ -1,8 +1,9 @@
-"""Detection of kernel fallbacks: operations that a Triton kernel should have computed, but did not.
+"""Detects kernel fallbacks: operations on a GPU that should run as a Triton kernel but do not.
 
-On a GPU, a launcher that has no kernel for the arguments (a dtype, a head size) computes with plain
-torch: correct but slow. A tensor that is on the CPU by mistake is computed by the CPU version, also
-correctly. Both are reported here, so that tests and benchmarks do not miss them.
+If a launcher has no kernel for its arguments (such as a dtype or a head size), it runs plain torch
+operations on the GPU: correct but slow. If a tensor is on the CPU by mistake, the launcher runs its
+CPU version, and the result is correct, too. This module reports both cases, so that tests and
+benchmarks detect them.
 """
 
 from collections import Counter
@@ -14,17 +15,17 @@ from torch import Tensor
 
 _taken: Counter[str] = Counter()
 _strict = False
-_device: torch.device | None = None  # GPU on which everything must run, if any
+_device: torch.device | None = None  # GPU on which all operations must run; None: any device
 
 
 class KernelFallbackError(RuntimeError):
-    """An operation would run without its Triton kernel although `forbid_fallback` is active."""
+    """An operation would run without its Triton kernel while `forbid_fallback` is active."""
 
 
 def record_fallback(operation: str, device: torch.device, why: str) -> None:
-    """Count a launcher's use of plain torch, or raise `KernelFallbackError` if that is forbidden.
+    """Count a launcher's use of plain torch; raise `KernelFallbackError` if this is forbidden.
 
-    Does nothing for a CPU, unless `forbid_fallback` requires another device.
+    If `device` is a CPU, the function does nothing unless `forbid_fallback` requires a GPU.
     """
     if device.type == "cpu" and _device is None:
         return
@@ -36,7 +37,7 @@ def record_fallback(operation: str, device: torch.device, why: str) -> None:
 def check_device(tensor: Tensor) -> None:
     """Raise `KernelFallbackError` if `forbid_fallback` requires a GPU.
 
-    Launchers call it before they run the CPU version for this tensor.
+    Launchers call this function before they run their CPU version for `tensor`.
     """
     if _device is not None:
         raise KernelFallbackError(
@@ -45,16 +46,16 @@ def check_device(tensor: Tensor) -> None:
 
 
 def fallback_counts() -> dict[str, int]:
-    """Return how often each operation has run without its Triton kernel on a GPU."""
+    """Return for each operation how often it has run on a GPU without its Triton kernel."""
     return dict(_taken)
 
 
 @contextmanager
 def forbid_fallback(device: torch.device | None = None) -> Iterator[None]:
-    """Raise `KernelFallbackError` within the context where an operation runs without its kernel.
+    """Raise `KernelFallbackError` within this context if an operation runs without its kernel.
 
-    This applies to plain torch on a GPU and, if `device` is not a CPU, also to CPU versions. The
-    setting is global: use it in one thread at a time.
+    This applies to plain torch operations on a GPU. If `device` is a GPU, it also applies to CPU
+    versions. The setting is global, so only one thread at a time may use it.
     """
     global _strict, _device
     before = _strict, _device

@@ -88,14 +88,14 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Returns the served model as a list of one.
+        """Returns a list that contains the served model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Returns the model of the given name; NOT_FOUND: it is not served.
+        """Returns the model of the given name, or NOT_FOUND if the model is not served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,7 +59,7 @@ class RendezvousServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Waits some time for a key; NOT_FOUND: it is not set yet.
+        """Returns the entry of a key. Waits for the key for a limited time; then fails with NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

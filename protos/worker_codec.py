@@ -1,6 +1,6 @@
 """Conversion between records of `penstock.common` and messages of worker.proto.
 
-Routers and workers both use this module. Decoding does not validate: the receiver must.
+Routers and workers both use this module. Decoding does not validate the values; the receiver must.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _EARLY_STOPPING_VALUES = {number: value for value, number in EARLY_STOPPING.item
 
 
 def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
-    """Return resolved parameters as a message; see `SamplingParams.for_worker`."""
+    """Encode resolved parameters as a message; see `SamplingParams.for_worker`."""
     beams = None
     if params.use_beam_search:
         beams = pb.BeamSearch(
@@ -51,10 +51,10 @@ def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
 
 
 def decode_sampling_params(message: pb.SamplingParams) -> SamplingParams:
-    """Return the parameters of a message, without validation.
+    """Decode a `SamplingParams` message without validation.
 
-    An absent `n` becomes 1, and an absent `typical_p` 1.0 (keeps all tokens). Floats have float32
-    precision. An unknown `early_stopping` becomes a string that validation refuses.
+    An absent `n` becomes 1. An absent `typical_p` becomes 1.0, which keeps all tokens. Floats have
+    float32 precision. An unknown `early_stopping` becomes a string that validation refuses.
     """
     search: dict[str, Any] = {"seed": message.seed}
     if message.HasField("beams"):
@@ -94,7 +94,7 @@ UINT32_MAX = (1 << 32) - 1
 
 
 def encode_worker_load(load: WorkerLoad) -> pb.Load:
-    """Return a load as a message; its last step time is rounded down to microseconds."""
+    """Encode a `WorkerLoad` as a message; the last step time is rounded down to microseconds."""
     return pb.Load(
         queued=load.queued,
         queued_tokens=load.queued_tokens,
@@ -120,7 +120,7 @@ def encode_worker_load(load: WorkerLoad) -> pb.Load:
 
 
 def decode_worker_load(message: pb.Load) -> WorkerLoad:
-    """Return the load of a message."""
+    """Decode a `Load` message into a `WorkerLoad`."""
     # Positional arguments in field order: keyword arguments take 1.5 times as long.
     return WorkerLoad(
         message.queued,

@@ -47,7 +47,7 @@ class WorkerServicer:
     """
 
     def Attach(self, request_iterator, context):
-        """Connects a router. Call metadata carries "authorization: Bearer <cluster token>" where the cluster has one.
+        """Connects a router. Call metadata carries "authorization: Bearer <cluster token>" if the cluster has a token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

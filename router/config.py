@@ -13,7 +13,7 @@ class RequestBounds(SamplingLimits):
     max_body_bytes: int = 4 << 20  # bytes of an HTTP body or a gRPC message
     max_header_bytes: int = 64 << 10
     receive_seconds: float = 30.0  # for a request's head, and again for its body
-    max_prompts: int = 64  # per call; each becomes a separate request
+    max_prompts: int = 64  # prompts per call; each prompt becomes a separate request
     max_unread_tokens: int = 8192  # generated tokens that a slow client has not read
 
 
@@ -40,18 +40,18 @@ class RouterConfig:
     max_queued_tokens: int = 4 << 20
     ttft_slo_seconds: float = 0.0  # see `queue.slo_order`; 0: prompts are ordered by arrival
     vllm_metrics: bool = False  # also export metrics under vLLM's names
-    waits_for_both: bool = False  # both pools always have workers: see `readiness`
+    waits_for_both: bool = False  # prefill and decode pool always have workers: see `readiness`
     wakes_workers: bool = False  # pools may be empty: queued requests start workers
     worker_timeout_seconds: float = 10.0  # a worker silent for longer is lost
-    step_timeout_seconds: float = 30.0  # a worker's limit per step: see `stuck_seconds`
+    step_timeout_seconds: float = 30.0  # a worker's time limit per step: see `stuck_seconds`
     bounds: RequestBounds = field(default_factory=RequestBounds)
 
     @property
     def stuck_seconds(self) -> float:
         """Seconds without a completed step after which a busy worker counts as stuck.
 
-        Longer than the step timeout, so that the worker's own watchdog fires first and writes
-        a crash dump. Also longer than the 5 s for which a KV transfer may be silent: transfers for
-        other routers can block this worker, and this router does not see them.
+        This limit is longer than the step timeout, so that the worker's own watchdog fires first
+        and writes a crash dump. It is also longer than the 5 s for which a KV transfer may be
+        silent: a transfer for another router, unknown to this router, can block the worker.
         """
         return max(1.5 * self.step_timeout_seconds, 8.0)

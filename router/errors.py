@@ -1,10 +1,10 @@
-"""Errors that clients receive: one exception with a code that every protocol maps."""
+"""Errors that clients receive: one exception whose code each protocol maps to its own status."""
 
 from enum import Enum
 
 
 class Code(Enum):
-    """Why a call is refused or ended; each protocol maps these to its own statuses."""
+    """Why a call is refused or ended; each protocol maps the codes to its own statuses."""
 
     INVALID = "invalid"
     UNAUTHENTICATED = "unauthenticated"
@@ -18,13 +18,13 @@ class Code(Enum):
 
 
 class ServingError(Exception):
-    """A call is refused, or its answer ends early.
+    """Raised if a call is refused or if its answer ends early.
 
     Args:
         code: kind of error.
         message: one line for the client: what was wrong and what to do, without paths and
             tracebacks.
-        param: name of the invalid request field, if one is.
+        param: name of the invalid request field, if any.
         retry_after: seconds after which the client should retry; None: no hint.
     """
 

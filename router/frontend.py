@@ -66,7 +66,7 @@ class Frontend:
         limits: limits from the model's own configuration.
         dispatcher: decides which commands follow from each event.
         incarnation: random id, new at each start of the router.
-        tenants: name of each tenant in metrics, from which its API key cannot be guessed.
+        tenants: name of each tenant in metrics; does not reveal the API key.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Frontend:
         self.tokenizer = tokenizer
         self.metrics = RequestMetrics(tenants)
         self.is_draining = False
-        self.scaling = snapshot.Scaling()  # last reported by the supervisor
+        self.scaling = snapshot.Scaling()  # as last reported by the supervisor
         self.roles = RoleRecorder(lambda worker, role: self.post(ev.RoleChanged(worker, role)))
-        self.routers: Sequence[snapshot.RouterState] = ()  # all, from the supervisor
-        # Called with name and address of a stuck worker, and the reason.
+        self.routers: Sequence[snapshot.RouterState] = ()  # all, as reported by the supervisor
+        # Called with the name and the address of a stuck worker, and the reason.
         self.on_stuck_worker: Callable[[str, str, str], None] = lambda worker, address, reason: None
         self._limits = limits
         self._dispatcher = dispatcher
@@ -98,14 +98,14 @@ class Frontend:
         self._readiness_listeners: list[Callable[[str], None]] = []
         self._readiness = Readiness(config.waits_for_both, config.wakes_workers)
         self._loop = asyncio.get_running_loop()
-        self._reported_reason = self.why_not_ready()  # last passed to the readiness listeners
+        self._reported_reason = self.why_not_ready()  # last reason passed to listeners
         self._clock = asyncio.create_task(self._tick(), name="router clock")
 
     # ------------------------------------------------------------ the model and its state
 
     @property
     def model(self) -> ModelLimits:
-        """The model limits against which prompts are checked; they depend on connected workers."""
+        """Limits for requests: the smallest of the model's and the connected workers' limits."""
         return self._links.model_limits(self._limits)
 
     def check_model(self, name: str | None) -> None:
@@ -188,7 +188,7 @@ class Frontend:
             The stream of answers; the caller must always close it.
 
         Raises:
-            ServingError: a request is refused; then none was submitted.
+            ServingError: a request is refused; no request of the call is submitted.
         """
         if self.is_draining:
             raise ServingError(
@@ -271,7 +271,7 @@ class Frontend:
     # ------------------------------------------------------------ events and commands
 
     def post(self, event: ev.Event) -> None:
-        """Handle an event now, or after the event that is being handled."""
+        """Handle an event now or, if another event is being handled, after that event."""
         self._events.append(event)
         if self._is_handling:
             return
@@ -339,13 +339,13 @@ class Frontend:
     # ------------------------------------------------------------ workers
 
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
-        """Connect to exactly these workers (name to `host:port`)."""
+        """Connect to exactly the workers in `addresses` (name to `host:port`)."""
         await self._links.set_workers(addresses)
 
     async def assign(self, worker: str, role: str) -> None:
-        """Give a role to a worker and to its replacements of the same name.
+        """Assign a role to a worker and to later workers of the same name.
 
-        Returns once the supervisor, if there is one, has recorded the role.
+        The call returns once the supervisor, if there is one, has recorded the role.
 
         Raises:
             ServingError: INVALID for an unknown role, NOT_FOUND for an unknown worker,
@@ -363,7 +363,7 @@ class Frontend:
         await self.roles.record(worker, role)
 
     def set_roles(self, assignments: Assignments) -> None:
-        """Merge in role assignments from all routers; the newest one of each worker counts."""
+        """Merge role assignments of all routers into `roles`; keep the newest for each worker."""
         self.roles.merge(assignments)
 
     def worker_died(self, name: str) -> None:

@@ -26,13 +26,13 @@ from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.placement.policy import LeastLoaded
 from penstock.router.routing.worker_registry import LivenessBounds
 
-NO_WORKER_TIMEOUT_SECONDS = 60.0  # then waiting requests end with UNAVAILABLE
+NO_WORKER_TIMEOUT_SECONDS = 60.0  # without a worker; then requests end with UNAVAILABLE
 UNBOUNDED = 2**31 - 1
 """Context length if the model's configuration has none; the workers' limit then applies."""
 
 
 class PortInUseError(OSError):
-    """A port cannot be bound; the message has the port and the reason."""
+    """Raised if a port cannot be bound; the message contains the port."""
 
 
 class RunningRouter:
@@ -61,7 +61,7 @@ class RunningRouter:
         return self._frontend
 
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
-        """Connect to exactly these workers (name to `host:port`)."""
+        """Connect to exactly the workers in `addresses` (name to `host:port`)."""
         await self._frontend.set_workers(addresses)
 
     def worker_died(self, name: str) -> None:
@@ -84,7 +84,7 @@ class RunningRouter:
 
 
 async def serve_router(config: RouterConfig) -> RunningRouter:
-    """Start a router; on an error everything that was started is stopped again.
+    """Start a router; if the start fails, stop everything that was started.
 
     Raises:
         UnsupportedTokenizer, ValueError: the model folder cannot be served.
@@ -127,11 +127,11 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
 
 
 def read_model_limits(config: RouterConfig, tokenizer: ModelTokenizer) -> ModelLimits:
-    """Return the limits that the model's config.json sets."""
+    """Return the limits from the model's config.json and from `config.max_model_len`."""
     path = config.model / "config.json"
     own = _read_json(path)
     inner = own.get("text_config")
-    if isinstance(inner, dict):  # multimodal models keep these fields there
+    if isinstance(inner, dict):  # multimodal models have these fields in text_config
         own = {**own, **inner}
     lengths = [own.get("max_position_embeddings"), own.get("n_positions"), config.max_model_len]
     known = [length for length in lengths if isinstance(length, int)]
@@ -167,7 +167,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Limits kernel memory for a client that does not read; accepted connections inherit it.
+        # Limit kernel memory per slow client; accepted connections inherit this buffer size.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
         listener.bind((host, port))
         listener.listen(2048)
@@ -182,7 +182,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def check_port_is_free(host: str, port: int) -> None:
-    """Raise `PortInUseError` if a port is taken; its message is clearer than gRPC's own."""
+    """Raise `PortInUseError` if a port is taken. gRPC's own error would be less clear."""
     listen(host, port).close()
 
 

@@ -7,15 +7,15 @@ import pytest
 
 from penstock.cluster.processes.descriptors import reserve_descriptors
 
-# Needed here because workers and routers also serve in the tests' process.
+# Grow the table of file descriptors, because workers and routers also serve in this process.
 reserve_descriptors()
 
-# Small matrix products gain nothing from threads, and threads that wait for each other on a busy
-# machine are ten times slower. Set before torch is imported anywhere.
+# Small matrix products gain nothing from threads, and on a busy machine, threads that wait for each
+# other make them ten times slower. Set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Each xdist process gets its own range: a port that one has found free could otherwise be taken by
-# another first.
+# Each xdist process uses its own range of ports. Otherwise another process could take a port that
+# this process has just found free.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     low = 20000 + 4000 * (int(worker.removeprefix("gw")) % 3)
     os.environ["PENSTOCK_FREE_PORTS"] = f"{low}-{low + 4000}"

@@ -1,4 +1,4 @@
-"""Generated protobuf code against its source: `python -m tests.generated [--write]`."""
+"""Compare generated protobuf code with its source: `python -m tests.generated [--write]`."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def generate(target: Path) -> None:
 
 
 def stale() -> list[str]:
-    """Names of generated files that differ from what the sources give now."""
+    """Return the names of generated files that differ from newly generated ones."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
         fresh = sorted((Path(folder) / "penstock" / "protos").glob("*_pb2*"))

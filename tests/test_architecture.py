@@ -21,7 +21,7 @@ class Row(NamedTuple):
     path: str
     function: str
     successor: str  # the name that the function must use
-    is_call: bool  # whether it calls it, and the successor is the next row's function
+    is_call: bool  # the function calls the successor, the next row's function
 
 
 def request_path() -> list[Row]:
@@ -64,7 +64,7 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def calls_in(node: ast.AST) -> set[str]:
-    """Return the last name of everything that a definition calls."""
+    """Return the names of all functions and methods that a definition calls."""
     called = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
     return {
         each.attr if isinstance(each, ast.Attribute) else each.id

@@ -71,7 +71,7 @@ async def serve(name: str, role: str, folder: Path, **other: Any) -> RunningWork
 
 
 async def stop(workers: Mapping[str, RunningWorker], name: str) -> None:
-    """Stop the worker that has this name now: a test may have replaced it."""
+    """Stop the worker that currently has this name; a test may have replaced the first one."""
     await workers[name].stop()
 
 

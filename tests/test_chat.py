@@ -19,7 +19,7 @@ from penstock.protos import inference_pb2, inference_pb2_grpc
 
 @dataclass
 class StubServer(inference_pb2_grpc.InferenceServicer):
-    """A server that answers with the number of messages it was sent."""
+    """A server that answers with the number of messages that it received."""
 
     requests: list[Any] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)
@@ -172,7 +172,7 @@ def interrupted(*_: object, **__: object) -> None:
 
 
 class FailingServer(StubServer):
-    """Sends half an answer, then fails with UNAVAILABLE."""
+    """A server that sends half an answer, then fails with UNAVAILABLE."""
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         self.requests.append(request)

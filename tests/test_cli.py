@@ -60,7 +60,7 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A copy of a checkpoint, which tests damage."""
+    """A copy of a checkpoint, which tests may damage."""
     return Path(shutil.copytree(SMALL, tmp_path / "model"))
 
 

@@ -1,4 +1,4 @@
-"""End-to-end tests with the bundled model: third-party clients, compared with `transformers`."""
+"""End-to-end tests of the bundled model with third-party clients: answers equal `transformers`'."""
 
 import tempfile
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ QUESTIONS = ["What is 12 + 7?", "Sort these numbers: 8, 3, 5", "Hello!", "Repeat
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Serving]:
-    # Not pytest's tmp_path: Unix socket paths below it would be too long.
+    # Unix socket paths in pytest's tmp_path would be too long.
     with (
         tempfile.TemporaryDirectory(prefix="pk-") as name,
         serving(["--kv-cache-mib", "64"], free_ports(2), Path(name)) as running,
@@ -51,7 +51,7 @@ def reference() -> "Reference":
 
 
 class Reference:
-    """Reference answers: `transformers`, greedy, in fp32."""
+    """Greedy reference answers of `transformers` in float32."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -115,7 +115,7 @@ def test_penstock_holds_exactly_the_links() -> None:
 
 
 def test_no_root_folder_has_an_init_file() -> None:
-    # With one, the folder would shadow an installed package of the same name.
+    # An `__init__.py` would make the folder shadow an installed package of the same name.
     folders = (*PACKAGES, "penstock/common")
     assert [
         str(path) for package in folders for path in (ROOT / package).rglob("__init__.py")

@@ -31,7 +31,7 @@ BYTES_PER_TOKEN = 2 * 2 * 2 * 32 * 4  # two layers, keys and values, two heads o
 
 
 def prompts(kind: int) -> list[list[int]]:
-    """Return prompts that share no cached prefix with those of another `kind`."""
+    """Return prompts that share no cached prefix with prompts of another `kind`."""
     numbers = range(10 * kind, 10 * kind + NUM_PROMPTS)
     return [[5 + (7 * i + 31 * number) % 900 for i in range(PROMPT_LENGTH)] for number in numbers]
 
@@ -124,7 +124,7 @@ async def test_streams_are_complete_while_roles_change(cluster: Cluster) -> None
     assert not any(len(stream.tokens) == NUM_TOKENS for stream in streams), (
         "the move must not wait for answers to end"
     )
-    _, second = await start_streams(cluster, others)  # placed by the new roles
+    _, second = await start_streams(cluster, others)  # placed by the new roles of the workers
     await frontend.assign("d1", "prefill")
     await frontend.assign("d0", "decode")
     await frontend.assign("p0", "prefill")

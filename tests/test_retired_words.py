@@ -11,7 +11,7 @@ PIECE = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def retired() -> dict[str, set[str]]:
-    """Return the retired words, each with the identifiers that may keep it."""
+    """Return the retired words, each with the identifiers that may contain the word."""
     words = {}
     for line in (ROOT / "tests" / "retired_words.txt").read_text().splitlines():
         if line and not line.startswith("#"):
@@ -35,7 +35,7 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
 
 
 def retired_in(name: str, words: dict[str, set[str]]) -> list[str]:
-    """Return the retired words in an identifier that may not have them."""
+    """Return the retired words that an identifier contains without being listed as an exception."""
     pieces = {each.lower() for each in PIECE.findall(name)}
     return sorted(word for word in pieces & words.keys() if name not in words[word])
 

@@ -181,7 +181,7 @@ class OtherServer(http.server.BaseHTTPRequestHandler):
 
 @contextmanager
 def listening(answer: bytes | None) -> Iterator[str]:
-    """Run a server that is not Penstock: a web server, or one that sends the bytes `answer`."""
+    """Run a server that is not Penstock: a web server, or a socket that sends `answer`."""
     if answer is None:
         with http.server.HTTPServer(("127.0.0.1", 0), OtherServer) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Settings of a worker: names, sizes and limits. Imports no torch."""
+"""Settings of a worker: names, sizes and limits. This module does not import torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +15,13 @@ _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Settings of one worker. Raises ValueError, with one line, if a value is invalid.
+    """Settings of one worker. Raises ValueError, with a message of one line, if a value is invalid.
 
     A size of None is derived from the model or the machine.
     """
 
     name: str
-    model: Path  # a checkpoint folder
+    model: Path  # checkpoint folder
     role: str = "mixed"
     host: str = "127.0.0.1"  # address to bind; routers and other workers connect to it
     port: int = 0  # 0: any free port
@@ -32,24 +32,24 @@ class WorkerConfig:
     max_batched_tokens: int = 512  # token budget of one step
     max_model_len: int | None = None
     max_queued: int = 1024
-    threads: int | None = None  # torch threads, on a CPU
+    threads: int | None = None  # number of torch threads on a CPU
     dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
-    quantization: str = "none"  # of the weights
-    kv_cache_dtype: str = "auto"  # auto: as `dtype`; bfloat16 with INT8 weights on a CPU
-    deterministic: bool = False  # deterministic mode: bits depend on no other request
+    quantization: str = "none"  # quantization of the weights
+    kv_cache_dtype: str = "auto"  # auto: bfloat16 with INT8 weights on a CPU, otherwise `dtype`
+    deterministic: bool = False  # deterministic mode: results do not depend on the batch
     static_batching: bool = False  # a baseline to measure continuous batching against
     device: str = "auto"
-    plan_ahead: bool | None = None  # plan the next step while one computes; None: on a GPU
-    heartbeat_seconds: float = 0.5  # send one after this silence; ten times that end a stream
+    plan_ahead: bool | None = None  # plan while a step is in flight; None: only on a GPU
+    heartbeat_seconds: float = 0.5  # silence before a heartbeat; ten times as long ends a stream
     canary_seconds: float = 10.0  # time without a step after which a canary is sent
     transfer_seconds: float = 5.0  # longest silence of a KV transfer before it is aborted
     tp: int = 1  # ranks that share each layer; `parallel.mesh` describes tp, pp and ep
     pp: int = 1  # pipeline stages
-    ep: int = 1  # groups of ranks that the experts are divided among
-    rank: int = 0  # of this process, below tp x pp
-    ranks_seconds: float = 60.0  # longest wait of ranks for each other within a step
-    step_timeout_seconds: float = 30.0  # watchdog's time limit; longer if recent steps were
-    crash_dump_dir: Path | None = None  # None: in the folder for temporary files
+    ep: int = 1  # groups of ranks among which the experts are divided
+    rank: int = 0  # number of this process, in [0, tp * pp)
+    ranks_seconds: float = 60.0  # longest time that ranks wait for each other within a step
+    step_timeout_seconds: float = 30.0  # time limit per step; longer if recent steps were slow
+    crash_dump_dir: Path | None = None  # None: `crash_dump.default_folder`
 
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES)

@@ -1,4 +1,7 @@
-"""Arrival rates of prompt tokens: recent, average, and in the largest burst. Pure."""
+"""Arrival rates of prompt tokens: recent, average, and in the largest burst.
+
+Pure code: no I/O and no clock.
+"""
 
 from collections import deque
 from typing import NamedTuple
@@ -10,42 +13,44 @@ BURST_SECONDS = 5.0
 class Rates(NamedTuple):
     """Arrival rates in tokens per second."""
 
-    recent: float  # over the last `window` seconds
-    average: float  # over all remembered samples
-    burst: float  # largest rate over an interval no longer than the window
+    recent: float  # rate over the last `window` seconds
+    average: float  # rate over all samples that are still stored
+    burst: float  # largest rate over any interval of at most `window` seconds
 
 
 class ArrivalRate:
     """Measures arrival rates from samples of a running total of tokens.
 
     Args:
-        window: seconds over which the recent rate is measured; also the longest burst.
+        window: length of the recent interval, and maximum length of a burst, in seconds.
     """
 
     def __init__(self, window: float) -> None:
         self._window = window
-        self._last_total = 0  # of the last sample
-        self._sums: deque[tuple[float, int]] = deque()  # time, tokens arrived until then
-        self._bursts: deque[tuple[float, float]] = deque()  # time, rate; rates decrease
+        self._last_total = 0  # total at the last sample
+        self._sums: deque[tuple[float, int]] = deque()  # (time, tokens that arrived by this time)
+        self._bursts: deque[tuple[float, float]] = deque()  # (time, rate), highest rate first
 
     def count(self, now: float, total: int) -> int:
-        """Add a sample: `total` tokens until `now`. A smaller total means that counting restarted.
+        """Add a sample: the running total of tokens at time `now`.
+
+        If `total` is below the last total, counting has restarted and no arrivals are added.
 
         Returns:
-            Tokens that arrived since the last sample.
+            Number of tokens that arrived since the last sample; 0 for the first sample.
         """
         came = max(total - self._last_total, 0) if self._sums else 0
         self._sums.append((now, came + (self._sums[-1][1] if self._sums else 0)))
         self._last_total = total
         burst = self._burst()
-        # Monotonic queue: a smaller, earlier burst can no longer become the maximum.
+        # Monotonic queue: an earlier burst that is not larger can no longer become the maximum.
         while self._bursts and self._bursts[-1][1] <= burst:
             self._bursts.pop()
         self._bursts.append((now, burst))
         return came
 
     def rates(self, memory: float) -> Rates:
-        """Return the rates over the last `memory` seconds and drop older samples."""
+        """Return the rates; average and burst cover `memory` seconds. Drop older samples."""
         now = self._sums[-1][0]
         while len(self._sums) > 2 and self._sums[1][0] <= now - max(memory, self._window):
             self._sums.popleft()
@@ -60,7 +65,7 @@ class ArrivalRate:
         return (total - before) / (now - then) if now > then else 0.0
 
     def _burst(self) -> float:
-        """Return the largest rate over the intervals within the window that end now."""
+        """Return the largest rate over any interval that ends now and is at most `window` long."""
         now, total = self._sums[-1]
         return max(
             (total - before) / max(now - then, BURST_SECONDS)
@@ -68,7 +73,7 @@ class ArrivalRate:
         )
 
     def _window_samples(self) -> list[tuple[float, int]]:
-        """Return the samples within the window, newest first, and the one just outside it."""
+        """Return the window's samples, newest first, and the last sample before the window."""
         found = []
         for each in reversed(self._sums):
             found.append(each)

@@ -1,20 +1,20 @@
-"""How many workers each pool should have, from the routers' queues and the workers' loads.
+"""Decides how many workers each pool should have, from router queues and worker loads.
 
-Pure: loads and the time in, decisions out; the caller starts and drains workers. A pool needs
+Pure code: the caller passes loads and the time, and starts or drains workers. For each pool,
 
     desired = max(queue term, occupancy term)
 
-- Prefill, queue term: queued tokens / (a worker's rate * allowed wait).
-- Prefill, occupancy term: arrival rate / (a worker's rate * target share of busy time), the method
-  of TokenScale (arXiv 2512.03416). A burst is over before a new worker serves, so the term also
-  covers the largest recent burst, plus `headroom` times its excess over the average rate. The
-  slower workers start, the longer a burst is remembered.
-- With a TTFT SLO, the pool instead keeps the smallest size that would have computed nearly all
-  recent prompts in time (`late_work`), or a share of its initial size that fades with time.
-- Decode, queue term: (running + waiting sequences) / sequences that a worker can run.
-- Decode, occupancy term: KV in use / target share of KV in use.
+- Prefill, queue term: queued tokens / (a worker's tokens per second * allowed wait).
+- Prefill, occupancy term: arriving tokens per second / (a worker's tokens per second * target share
+  of busy time), as in TokenScale (arXiv 2512.03416). A burst ends before a worker started for it
+  serves. The term therefore also covers the largest recent burst, plus `headroom` times its excess
+  over the average rate. If workers start slowly, bursts are remembered longer.
+- Prefill with a TTFT SLO: in place of the largest burst, the smallest size that would have computed
+  nearly all recent prompts in time (`late_work`), or a decreasing share of the initial size.
+- Decode, queue term: (running + waiting sequences) / sequences that a worker can run at once.
+- Decode, occupancy term: sum of the workers' KV usage / target KV usage.
 
-A mixed pool takes the larger need of prefill and decode.
+A mixed pool gets the larger of its prefill and decode needs.
 """
 
 from collections import deque
@@ -30,49 +30,49 @@ from penstock.common.worker_load import NO_LOAD, WorkerLoad
 CALIBRATED_SECONDS = 1.0
 """Seconds for which a worker must have computed prompts before its rate counts."""
 MEMORY_COLD_STARTS = 20
-"""Cold starts for which a burst is remembered: slow starts make a missed burst expensive."""
+"""Number of cold starts for which a burst is remembered: slow starts make a missed burst costly."""
 INITIAL_SIZE_FADE_SECONDS = 7200.0
 """Seconds in which the kept share of the initial size falls linearly to 0."""
 NEARLY_FULL = 0.9
-"""If this share of a pool's rows is in use, queued requests count as waiting for a row."""
+"""If this share of a mixed pool's sequence limit is used, queued requests count as decode load."""
 MAX_WORKERS = 10**6
 """Upper bound of a pool's need."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """Bounds and targets of one pool."""
+    """Size limits and load targets of one pool."""
 
-    least: int = 1  # 0: the last worker may be drained; a queued request starts one
+    least: int = 1  # 0: an idle pool may have no worker; a queued request then starts one
     most: int = 1
-    gpus: int = 0  # per worker, counted against the budget
-    wait_seconds: float = 1.0  # allowed for a prompt in the queue
-    busy: float = 0.8  # target share of time that a worker computes prompts
-    kv: float = 0.8  # target share of a worker's KV in use
+    gpus: int = 0  # GPUs per worker, counted against the GPU budget
+    wait_seconds: float = 1.0  # allowed queue time of a prompt
+    busy: float = 0.8  # target share of time in which a worker computes prompts
+    kv: float = 0.8  # target share of a worker's KV blocks in use
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingPolicy:
-    """How fast pool sizes may change. Times are in seconds."""
+    """Limits on how fast pool sizes may change. Times are in seconds."""
 
     stale: float = 10.0  # a load older than this is ignored
-    rate_window: float = 30.0  # over which arrivals are measured
+    rate_window: float = 30.0  # interval over which the arrival rate is measured
     up: float = 15.0  # a pool at most doubles in this time
-    down: float = 120.0  # fewer workers must have been enough for this long
-    down_step: float = 15.0  # between draining two workers
-    headroom: float = 0.25  # factor on the largest burst's excess over the average rate
+    down: float = 120.0  # a pool shrinks after fewer workers were enough for this long
+    down_step: float = 15.0  # minimum time between the drains of two workers
+    headroom: float = 0.25  # the largest burst's excess over the average is multiplied by this
     hedge: float = 0.0  # share of the initial size that is kept at first; 0: use `headroom`
-    late: float = 0.0  # share of the work that may be late, if `hedge` is set
+    late: float = 0.0  # if `hedge` is set: share of the work that may be late
 
     def memory(self, cold_start: float) -> float:
-        """Return how long a burst is remembered [s]: 20 cold starts, 2.5 to 15 times `down`."""
+        """Return how long a burst is remembered [s]: 20 cold starts, but 2.5 to 15 times `down`."""
         return min(max(MEMORY_COLD_STARTS * cold_start, 2.5 * self.down), 15 * self.down)
 
 
 TTFT_SLO_POLICY = ScalingPolicy(rate_window=60.0, down=30.0, down_step=5.0, hedge=0.85, late=0.03)
-"""The policy with a TTFT SLO. The router orders queued prompts by deadline, so a burst makes few of
-them late, and workers started for a burst serve only after it. The pool therefore keeps as many
-workers as would have met most recent deadlines and, at first, most of its initial size."""
+"""The policy with a TTFT SLO. The router orders queued prompts by deadline, so a burst makes few
+prompts late, and workers started for a burst serve only after the burst. The pool therefore keeps
+enough workers to have met most recent deadlines and, at first, most of its initial size."""
 TTFT_SLO_WAIT_SECONDS, TTFT_SLO_UTILIZATION = 4.0, 0.95
 """`PoolLimits.wait_seconds` and `busy` with a TTFT SLO."""
 
@@ -82,27 +82,27 @@ class ServingWorker:
     """A serving worker with its last reported load."""
 
     name: str
-    reported_at: float  # time of the load
+    reported_at: float  # time of the load report
     load: WorkerLoad = NO_LOAD
-    sequences: int = 0  # that have a row there or wait for one
-    max_sequences: int = 1  # most that run at once
+    sequences: int = 0  # running sequences; in a decode pool, queued ones as well
+    max_sequences: int = 1  # maximum number of running sequences
 
 
 @dataclass(frozen=True, slots=True)
 class PoolInputs:
-    """State of a pool. Totals are since the start of the routers."""
+    """State of a pool. Totals count from the start of the routers."""
 
-    workers: Sequence[ServingWorker] = ()  # those that serve, in any order
-    pending: int = 0  # requested, not serving yet
+    workers: Sequence[ServingWorker] = ()  # serving workers, in any order
+    pending: int = 0  # workers that were requested and do not serve yet
     draining: int = 0
     waiting: int = 0  # requests queued at routers for this pool
-    waiting_tokens: int = 0  # their uncached prompt tokens
+    waiting_tokens: int = 0  # uncached prompt tokens of these queued requests
     arrived_tokens: int = 0  # total of uncached prompt tokens that arrived
     cold_start: float = 0.0  # measured seconds until a new worker serves; 0: unknown
 
     @property
     def count(self) -> int:
-        """Workers that serve or will serve."""
+        """Number of workers that serve or are pending."""
         return len(self.workers) + self.pending
 
 
@@ -112,11 +112,11 @@ class Decision:
 
     pool: str
     desired: int
-    count: int  # serving and pending now
+    count: int  # current number of serving and pending workers
     queue_term: float
     occupancy_term: float
     reason: str
-    blocked_by: str = ""  # what prevents a larger change; empty: nothing
+    blocked_by: str = ""  # limit that prevented a larger change; empty: none
 
     def __str__(self) -> str:
         change = f"{self.count} to {self.desired}" if self.desired != self.count else "stays"
@@ -132,7 +132,7 @@ class _Need:
 
     @property
     def workers(self) -> int:
-        # Rounding errors must not add a worker.
+        # Subtract 1e-9, so that a rounding error does not add a worker.
         return ceil(min(max(self.queue, self.occupancy), MAX_WORKERS) - 1e-9)
 
 
@@ -142,19 +142,19 @@ class _PoolHistory:
 
     arrivals: ArrivalRate
     late_work: LateWorkModel
-    needs: deque[tuple[float, int]] = field(default_factory=deque)  # time, workers
+    needs: deque[tuple[float, int]] = field(default_factory=deque)  # (time, workers needed)
     rate: float | None = None  # prompt tokens per second of the median worker
-    grown: deque[tuple[float, int]] = field(default_factory=deque)  # time, workers
+    grown: deque[tuple[float, int]] = field(default_factory=deque)  # (time, workers in the pool)
     shrunk_at: float = -inf
-    started_at: float = inf
-    first_count: int = 0  # workers at that time
+    started_at: float = inf  # time of the first decision for this pool
+    first_count: int = 0  # number of workers at `started_at`
 
 
 class Autoscaler:
-    """Decides the sizes of all pools of a cluster together, since they share its GPUs.
+    """Decides the sizes of all pools of a cluster together, because the pools share its GPUs.
 
     Args:
-        pools: name ("prefill", "decode" or "mixed") to limits.
+        pools: pool name ("prefill", "decode" or "mixed") to limits of the pool.
         gpu_budget: most GPUs of all pools together; None: no limit.
         policy: how fast sizes may change; None: `ScalingPolicy()`.
     """
@@ -175,7 +175,7 @@ class Autoscaler:
         }
 
     def decide(self, states: Mapping[str, PoolInputs], now: float) -> list[Decision]:
-        """Return a decision for each pool that has a state."""
+        """Return a decision for each known pool in `states`; `now` is a monotonic time [s]."""
         decisions = [self._decide(name, states[name], now) for name in self._limits & states.keys()]
         decisions.sort(key=lambda decision: decision.pool)
         leaving = sum(
@@ -202,7 +202,7 @@ class Autoscaler:
             pool, bounded, state.count, need.queue, need.occupancy, need.reason, blocked
         )
 
-    # ------------------------------------------------------------ need
+    # ------------------------------------------------------------ needed workers
 
     def _need(self, pool: str, state: PoolInputs, fresh: list[ServingWorker], now: float) -> _Need:
         needs = []
@@ -222,7 +222,7 @@ class Autoscaler:
         queued = _extrapolated_sum(state, fresh, [each.load.queued_tokens for each in fresh])
         backlog = state.waiting_tokens + queued
         if rate is None:
-            # No worker's rate is known yet: one worker per queued request.
+            # No worker's rate is known yet: request one worker per queued request.
             queue = float(state.waiting)
             return _Need(queue, 0.0, f"{state.waiting} requests wait (prefill rate not known yet)")
         queue = _queue_term(state, backlog / rate, limits.wait_seconds)
@@ -235,7 +235,7 @@ class Autoscaler:
             provided = (burst + self._policy.headroom * max(burst - rates.average, 0.0)) / rate
             kept = self._policy.memory(state.cold_start)
             why = f", {burst:.0f} in the largest burst of the last {kept:.0f} s"
-        # Bursts do not keep the last worker: it may be drained while there is nothing to do.
+        # A past burst does not keep the last worker: an idle pool may drain its last worker.
         if provided > max(queue, occupancy, 1.0):
             reason += why
             occupancy = provided
@@ -244,7 +244,7 @@ class Autoscaler:
     def _slo_need(
         self, history: _PoolHistory, state: PoolInputs, work: float, now: float
     ) -> tuple[float, str]:
-        """Return how many workers to keep for bursts, and why; `work`: seconds of one worker."""
+        """Return how many workers to keep for bursts, and why; `work` is in worker-seconds."""
         history.late_work.observe(now, work, state.cold_start)
         enough = history.late_work.smallest_size(self._policy.late)
         left = max(1 - (now - history.started_at) / INITIAL_SIZE_FADE_SECONDS, 0.0)
@@ -264,7 +264,7 @@ class Autoscaler:
         max_sequences = median(each.max_sequences for each in fresh) if fresh else inf
         waiting = state.waiting
         if pool == "mixed" and self._policy.hedge and fresh:
-            # Otherwise they wait for their turn to prefill, not for a row.
+            # If the pool is not nearly full, queued requests wait for prefill, not for decode.
             waiting *= running >= NEARLY_FULL * max_sequences * len(state.workers)
         queue = (running + waiting) / max_sequences if fresh else float(waiting > 0)
         return _Need(
@@ -273,7 +273,7 @@ class Autoscaler:
             f"KV of {kv:.2f} workers in use, {running:.0f} sequences run and {waiting} wait",
         )
 
-    # ------------------------------------------------------------ pace
+    # ------------------------------------------------------------ limits on the speed of changes
 
     def _rate_limited(
         self, pool: str, state: PoolInputs, need: _Need, now: float
@@ -307,11 +307,12 @@ class Autoscaler:
             memory.shrunk_at = now
         return state.count - 1, ""
 
-    # ------------------------------------------------------------ budget
+    # ------------------------------------------------------------ GPU budget
 
     def _within_budget(self, decisions: list[Decision], leaving: int) -> list[Decision]:
-        """Limit growth to the GPU budget, one worker at a time for the pool that lacks most.
+        """Limit growth to the GPU budget by granting one new worker at a time.
 
+        Each worker is granted to the pool with the largest ratio of desired to granted workers.
         `leaving` is the number of GPUs that draining workers still hold.
         """
         if self._budget is None:
@@ -334,13 +335,13 @@ class Autoscaler:
 
 
 def _queue_term(state: PoolInputs, seconds: float, wait: float) -> float:
-    """Return the workers needed to compute the queue in time.
+    """Return the number of workers needed to compute the queued prompts in time.
 
-    Serving workers shorten the queue during a cold start, and pending ones will take their part;
-    otherwise a queue that grows during a cold start would request the same workers again.
+    The work that serving workers do during a cold start is subtracted, and so are pending workers.
+    Otherwise a queue that grows during a cold start would request the same workers again.
 
     Args:
-        seconds: queued work, in seconds of one worker.
+        seconds: queued work, in worker-seconds.
         wait: allowed wait in seconds.
     """
     cold_start = state.cold_start
@@ -349,7 +350,7 @@ def _queue_term(state: PoolInputs, seconds: float, wait: float) -> float:
 
 
 def _calibrate(history: _PoolHistory, state: PoolInputs) -> None:
-    """Update the median worker's prompt tokens per second; keep it while there is no worker."""
+    """Update the workers' median prompt rate [tokens/s]; keep the old rate if none is known."""
     rates = [
         each.load.prompt_tokens_computed / each.load.prompt_seconds
         for each in state.workers
@@ -362,18 +363,18 @@ def _calibrate(history: _PoolHistory, state: PoolInputs) -> None:
 def _extrapolated_sum(
     state: PoolInputs, fresh: list[ServingWorker], values: Sequence[float]
 ) -> float:
-    """Return the sum over all workers; those with a stale load count like the average."""
+    """Return the sum of `values`, given for the `fresh` workers, extrapolated to all workers."""
     return sum(values) * len(state.workers) / len(fresh) if fresh else 0.0
 
 
 def _is_needed(state: PoolInputs) -> bool:
-    """Return True if there is work, for which the pool needs at least one worker."""
+    """Return True if the pool has work and therefore needs at least one worker."""
     busy = (each.sequences or each.load.queued_tokens for each in state.workers)
     return bool(state.waiting or any(busy))
 
 
 def _remember(past: deque[tuple[float, int]], now: float, value: int, seconds: float) -> None:
-    """Append a value and drop old ones, keeping a span of at least `seconds`."""
+    """Append (`now`, `value`) and drop entries that are not needed to cover the last `seconds`."""
     past.append((now, value))
     while len(past) > 1 and past[1][0] <= now - seconds:
         past.popleft()

@@ -1,4 +1,7 @@
-"""Measured cold starts: how long new workers take until they serve. Pure."""
+"""Measures cold starts: how long new workers take until they serve.
+
+Pure code: no I/O and no clock.
+"""
 
 from collections import deque
 from collections.abc import Mapping
@@ -7,18 +10,18 @@ from statistics import median
 from penstock.cluster.autoscaling.pool_changes import Phase
 
 NUM_REMEMBERED = 5
-"""Number of a pool's last cold starts that count."""
+"""Number of last cold starts of a pool from which the median is taken."""
 
 
 class ColdStartTimes:
-    """Seconds from the request for a worker until it serves, for each pool."""
+    """Measures, for each pool, the seconds from requesting a worker until the worker serves."""
 
     def __init__(self) -> None:
-        self._pending_since: dict[str, float] = {}  # worker to time
-        self._durations: dict[str, deque[float]] = {}  # by pool
+        self._pending_since: dict[str, float] = {}  # worker name to time of the request
+        self._durations: dict[str, deque[float]] = {}  # pool to its last cold starts [s]
 
     def observe(self, phases: Mapping[str, Mapping[str, Phase]], now: float) -> None:
-        """Record the phase of each worker, by pool and name, at `now`."""
+        """Record the workers' phases (pool to worker name to phase) at time `now`."""
         for pool, of in phases.items():
             for name, phase in of.items():
                 if phase is Phase.PENDING:
@@ -31,5 +34,5 @@ class ColdStartTimes:
                     )
 
     def median_seconds(self, pool: str) -> float:
-        """Return the median of the pool's last cold starts; 0 if none is known."""
+        """Return the median of the pool's last cold starts [s]; 0 if no cold start is known."""
         return median(self._durations.get(pool, (0.0,)))

@@ -1,10 +1,10 @@
-"""Work that a pool of each size would have computed too late, for the observed arrivals. Pure.
+"""Estimates how much of the observed work a pool of each size would have computed too late.
 
-Simulates the backlog of every pool size in parallel: work arrives, `size` workers compute it, and
-work that would wait for longer than `max_wait` is late. Late work is removed from the backlog:
-with a TTFT SLO it is deferred behind work that can still be in time, so it delays nothing else.
-Late work counts only if the backlog was empty less than a cold start ago: under a longer load the
-pool grows anyway.
+Pure code: times are arguments. The backlog of every pool size is simulated in parallel. Work that
+would wait for longer than `max_wait` is late and is removed from the backlog, because with a TTFT
+SLO late work is queued behind all work that can still be in time, and so delays no other work.
+Late work counts only if the backlog was empty less than a cold start ago: if the load lasts longer,
+the autoscaler starts more workers anyway.
 """
 
 from math import exp
@@ -14,24 +14,24 @@ MEMORY_SECONDS = 3600.0
 
 
 class LateWorkModel:
-    """Simulates pools of 1 to `max_size` workers. Work is in seconds of one worker.
+    """Simulates pools of 1 to `max_size` workers; work is measured in worker-seconds.
 
     Args:
         max_size: the largest pool size to simulate.
-        max_wait: seconds for which work may wait before it is late.
+        max_wait: seconds that work may wait; longer waits are late.
     """
 
     def __init__(self, max_size: int, max_wait: float) -> None:
         self._max_wait = max_wait
         self._started_at: float | None = None
         self._now = 0.0
-        self._total = 0.0  # all work, decayed
-        self._backlogs = [0.0] * max_size  # index: size - 1, as in the next two
-        self._idle_at = [0.0] * max_size  # time of the last empty backlog
-        self._late = [0.0] * max_size  # late work, decayed
+        self._total = 0.0  # all work, exponentially decayed
+        self._backlogs = [0.0] * max_size  # backlog of pool size `index + 1`
+        self._idle_at = [0.0] * max_size  # when each backlog was last empty
+        self._late = [0.0] * max_size  # late work of each pool size, exponentially decayed
 
     def observe(self, now: float, work: float, cold_start: float) -> None:
-        """Add `work` that arrived since the last call; a cold start takes `cold_start` seconds."""
+        """Advance to `now`; `work` arrived since the last call. `cold_start` is in seconds."""
         if self._started_at is None:
             self._started_at = self._now = now
             self._idle_at = [now] * len(self._backlogs)
@@ -51,14 +51,14 @@ class LateWorkModel:
     def smallest_size(self, max_late_fraction: float) -> int:
         """Return the smallest size for which at most `max_late_fraction` of all work is late.
 
-        During the first `MEMORY_SECONDS`, the total work is extrapolated to that time, and the
-        extrapolated part counts as in time.
+        The total work is extrapolated to a history much longer than `MEMORY_SECONDS`. The added
+        work counts as in time.
         """
         passed = self._now - self._started_at if self._started_at is not None else 0.0
         if not passed:
             return 1
         usual = self._total / -(exp(-passed / MEMORY_SECONDS) - 1)
-        # Search from the largest size: sizes whose backlog is never empty record no late work.
+        # Search downwards: a small size whose backlog is never empty records no late work.
         sizes = range(len(self._late), 0, -1)
         largest = next(
             (size for size in sizes if self._late[size - 1] > max_late_fraction * usual), 0

@@ -1,6 +1,6 @@
-"""Choice of the workers that a pool starts or drains to reach a wanted number. Pure.
+"""Chooses the workers that a pool starts or drains to reach a wanted number. Pure code, no I/O.
 
-A pool has a fixed list of placements, each empty or with one worker.
+A pool has a fixed list of placements; each placement is empty or has one worker.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,31 +12,31 @@ class Phase(Enum):
     """State of one placement of a pool."""
 
     EMPTY = "empty"
-    PENDING = "pending"  # has a worker that does not serve, or not again yet
+    PENDING = "pending"  # its worker is starting or restarting
     SERVING = "serving"
-    DRAINING = "leaving"  # its worker drains; not free before that has exited
-    REASSIGNED = "lent"  # an operator changed its worker's role: the autoscaler keeps it
-    FAILED = "spoilt"  # its worker was given up; not filled again for a while
+    DRAINING = "leaving"  # its worker is draining; the placement is free after the worker's exit
+    REASSIGNED = "lent"  # an operator changed its worker's role; the worker is not drained
+    FAILED = "spoilt"  # its worker could not be started; not used again for some time
 
 
 @dataclass(frozen=True, slots=True)
 class PoolChanges:
-    """Placements to fill or to drain, by index; at least one of the two is empty."""
+    """Indices of the placements to fill and to drain; at least one of these lists is empty."""
 
     fill: Sequence[int] = ()
     drain: Sequence[int] = ()
 
 
 def plan_changes(phases: Sequence[Phase], wanted: int, busy: Mapping[int, float]) -> PoolChanges:
-    """Return the changes that bring a pool to `wanted` workers, as far as it has placements.
+    """Return the changes that bring a pool to `wanted` workers or as close as possible.
 
-    Workers that do not serve yet are drained first, then those with the least load; of equals, the
-    one with the highest index.
+    Workers that do not serve are drained first, then serving workers in order of increasing load;
+    among workers with equal load, the worker with the highest index is drained first.
 
     Args:
         phases: state of each placement.
         wanted: number of pending and serving workers to reach.
-        busy: load of the worker at each placement; missing: 0.
+        busy: placement index to load of its worker; 0 if missing.
     """
     useful = [at for at, phase in enumerate(phases) if phase in (Phase.PENDING, Phase.SERVING)]
     if len(useful) <= wanted:

@@ -1,7 +1,7 @@
-"""Adapter between the autoscaler and a cluster: its limits, inputs and status. Pure.
+"""Connects the autoscaler to a cluster: builds its limits and inputs, and reports its status.
 
-The inputs have two sources: the supervisor knows the workers and their phases, the routers know the
-queues and the workers' last reported loads.
+Pure code: no I/O and no clock. The supervisor provides the workers and their phases; the routers
+provide the queues and the last reported load of each worker.
 """
 
 from collections import deque
@@ -27,14 +27,14 @@ from penstock.cluster.spec.spec import ROLES, ClusterSpec
 from penstock.router.observability import snapshot
 
 MAX_NOTES = 10
-"""Number of last decisions that the status shows."""
+"""Number of recent decisions that the status shows."""
 
 Phases = Mapping[str, Mapping[str, Phase]]
-"""Pool to worker name to phase, in the order of the workers' numbers."""
+"""Phases of all workers: pool to worker name to phase, in order of worker number."""
 
 
 def pool_limits(spec: ClusterSpec, placements: Sequence[WorkerPlacement]) -> dict[str, PoolLimits]:
-    """Return the limits of the pools that may have workers."""
+    """Return the limits of each pool that may have workers, by pool name."""
     gpus = {each.role: _gpus_of(each) for each in placements}
     pools = {role: getattr(spec.pools, role) for role in ROLES if role in gpus}
     limits = {role: PoolLimits(pool.least, pool.most, gpus[role]) for role, pool in pools.items()}
@@ -47,7 +47,7 @@ def pool_limits(spec: ClusterSpec, placements: Sequence[WorkerPlacement]) -> dic
 
 
 def scaling_policy(spec: ClusterSpec) -> ScalingPolicy:
-    """Return the scaling policy; by default the same as in the simulator."""
+    """Return the scaling policy of a cluster; the simulator uses the same defaults."""
     pace = TTFT_SLO_POLICY if spec.engine.ttft_slo_seconds else ScalingPolicy()
     down = spec.scaling.scale_down_seconds
     return pace if down is None else replace(pace, down=down, down_step=min(pace.down_step, down))
@@ -56,10 +56,13 @@ def scaling_policy(spec: ClusterSpec) -> ScalingPolicy:
 def gpu_budget(
     spec: ClusterSpec, placements: Sequence[WorkerPlacement], nodes: Sequence[Node]
 ) -> int | None:
-    """Return the most GPUs of all pools together; None: no limit, since nodes may be added.
+    """Return the maximum number of GPUs of all pools together; None means no limit.
+
+    The default is the number of GPUs of `nodes`, or no limit with `pool_nodes`, because nodes may
+    be added then.
 
     Raises:
-        PlacementError: the initial workers need more.
+        PlacementError: the initial workers need more GPUs than `scaling.max_gpus`.
     """
     budget = spec.scaling.max_gpus
     if budget is None:
@@ -75,22 +78,22 @@ def gpu_budget(
 
 
 def _gpus_of(placement: WorkerPlacement) -> int:
-    """Return the GPUs of all ranks of a worker."""
+    """Return the number of GPUs of all ranks of a worker."""
     return int(sum(bundle.get("GPU", 0.0) for bundle in placement.bundles))
 
 
 class AutoscalerInputs:
-    """Builds the inputs of the autoscaler; keeps earlier totals to compute differences."""
+    """Builds the inputs of the autoscaler; keeps the last totals in order to compute increments."""
 
     def __init__(self) -> None:
-        self._counted = 0  # prompt tokens at the last call
-        self._uncached = 0.0  # prompt tokens that arrived, estimated
+        self._counted = 0  # total of prompt tokens at the last call
+        self._uncached = 0.0  # estimated total of uncached prompt tokens that arrived
         self._cold_starts = ColdStartTimes()
 
     def pools(
         self, state: snapshot.ClusterState, phases: Phases, now: float
     ) -> dict[str, PoolInputs]:
-        """Return the state of the pools at `now`, seconds of any monotonic clock."""
+        """Return the state of each pool; `now` is in seconds on a monotonic clock."""
         numbers = {each.worker: each.numbers for each in state.workers}
         queues = {each.pool: each for each in state.pools}
         self._count_arrivals(state)
@@ -103,7 +106,7 @@ class AutoscalerInputs:
                     if phase is Phase.SERVING
                 ],
                 pending=_count(of.values(), Phase.PENDING),
-                # A reassigned worker holds GPUs but does not serve this pool.
+                # Reassigned workers count as draining: they hold GPUs but do not serve this pool.
                 draining=_count(of.values(), Phase.DRAINING, Phase.REASSIGNED),
                 waiting=queues[pool].queued if pool in queues else state.waiting,
                 waiting_tokens=queues[pool].queued_tokens if pool in queues else 0,
@@ -114,17 +117,17 @@ class AutoscalerInputs:
         }
 
     def _count_arrivals(self, state: snapshot.ClusterState) -> None:
-        """Add the uncached part of new prompt tokens, estimated by the hit rate so far."""
+        """Add the uncached part of new prompt tokens, estimated from the prefix hit rate so far."""
         new = state.prompt_tokens - self._counted
         self._counted = state.prompt_tokens
         reported = [each.numbers for each in state.workers if each.numbers is not None]
         taken = sum(each.prompt_tokens for each in reported)
         hits = sum(each.load.prompt_tokens_cached for each in reported) / taken if taken else 0.0
-        self._uncached += max(new, 0) * (1 - hits)  # a restarted router counts from 0
+        self._uncached += max(new, 0) * (1 - hits)  # `new` is negative after a router restart
 
 
 class PoolSizer:
-    """The desired sizes of the pools, and the last decisions.
+    """Keeps the desired sizes of the pools and the last scaling decisions.
 
     Raises:
         PlacementError: the initial workers need more GPUs than `scaling.max_gpus`.
@@ -149,13 +152,13 @@ class PoolSizer:
     def decide(
         self, state: snapshot.ClusterState, phases: Phases, now: float
     ) -> Sequence[Decision]:
-        """Return a decision for every pool; `now` is in seconds of any monotonic clock."""
+        """Return a decision for every pool; `now` is in seconds on a monotonic clock."""
         return self._scaler.decide(self._inputs.pools(state, phases, now), now)
 
     def record(
         self, decisions: Sequence[Decision], at: float
     ) -> Sequence[snapshot.ScalingDecision]:
-        """Apply decisions; return those that change a size. `at` is in seconds since 1970."""
+        """Apply `decisions` and return the changes of size; `at` is in seconds since 1970."""
         news = [
             snapshot.ScalingDecision(at, each.pool, str(each))
             for each in decisions
@@ -166,21 +169,21 @@ class PoolSizer:
         return news
 
     def scaling(self, decisions: Sequence[Decision], phases: Phases) -> snapshot.Scaling:
-        """Return the scaling status, after the decisions were applied."""
+        """Return the scaling status; `record` must have been called with `decisions`."""
         return scaling_status(decisions, self._limits, phases, tuple(self._notes))
 
 
 def reassigned_workers(
     state: snapshot.ClusterState, placements: Sequence[WorkerPlacement]
 ) -> frozenset[str]:
-    """Return the workers that an operator gave another role than that of their pool."""
+    """Return the names of workers to which an operator gave a role other than their pool's role."""
     own = {each.name: each.role for each in placements}
     given = {name: each.role for name, each in state.roles.items() if name in own}
     return frozenset(name for name, role in given.items() if role != own[name])
 
 
 def worker_load(state: snapshot.ClusterState) -> dict[str, float]:
-    """Return the number of running and queued sequences of each worker."""
+    """Return the number of running and queued sequences of each worker, by worker name."""
     return {
         each.worker: float(each.numbers.load.running + each.numbers.load.queued)
         for each in state.workers
@@ -223,7 +226,7 @@ def _serving(
     if numbers is None:
         return ServingWorker(name, reported_at=-inf)
     load = numbers.load
-    # On a decode worker, queued sequences wait for a row too.
+    # On a decode worker, also count queued sequences: each will need a slot.
     sequences = load.running + (load.queued if pool == "decode" else 0)
     return ServingWorker(name, now, load, sequences, max(numbers.max_sequences, 1))
 
@@ -233,5 +236,5 @@ def _count(phases: Collection[Phase], *counted: Phase) -> int:
 
 
 def _takes_prompts(pool: str, phases: Phases) -> bool:
-    """Return True for the one pool that arrivals count for: prefill, or else mixed."""
+    """Return True for the pool whose arrivals are counted: prefill if it exists, else mixed."""
     return pool == "prefill" or (pool == "mixed" and "prefill" not in phases)

@@ -1,7 +1,7 @@
 """Drains the router or worker on a node before Kubernetes removes the node.
 
 `python -m penstock.cluster.kubernetes.node_drain SECONDS`, the preStop hook of a pod, writes a file
-into a folder that the processes of the node watch, and waits until all of them have drained.
+into a folder that the node's processes watch, and waits until all these processes have drained.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-FOLDER_VARIABLE = "PENSTOCK_LEAVE_FOLDER"  # if unset, this node cannot be drained
+FOLDER_VARIABLE = "PENSTOCK_LEAVE_FOLDER"  # if this variable is unset, the node cannot be drained
 DRAIN_FILE = "leave"
 PROCESS_SUFFIX = ".hosted"
 POLL_SECONDS = 0.25
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.25
 async def drain_on_request(drain: Callable[[float], Awaitable[None]]) -> None:
     """Wait for a request to drain this node, call `drain` with the time limit [s], and return.
 
-    Returns at once if `PENSTOCK_LEAVE_FOLDER` is not set.
+    Return at once if `PENSTOCK_LEAVE_FOLDER` is not set.
     """
     if FOLDER_VARIABLE not in os.environ:
         return
@@ -40,7 +40,7 @@ async def drain_on_request(drain: Callable[[float], Awaitable[None]]) -> None:
 
 
 def drain_node(folder: Path, seconds: float) -> bool:
-    """Drain all processes that watch `folder`; return False if that takes longer than `seconds`."""
+    """Drain all processes that watch `folder`; return False if the drain exceeds `seconds`."""
     drain_file = folder / DRAIN_FILE
     drain_file.write_text(str(seconds), encoding="utf-8")
     deadline = time.monotonic() + seconds
@@ -51,7 +51,7 @@ def drain_node(folder: Path, seconds: float) -> bool:
             time.sleep(min(POLL_SECONDS, seconds))
         return True
     finally:
-        drain_file.unlink(missing_ok=True)  # processes that start here later must not drain at once
+        drain_file.unlink(missing_ok=True)  # so that processes started here later do not drain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,13 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _requested_seconds(folder: Path) -> float | None:
-    with suppress(OSError, ValueError):  # no request, or one that is being written
+    with suppress(OSError, ValueError):  # the file is missing or is being written
         return float((folder / DRAIN_FILE).read_text(encoding="utf-8"))
     return None
 
 
 def _undrained_pids(folder: Path) -> list[int]:
-    """Return the processes that have not drained; killed ones leave a stale file behind."""
+    """Return the PIDs of live processes that have not drained; ignore files of killed processes."""
     pids = [
         int(mark.name.removesuffix(PROCESS_SUFFIX)) for mark in folder.glob(f"*{PROCESS_SUFFIX}")
     ]

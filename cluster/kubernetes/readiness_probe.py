@@ -1,8 +1,9 @@
 """Readiness probe of a worker's pod: ready if a worker here has computed a token recently.
 
-Each worker keeps a file in the folder of `node_drain`; its modification time is that of the last
-token. `python -m penstock.cluster.kubernetes.readiness_probe SECONDS` exits with 0 if the newest
-file is at most SECONDS old.
+Each worker keeps a file in the folder that `node_drain` uses; the file's modification time is the
+time of the worker's last token. The command
+`python -m penstock.cluster.kubernetes.readiness_probe SECONDS` exits with 0 if the newest file is
+at most SECONDS old.
 """
 
 import argparse
@@ -23,7 +24,7 @@ TOUCH_SECONDS = 1.0
 
 
 async def keep_readiness_file(silence: Callable[[], float]) -> None:
-    """Update the file until cancelled; `silence` returns the seconds since the last token."""
+    """Update the readiness file until cancelled; `silence` returns the last token's age [s]."""
     if FOLDER_VARIABLE not in os.environ:
         return
     mark = Path(os.environ[FOLDER_VARIABLE]) / f"{os.getpid()}{READINESS_SUFFIX}"
@@ -38,7 +39,7 @@ async def keep_readiness_file(silence: Callable[[], float]) -> None:
 
 
 def not_ready_reason(folder: Path, seconds: float, now: float) -> str:
-    """Return why no worker here is ready, or ""; `now` is in seconds since 1970."""
+    """Return why no worker on this node is ready, "" if one is; `now` is in seconds since 1970."""
     ages = [
         age for mark in folder.glob(f"*{READINESS_SUFFIX}") if (age := _age(mark, now)) is not None
     ]
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _age(mark: Path, now: float) -> float | None:
-    """Return the age [s] of a worker's last token; None if the worker is dead."""
+    """Return the age [s] of a worker's last token, from its file; None if the worker is dead."""
     if psutil.pid_exists(int(mark.name.removesuffix(READINESS_SUFFIX))):
         with suppress(FileNotFoundError):
             return now - mark.stat().st_mtime

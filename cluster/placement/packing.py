@@ -1,7 +1,8 @@
-"""Greedy packing of workers into nodes, largest first, near each other where that is free. Pure.
+"""Packs workers onto nodes greedily, the largest first, and near each other if possible.
 
-The ranks of a stage share a node. The stages of a worker are on as few nodes as possible, or each
-on another node. Ranks of pools that do not set `cpus` share a node's remaining CPUs evenly.
+Pure code: no I/O. The ranks of a stage share a node. Depending on the pool's `stages`, a worker's
+stages are on as few nodes as possible or each on a different node. Ranks of pools without a `cpus`
+setting get equal shares of a node's remaining CPUs.
 """
 
 from bisect import bisect_left
@@ -24,7 +25,7 @@ class NodeCapacity:
     cpus: float
     gpus: int
     labels: Mapping[str, str]
-    num_even_ranks: int = 0  # ranks that share the remaining CPUs evenly
+    num_even_ranks: int = 0  # number of ranks that share `cpus` evenly
 
     @property
     def even_cpus(self) -> float:
@@ -33,37 +34,39 @@ class NodeCapacity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementRequest:
-    """A worker to be placed."""
+    """A worker to be placed, with its needs per rank."""
 
     pool: PoolSpec
     role: str
     index: int
     gpus: int  # per rank
-    cpus: float | None  # per rank; None: an even share
+    cpus: float | None  # per rank; None: an even share of the node's CPUs
 
     @property
     def ranks(self) -> int:
-        """Ranks of a stage."""
+        """Number of ranks of each stage."""
         return self.pool.tp
 
     @property
     def may_wait(self) -> bool:
-        """True for a worker that only the autoscaler starts."""
+        """True if the worker is not an initial one: only the autoscaler may start it."""
         return self.index >= self.pool.replicas
 
 
 @dataclass(slots=True)
 class PackingResult:
-    """Result of packing."""
+    """CPU shares, unplaced workers and locality after packing."""
 
-    even_cpus: Mapping[str, float]  # role to the smallest even share of its ranks
-    unplaced: list[PlacementRequest] = field(default_factory=list)  # without room
-    near: set[PlacementRequest] = field(default_factory=set)  # on nodes with `topology_values`
-    topology_values: Sequence[str] = ()  # of the topology label; empty: no locality
+    even_cpus: Mapping[str, float]  # role to the smallest CPU share of a rank
+    unplaced: list[PlacementRequest] = field(default_factory=list)  # workers without room
+    # Workers placed on nodes whose topology label has one of `topology_values`.
+    near: set[PlacementRequest] = field(default_factory=set)
+    # Values of the topology label that were chosen for locality; empty: no locality.
+    topology_values: Sequence[str] = ()
 
 
 def pack(requests: Sequence[PlacementRequest], nodes: Sequence[NodeCapacity]) -> PackingResult:
-    """Assign nodes to as many workers as fit; does not change `nodes`."""
+    """Assign nodes to all workers that fit; `nodes` itself is not changed."""
     packed = _Packing(requests, nodes).result(requests)
     assert packed is not None, "cannot fail without `near`"
     return packed
@@ -76,19 +79,26 @@ def pack_by_topology(
     apart: PackingResult,
     spare: float,
 ) -> PackingResult:
-    """Pack again, with the workers on nodes that have the same value of the topology label `key`.
+    """Pack again, with workers on nodes that share one or a few values of the topology label `key`.
 
-    Tries single values first, then the fewest values that work, those with the most free resources
-    first; in both cases first for all workers, then for the initial ones only. Nodes without the
-    label have no value.
+    Four searches are made until one succeeds:
+
+    1. all workers on nodes with one value, trying the value with the most free resources first;
+    2. all initial workers on nodes with one value;
+    3. all workers on nodes with any of the n values that have the most free resources, for the
+       smallest n that works;
+    4. all initial workers on nodes chosen as in search 3.
+
+    Searches 1 and 3 are skipped if `apart` has unplaced workers. In searches 2 and 4, workers that
+    are not initial may be on any nodes.
 
     Args:
         apart: result of `pack`, without locality.
         spare: CPUs that an even share may lose for the sake of locality.
 
     Returns:
-        The result with locality; `apart` if there is none, or if each would leave a worker without
-        room or with too few CPUs.
+        The result with locality, or `apart` if each such result would leave another worker without
+        room or a rank with too few CPUs, or if the nodes have fewer than two label values.
     """
     search = _TopologySearch(requests, nodes, key, apart, spare)
     if len({node.labels.get(key) for node in nodes} - {None, ""}) < 2:
@@ -101,8 +111,8 @@ def pack_by_topology(
             if (found := search.attempt(goal, (value,))) is not None:
                 return found
     for goal in goals:
-        # Bisect: more nodes hold more, apart from rare effects of greedy packing. All values
-        # together would not be local.
+        # Bisect: more nodes hold more workers, with rare exceptions due to greedy packing. The set
+        # of all values is excluded, because it would give no locality.
         numbers = range(2, len(values))
         at = bisect_left(
             numbers, True, key=lambda number: search.attempt(goal, values[:number]) is not None
@@ -115,7 +125,7 @@ def pack_by_topology(
 
 
 class _TopologySearch:
-    """Tries to pack workers onto the nodes of given topology values."""
+    """Tries to pack workers onto nodes with given values of the topology label."""
 
     def __init__(
         self,
@@ -133,7 +143,7 @@ class _TopologySearch:
             request.role: _min_even_cpus(request, apart.even_cpus[request.role], spare)
             for request in requests
         }
-        self._free: dict[str, tuple[int, float]] = {}  # value to free GPUs and CPUs
+        self._free: dict[str, tuple[int, float]] = {}  # label value to free (GPUs, CPUs)
         pools = {request.role: request.pool.selector for request in requests}.values()
         for node in nodes:
             value = node.labels.get(key)
@@ -142,13 +152,13 @@ class _TopologySearch:
                 self._free[value] = (gpus + node.gpus, cpus + node.cpus)
 
     def largest(self) -> list[str]:
-        """Return the values that a pool can use: most free GPUs first, then most free CPUs."""
+        """Return the label values of usable nodes, most free GPUs first, then most free CPUs."""
         return sorted(self._free, key=lambda v: (-self._free[v][0], -self._free[v][1], v))
 
     def attempt(
         self, goal: Sequence[PlacementRequest], values: Sequence[str]
     ) -> PackingResult | None:
-        """Pack all workers, those of `goal` on nodes with `values`; None if that is impossible."""
+        """Pack all workers, those of `goal` on nodes with one of `values`; None on failure."""
         if not self._may_do(goal, values):
             return None
         packing = _Packing(
@@ -165,7 +175,7 @@ class _TopologySearch:
         return found
 
     def _may_do(self, goal: Sequence[PlacementRequest], values: Iterable[str]) -> bool:
-        """Return False if the nodes' total resources are too small: much cheaper than packing."""
+        """Return False if the nodes' total resources are too small; a cheap test before packing."""
         gpus = sum(self._free[value][0] for value in values)
         cpus = sum(self._free[value][1] for value in values)
         for request in goal:
@@ -178,7 +188,7 @@ class _TopologySearch:
 
 
 def _min_even_cpus(request: PlacementRequest, apart: float, spare: float) -> float:
-    """Return the CPUs per rank below which locality is not worth it."""
+    """Return the minimum CPUs per rank that a packing with locality must give."""
     if request.cpus is not None:
         return 0.0
     return min(apart, GPU_CPUS) if request.gpus else apart - spare
@@ -202,9 +212,9 @@ class _Packing:
         self._near = {role: list(filter(is_near, those)) for role, those in self._open.items()}
 
     def _order(self, request: PlacementRequest) -> tuple[bool, float, float, int]:
-        """Return the sort key: initial workers first, then largest requests, then fewest nodes.
+        """Return the sort key: initial workers first, then larger ones, then fewer matching nodes.
 
-        Requests with equal keys keep their order.
+        The sort is stable: workers with equal keys keep their order.
         """
         gpus, cpus = request.gpus * request.ranks, (request.cpus or 0) * request.ranks
         return request.may_wait, -gpus, -cpus, len(self._open[request.role])
@@ -227,7 +237,7 @@ class _Packing:
 
 
 def _lowest_even_cpus(nodes: Iterable[NodeCapacity]) -> float:
-    """Return the smallest even share on any of `nodes`; `MIN_CPUS` if none has such ranks."""
+    """Return the smallest even CPU share on `nodes`; `MIN_CPUS` if no ranks share CPUs there."""
     return min((node.even_cpus for node in nodes if node.num_even_ranks), default=MIN_CPUS)
 
 
@@ -256,7 +266,7 @@ def _best_node(
     fitting = [node for node in nodes if _fits(request, node)]
     if request.pool.stages == "spread":
         fitting = [node for node in fitting if node not in used]
-    # Prefer the emptiest node, so that equal workers spread out and CPU shares are even, but keep
+    # Prefer the emptiest node, so that identical workers spread and CPU shares are even, but keep
     # the stages of one worker together.
     beside = [node for node in fitting if node in used] if used else []
     return max(

@@ -1,7 +1,7 @@
-"""Placement of workers: from a specification and the nodes' free resources to placement groups.
+"""Plans the placement groups of all workers from a specification and the nodes' free resources.
 
-The plan checks by a packing of its own (`packing`) that all workers fit; Ray then chooses the
-nodes, among those with the required labels. The ranks of a stage are one bundle.
+`packing` checks that all workers fit. Ray then chooses the nodes itself, among the nodes with the
+required labels. The ranks of a stage form one bundle.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,13 +19,13 @@ from penstock.cluster.placement.packing import (
 from penstock.cluster.spec import labels
 from penstock.cluster.spec.spec import ROLES, ClusterSpec, PoolSpec
 
-ROUTER_CPUS = 0.1  # not 0: Ray's autoscaler removes a node without reserved CPUs as idle
+ROUTER_CPUS = 0.1  # not 0, or Ray's autoscaler would remove the router's node as idle
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 _NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 
 class PlacementError(ValueError):
-    """A worker or router has no room; the message says what it needs and what is free."""
+    """A worker or router has no room; the message lists needed and free resources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Node:
 class WorkerPlacement:
     """Plan of one worker: its name, and the bundles of its placement group, one per stage.
 
-    Rank 0 is in the first bundle, which is that of the last stage.
+    Rank 0 is in the first bundle, the bundle of the last stage.
     """
 
     role: str
@@ -54,9 +54,9 @@ class WorkerPlacement:
     tp: int = 1  # ranks per bundle
     ep: int = 1
     strategy: str = "STRICT_PACK"
-    waits_for_node: bool = False  # its node may not exist yet
-    labels: Mapping[str, str] = field(default_factory=dict)  # required of its nodes
-    near: Mapping[str, str] = field(default_factory=dict)  # preferred: nodes near the other workers
+    waits_for_node: bool = False  # may wait for a node that does not exist yet
+    labels: Mapping[str, str] = field(default_factory=dict)  # required labels of the worker's nodes
+    near: Mapping[str, str] = field(default_factory=dict)  # preferred labels, for locality
 
     @property
     def name(self) -> str:
@@ -71,19 +71,19 @@ class WorkerPlacement:
         return len(self.bundles)
 
     def selector(self, near: bool) -> dict[str, str]:
-        """Return the label selector of its nodes, with the preferred labels if `near`."""
+        """Return the label selector of the worker's nodes, with the preferred labels if `near`."""
         return {**(self.near if near else {}), **self.labels}
 
 
 def plan_placements(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlacement]:
-    """Return the placements of all workers that `spec` allows, by pool and worker number.
+    """Return the placements of all workers that `spec` allows, sorted by pool and worker number.
 
-    Workers that the autoscaler may start later count too when CPUs are divided. On an existing Ray
-    cluster such workers may wait, since nodes can be added for them.
+    CPUs are divided among the initial workers and those that the autoscaler may start later. On an
+    existing Ray cluster, later workers need not fit now, because nodes can be added.
 
-    Ranks use GPUs if the pool's nodes have any, unless the pool sets `gpus`. With `pool_nodes` a
-    worker also requests its pool's Ray resource and waits for a node with room; its locality then
-    depends on how the nodes were created.
+    Ranks use GPUs if the pool's nodes have any, unless the pool sets `gpus`. With `pool_nodes`, a
+    worker also requests its pool's Ray resource and waits for a node with room. Its locality is
+    then decided by how the nodes were created.
 
     Raises:
         PlacementError: a router or an initial worker does not fit on `nodes`.
@@ -133,10 +133,10 @@ def _packed(
     capacities: Sequence[NodeCapacity],
     nodes: Sequence[Node],
 ) -> PackingResult:
-    """Pack all workers; raise `PlacementError` if one that must fit does not."""
+    """Pack all workers; raise `PlacementError` if a worker that must fit has no room."""
     packed = pack(requests, capacities)
     for request in packed.unplaced:
-        # Later GPU workers need not fit: all pools share the GPU budget.
+        # GPU workers that start later need not fit, because all pools share the GPU budget.
         if not request.may_wait or (spec.ray_address is None and not request.gpus):
             raise PlacementError(
                 f"no room for {request.role} worker {request.index}, which needs "
@@ -163,12 +163,12 @@ def _to_placement(
     waits_for_node: bool = False,
     spare: float = 0.0,
 ) -> WorkerPlacement:
-    # Round down to hundredths, so that Ray's own rounding never exceeds the node.
+    # Round down to hundredths, so that after Ray's rounding the ranks still fit on the node.
     cpus = request.cpus if request.cpus is not None else int(even_cpus * 100 + 1e-6) / 100
     bundle = {"CPU": cpus * request.ranks} | dict(more)
     if request.gpus:
         bundle["GPU"] = float(request.gpus * request.ranks)
-    # Routers rarely use their CPUs: on two cores one worker still gets two threads.
+    # Count the routers' CPUs, which are rarely used: one worker on two cores gets two threads.
     usable = cpus if request.cpus is not None else cpus + spare + 1e-9
     pool = request.pool
     return WorkerPlacement(
@@ -199,12 +199,12 @@ def _describe_request(request: PlacementRequest) -> str:
 
 
 def with_labels(selector: Mapping[str, str]) -> str:
-    """Return the required labels as text that follows "a node"; empty if there are none."""
+    """Return required labels as text like " with a=b and c=d"; "" if `selector` is empty."""
     return f" with {labels.describe(selector, ' and ')}" if selector else ""
 
 
 def describe_free(nodes: Sequence[Node], keys: Collection[str] = ()) -> str:
-    """Return the nodes' free resources as text, with their values of the labels `keys`."""
+    """Describe each node's free CPUs and GPUs, and its values of the labels `keys`, as text."""
     free = [f"{n.name}{_values(n, keys)}: {n.cpus:g} CPUs, {n.gpus} GPUs" for n in nodes]
     return "free resources: " + ("; ".join(free) if free else "none, there are no nodes")
 
@@ -219,7 +219,7 @@ def _values(node: Node, keys: Collection[str]) -> str:
 def describe_locality(
     spec: ClusterSpec, placements: Sequence[WorkerPlacement], nodes: Sequence[Node]
 ) -> str:
-    """Return which nodes were chosen for locality, in one line; "" if there was no choice."""
+    """Describe in one line the nodes chosen for locality; "" if there was nothing to choose."""
     key = spec.topology_key
     if spec.pool_nodes or len({node.labels.get(key) for node in nodes} - {None, ""}) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""A worker's placement group: requested from Ray, and again when a node of it dies."""
+"""Requests a worker's placement group from Ray, waits for its placement and releases it."""
 
 import asyncio
 
@@ -18,20 +18,21 @@ from penstock.cluster.placement.placement import (
 from penstock.cluster.ray_session import free_nodes
 from penstock.cluster.status.status_events import Progress, Report
 
-PLACEMENT_TIMEOUT_SECONDS = 60  # for Ray to grant resources that seem free
-EXPLAIN_WAIT_SECONDS = 5  # before the report says what a worker waits for
-SECONDS_NEAR = 20  # for nodes near the other workers, before any node is accepted
+PLACEMENT_TIMEOUT_SECONDS = 60  # time limit for Ray to grant resources that seem free
+EXPLAIN_WAIT_SECONDS = 5  # after this wait, report which resources are missing
+SECONDS_NEAR = 20  # wait this long for nodes near other workers, then accept any node
 
 
 class Reservation:
-    """The placement group of one worker, which successive processes of the worker use.
+    """The placement group of one worker, used by one process of the worker after another.
 
-    When a node dies, Ray places the group again by itself, with the same labels. If the nodes near
-    the other workers are full, Ray would wait forever, so `acquire` then drops that preference.
+    When a node dies, Ray places the group again by itself, with the same labels. Ray treats the
+    preferred labels as required and would wait forever if those nodes are full. `acquire` therefore
+    replaces the group by one without the preferred labels after `SECONDS_NEAR`.
 
     Args:
         placement: name, bundles and labels of the worker.
-        report: called with what the worker waits for.
+        report: called with progress events while the worker waits.
     """
 
     def __init__(self, placement: WorkerPlacement, report: Report) -> None:
@@ -41,7 +42,7 @@ class Reservation:
         self._is_near = False
 
     async def acquire(self, wait_for_node: bool) -> None:
-        """Wait until the group is placed; return at once if it still is.
+        """Create the group if there is none, and wait until Ray has placed the group.
 
         Args:
             wait_for_node: wait without a time limit.
@@ -57,7 +58,7 @@ class Reservation:
             self._report_progress("waiting for its place again")
         waited = 0
         while wait_for_node or waited < PLACEMENT_TIMEOUT_SECONDS:
-            # One second at a time, since the thread cannot be cancelled.
+            # Wait one second per call, because the waiting thread cannot be cancelled.
             if await asyncio.to_thread(group.wait, 1):
                 return
             waited += 1
@@ -73,7 +74,7 @@ class Reservation:
         )
 
     def release(self) -> None:
-        """Remove the group; Ray ends the processes in it."""
+        """Remove the group; Ray then ends the processes in the group."""
         if self.group is not None:
             remove_placement_group(self.group)
             self.group = None
@@ -91,7 +92,7 @@ class Reservation:
         return group
 
     async def is_lost(self) -> bool:
-        """Return True if Ray has not placed the group, or not again since a node of it died."""
+        """Return True if the group is not placed: not yet, or not again after a node died."""
         assert self.group is not None
         found = await asyncio.to_thread(placement_group_table, self.group)
         return bool(found["state"] != "CREATED")
@@ -100,7 +101,7 @@ class Reservation:
         self._report(self._placement.title, Progress(stage))
 
     def _describe_bundle(self) -> str:
-        """Return the needs of a bundle as text that follows "no"."""
+        """Return the needs of a bundle as text like "node with a=b has CPU 4, GPU 1"."""
         amounts = (f"{what} {amount:g}" for what, amount in self._placement.bundles[0].items())
         node = f"node{with_labels(self._placement.selector(self._is_near))}"
         return f"{node} has {', '.join(amounts)}"

@@ -1,4 +1,4 @@
-"""Merges the states that several routers report of one cluster. Pure.
+"""Merges the states that the routers of one cluster report. Pure code, no I/O.
 
 Each worker reports its whole load to every router; each router knows only its own queue.
 """
@@ -12,14 +12,14 @@ from penstock.router.observability.snapshot import ClusterState, PoolState, Rout
 
 
 class ClusterAggregator:
-    """Merges router states; keeps each router's totals, since a restarted one counts from 0."""
+    """Merges router states; keeps each router's totals, as a restarted router counts from 0."""
 
     def __init__(self) -> None:
-        self._counted: dict[str, int] = {}  # prompt tokens, by router
+        self._counted: dict[str, int] = {}  # router name to its last total of prompt tokens
         self._total = 0
 
     def sum(self, states: Mapping[str, ClusterState | None]) -> ClusterState | None:
-        """Merge the routers' states, by name (None: no reply); return None if none replied."""
+        """Merge the states of the routers (None: no reply); return None if no router replied."""
         received = {name: state for name, state in states.items() if state is not None}
         if not received:
             return None
@@ -49,7 +49,7 @@ class ClusterAggregator:
 def router_states(
     states: Mapping[str, ClusterState | None], addresses: Mapping[str, tuple[str, str]]
 ) -> list[RouterState]:
-    """Return each router's report of its own state, with its HTTP and gRPC addresses."""
+    """Return the state of each router (`down` if it did not reply), with its addresses."""
     found = []
     for name, state in states.items():
         own = RouterState(name, "down")
@@ -61,7 +61,7 @@ def router_states(
 
 
 def _prefill_decisions(states: Sequence[ClusterState]) -> dict[str, int]:
-    """Return the sum of the routers' own counts."""
+    """Return the number of prompts for each prefill decision, summed over the routers."""
     total: Counter[str] = Counter()
     for state in states:
         total.update(state.placed)
@@ -69,7 +69,7 @@ def _prefill_decisions(states: Sequence[ClusterState]) -> dict[str, int]:
 
 
 def _workers(states: Sequence[ClusterState]) -> list[WorkerState]:
-    """Return the workers by name, each from the first router that has its numbers."""
+    """Return the workers sorted by name; the first router with a worker's numbers describes it."""
     found: dict[str, WorkerState] = {}
     requests: dict[str, int] = {}
     for state in states:
@@ -82,7 +82,7 @@ def _workers(states: Sequence[ClusterState]) -> list[WorkerState]:
 
 
 def _pools(states: Sequence[ClusterState]) -> list[PoolState]:
-    """Return the pools by name, with the queues of all routers added up."""
+    """Return the pools sorted by name, with the queue lengths of all routers added up."""
     found: dict[str, list[PoolState]] = {}
     for state in states:
         for pool in state.pools:

@@ -27,17 +27,17 @@ from penstock.router.observability.role_registry import Assignment, RoleRegistry
 from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
 from penstock.workers.config import WorkerConfig
 
-DRAIN_REPLY_SECONDS = 5.0  # for the reply after a drain
-PLACEMENT_CHECK_SECONDS = 5.0  # interval, while a worker starts
+DRAIN_REPLY_SECONDS = 5.0  # extra time for the reply to a drain request
+PLACEMENT_CHECK_SECONDS = 5.0  # interval of placement checks while a worker starts
 
 # Ray must neither repeat calls nor restart actors: the supervisor replaces them.
 _NO_RAY_RESTARTS = {"max_restarts": 0, "max_task_retries": 0}
 
 
 class WorkerListener(Protocol):
-    """Receives workers' addresses and exits, and can declare workers dead."""
+    """Receives the addresses and exits of workers, and can declare workers dead."""
 
-    declare_dead: dict[str, Callable[[str], None]]  # worker name to callback
+    declare_dead: dict[str, Callable[[str], None]]  # worker name to callback with the reason
 
     @property
     def with_events(self) -> bool: ...
@@ -50,14 +50,14 @@ class WorkerListener(Protocol):
 
 
 class ManagedRouter:
-    """A router, with the worker addresses and roles that each of its processes is sent.
+    """A router, with the worker addresses and roles that are sent to each new process of it.
 
     Args:
-        config: configuration of its first process.
-        report: called with the events of its processes.
+        config: configuration of the router's first process.
+        report: called with the events of the router's processes.
         own_node: whether to require a node with the Ray resource `router`.
-        with_events: whether it and its workers also log single requests.
-        roles: roles set by operators, shared by all routers of a cluster.
+        with_events: whether routers and workers also log events of single requests.
+        roles: roles set by operators; one object for all routers of a cluster.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ManagedRouter:
     ) -> None:
         self.title = config.name.replace("-", " ")
         self.config = config
-        self.with_events = with_events  # for its log and its workers'
+        self.with_events = with_events  # read by the router and its workers
         self.given_up = False
         self._resources = {"router": 1} if own_node else {}
         self.ready = asyncio.Event()
@@ -83,7 +83,7 @@ class ManagedRouter:
         self._role_tasks: set[asyncio.Task[None]] = set()
 
     async def reserve(self) -> None:
-        """Do nothing: Ray starts the process once a node has room for it."""
+        """Do nothing: Ray starts the process once a node has room."""
 
     def make(self) -> ActorHandle:
         remote = ray.remote(num_cpus=ROUTER_CPUS, resources=self._resources, **_NO_RAY_RESTARTS)(
@@ -97,7 +97,7 @@ class ManagedRouter:
 
     @property
     def waiting_for(self) -> str:
-        """What the router waits for before its process runs; empty if unknown."""
+        """Text about the resource for which the router waits; empty if unknown or not waiting."""
         if self._resources and self.actor is not None and self.actor.process is None:
             return "no node with the Ray resource `router` has room yet"
         return ""
@@ -135,7 +135,7 @@ class ManagedRouter:
             await self._send_workers()
 
     async def snapshot(self) -> ClusterState | None:
-        """Return the cluster's state as the router sees it; None while it does not run."""
+        """Return the cluster's state as the router sees it; None while the router does not run."""
         state: ClusterState | None = None
         if self.actor is not None and self.actor.up:
             state = await self.actor.call("snapshot")
@@ -144,12 +144,12 @@ class ManagedRouter:
         return state
 
     async def show_cluster(self, scaling: Scaling, routers: Sequence[RouterState]) -> None:
-        """Send the autoscaling status and the states of all routers, for this one to show."""
+        """Send the autoscaling status and all routers' states, which this router's status shows."""
         if self.actor is not None and self.actor.up:
             await self.actor.call("show_cluster", scaling, list(routers))
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; running ones have `seconds` to end."""
+        """Refuse new requests; running requests have `seconds` to end."""
         if self.actor is not None and self.actor.up:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds + DRAIN_REPLY_SECONDS):
@@ -162,12 +162,12 @@ class ManagedRouter:
 
     async def on_worker_exit(self, name: str) -> None:
         gone = self._worker_addresses.pop(name, None) is not None
-        # A router that is starting gets the current workers once it is ready.
+        # Skip a router that is starting: it gets the current workers once it is ready.
         if gone and self.actor is not None and self.actor.up:
             await self.actor.call("worker_died", name)
 
     async def _send_workers(self) -> None:
-        await self._send_roles()  # first: roles decide how the workers are used
+        await self._send_roles()  # roles first, because they decide how workers are used
         if self.actor is not None and self.actor.up:
             await self.actor.call("set_workers", dict(self._worker_addresses))
 
@@ -177,13 +177,13 @@ class ManagedRouter:
 
 
 class ManagedWorker:
-    """A worker; its successive processes use one placement group.
+    """A worker; all its processes, one after another, use one placement group.
 
     Args:
-        placement: its name and resources.
-        config: configuration of its processes.
-        listener: receives its addresses and exits; usually all routers.
-        report: called with the events of its processes.
+        placement: name and resources of the worker.
+        config: configuration of the worker's processes.
+        listener: receives the worker's addresses and exits; usually the `RouterSet`.
+        report: called with the events of the worker's processes.
     """
 
     def __init__(
@@ -206,15 +206,17 @@ class ManagedWorker:
         self._report = report
 
     async def reserve(self) -> None:
-        """Acquire the placement group before each process.
+        """Acquire the placement group for the next process.
+
+        A worker that has served before, or whose node may be added later, waits without a limit.
 
         Raises:
-            PlacementError: no room; not raised if its node may come later or it has served before.
+            PlacementError: no node has room, and the time limit has passed.
         """
         await self._reservation.acquire(self._placement.waits_for_node or self.ready.is_set())
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; running ones move elsewhere or end within `seconds`."""
+        """Refuse new requests; running requests have `seconds` to end or move to other workers."""
         if self.serves and self.rank_group is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds + DRAIN_REPLY_SECONDS):
@@ -230,7 +232,7 @@ class ManagedWorker:
         self.release()
 
     def release(self) -> None:
-        """Release its placement group."""
+        """Release the worker's placement group."""
         self._reservation.release()
 
     def make(self) -> RankGroup:
@@ -243,9 +245,9 @@ class ManagedWorker:
         return self.rank_group
 
     async def _watch_placement(self, rank_group: RankGroup) -> None:
-        """Kill a starting process whose placement is lost, so that `reserve` is called again.
+        """Kill a starting worker if its placement is lost, so that `reserve` is called again.
 
-        Ray may notice only during the start that the node is dead; the start would then hang.
+        Ray may detect a dead node only while a worker starts on that node; the start would hang.
         """
         await asyncio.sleep(PLACEMENT_CHECK_SECONDS)
         while not await self._reservation.is_lost():
@@ -261,7 +263,7 @@ class ManagedWorker:
             **_NO_RAY_RESTARTS,
         )(WorkerActor)
         title = f"{self.title}, rank {rank}"
-        # The progress of other ranks repeats that of rank 0.
+        # Report progress of rank 0 only, because all ranks make the same progress.
         report = self._report if rank == 0 else _without_progress(self._report)
         actor = remote.remote(title, self._listener.with_events)
         return ActorHandle(self.title, actor, report, self.config.step_timeout_seconds)

@@ -1,4 +1,4 @@
-"""All routers of a cluster, updated, observed, drained and stopped together."""
+"""Updates, monitors, drains and stops all routers of a cluster together."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -10,8 +10,8 @@ from penstock.cluster.pools.managed import ManagedRouter
 from penstock.cluster.status.status_events import Draining, Report
 from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
 
-CALL_TIMEOUT_SECONDS = 5.0  # a stuck router must not delay updates of the others
-DRAIN_REPORT_SECONDS = 5.0  # interval, during a drain
+CALL_TIMEOUT_SECONDS = 5.0  # a stuck router must not delay the other routers' updates
+DRAIN_REPORT_SECONDS = 5.0  # interval of reports during a drain
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class RouterSet:
         await _gather_bounded(router.on_worker_ready(name, address) for router in self.all)
 
     async def on_worker_drained(self, name: str) -> None:
-        """Remove a worker that has drained from all routers."""
+        """Remove a drained worker from all routers."""
         await _gather_bounded(router.on_worker_drained(name) for router in self.all)
 
     async def on_worker_exit(self, name: str) -> None:
@@ -63,7 +63,7 @@ class RouterSet:
         await _gather_bounded(router.on_worker_exit(name) for router in self.all)
 
     async def snapshot(self) -> ClusterState | None:
-        """Return the merged state of all routers; None if none replies."""
+        """Return the merged state of all routers; None if no router replies."""
         names = [router.config.name for router in self.all]
         states = await _gather_bounded(router.snapshot() for router in self.all)
         by_name = dict(zip(names, states, strict=True))
@@ -77,7 +77,7 @@ class RouterSet:
         )
 
     async def drain(self, seconds: float, report: Report) -> None:
-        """Refuse new requests, let running ones end within `seconds`, and report progress."""
+        """Refuse new requests, let running requests end within `seconds`, and report progress."""
         report("", Draining(seconds))
         reporting = asyncio.create_task(self._report_drain(seconds, report))
         try:
@@ -99,7 +99,7 @@ class RouterSet:
 
 
 async def _gather_bounded(calls: Iterable[Awaitable[T]]) -> list[T | None]:
-    """Return each call's result; None for one that times out, which may still take effect."""
+    """Return the result of each call; None for a timed-out call, which may still take effect."""
     return await asyncio.gather(*map(_bounded, calls))
 
 

@@ -1,4 +1,4 @@
-"""Starts the workers of one pool, replaces those that die, and drains surplus ones."""
+"""Starts the workers of one pool, replaces dead workers, and drains surplus workers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -20,14 +20,14 @@ class Worker(Managed, Protocol):
 
     @property
     def ready(self) -> asyncio.Event:
-        """Set once the worker has served."""
+        """Event that is set once the worker has served for the first time."""
         ...
 
     @property
     def serves(self) -> bool: ...
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; running ones move elsewhere or end within `seconds`."""
+        """Refuse new requests; running requests have `seconds` to end or move to other workers."""
         ...
 
     async def shut_down(self) -> None:
@@ -35,16 +35,16 @@ class Worker(Managed, Protocol):
         ...
 
     def release(self) -> None:
-        """Release its resources."""
+        """Release the worker's resources."""
         ...
 
 
 @dataclass(slots=True)
 class _WorkerEntry:
-    """A placement that is in use."""
+    """The state of a placement that is in use."""
 
     worker: Worker
-    task: asyncio.Task[None] | None = None  # restarts the worker
+    task: asyncio.Task[None] | None = None  # task that restarts the worker
     is_draining: bool = False
     has_failed: bool = False
 
@@ -63,12 +63,12 @@ class WorkerPool:
     Args:
         placements: one for each worker that the pool may have.
         make: creates the worker of a placement.
-        spawn: starts a background task; an exception in it ends the cluster.
+        spawn: starts a background task; an exception in the task ends the cluster.
         drain_seconds: time limit for draining a worker.
         report: called with status events.
         on_given_up: called with the title of a worker that cannot be started, its failure, and the
-            seconds until the placement may be used again; an exception in it ends the cluster.
-        pause: waits those seconds.
+            seconds until the placement may be used again. If it raises, the cluster ends.
+        pause: waits a given number of seconds.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class WorkerPool:
     def scale_to(
         self, wanted: int, busy: Mapping[str, float], reassigned: Collection[str] = ()
     ) -> None:
-        """Begin to start or drain workers, to reach `wanted`.
+        """Begin to start or drain workers, in order to reach `wanted` workers.
 
         Args:
-            wanted: number of workers, without draining and reassigned ones.
-            busy: load of the workers, by name.
-            reassigned: names of workers whose role an operator changed; they are kept.
+            wanted: number of workers to reach, not counting draining and reassigned workers.
+            busy: worker name to load of the worker.
+            reassigned: names of workers whose role an operator changed; these workers are kept.
         """
         numbered = {
             at: busy.get(placement.name, 0.0) for at, placement in enumerate(self._placements)
@@ -144,7 +144,7 @@ class WorkerPool:
         seconds = self._backoffs[name].after_giving_up(served=entry.worker.ready.is_set())
         self._on_given_up(entry.worker.title, failure, seconds)
         await self._pause(seconds)
-        del self._entries[name]  # free: the next `scale_to` may fill it
+        del self._entries[name]  # the next `scale_to` may use the placement again
 
     async def _drain_and_remove(self, name: str) -> None:
         post = self._entries[name]

@@ -1,4 +1,4 @@
-"""The driver's handle of one process on Ray: starts, calls, monitors and kills it."""
+"""The driver's handle of one process on Ray: starts, calls, monitors and kills the process."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,11 +19,11 @@ PING_TIMEOUT_SECONDS = 30.0
 
 
 class StartFailed(RuntimeError):
-    """A process did not get ready.
+    """A process did not become ready.
 
     Args:
         title: name of the process.
-        reason: one line.
+        reason: the cause, in one line.
         certain: True if the process itself reported the error, so that a retry would fail again.
     """
 
@@ -40,7 +40,7 @@ class ActorHandle:
         title: name of the process in reports.
         actor: Ray's handle of the actor; must not be used elsewhere.
         on_event: called with the title and each event of the process.
-        ping_timeout: seconds without a reply, once started, after which the process counts as dead.
+        ping_timeout: seconds without a reply, after which a started process counts as dead.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ActorHandle:
         return where
 
     def start_pinging(self) -> None:
-        """Start checking that the process replies to pings, once loading no longer blocks it."""
+        """Ping the process from now on; call this after loading, because loading delays replies."""
         if self._ping_task is None:
             self._ping_task = asyncio.create_task(self._ping_forever())
 
@@ -78,11 +78,11 @@ class ActorHandle:
         return self._process
 
     def kill_by_ray(self) -> None:
-        """Kill the process through Ray; its death is detected as any other."""
+        """Kill the process through Ray; `death` then returns as after any other exit."""
         ray.kill(self._actor)
 
     async def call_start(self, method: str, *arguments: object) -> Any:
-        """Call a method that is part of the start; raise `StartFailed` if it fails."""
+        """Call an actor method during process startup; raise `StartFailed` if the call fails."""
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except RayError as error:
@@ -99,7 +99,7 @@ class ActorHandle:
             self._death.set_result(reason)
 
     async def call(self, method: str, *arguments: object) -> Any:
-        """Call a method; return None if the process is dead, which `death` reports."""
+        """Call an actor method; return None if the process is dead (`death` gives the reason)."""
         with suppress(RayActorError):
             return await getattr(self._actor, method).remote(*arguments)
 
@@ -115,7 +115,7 @@ class ActorHandle:
         self._events_task.cancel()
         if self._ping_task is not None:
             self._ping_task.cancel()
-        ray.kill(self._actor)  # only a message: a stopped (SIGSTOP) process never reads it
+        ray.kill(self._actor)  # sends a message, which a process stopped by SIGSTOP never reads
         if self._process is not None:
             process_id.kill(self._process)
 
@@ -125,11 +125,11 @@ class ActorHandle:
                 if self._process is None:
                     self._process = await self._actor.identify.remote()
                 for item in await self._actor.next_events.remote():
-                    # Drop late progress: Ray may deliver the reply to `start` before older events.
+                    # Drop old progress events: Ray may deliver them after the reply to `start`.
                     if not (self.up and isinstance(item, Progress)):
                         self._on_event(self.title, item)
             except ActorUnavailableError:
-                await asyncio.sleep(RETRY_SECONDS)  # unreachable for now, perhaps alive
+                await asyncio.sleep(RETRY_SECONDS)  # unreachable now, but the process may be alive
             except RayError as error:
                 self.declare_dead(_reason(error))
                 return
@@ -141,8 +141,8 @@ class ActorHandle:
 
     async def _is_responsive(self) -> bool:
         ping = asyncio.create_task(self._ping())
-        # Wait twice for half the timeout: if this process was stopped itself, the first wait ends
-        # late, and the reply arrives during the second.
+        # Wait twice for half the timeout. If this driver process itself was paused, the first wait
+        # may time out before the reply is read; the second wait then gets the reply.
         for _ in range(2):
             done, _ = await asyncio.wait({ping}, timeout=self._ping_timeout / 2)
             if done:
@@ -151,7 +151,7 @@ class ActorHandle:
         return False
 
     async def _ping(self) -> None:
-        with suppress(RayError):  # `_poll_events` detects a dead process
+        with suppress(RayError):  # a dead process is detected by `_poll_events`
             await self._actor.ping.remote()
 
 

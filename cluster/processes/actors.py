@@ -1,7 +1,8 @@
-"""The actors that Ray hosts: a router or one rank of a worker, each in a process of its own.
+"""Ray actors: each actor hosts a router or one rank of a worker in a process of its own.
 
-Plain classes; the supervisor makes them remote. Ray carries control only: start, stop, events. A
-call of `next_events` is always pending; when it fails, the driver knows that the process is dead.
+The classes are plain Python classes; the supervisor turns them into Ray actors. Ray carries only
+control messages: start, stop, events. The driver always has a pending call of `next_events`; when
+this call fails, the process is dead.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import ray.util
 
-# Ray's own copy of the library: another copy would not find the title, which Ray has moved.
+# Use Ray's copy of setproctitle: Ray has moved the title, so another copy would not find it.
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
 from penstock.cluster.kubernetes import node_drain, readiness_probe
@@ -41,20 +42,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED_EVENTS = 4096  # that the driver has not fetched; the oldest are dropped first
+MAX_QUEUED_EVENTS = 4096  # not yet fetched by the driver; above this, the oldest are dropped
 
 
 def freeze_heap() -> None:
     """Collect garbage once and exclude all current objects from later collections.
 
-    They live as long as the process; a full collection would pause all streams (0.3 s in a worker).
+    The current objects live as long as the process. A full collection would scan them and pause all
+    streams (0.3 s in a worker).
     """
     gc.collect()
     gc.freeze()
 
 
 class ActorFailed(RuntimeError):
-    """The hosted router or worker failed. One line of text, so that it can be pickled."""
+    """The hosted router or worker failed; has only one line of text, so that Ray can pickle it."""
 
 
 class EventQueue:
@@ -71,12 +73,12 @@ class EventQueue:
         self._loop.call_soon_threadsafe(self._append, item)
 
     def fail(self, reason: str) -> None:
-        """Report a failure of the hosted router or worker: `next` raises after the last event."""
+        """Report a failure; `next` raises `ActorFailed` once all events have been returned."""
         self._failure = ActorFailed(reason)
         self._loop.call_soon_threadsafe(self._has_events.set)
 
     async def next(self) -> list[ProcessEvent]:
-        """Wait for events and return all since the last call; raise `ActorFailed` after `fail`."""
+        """Wait for events and return all new events; raise `ActorFailed` if `fail` was called."""
         await self._has_events.wait()
         if not self._pending and self._failure is not None:
             raise self._failure
@@ -92,7 +94,7 @@ class EventQueue:
         return news
 
     def _append(self, item: ProcessEvent) -> None:
-        # Keep only the latest progress of a stage.
+        # Replace an unread progress event of the same stage.
         last = self._pending[-1] if self._pending else None
         if isinstance(item, Progress) and isinstance(last, Progress) and last.stage == item.stage:
             self._pending.pop()
@@ -104,7 +106,7 @@ class EventQueue:
 class _EventLogHandler(logging.Handler):
     """Sends log records to the driver, prefixed with the process's title.
 
-    A record with an attribute `fields` is an event: its message is the event's name.
+    A record with an attribute `fields` is sent as an event named by the record's message.
     """
 
     def __init__(self, title: str, events: EventQueue, level: int) -> None:
@@ -127,7 +129,7 @@ class _ProcessActor:
 
     Args:
         title: name of the process.
-        with_events: also send INFO records, such as single requests, not only warnings and errors.
+        with_events: send INFO records (such as one per request), not only warnings and errors.
     """
 
     def __init__(self, title: str, with_events: bool = False) -> None:
@@ -139,18 +141,18 @@ class _ProcessActor:
         self._title_task: asyncio.Task[None] | None = None
 
     async def identify(self) -> ProcessId:
-        """Return the id with which the driver can kill this process if it hangs."""
+        """Return the id that the driver needs to kill this process."""
         return process_id.own_id()
 
     async def ping(self) -> None:
-        """Return, which shows that the event loop runs."""
+        """Do nothing; the reply shows that the event loop runs."""
 
     async def next_events(self) -> list[ProcessEvent]:
-        """Wait for events and return them; fails when the process dies. See `EventQueue.next`."""
+        """Wait for new events and return them, see `EventQueue.next`; fails if the process dies."""
         return await self._open_events().next()
 
     def _open_events(self) -> EventQueue:
-        # Not in __init__, which does not run on the event loop.
+        # Created here, because __init__ does not run on the event loop.
         if self._events is None:
             self._events = EventQueue()
             logging.getLogger("penstock").setLevel(self._level)
@@ -160,7 +162,7 @@ class _ProcessActor:
         return self._events
 
     async def _keep_title(self) -> None:
-        # Ray renames the process at every call.
+        # Ray renames the process at every call, so set the title again and again.
         while True:
             setproctitle(self._title)
             await asyncio.sleep(0.5)
@@ -194,7 +196,7 @@ class WorkerActor(_ProcessActor):
         return self._rendezvous.address
 
     async def start(self, config: "WorkerConfig") -> str:
-        """Load the model and serve it; return the address, host:port, or raise `ActorFailed`."""
+        """Load the model and serve it; return the address (host:port) or raise `ActorFailed`."""
         events = await self._load_libraries()
         from penstock.workers.service.grpc_service import serve_worker
 
@@ -250,7 +252,7 @@ class WorkerActor(_ProcessActor):
     async def _load_libraries(self) -> EventQueue:
         events = self._open_events()
         events.add(Progress("loading libraries"))
-        await asyncio.sleep(0.01)  # send it before the import blocks the event loop
+        await asyncio.sleep(0.01)  # send the event before the import blocks the event loop
         # Imported here, because the driver imports this module and must not load torch.
         from penstock.workers.rank.process_tuning import tune_process
 
@@ -273,7 +275,7 @@ class WorkerActor(_ProcessActor):
             events.fail(_reason(error))
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; wait up to `seconds` for running ones to end or move elsewhere."""
+        """Refuse new requests; wait up to `seconds` for running requests to end or move away."""
         if self._worker is not None:
             await self._worker.drain(seconds)
 
@@ -282,7 +284,7 @@ class WorkerActor(_ProcessActor):
             self._watchdog.stop()
         if self._worker is not None:
             await self._worker.stop()
-        if self._rendezvous is not None:  # last: NCCL uses the store as long as it runs
+        if self._rendezvous is not None:  # closed last: NCCL uses the store while it runs
             self._rendezvous.close()
 
     async def _watch(self, worker: "RunningWorker", events: EventQueue) -> None:
@@ -301,10 +303,10 @@ class RouterActor(_ProcessActor):
         self._drain_task: asyncio.Task[None] | None = None
 
     async def start(self, config: "RouterConfig") -> tuple[str, str]:
-        """Start serving; return the HTTP and gRPC addresses, host:port, or raise `ActorFailed`."""
+        """Start serving; return the HTTP and gRPC addresses (host:port) or raise `ActorFailed`."""
         self._open_events().add(Progress("loading libraries"))
-        await asyncio.sleep(0.01)  # send it before the import blocks the event loop
-        # Imported here, as in `WorkerActor`: the driver does not need it.
+        await asyncio.sleep(0.01)  # send the event before the import blocks the event loop
+        # Imported here, because the driver imports this module but does not need the router.
         from penstock.router.server import serve_router
 
         try:
@@ -318,7 +320,7 @@ class RouterActor(_ProcessActor):
         return self._router.http_address, self._router.grpc_address
 
     async def set_workers(self, addresses: dict[str, str]) -> None:
-        """Replace the known workers: name to host:port."""
+        """Replace the known workers by `addresses`: worker name to host:port."""
         await self._running.set_workers(addresses)
 
     async def wait_for_workers(self, count: int) -> None:
@@ -340,16 +342,16 @@ class RouterActor(_ProcessActor):
         return self._running.frontend.take_snapshot()
 
     async def set_roles(self, assignments: "dict[str, Assignment]") -> None:
-        """Apply all roles that the supervisor holds, which confirms those from this router."""
+        """Apply all roles that the supervisor has recorded; confirms roles set at this router."""
         self._running.frontend.set_roles(assignments)
 
     async def show_cluster(self, scaling: "Scaling", routers: "list[RouterState]") -> None:
-        """Set the autoscaling status and the routers' states that this router shows."""
+        """Set the autoscaling status and the routers' states that this router's status shows."""
         self._running.frontend.scaling = scaling
         self._running.frontend.routers = routers
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; wait up to `seconds` for running ones to end."""
+        """Refuse new requests; wait up to `seconds` for running requests to end."""
         await self._running.drain(seconds)
 
     async def stop(self) -> None:
@@ -364,7 +366,7 @@ class RouterActor(_ProcessActor):
 
 
 def _reason(error: Exception) -> str:
-    """Return an error in one line; log an unexpected one with its traceback."""
+    """Return an error's text in one line; log an unexpected error with its traceback."""
     if isinstance(error, ValueError | OSError | MemoryError):
         return " ".join(str(error).split()) or type(error).__name__
     log.exception("start failed with an unexpected error")

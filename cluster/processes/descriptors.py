@@ -1,4 +1,4 @@
-"""Early growth of a process's table of file descriptors."""
+"""Grows a process's table of file descriptors before the process has clients."""
 
 import fcntl
 import os
@@ -11,11 +11,11 @@ NUM_DESCRIPTORS = 4096
 def reserve_descriptors(count: int = NUM_DESCRIPTORS) -> None:
     """Grow this process's table of file descriptors to `count` entries, if its limit allows.
 
-    Linux doubles the table when a new descriptor does not fit. In a process with several threads
-    it then waits for an RCU grace period (`expand_fdtable` in `fs/file.c`), which takes tens of
-    seconds where all cores are busy. If the thread that opened the file holds the GIL, the event
-    loop stops as well, and the process looks dead to its peers. Each process that serves therefore
-    grows its table at start, before it has clients. 4,096 entries take 32 KiB.
+    Linux doubles the table when a new descriptor does not fit. In a process with several threads,
+    the kernel then waits for an RCU grace period (`expand_fdtable` in `fs/file.c`). This wait takes
+    tens of seconds if all cores are busy. If the thread that opened the file holds the GIL, the
+    event loop stops as well, and the process looks dead to its peers. Routers and workers therefore
+    grow their tables at start, before they have clients. 4,096 entries take 32 KiB.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     last = (count if limit == resource.RLIM_INFINITY else min(count, limit)) - 1

@@ -1,4 +1,4 @@
-"""Ids of processes on any node, with which a hung process can be killed."""
+"""Ids of processes on any node, used to kill hung processes."""
 
 import os
 from contextlib import suppress
@@ -21,13 +21,13 @@ class ProcessId:
 
 
 def own_id() -> ProcessId:
-    """Return the id of this process, which Ray must host."""
+    """Return the id of this process; the process must be connected to Ray."""
     node = ray.get_runtime_context().get_node_id()
     return ProcessId(node, os.getpid(), psutil.Process().create_time())
 
 
 def kill(process: ProcessId) -> None:
-    """Kill a process on any node, without waiting; `ray.kill` only sends it a message."""
+    """Send SIGKILL to a process on any node, without waiting; `ray.kill` only sends a message."""
     if process.node == ray.get_runtime_context().get_node_id():
         kill_local(process.pid, process.create_time)
         return
@@ -37,7 +37,7 @@ def kill(process: ProcessId) -> None:
 
 
 def kill_local(pid: int, create_time: float) -> bool:
-    """Kill a process on this machine; return False if it no longer exists."""
+    """Kill a process on this machine; return False if the process no longer exists."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         if abs(process.create_time() - create_time) < _SAME_SECONDS:

@@ -1,4 +1,4 @@
-"""Track and kill all descendants of this process."""
+"""Tracks and kills all descendants of this process."""
 
 import ctypes
 import os
@@ -8,14 +8,14 @@ from contextlib import suppress
 
 import psutil
 
-_SET_CHILD_SUBREAPER = 36  # prctl(2)
+_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
 
 class DescendantTracker:
     """Tracks the descendants of this process, except those that existed before the tracker.
 
-    Until `kill` returns, this process is a child subreaper (Linux): the kernel makes it the parent
-    of orphaned descendants, so that all of them can be found.
+    Until `kill` returns, this process is a child subreaper (Linux): the kernel makes this process
+    the parent of orphaned descendants, so that the tracker can find all descendants.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class DescendantTracker:
             time.sleep(0.02)
 
     def kill(self, seconds: float) -> None:
-        """Kill all descendants, also new ones, for up to `seconds`; then stop adopting orphans."""
+        """Kill all descendants, old and new, for up to `seconds`; then stop adopting orphans."""
         deadline = time.monotonic() + seconds
         while (processes := self.alive()) and time.monotonic() < deadline:
             for process in processes:

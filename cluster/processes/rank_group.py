@@ -1,4 +1,4 @@
-"""The ranks of one worker, each in a process of its own, managed as one process."""
+"""Manages the ranks of one worker, each in its own process, like one process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from penstock.workers.config import WorkerConfig
 
 
 class RankGroup:
-    """The processes of one worker. The group is dead as soon as one of them is.
+    """The processes of one worker; the group is dead as soon as one process is dead.
 
     Args:
         ranks: one handle per rank, in the order of ranks.
@@ -37,7 +37,7 @@ class RankGroup:
         """
         assert isinstance(config, WorkerConfig)
         if len(self._ranks) == 1:
-            return await self._leader.start(config)  # also starts the pings
+            return await self._leader.start(config)  # `start` also starts the pings
         rendezvous = await self._leader.call_start("open_rendezvous", config)
         starts = [asyncio.create_task(self._leader.start(config))]
         for rank, member in enumerate(self._ranks[1:], 1):
@@ -46,14 +46,14 @@ class RankGroup:
         try:
             where, *_ = await asyncio.gather(*starts)
         finally:
-            for task in starts:  # the others would wait long for a rank that failed
+            for task in starts:  # after a failure, the other ranks would wait for the failed rank
                 task.cancel()
         for member in self._ranks[1:]:
             member.start_pinging()
         return where
 
     async def death(self) -> str:
-        """Wait until one rank is dead; return the reason, in one line."""
+        """Wait until any rank is dead; return the reason, in one line."""
         deaths = [asyncio.create_task(self._death(rank)) for rank in range(len(self._ranks))]
         try:
             done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)

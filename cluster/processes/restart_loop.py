@@ -1,4 +1,4 @@
-"""The restart loop of one router or worker: starts its process again whenever it dies."""
+"""The restart loop of one router or worker: starts a new process whenever the process dies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -52,13 +52,14 @@ async def keep_alive(
     report: Report,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> StartFailed:
-    """Restart a router or worker until a start fails for good; return that failure.
+    """Keep a router or worker running until it must be given up; return its last start failure.
 
-    A start fails for good if the process itself reports the error, or after several in a row.
+    The router or worker is given up if the starting process reports an error itself, or after
+    several failed starts in a row.
 
     Args:
         managed: the router or worker.
-        report: called with its status events.
+        report: called with status events of the router or worker.
         pause: waits the given number of seconds before the next try.
     """
     record = RestartBackoff()
@@ -81,7 +82,7 @@ async def keep_alive(
             began = clock()
             await managed.on_ready(where)
             reason = await process.death()
-            process.kill()  # it may still run, although its worker has failed
+            process.kill()  # the process may still run although the hosted worker has failed
             await managed.on_exit()
             delay = record.after_death(clock() - began)
         report(managed.title, Died(reason, delay))

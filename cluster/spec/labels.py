@@ -1,6 +1,6 @@
-"""Labels of nodes: their syntax, the label selectors of pools, and matching. Pure.
+"""Node labels: checks label syntax, builds the label selectors of pools, matches labels.
 
-The syntax is that of Kubernetes, which Ray uses too. A selector is a mapping as Ray takes it.
+The syntax is the one of Kubernetes and Ray. A selector is a mapping in the format that Ray expects.
 """
 
 import re
@@ -18,11 +18,11 @@ _LONGEST_PREFIX = 253
 
 
 class BadLabel(ValueError):
-    """A label is invalid; the message says which one and why, in one line."""
+    """A label is invalid; the message names the label and the reason, in one line."""
 
 
 def parse(text: str) -> tuple[str, str]:
-    """Split `KEY=VALUE` into key and value; raise `BadLabel` if it is invalid."""
+    """Split `KEY=VALUE` into key and value; raise `BadLabel` if one is invalid."""
     key, equals, value = text.partition("=")
     if not equals:
         raise BadLabel(f"invalid label {text!r}: expected KEY=VALUE")
@@ -44,9 +44,9 @@ def check_key(key: str) -> None:
 
 
 def check_value(key: str, value: str) -> None:
-    """Raise `BadLabel` if `value` cannot be required of the label `key`.
+    """Raise `BadLabel` if `value` is not a valid required value of the label `key`.
 
-    A node's label may be empty, but a required value that is empty is more likely a mistake.
+    A node's label may have an empty value, but a required empty value is probably a mistake.
     """
     if not _NAME.fullmatch(value):
         raise BadLabel(
@@ -60,7 +60,7 @@ def required_labels(labels: Sequence[str], accelerator: str | None) -> dict[str,
 
     Args:
         labels: the pool's `KEY=VALUE` labels.
-        accelerator: kind of GPU as Ray names it, or None.
+        accelerator: Ray's name of the required GPU type, or None.
 
     Raises:
         BadLabel: a label is invalid, or a key occurs twice.
@@ -87,5 +87,5 @@ def any_of(key: str, values: Iterable[str]) -> dict[str, str]:
 
 
 def describe(selector: Mapping[str, str], joint: str = ", ") -> str:
-    """Return a selector as text: `a=b, c=in(d,e)`."""
+    """Return a selector as text, for example `a=b, c=in(d,e)`."""
     return joint.join(f"{key}={value}" for key, value in selector.items())

@@ -1,6 +1,6 @@
-"""Strict parsing of nested plain values into frozen dataclasses ("records").
+"""Parses nested plain values strictly into frozen dataclasses ("records").
 
-An unknown key, or a value of the wrong type or out of its range, raises an error with its path.
+An unknown key, a wrong type or a value out of range raises `SpecError` with the dotted path.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,16 @@ NO_MOVES: Mapping[str, str] = {}
 
 
 class SpecError(ValueError):
-    """The specification is invalid; the message says where and what to do."""
+    """The specification is invalid; the message names the setting and what to change."""
 
 
 def knob(default: Any, about: str, least: float | None = None, most: float | None = None) -> Any:
-    """Return a dataclass field for a setting: default, help text and inclusive range."""
+    """Return a dataclass field for a setting, with default, help text and inclusive range."""
     return field(default=default, metadata={"about": about, "least": least, "most": most})
 
 
 def records_of(kind: type) -> Iterator[type]:
-    """Yield a record type and all record types below it, also those that are values of mappings."""
+    """Yield a record type and, recursively, the record types of its fields and mapping values."""
     yield kind
     for hint in get_type_hints(kind).values():
         below = get_args(hint)[1] if get_origin(hint) is Mapping else hint
@@ -32,7 +32,7 @@ def records_of(kind: type) -> Iterator[type]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both mappings merged recursively; where both have a value, `over` wins."""
+    """Merge two mappings recursively; if both have a value for a key, take the value of `over`."""
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
@@ -44,7 +44,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def knobs(record: type) -> dict[str, tuple[Field[Any], Any]]:
-    """Return the settings of a record, without nested records: name to field and type."""
+    """Return the settings of a record, name to (field, type); nested records are left out."""
     hints = get_type_hints(record)
     return {f.name: (f, hints[f.name]) for f in fields(record) if "about" in f.metadata}
 
@@ -57,7 +57,7 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
             records.
         content: values by field name; a missing field keeps its default.
         where: dotted path of `content`, for error messages; empty at the top.
-        moved: dotted paths that older files use, and what to write instead.
+        moved: dotted path used in older files to the text of what to write instead.
 
     Raises:
         SpecError: one line that names the path of the first mistake.
@@ -88,7 +88,7 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
 
 
 def _named(kind: type[T], content: Any, where: str, moved: Mapping[str, str]) -> dict[str, T]:
-    """Parse a mapping from names that the user chooses to records."""
+    """Parse a mapping whose keys are names chosen by the user and whose values are records."""
     if not isinstance(content, Mapping):
         raise SpecError(f"{where}: expected names, each with its keys, not {content!r}")
     for name in content:
@@ -107,7 +107,7 @@ def _is_record(kind: Any) -> bool:
 
 
 def _below(where: str, key: object) -> str:
-    """Return the dotted path of `key` below `where`, always in one line."""
+    """Return the dotted path of `key` below `where`, without line breaks."""
     name = key if isinstance(key, str) and key.isprintable() else repr(key)
     return f"{where}.{name}" if where else name
 
@@ -128,7 +128,7 @@ _WRONG = object()
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """Return `value` as a `kind`, or `_WRONG`. Converts only int to float and list to tuple."""
+    """Return `value` as a `kind`, or `_WRONG`; convert only int to float and list to tuple."""
     if get_origin(kind) is UnionType:
         return next((r for k in get_args(kind) if (r := _typed(value, k)) is not _WRONG), _WRONG)
     if get_origin(kind) is Literal:
@@ -138,7 +138,7 @@ def _typed(value: Any, kind: Any) -> Any:
         return tuple(value) if fits else _WRONG
     if kind is float and type(value) is int:
         return float(value)
-    # Not isinstance: bool is a subclass of int.
+    # isinstance would accept a bool as an int, because bool is a subclass of int.
     return value if type(value) is kind else _WRONG
 
 

@@ -1,7 +1,7 @@
 """The specification of a cluster as frozen dataclasses, read from a YAML file, flags, or both.
 
-`ModelSpec` has the settings of a model, `PoolSpec` those of a pool's workers; the others apply to
-the whole cluster. `records` parses strictly: every mistake is reported with its path.
+`ModelSpec` has the settings of a model, and `PoolSpec` the settings of a pool's workers; the other
+classes apply to the whole cluster. Unknown keys and invalid values are reported with their path.
 """
 
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model: its checkpoint, and how every worker that serves it computes it."""
+    """Settings of one model, equal on all workers: checkpoint, dtypes, quantization and limits."""
 
     path: str | None = knob(
         None, f"checkpoint folder, hub name, or `{BUNDLED}`, the bundled model; by default its NAME"
@@ -96,7 +96,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """Settings of a pool's workers. A worker keeps them when its role changes."""
+    """Settings of a pool's workers; a worker keeps these settings when its role changes."""
 
     replicas: int = knob(1, "workers; the initial number if it may change", 0, 1024)
     min_replicas: int | None = knob(
@@ -172,7 +172,7 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """The three pools; without any, a specification has one prefill and one decode worker."""
+    """The three pools. A specification without pools gets one prefill and one decode worker."""
 
     prefill: PoolSpec = PoolSpec(replicas=0)
     decode: PoolSpec = PoolSpec(replicas=0)
@@ -274,7 +274,7 @@ class ClusterSpec:
     def ports(self, router: int) -> tuple[int, int]:
         """Return the HTTP and gRPC ports of router number `router`; 0: any free port.
 
-        With `pool_nodes` each router has a node of its own, so all use the same ports.
+        With `pool_nodes` each router has its own node, so all routers use the same ports.
         """
         after = 0 if self.pool_nodes else router
         http, grpc = self.router.http_port, self.router.grpc_port
@@ -319,7 +319,7 @@ class ClusterSpec:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raise `SpecError` if there is none."""
+    """Return the mapping in a YAML file; raise `SpecError` if the file has no valid mapping."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -336,7 +336,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_keys(path: str) -> tuple[str, ...]:
-    """Return the API keys in a file, one per non-empty line; raise `SpecError` if there is none."""
+    """Return the API keys in a file, one per non-empty line; raise `SpecError` without keys."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -363,5 +363,5 @@ MOVED = {
 
 
 def parse(content: Mapping[str, Any]) -> ClusterSpec:
-    """Parse nested mappings of plain values; raise `SpecError` if they are invalid."""
+    """Build a `ClusterSpec` from nested mappings of plain values; raise `SpecError` if invalid."""
     return record(ClusterSpec, content, moved=MOVED)

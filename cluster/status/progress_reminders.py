@@ -1,4 +1,4 @@
-"""Tracks what a cluster's processes wait for, and reports long waits. Pure."""
+"""Tracks the stages for which a cluster's processes wait, and reports long waits."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ class _Wait:
 
 
 class ProgressReminders:
-    """Forwards status events, and tracks what each process waits for.
+    """Forwards status events, and reports again when a process waits long in one stage.
 
     Args:
         report: receives all events, and reminders of long waits.
-        now: returns the seconds of any monotonic clock.
+        now: returns the seconds of a monotonic clock.
     """
 
     def __init__(self, report: Report, now: Callable[[], float]) -> None:
@@ -50,12 +50,12 @@ class ProgressReminders:
         self._report(title, event)
 
     def set_detail(self, title: str, detail: str) -> None:
-        """Set what is left of a wait, if the process is waiting."""
+        """Set the detail that reminders show (such as what is left), if the process is waiting."""
         if title in self._waits:
             self._waits[title].detail = detail
 
     def remind(self) -> None:
-        """Report waits that have become long; to be called about once a second."""
+        """Report waits that have become long; call this about once a second."""
         now = self._now()
         for title, wait in self._waits.items():
             if now >= wait.remind_at:
@@ -66,7 +66,7 @@ class ProgressReminders:
                 self._report(title, Waiting(wait.stage, waited, wait.detail))
 
     def lines(self, titles: Collection[str]) -> list[str]:
-        """Return a line for each of `titles` that waits, sorted by title."""
+        """Return a line of text for each waiting process in `titles`, sorted by title."""
         now = self._now()
         return [
             f"{title}: {Waiting(wait.stage, now - wait.since, wait.detail)}"

@@ -1,4 +1,4 @@
-"""Status events of a cluster, which the supervisor reports to a terminal or a log."""
+"""Status events of a cluster, reported by the supervisor to a terminal or a log."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ Scalar: TypeAlias = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a start, in bytes of weights; both numbers are 0 in other stages."""
+    """Current stage of a process; `done` and `total` are bytes of weights, or 0 in most stages."""
 
     stage: str
     done: int = 0
@@ -18,7 +18,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A reminder of a long stage: seconds so far, and what is left if known."""
+    """A reminder that a stage takes long: its seconds so far, and a detail such as what is left."""
 
     stage: str
     seconds: float
@@ -31,7 +31,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A log record: as text for people, and as an event with fields for machines."""
+    """A log record, both as text for people and as an event with fields for machines."""
 
     text: str
     level: str = "warning"
@@ -77,7 +77,7 @@ class Draining:
     """The cluster drains and has `seconds` left; reported repeatedly."""
 
     seconds: float
-    requests: int | None = None  # that have not ended; None in the first report
+    requests: int | None = None  # number of unfinished requests; None in the first report
 
     def __str__(self) -> str:
         if self.requests is None:
@@ -98,13 +98,13 @@ class Stuck:
     """A router reports that a worker responds but makes no progress."""
 
     worker: str
-    address: str  # of the stuck process; its name may already belong to another one
+    address: str  # of the stuck process; a newer process may have the same name
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RoleAssigned:
-    """An operator changed a worker's role through the router that reports this."""
+    """An operator changed a worker's role through the router that reports this event."""
 
     worker: str
     role: str
@@ -122,4 +122,4 @@ StatusEvent: TypeAlias = (
 )
 
 Report: TypeAlias = Callable[[str, StatusEvent], None]
-"""Called with the title of the process that an event is about ("" for the whole cluster)."""
+"""Function called with the title of a process ("" for the whole cluster) and its event."""

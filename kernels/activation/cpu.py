@@ -1,7 +1,7 @@
 """CPU loops of the gated activations, compiled by numba.
 
-An element's bits do not depend on its index: the vector loop and the loop over the remaining
-elements do the same operations, with multiply-adds fused in both.
+The result for an element does not depend on the element's index: the vector loop and the loop over
+the remaining elements execute the same operations, and both fuse multiply-adds.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -21,14 +21,14 @@ Floats = npt.NDArray[np.float32]
 _f32 = np.float32
 
 COLUMNS_AT_ONCE = 512
-"""Most columns that one call of `gate_columns` computes."""
+"""Maximum number of columns per call of `gate_columns`."""
 
 _SLOPE, _BEND = _f32(2 * np.sqrt(2 / np.pi)), _f32(0.044715)
 
 
 @inner()
 def gate_scratch() -> Any:
-    """Allocate the scratch of `gate_columns`."""
+    """Return new scratch arrays for `gate_columns`."""
     return (
         np.empty(COLUMNS_AT_ONCE, np.float32),
         np.empty(COLUMNS_AT_ONCE, np.float32),
@@ -38,9 +38,9 @@ def gate_scratch() -> Any:
 
 @inner(fastmath={"contract"})
 def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool, scratch: Any) -> None:
-    """Compute out = x / (1 + e^-u) * up, for at most COLUMNS_AT_ONCE columns.
+    """Compute out = x / (1 + e^-u) * up for at most COLUMNS_AT_ONCE columns.
 
-    u is x for silu, and 2 sqrt(2 / pi) (x + 0.044715 x^3) for gelu.
+    For silu, u = x. For gelu, u = 2 sqrt(2 / pi) (x + 0.044715 x^3).
     """
     size = len(x)
     bent, far, powers = scratch[0][:size], scratch[1][:size], scratch[2][:size]
@@ -95,7 +95,7 @@ def load() -> None:
 
 
 def run(gate_up: Floats, inner: int, is_gelu: bool, out: Floats, num_threads: int) -> None:
-    """Compute the gated activation of gate_up, flat [T 2 I], into out, flat [T I]."""
+    """Write the gated activation of `gate_up` (flat [T 2 I]) to `out` (flat [T I]). I = `inner`."""
     run_serial_or_parallel(
         _serial, _parallel, gate_up, inner, is_gelu, out, num_threads=num_threads
     )

@@ -2,11 +2,12 @@
 
     y = f(gate) * up, with f = silu (SwiGLU) or the tanh approximation of gelu (GeGLU)
 
-gate_up is [T, 2 I], with the gates in its first half. The result is a new tensor [T, I] of the same
-dtype. A GPU computes in float32.
+`gate_up` is [T, 2 I]; the first half of its columns are the gates. The result is a new tensor
+[T, I] of the same dtype. On a GPU, the arithmetic is float32.
 
-torch uses a scalar sigmoid for the tail of each thread's range, so an element's last bit depends on
-its index. `exp` has no such tail path, so the batch-invariant versions are built from it.
+torch's sigmoid uses scalar code for the last elements of each thread's range, so the last bit of a
+result depends on the element's index. torch's `exp` does not have this problem, so the
+batch-invariant versions are built from `exp`.
 """
 
 import math
@@ -36,11 +37,11 @@ from penstock.kernels.triton_common.launch import (
 )
 
 MAX_COLUMNS = 2048
-"""Most columns of the result per program."""
+"""Maximum number of columns of the result per program."""
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Compute SwiGLU. May overwrite the first half of `gate_up`, which has no other reader."""
+    """Compute SwiGLU. The gates (first half of `gate_up`) may be overwritten."""
     if use_triton(gate_up):
         return _gated(gate_up, "silu")
     gate, up = gate_up.chunk(2, dim=-1)
@@ -48,13 +49,13 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
-    """Reference for `silu_and_mul`, in float64; does not change its input."""
+    """Reference for `silu_and_mul`, in float64. `gate_up` is not changed."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     return (gate * gate.sigmoid() * up).to(gate_up.dtype)
 
 
 def silu_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
-    """Batch-invariant version of `silu_and_mul`: an element's bits do not depend on its index."""
+    """Batch-invariant `silu_and_mul`: the result for an element does not depend on its index."""
     if use_triton(gate_up):
         return _gated(gate_up, "silu")
     if _runs_on_cpu_kernel(gate_up):
@@ -65,7 +66,7 @@ def silu_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
-    """Version of `gelu_tanh_and_mul` with the loops of the CPU step graph, where supported."""
+    """Version of `gelu_tanh_and_mul` that runs the loops of the CPU step graph where possible."""
     if not use_triton(gate_up) and _runs_on_cpu_kernel(gate_up):
         return _gate_cpu(gate_up, is_gelu=True)
     return gelu_tanh_and_mul(gate_up)
@@ -74,7 +75,8 @@ def gelu_tanh_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
 def _runs_on_cpu_kernel(gate_up: Tensor) -> bool:
     """Return whether the numba loops support this tensor: float32 on a CPU.
 
-    They differ from torch in the last bits, so the decision must not depend on the number of rows.
+    The results of the loops differ from torch's in the last bits, so the decision must not depend
+    on the number of rows.
     """
     plain = gate_up.device.type == "cpu" and gate_up.dtype == torch.float32
     return plain and gate_up.dim() == 2 and gate_up.numel() > 0 and has_numba()
@@ -90,7 +92,7 @@ def _gate_cpu(gate_up: Tensor, is_gelu: bool) -> Tensor:
 
 
 def load_cpu_kernels() -> None:
-    """Load the numba loops, or compile them if the disk cache lacks them."""
+    """Load the numba loops from disk, or compile them if they are not cached."""
     _cpu_kernels().load()
 
 
@@ -103,15 +105,15 @@ def _cpu_kernels() -> Any:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return 1 / (1 + e^-x) in a new tensor; an element's bits do not depend on its index."""
+    """Return 1 / (1 + e^-x) in a new tensor. An element's result does not depend on its index."""
     return torch.neg(x).exp_().add_(1).reciprocal_()
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Return gelu (tanh approximation) in a new tensor, faster than torch's.
+    """Return gelu (tanh approximation) in a new tensor; faster than torch's gelu.
 
-    An element's bits do not depend on its index. Uses, with u = sqrt(2 / pi) (x + 0.044715 x^3),
-    the identity (1 + tanh u) / 2 = 1 / (1 + e^-2u).
+    The result for an element does not depend on the element's index. The function uses the identity
+    (1 + tanh u) / 2 = 1 / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
     """
     slope = -2 * math.sqrt(2 / math.pi)
     below = torch.mul(x, x).mul_(0.044715 * slope).add_(slope).mul_(x).exp_().add_(1)
@@ -134,10 +136,10 @@ def gelu_tanh_and_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_oai(gate_up: Tensor, gain: float, limit: float) -> Tensor:
-    """Compute gpt-oss's gated activation; columns are interleaved: gate 0, up 0, gate 1, ...
+    """Compute the gated activation of gpt-oss. Columns are interleaved: gate 0, up 0, gate 1, ...
 
-    y = gate * sigmoid(gain * gate) * (up + 1), where gate is clamped to at most `limit` and up to
-    [-limit, limit].
+    The result is gate * sigmoid(gain * gate) * (up + 1). Before this computation, gate values are
+    clamped to at most `limit`, and up values to the range [-limit, limit].
     """
     if use_triton(gate_up):
         return _gated(gate_up, "clamped", gain, limit)
@@ -157,10 +159,10 @@ def swiglu_oai_reference(gate_up: Tensor, gain: float, limit: float) -> Tensor:
 def _gate_rows(
     gate_up,  # [T, 2 I]
     out,  # [T, I]
-    row_stride,  # of gate_up
+    row_stride,  # stride of the rows in `gate_up`, in elements
     gain,  # only for "clamped", see `swiglu_oai`
-    limit,  # only for "clamped"
-    KIND: tl.constexpr,  # silu, gelu, clamped
+    limit,  # only for "clamped", see `swiglu_oai`
+    KIND: tl.constexpr,  # "silu", "gelu" or "clamped"
     DIM: tl.constexpr,  # I
     COLUMNS: tl.constexpr,  # columns of the result per program
 ):
@@ -183,7 +185,7 @@ def _gate_rows(
         up = tl.load(source + DIM + columns, mask=mask, other=0.0).to(tl.float32)
         inner = gate
         if KIND == "gelu":
-            # (1 + tanh z) / 2 is sigmoid(2 z).
+            # (1 + tanh z) / 2 = sigmoid(2 z); 1.595... is 2 sqrt(2 / pi).
             inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     made = gate * tl.sigmoid(inner) * up
     tl.store(out + row * DIM + columns, made.to(out.dtype.element_ty), mask=mask)

@@ -1,15 +1,19 @@
-"""Inner loops of `cpu_paged`: scores, softmax weights and sums of values, for few and many rows.
+"""Inner loops of `cpu_paged`: scores, softmax weights and weighted sums of values.
 
-Both versions compute every sum in the same order, so they give the same bits:
+Each loop has a version for few query rows (`qk_row`, `softmax_row`, `pv_row`) and a version for
+many (`qk_rows`, `softmax_rows`, `pv_rows`). Both versions compute every sum in the same order, so
+their results are bitwise identical:
 
-- A score is the sum of eight partial sums a_j over the features j, j + 8, j + 16, ..., each
-  computed in order with fused multiply-adds. With h_j = a_j + a_(j + 4), the result is
-  ((h_0 + h_1) + h_2) + h_3. The softmax weights are summed in this way too, over positions.
-- Values are summed in order of position, and divided by the sum of the weights at the end.
+- A score is the sum of eight partial sums. Partial sum a_j adds the products of the features j,
+  j + 8, j + 16, ... in this order, with fused multiply-adds. With h_j = a_j + a_(j + 4), the score
+  is ((h_0 + h_1) + h_2) + h_3. The softmax weights are summed in the same way, over positions
+  instead of features.
+- The weighted values are summed in order of position. At the end, the sum is multiplied by
+  1 / (sum of the weights).
 
 The version for few rows computes one row at a time, with the eight partial sums in the lanes of a
-vector. The version for many rows gives each row a lane, so it never sums across lanes, which makes
-it fast.
+vector. The version for many rows computes one row per lane. It is faster, because it never adds the
+lanes of a vector.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -44,7 +48,8 @@ _FASTMATH = {"contract"}
 
 _f32 = np.float32
 _LOG2_E = _f32(math.log2(math.e))
-# Taylor series of 2^f = exp(f ln 2) for f in [-1/2, 1/2]; only the last bit may be wrong.
+# Coefficients of the Taylor series of 2^f = exp(f ln 2). For f in [-1/2, 1/2], the series is wrong
+# in the last bit at most.
 _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
     _f32(math.log(2) ** n / math.factorial(n)) for n in range(1, 8)
 )
@@ -52,11 +57,14 @@ _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
 
 @inner(fastmath=_FASTMATH)
 def exp(x: Floats, powers: Ints) -> None:
-    """Compute x = e^x in place, for x <= 0. Results below 2^-126 become 0. `powers` is scratch."""
+    """Replace every element of `x` by its exponential, in place. All elements must be <= 0.
+
+    Results below 2^-126 become 0. `powers` is a scratch array, at least as long as `x`.
+    """
     factors = powers.view(np.float32)
     for i in range(len(x)):
         t = x[i] * _LOG2_E
-        if t < _f32(-127):  # not max(), which could lose a NaN
+        if t < _f32(-127):  # not max(): for a NaN it could return -127
             t = _f32(-127)
         n = np.floor(t + _f32(0.5))
         f = t - n
@@ -69,7 +77,10 @@ def exp(x: Floats, powers: Ints) -> None:
 
 @inner(fastmath=_FASTMATH)
 def _apply_score_mod(score: Any, cap: float, slope: Any, distance: int) -> Any:
-    """Apply soft cap and ALiBi slope. `distance`: key position - query position, <= 0."""
+    """Return one score with soft cap (if `cap` > 0) and ALiBi slope applied.
+
+    `distance` is the position of the key minus the position of the query, <= 0.
+    """
     if cap > 0:
         score = cap * math.tanh(score / cap)
     if slope != 0:
@@ -79,7 +90,10 @@ def _apply_score_mod(score: Any, cap: float, slope: Any, distance: int) -> Any:
 
 @inner(fastmath=_FASTMATH)
 def _one_over(total: Any, most: float, sink: float) -> Any:
-    """Return 1 / (sum of the weights, including the sink's if it is not -inf)."""
+    """Return 1 / (`total` + weight of the sink); a `sink` of -inf has no weight.
+
+    `most` is the largest score of the row.
+    """
     if sink > -np.inf:
         total += _f32(math.exp(sink - most))
     return _f32(1) / total
@@ -87,7 +101,10 @@ def _one_over(total: Any, most: float, sink: float) -> Any:
 
 @inner()
 def _sum_tail(rows: Floats, at: int, count: int, spare: Floats) -> Any:
-    """Load `count` < 8 elements into a vector of 8. The other lanes are those of `spare`: 0."""
+    """Load `count` < 8 elements from `rows[at:]` into a vector of 8 lanes; the other lanes are 0.
+
+    `spare` is a scratch array of 8 elements. Its elements from `count` on must be 0.
+    """
     for i in range(count):
         spare[i] = rows[at + i]
     return load8(spare, 0)
@@ -100,8 +117,8 @@ def qk_row(
 ) -> None:  # fmt: skip
     """Compute `scores[at + s]` of one query row for the positions s in [begin, end).
 
-    The key of position s begins at `rows[row_at + s * head_dim]`. Meanwhile, prefetch the elements
-    [ahead, ahead + prefetch_size) of `later` at an even pace, unless `ahead` is -1.
+    The key of position s begins at `rows[row_at + s * head_dim]`. The loop also prefetches the
+    elements [ahead, ahead + prefetch_size) of `later` at an even pace, unless `ahead` is -1.
     """
     whole = head_dim - head_dim % 8
     line = 64 // later.itemsize
@@ -112,7 +129,7 @@ def qk_row(
         while ahead < upto:
             prefetch(later, ahead)
             ahead += line
-        # Past the end, the last position is computed again.
+        # Four positions per iteration; position `end - 1` replaces positions past the end.
         s1, s2, s3 = min(s + 1, end - 1), min(s + 2, end - 1), min(s + 3, end - 1)
         k0, k1 = row_at + s * head_dim, row_at + s1 * head_dim
         k2, k3 = row_at + s2 * head_dim, row_at + s3 * head_dim
@@ -141,7 +158,8 @@ def softmax_row(
 ) -> Any:  # fmt: skip
     """Replace the scores of positions [low, seen) by unnormalized softmax weights.
 
-    Returns the factor that normalizes them.
+    Soft cap and slope are applied to the scores first. The return value is the factor by which the
+    weights must be multiplied to normalize them.
     """
     if cap > 0 or slope != 0:
         for s in range(low, seen):
@@ -174,7 +192,8 @@ def pv_row(
 ) -> None:  # fmt: skip
     """Add `probs[at + s]` times the value row of position s to `sums`, for s in [begin, end).
 
-    The row begins at `rows[row_at + s * head_dim]`. Prefetches as `qk_row` does.
+    The value row of position s begins at `rows[row_at + s * head_dim]`. The loop prefetches
+    elements of `later` in the same way as `qk_row`.
     """
     i = 0
     line = 64 // later.itemsize
@@ -210,7 +229,11 @@ def _chains(
     q: Floats, at: int, height: int, rows: Floats, k0: int, k1: int, k2: int, k3: int,
     first: int, head_dim: int,
 ) -> Any:  # fmt: skip
-    """Return partial scores of two row vectors with four keys: features first, first + 8, ..."""
+    """Return the partial scores of two vectors of query rows with four keys.
+
+    The features `first`, `first` + 8, `first` + 16, ... are added. A vector holds the same feature
+    of VECTOR_WIDTH query rows.
+    """
     a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat_wide(_f32(0))
     for i in range(first, head_dim, 8):
         x, y = load_wide(q, at + i * height), load_wide(q, at + i * height + VECTOR_WIDTH)
@@ -226,9 +249,10 @@ def qk_rows(
     q: Floats, height: int, head_dim: int, rows: Floats, row_at: int, begin: int, end: int,
     scores: Floats,
 ) -> None:  # fmt: skip
-    """Compute scores [positions, height] of all rows for the positions [begin, end).
+    """Compute the scores of all query rows for the positions [begin, end).
 
-    q: [D, height]. The key of position s begins at `rows[row_at + s * head_dim]`.
+    `q` is [D, height] and `scores` [positions, height], with one column per query row. The key of
+    position s begins at `rows[row_at + s * head_dim]`.
     """
     for s in range(begin, end, 4):
         s1, s2, s3 = min(s + 1, end - 1), min(s + 2, end - 1), min(s + 3, end - 1)
@@ -258,7 +282,11 @@ def _mask(
     scores: Floats, height: int, group: int, tile: tuple[int, int, int], bounds: tuple[int, int],
     cap: float, slopes: Floats,
 ) -> None:  # fmt: skip
-    """Apply soft cap and slopes, and set the masked scores within `bounds` to -inf."""
+    """Apply soft cap and slopes to the scores of all query rows, and mask scores with -inf.
+
+    `bounds` is a range (first, last) of positions, `last` excluded. For each query row, the
+    positions within `bounds` that the row does not attend to are masked.
+    """
     count, context, behind = tile
     for r in range(count * group):
         seen = context + r // group
@@ -278,10 +306,11 @@ def softmax_rows(
     scores: Floats, height: int, group: int, tile: tuple[int, int, int], cap: float,
     slopes: Floats, sinks: Floats, powers: Ints, most: Floats, totals: Floats, ones: Floats,
 ) -> None:  # fmt: skip
-    """Version of `softmax_row` for all rows; writes the normalizing factors to `ones` [height].
+    """Version of `softmax_row` for all query rows; writes the normalizing factors to `ones`.
 
-    tile: (number of tokens, context length of the first token, window); slopes, sinks: [G];
-    powers [8 height], most [height], totals [8 height]: scratch.
+    `tile` is (number of tokens, context length of the first token, window). `slopes` and `sinks`
+    are [G], `ones` is [height]. `powers` [8 height], `most` [height] and `totals` [8 height] are
+    scratch.
     """
     count, context, behind = tile
     first, last = max(context - behind, 0) // 8 * 8, (context + count + 6) // 8 * 8
@@ -314,7 +343,10 @@ def pv_rows(
     probs: Floats, height: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
     sums: Floats,
 ) -> None:  # fmt: skip
-    """Version of `pv_row` for all rows: probs [positions, height], sums [D, height]."""
+    """Version of `pv_row` for all query rows, with one column per row.
+
+    `probs` is [positions, height] and `sums` [D, height].
+    """
     for i in range(0, head_dim, 4):
         i1, i2, i3 = min(i + 1, head_dim - 1), min(i + 2, head_dim - 1), min(i + 3, head_dim - 1)
         for r in range(0, height, 2 * VECTOR_WIDTH):

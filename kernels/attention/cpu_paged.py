@@ -1,11 +1,12 @@
-"""Paged attention on a CPU that reads the cache's blocks in place.
+"""CPU kernel of paged attention. The kernel reads the blocks of the KV cache in place.
 
-See `attention/op` for the operation. The loops are compiled by numba and compute in float32 over a
-float32 or bfloat16 cache (`cpu_common/bf16`). A tile is a range of consecutive query tokens of one
-sequence; one thread computes a work item, which is a tile and a KV head. The order in which a
-token's sums are computed depends only on its position, not on the rest of its tile or batch
-(`attention/cpu_inner`). Compiling takes some seconds, once per machine: the result is cached on
-disk.
+See `attention/op` for the operation. The loops are compiled by numba and use float32 arithmetic
+over a float32 or bfloat16 cache (`cpu_common/bf16`). Compiling takes some seconds, only once per
+machine: the compiled code is cached on disk.
+
+A tile is a range of consecutive query tokens of one sequence. A work item is a tile and a KV head;
+one thread computes each work item. The order in which a token's sums are computed depends only on
+the token's position, not on the other tokens of its tile or batch (`attention/cpu_inner`).
 """
 
 from functools import cache
@@ -34,13 +35,13 @@ Rows: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 """A flat KV cache: float32, or the bits of bfloat16 as uint16."""
 
 PREFETCHED_BLOCKS = 4
-"""Prefetch distance in pages. A page is one head's keys, or values, of one block. The hardware
-prefetcher cannot predict the next page, because its address comes from the block table."""
+"""Prefetch distance in pages. A page holds the keys or the values of one head and one block. The
+hardware prefetcher cannot predict the next page, because its address is in the block table."""
 
 
 @inner()
 def _visible(at: int, block_size: int, low: int, high: int) -> tuple[int, int]:
-    """Return the range of positions of block `at` that are within [low, high)."""
+    """Return the positions of block `at` that are within [low, high), as a range (begin, end)."""
     return max(at * block_size, low), min((at + 1) * block_size, high)
 
 
@@ -48,14 +49,17 @@ def _visible(at: int, block_size: int, low: int, high: int) -> tuple[int, int]:
 def _own(
     at: int, block_size: int, tile: tuple[int, int, int], group: int, row: int
 ) -> tuple[int, int]:
-    """Return the range of positions of block `at` that row `row` of the tile attends to."""
+    """Return the range (begin, end) of positions of block `at` that query row `row` attends to.
+
+    `row` is the number of the query row within the tile.
+    """
     seen = tile[1] + row // group
     return _visible(at, block_size, max(seen - tile[2], 0), seen)
 
 
 @inner()
 def _block_start(table: Ints, at: int, kv_layout: tuple[int, int, int]) -> int:
-    """Return the row of the cache where block `at` of the sequence begins."""
+    """Return the number of the cache row at which block `at` of the sequence begins."""
     num_heads, head, block_size = kv_layout
     row: int = (table[at] * num_heads + head) * block_size
     return row
@@ -63,14 +67,14 @@ def _block_start(table: Ints, at: int, kv_layout: tuple[int, int, int]) -> int:
 
 @inner()
 def _block_at(table: Ints, at: int, kv_layout: tuple[int, int, int]) -> int:
-    """Return r so that position s, if it is in block `at`, is row r + s of the cache."""
+    """Return the number r such that each position s of block `at` is row r + s of the cache."""
     row: int = _block_start(table, at, kv_layout) - at * kv_layout[2]
     return row
 
 
 @inner()
 def visible_blocks(tile: tuple[int, int, int], block_size: int) -> tuple[int, int]:
-    """Return the first block that some row of the tile attends to, and the number of blocks."""
+    """Return the first block that any row of the tile attends to, and the number of such blocks."""
     count, context, behind = tile
     first = max(context - behind, 0) // block_size
     return first, (context + count - 2) // block_size + 1 - first
@@ -81,9 +85,9 @@ def _page_at(
     number: int, blocks: tuple[int, int], table: Ints, kv_layout: tuple[int, int, int],
     head_dim: int, values_at: int,
 ) -> int:  # fmt: skip
-    """Return the offset of page `number` of a work item, or -1 if it has fewer pages.
+    """Return the offset in the cache of page `number` of a work item; -1 if there is no such page.
 
-    The pages with keys come first, then those with values.
+    A page holds the keys or the values of one block. Pages of keys have the lower numbers.
     """
     first, count = blocks
     if not 0 <= number < 2 * count:
@@ -94,13 +98,16 @@ def _page_at(
 
 @inner()
 def _line_at(page: int, chunk: int, size: int) -> int:
-    """Return the offset of part number `chunk`, each of `size`, of a page; -1 if `page` is -1."""
+    """Return the offset of part `chunk` of a page whose parts have `size` elements each.
+
+    `page` is the offset of the page, or -1 if there is no page; the result is then -1 too.
+    """
     return page + chunk * size if page >= 0 else -1
 
 
 @inner()
 def _scale(x: Floats, at: int, count: int, factor: float, out: Floats, out_at: int) -> None:
-    """Compute `out[out_at + i] = x[at + i] * factor` for i < count."""
+    """Compute `out[out_at + i] = x[at + i] * factor` for i in [0, count)."""
     for i in range(count):
         out[out_at + i] = x[at + i] * factor
 
@@ -113,27 +120,28 @@ def attend_few_rows(
     spare: Floats, scratch: Floats, out: Floats, next_blocks: tuple[int, int], next_table: Ints,
     next_layout: tuple[int, int, int],
 ) -> None:  # fmt: skip
-    """Compute a tile and KV head with few rows, one row at a time.
+    """Compute attention for a tile with few query rows and one KV head, one query row at a time.
 
-    Meanwhile, the pages of this work item and the first pages of the next one are prefetched.
+    The loops also prefetch the later pages of this work item and the first pages of the next work
+    item.
 
     Args:
-        start: first query row of the tile.
+        start: index in `query` of the tile's first token.
         tile: (number of tokens, context length of the first token, window).
         kv_layout: (number of KV heads, index of this head, block size).
         query: [T, Hq, D].
-        rows: the flat cache.
-        values_at: offset of the values in `rows`.
+        rows: the cache as a flat array.
+        values_at: index in `rows` at which the values begin.
         table: [M] block table of the sequence.
-        scale: factor of the scores.
+        scale: scores are multiplied by this.
         cap: soft cap of the scores; 0 for none.
-        sinks: [G] of the query heads of this KV head; -inf for none.
-        slopes: [G] of the query heads of this KV head; 0 for none.
+        sinks: [G] sinks of the query heads that read this KV head; -inf for none.
+        slopes: [G] ALiBi slopes of the query heads that read this KV head; 0 for none.
         q, scores, powers, sums, ones, spare, scratch: scratch buffers.
-        out: [T, Hq, D].
-        next_blocks: the next work item's `visible_blocks`.
-        next_table: the next work item's block table.
-        next_layout: the next work item's `kv_layout`.
+        out: [T, Hq, D] result.
+        next_blocks: `visible_blocks` of the next work item.
+        next_table: block table of the next work item.
+        next_layout: `kv_layout` of the next work item.
     """
     count, context, behind = tile
     block_size, head = kv_layout[2], kv_layout[1]
@@ -199,7 +207,7 @@ def attend_many_rows(
     slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, most: Floats,
     totals: Floats, ones: Floats, scratch: Floats, out: Floats,
 ) -> None:  # fmt: skip
-    """Version of `attend_few_rows` for many rows: one row per vector lane, no prefetching."""
+    """Version of `attend_few_rows` for many query rows: one row per vector lane, no prefetching."""
     count, context, behind = tile
     block_size, head = kv_layout[2], kv_layout[1]
     group, head_dim = len(sinks), query.shape[2]
@@ -234,7 +242,10 @@ def attend_many_rows(
 
 @inner()
 def _largest(tiles: Ints) -> tuple[int, int]:
-    """Return the maxima over the tiles of tokens, and of tokens + context of the first token."""
+    """Return the largest number of tokens of a tile, and an upper bound of all context lengths.
+
+    The bound is the maximum over all tiles of number of tokens + context length of the first token.
+    """
     most_rows = most_seen = 0
     for number in range(len(tiles)):
         most_rows = max(most_rows, tiles[number, 2])
@@ -244,21 +255,26 @@ def _largest(tiles: Ints) -> tuple[int, int]:
 
 def _paged_attention(
     query: Floats,  # [T, Hq, D]
-    rows: Rows,  # [2 N H S D] the cache
-    values_at: int,  # offset of the values
+    rows: Rows,  # [2 N H S D] the cache as a flat array
+    values_at: int,  # index in `rows` at which the values begin
     num_heads: int,
     block_size: int,
-    tables: Ints,  # [B, M]
-    tiles: Ints,  # [P, 4] sequence, first query row, number of rows, context length of first row
-    window: int,  # 0: none
-    scale: float,
-    cap: float,  # 0: none
-    sinks: Floats,  # [Hq]; -inf: none
-    slopes: Floats,  # [Hq]; 0: none
-    out: Floats,  # [T, Hq, D]
+    tables: Ints,  # [B, M] block tables
+    # [P, 4] per tile: sequence, index in `query` of the tile's first token, number of tokens, and
+    # context length of the first token
+    tiles: Ints,
+    window: int,  # number of positions that a token attends to; 0: all
+    scale: float,  # scores are multiplied by this
+    cap: float,  # soft cap of the scores; 0: none
+    sinks: Floats,  # [Hq]; -inf: no sink
+    slopes: Floats,  # [Hq] ALiBi slopes; 0: none
+    out: Floats,  # [T, Hq, D] result
     num_threads: int,
 ) -> None:
-    """Write the tiles' rows of `out`. Does not read slots that no token of a tile attends to."""
+    """Compute attention for all tiles and write the rows of their tokens to `out`.
+
+    Slots that no token of a tile attends to are not read.
+    """
     num_tiles, head_dim = len(tiles), query.shape[2]
     group = query.shape[1] // num_heads
     most_rows, most_seen = _largest(tiles)
@@ -272,8 +288,7 @@ def _paged_attention(
         most, ones = np.empty(height, np.float32), np.empty(height, np.float32)
         totals, spare = np.empty(8 * height, np.float32), np.zeros(8, np.float32)
         scratch = np.empty(block_size * head_dim, np.float32)
-        # Work items are dealt round-robin, because neighbouring sequences often have similar
-        # lengths.
+        # Round-robin balances the load, because neighbouring sequences often have similar lengths.
         for piece in range(thread, num_tiles * num_heads, num_threads):
             sequence, start, count, context = tiles[piece // num_heads]
             head = piece % num_heads
@@ -302,7 +317,9 @@ def _paged_attention(
 def compile_paged_attention(narrow: bool) -> Any:
     """Compile `_paged_attention` for a bfloat16 cache if `narrow`, otherwise for float32.
 
-    Callers pass `num_threads` by name: torch's number of threads, since both share one pool.
+    The returned function takes the arguments of `_paged_attention`. Callers must pass `num_threads`
+    as a keyword argument. It is torch's number of threads, because numba and torch share one OpenMP
+    pool.
     """
     rows = "uint16" if narrow else "float32"
     signature = (

@@ -1,7 +1,7 @@
-"""Plans for attention that reads the blocks in place on a CPU, and the call of its kernel.
+"""Plans attention that reads the blocks in place on a CPU, and calls the kernel.
 
-The kernel (`cpu_paged`) computes in float32 over a float32 or bfloat16 cache. It is compiled for
-each of the two when `load_cpu_kernels` or the first call needs it.
+The kernel (`cpu_paged`) uses float32 arithmetic over a float32 or bfloat16 cache. There is one
+compiled version per dtype of the cache; `load_cpu_kernels` or the first call compiles it.
 """
 
 import math
@@ -20,46 +20,54 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 def supports_cpu_paged(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the kernel supports a cache of this dtype; otherwise torch computes."""
+    """Return whether the CPU kernel supports a KV cache of this dtype on this device.
+
+    If not, attention is computed with plain torch operations.
+    """
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 
 def load_cpu_kernels(dtype: torch.dtype) -> None:
-    """Load the kernel for a cache of this dtype, or compile it if the disk cache lacks it."""
+    """Load the kernel for a KV cache of this dtype from disk; compile it if it is not there."""
     _kernel(dtype)
 
 
 MAX_ROWS = 96
-"""Most rows of a tile, which share the reads of a block: tokens times query heads per KV head. A
-tile has more rows only if a single token does."""
+"""Maximum number of rows of a tile; a tile of a single token may have more. The number of rows is
+tokens times query heads per KV head. All rows of a tile share each read of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPagedPlan:
-    """Plan of one step for some of the batch's sequences, with all tokens of each."""
+    """Plan of one step for all query tokens of some sequences of the batch."""
 
     tables: npt.NDArray[np.int32]  # [B, M] block tables of the whole batch
-    # [P, 4] per sequence: index, first query row, number of rows, context length of its first row
+    # [P, 4] per sequence: number of the sequence, index of its first query token in the batch,
+    # number of query tokens, and context length of the first query token
     spans: Ints
     window: int
-    tiles: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)  # by most tokens per tile
+    # Results of `_tiles`, by maximum number of tokens per tile.
+    tiles: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls, rows: Ints, query_starts: Ints, context_lens: Ints, tables: Ints, window: int
     ) -> "CpuPagedPlan":
-        """Plan all tokens of the sequences `rows`; other arguments as in `plan_attention`."""
+        """Plan attention for all query tokens of the sequences with the indices `rows`.
+
+        The other arguments are those of `plan_attention`.
+        """
         lengths = np.diff(query_starts)[rows]
         columns = (rows, query_starts[rows], lengths, context_lens[rows] - lengths + 1)
         spans = np.stack(columns, 1).astype(np.int32)
         return cls(np.ascontiguousarray(tables, np.int32), spans, window)
 
     def _tiles(self, tokens: int) -> npt.NDArray[np.int32]:
-        """Return the tiles [P, 4] for `cpu_paged`, each with at most `tokens` tokens."""
+        """Return the tiles [P, 4] that `cpu_paged` reads, with at most `tokens` tokens each."""
         if tokens not in self.tiles:
             lengths = self.spans[:, 2]
             num_tiles = -(-lengths // tokens)
-            # `before`: tokens of the same sequence in earlier tiles.
+            # `before`: number of tokens of the same sequence in earlier tiles.
             ends = np.cumsum(num_tiles)
             before = (np.arange(num_tiles.sum()) - (ends - num_tiles).repeat(num_tiles)) * tokens
             found = self.spans.repeat(num_tiles, 0)
@@ -70,11 +78,11 @@ class CpuPagedPlan:
         return self.tiles[tokens]
 
     def attend_(self, out: Tensor, query: Tensor, layer: Tensor, scores: ScoreMod = PLAIN) -> None:
-        """Compute attention for the plan's tokens and write their rows of `out`.
+        """Compute attention for the tokens of this plan and write their rows of `out`.
 
         Args:
-            out: [T, Hq, D] contiguous. Unless it is float32, the result is rounded to its dtype,
-                and the rows of other tokens are overwritten with undefined values.
+            out: [T, Hq, D] contiguous. If `out` is not float32, results are rounded to its dtype,
+                and rows of tokens that are not in the plan get undefined values.
             query: [T, Hq, D] of the whole batch.
             layer: [2, N, H, S, D], or [1, N, 1, S, D] if the keys are also the values.
             scores: changes to the scores before the softmax.
@@ -120,7 +128,7 @@ def _rows(layer: Tensor) -> npt.NDArray[Any]:
 
 
 def _kernel(dtype: torch.dtype) -> Any:
-    """Return the kernel for a cache of this dtype."""
+    """Return the compiled kernel for a KV cache of this dtype."""
     configure_numba()
     from penstock.kernels.attention.cpu_paged import compile_paged_attention
 

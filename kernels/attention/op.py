@@ -1,7 +1,7 @@
 """Paged attention over one ragged batch of prefill chunks and decode tokens.
 
-A token t at position p of a sequence attends to that sequence's positions (p - window, p], or to
-all positions up to p if there is no window, through the sequence's block table:
+A token t at position p of a sequence attends to positions (p - window, p] of the same sequence, or
+to [0, p] if there is no window. Keys K and values V are read through the sequence's block table:
 
     out_t = softmax(q_t K^T / sqrt(D)) V
 
@@ -11,12 +11,12 @@ that no token attends to may contain anything, NaN included. `ScoreMod` can chan
 the softmax. On a CPU a float32 query may read a bfloat16 cache; the arithmetic is then float32.
 Elements of a float8_e4m3fn cache are multiplied by `scales` [2, H] (keys and values, per KV head).
 
-`plan_attention` prepares everything that depends only on the batch, once per step, for all layers
-with the same window; `plan_attention_on_device` does so when the lengths are on the GPU. On a GPU,
-Triton kernels read the blocks in place (`attention/triton_kernels`, launched by
+`plan_attention` prepares everything that depends only on the batch. It is called once per step for
+all layers with the same window. If the lengths are on the GPU, `plan_attention_on_device` is used.
+On a GPU, Triton kernels read the blocks in place (`attention/triton_kernels`, launched by
 `attention/triton_launch`). On a CPU, numba loops read the blocks of single tokens and short
-sequences in place (`attention/cpu_plan`); for the rest, blocks are gathered and computed by torch
-(`attention/torch_gather`).
+sequences in place (`attention/cpu_plan`). For other sequences, torch computes attention over
+gathered blocks (`attention/torch_gather`).
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ from penstock.kernels.triton_common.launch import (
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 MIN_SHARED_TOKENS = 8
-"""Smallest decode batch that uses cascade attention for a shared prefix; not yet measured."""
+"""Smallest decode batch that uses cascade attention for a shared prefix; not measured yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class AttentionPlan:
     """The attention plan of one step, for all layers with the same window."""
 
     backend: GatheredPlan | TiledPlan
-    layer: Tensor  # any layer of the cache; others must have its shape, dtype and device
-    num_tokens: int | str  # "T" if known on the device only
+    layer: Tensor  # any layer of the cache; all layers must have the same shape, dtype and device
+    num_tokens: int | str  # "T" if the number is only known on the device
 
 
 def runs_kernel(layer: Tensor) -> bool:
-    """Return whether the Triton kernels compute attention over this layer."""
+    """Return whether Triton kernels compute attention over this layer of the cache."""
     return layer.dtype in (*FLOATS, E4M3) and layer.shape[4] <= 256 and use_triton(layer)
 
 
@@ -75,18 +75,18 @@ def plan_attention(
     """Plan the attention of one step.
 
     Args:
-        query_starts: [B + 1] first query row of each sequence, and the number of rows.
-        context_lens: [B] length of each sequence, this step's tokens included.
-        block_tables: [B, M] blocks; entries past a sequence's blocks are not read.
-        layer: any layer of the cache; gives shape, dtype and device.
-        window: positions that a token attends to, its own included; 0 for all.
-        one_path: make results batch-invariant: a token's bits depend neither on the batch nor on
-            how its prompt is split into chunks.
-        use_cascade: let the kernels read a prefix that all sequences share only once. A sequence's
-            last bits then depend on the rest of the batch.
+        query_starts: [B + 1] index of each sequence's first query row, then the number of rows.
+        context_lens: [B] length of each sequence, including this step's tokens.
+        block_tables: [B, M] block numbers; entries past a sequence's last block are not read.
+        layer: any layer of the cache; only its shape, dtype and device are used.
+        window: number of positions that a token attends to, including its own; 0 for all.
+        one_path: make results batch-invariant: the result for a token is bitwise identical for
+            all batches and for all splits of the prompt into chunks.
+        use_cascade: read a prefix that is common to all sequences only once (cascade attention).
+            The last bits of a result may then depend on the other sequences of the batch.
 
     Raises:
-        ValueError: invalid arguments, or `one_path` is not supported for this dtype and device.
+        ValueError: an argument is invalid, or this dtype and device do not support `one_path`.
     """
     _check_layer(layer)
     check_batch(query_starts, context_lens, block_tables, layer.shape[1], layer.shape[3])
@@ -118,11 +118,12 @@ def plan_attention_on_device(
     window: int = 0,
     one_path: bool = False,
 ) -> AttentionPlan:
-    """Version of `plan_attention` for Triton kernels, from int32 tensors on the layer's device.
+    """Version of `plan_attention` for Triton kernels; takes int32 tensors on the layer's device.
 
-    The host does not read the tensors, so a captured CUDA graph stays valid when their values
-    change. The caller must guarantee what `check_batch` checks, and that no sequence has more than
-    `max_query` tokens in this step or more than `max_context` positions.
+    The host does not read the values of the tensors, so a captured CUDA graph remains valid when
+    the values change. The caller must ensure that the values satisfy the conditions of
+    `check_batch`, that every sequence has at most `max_query` tokens in this step, and that its
+    context has at most `max_context` positions.
     """
     _check_layer(layer)
     batch = Batch(query_starts, context_lens, block_tables)
@@ -133,14 +134,17 @@ def plan_attention_on_device(
 
 
 def reads_bf16(layer: Tensor) -> bool:
-    """Return whether float32 queries may read this cache: it is bfloat16 and used on the CPU."""
+    """Return whether float32 queries may read this layer of the cache.
+
+    The layer must be bfloat16, on a CPU, and read without Triton.
+    """
     return layer.dtype == torch.bfloat16 and layer.device.type == "cpu" and not use_triton(layer)
 
 
 def _shared_positions(context_lens: Ints, block_tables: Ints, block_size: int) -> int:
-    """Return the length of the prefix that all sequences share, in whole blocks.
+    """Return the number of positions in the blocks that all sequences share as a prefix.
 
-    It excludes the block of every sequence's last position.
+    The block with the last position of the shortest sequence does not count.
     """
     width = int(context_lens.min() - 1) // block_size
     if not width or (block_tables[:, 0] != block_tables[0, 0]).any():
@@ -160,8 +164,8 @@ def paged_attention(
 
     Args:
         query: [T, Hq, D].
-        layer: [2, N, H, S, D] contiguous. Its dtype is the query's, or bfloat16 (see
-            `reads_bf16`), or float8_e4m3fn.
+        layer: [2, N, H, S, D] contiguous. The dtype must be the query's dtype, bfloat16 (see
+            `reads_bf16`) or float8_e4m3fn.
         plan: plan of this step.
         scores: changes to the scores before the softmax.
         scales: [2, H] float32 scales of keys and values of a float8_e4m3fn cache.
@@ -179,7 +183,7 @@ def paged_attention(
 def check_batch(
     query_starts: Ints, context_lens: Ints, block_tables: Ints, num_blocks: int, block_size: int
 ) -> None:
-    """Raise ValueError unless the block tables cover every position of every sequence."""
+    """Raise ValueError unless shapes and lengths are valid and every position has a valid block."""
     batch, width = len(context_lens), block_tables.shape[-1]
     if query_starts.shape != (batch + 1,) or block_tables.shape != (batch, width):
         raise ValueError(
@@ -208,7 +212,7 @@ def check_batch(
 
 
 def check_device_batch(batch: Batch, layer: Tensor, max_context: int) -> None:
-    """Raise ValueError unless shapes, dtypes and devices are valid. Does not read the values."""
+    """Raise ValueError if a shape, dtype or device is wrong. The tensors' values are not read."""
     int32 = (torch.int32,)
     check("context_lens", batch.context_lens, ("B",), int32, like=layer)
     num_rows = len(batch.context_lens)
@@ -268,7 +272,7 @@ def paged_attention_reference(
     scores: ScoreMod = PLAIN,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """Reference for `plan_attention` and `paged_attention`: loops over sequences and heads."""
+    """Reference for `plan_attention` and `paged_attention`: a loop over sequences and heads."""
     num_heads, block_size = layer.shape[2:4]
     if scales is not None:
         layer = layer.to(query.dtype) * scales.to(query.dtype)[:, None, :, None, None]
@@ -308,7 +312,7 @@ def _probabilities_reference(
 
 
 def aot_cases() -> Iterator[AotCase]:
-    """Yield mixed batches of prefill and decode, with the shapes of common models."""
+    """Yield cases with batches of prefill and decode, in the shapes of common models."""
     bf16, half = torch.bfloat16, torch.float16
     yield _aot_case("llama 8b", bf16, bf16, (8, 4, 128), 512, 0, PLAIN)
     yield _aot_case("gemma 2", bf16, bf16, (4, 2, 256), 512, 4096, ScoreMod(cap=50.0))
@@ -342,10 +346,10 @@ def _aot_case(
         query = meta(512, (group + 2) * num_heads, head_dim, dtype=dtype)[:, : group * num_heads]
         paged_attention(query, layer, plan, scores, scales)
 
-    # FP8 rows are loaded 16 bytes at a time as well, but with the 4-byte loads of the block table
-    # only 49% of the loads are that wide.
+    # With an FP8 cache, `attend_tiles` also loads rows 16 bytes at a time. But many 4-byte loads
+    # read the block table: only 49% of all loads have 16 bytes, and `streams` requires half.
     streams = ("merge_partitions",) if cached == E4M3 else ("attend_tiles", "merge_partitions")
-    if one_path:  # the merge reads one partition at a time: few wide loads among scalar ones
+    if one_path:  # the merge then reads single partitions, mostly with scalar loads
         streams = ("attend_tiles",)
     return AotCase(
         name,

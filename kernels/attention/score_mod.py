@@ -5,8 +5,8 @@
     s = s + slope (j - i)         ALiBi, for a query at position i and a key at position j
     out = softmax([s, sink]) V    attention sink (gpt-oss)
 
-A sink is one extra score per head. It takes part in the softmax but has no value vector: its
-weight is dropped.
+A sink is one extra score per head. It takes part in the softmax, but it has no value vector, so its
+softmax weight is dropped.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class ScoreMod:
-    """Changes to the scores. The default, only a scale, has the fastest kernels."""
+    """Changes to attention scores before the softmax. The default, only a scale, is fastest."""
 
-    scale: float | None = None  # None: 1 / sqrt(D)
-    cap: float = 0.0  # 0: none
-    sinks: Tensor | None = None  # [Hq]
-    slopes: Tensor | None = None  # [Hq]
+    scale: float | None = None  # scores are multiplied by this; None: 1 / sqrt(D)
+    cap: float = 0.0  # soft cap; 0: none
+    sinks: Tensor | None = None  # [Hq] attention sinks
+    slopes: Tensor | None = None  # [Hq] ALiBi slopes
 
 
 PLAIN = ScoreMod()
@@ -43,9 +43,11 @@ def attend(
         query: [..., L, D].
         keys: [..., M, D], with the leading dimensions of `query`.
         values: [..., M, D].
-        mask: 0 or -inf, broadcastable to [..., L, M]; None means causal, with L = M.
-        scores: its sinks must broadcast to [..., L, 1], its slopes to [..., L, M].
-        distances: j - i, broadcastable to [..., L, M]; required with slopes.
+        mask: 0, or -inf where a query does not attend to a key; broadcastable to [..., L, M].
+            None means causal, and L must equal M.
+        scores: changes to the scores. Sinks must broadcast to [..., L, 1], slopes to [..., L, M].
+        distances: key position minus query position, broadcastable to [..., L, M]; required if
+            there are slopes.
 
     Returns:
         [..., L, D].

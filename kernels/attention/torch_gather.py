@@ -1,9 +1,12 @@
-"""Paged attention without Triton: blocks are gathered, then computed by torch.
+"""Paged attention without Triton: torch computes attention over gathered blocks.
 
-The numba kernel (`cpu_plan`), if it supports the cache, reads sequences with one query token and
-short sequences in place; with `one_path` it reads all. Without it, single tokens are gathered into
-padded batches of similar context lengths, with the query heads of a KV head packed as rows. Each
-other chunk is gathered and computed separately. See `attention/op` for the operation.
+See `attention/op` for the operation. There are three cases:
+
+- If the numba kernel (`cpu_plan`) supports the cache, it reads sequences with one query token and
+  short sequences in place; with `one_path`, it reads all sequences in place.
+- The blocks of other sequences with one query token are gathered into padded batches of similar
+  context lengths. The query heads of a KV head are packed as rows.
+- The blocks of every remaining sequence (with several query tokens) are gathered separately.
 """
 
 from collections.abc import Iterator
@@ -21,39 +24,41 @@ from penstock.kernels.attention.score_mod import ScoreMod, attend
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 SPLIT_BYTES = 1 << 19
-"""Split a padded batch if that saves more bytes than this: the measured cost of one more batch."""
+"""Split a padded batch if the split saves more than this many bytes of padding. An additional
+batch takes as long as reading this many bytes (measured)."""
 
 MAX_PADDING = 512
-"""Longest context, in positions, of a chunk that is read in place. Measured against gathering for
-torch: a fifth faster at 128 positions, equal at 512, a sixth slower at 1,024."""
+"""Longest context, in positions, of a chunk that is read in place. Compared with gathering, reading
+in place is a fifth faster at 128 positions, equally fast at 512, and a sixth slower at 1,024."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Sequences with one query token each, padded to M blocks."""
+    """A batch of sequences with one query token each, padded to M blocks per sequence."""
 
-    tokens: Tensor | None  # [B] rows of the query; None: the whole batch, in order
-    blocks: Tensor  # [2 B H M] rows of the cache viewed as [2 N H, S D]
-    unseen: Tensor  # masked rows of the gathered blocks, viewed as [2 B H M S, D]
+    tokens: Tensor | None  # [B] row numbers in the query; None: all rows, in order
+    blocks: Tensor  # [2 B H M] row numbers in the cache, viewed as [2 N H, S D]
+    unseen: Tensor  # numbers of masked rows of the gathered blocks, viewed as [2 B H M S, D]
     mask: Tensor  # [B, 1, 1, M S] 0 or -inf
-    own: Tensor  # [B] gathered column of each token's own position
+    own: Tensor  # [B] index of each token's own position among the M S gathered positions
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """One sequence with several query tokens."""
 
-    tokens: slice  # its rows of the query
-    blocks: Tensor  # [2 H M] rows of the cache viewed as [2 N H, S D]
-    context: slice  # the gathered positions that some token attends to
-    mask: Tensor | None  # [tokens, context] 0 or -inf; None: causal, and the chunk is the context
+    tokens: slice  # rows of the query that hold the sequence's tokens
+    blocks: Tensor  # [2 H M] row numbers in the cache, viewed as [2 N H, S D]
+    context: slice  # range of the gathered positions that some token attends to
+    # [tokens, context] 0 or -inf; None: causal, because the chunk is the whole context
+    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class GatheredPlan:
     """Plan of one step without Triton, for all layers with the same window."""
 
-    paged: CpuPagedPlan | None  # sequences that are read in place
+    paged: CpuPagedPlan | None  # plan of the sequences that are read in place; None: no sequence
     decodes: list[_Decodes]
     chunks: list[_Chunk]
     gathered: Tensor  # [largest number of blocks, S D] scratch, reused for every batch and chunk
@@ -69,9 +74,10 @@ class GatheredPlan:
         reads_paged: bool,
         one_path: bool,
     ) -> "GatheredPlan":
-        """Plan a step; arguments as in `plan_attention`.
+        """Plan one step.
 
-        `reads_paged` tells whether the numba kernel supports the cache.
+        `reads_paged` is True if the numba kernel supports the cache. The other arguments are those
+        of `plan_attention`.
         """
         planner = _Planner(layer, block_tables, window)
         lengths = np.diff(query_starts)
@@ -108,7 +114,8 @@ class GatheredPlan:
     ) -> Tensor:
         """Return the attention output [T, Hq, D].
 
-        query: [T, Hq, D]; layer: [2, N, H, S, D]; scales: [2, H] of an FP8 cache, or None.
+        `query` is [T, Hq, D], `layer` is [2, N, H, S, D], and `scales` is [2, H] for an FP8 cache,
+        otherwise None.
         """
         if len(self.decodes) == 1 and self.decodes[0].tokens is None:
             return self._decode(query, layer, self.decodes[0], scores, scales)
@@ -133,7 +140,7 @@ class GatheredPlan:
         batch, num_query_heads, head_dim = query.shape
         num_heads = layer.shape[2]
         kv = _gather_kv(self.gathered, layer, group.blocks, query.dtype)
-        # Masked values must be finite, because 0 * NaN is NaN.
+        # Masked slots may hold NaN, and 0 * NaN is NaN: replace their content by 0.
         kv.view(-1, head_dim).index_fill_(0, group.unseen, 0.0)
         keys, values = _scaled(kv.view(2, batch, num_heads, -1, head_dim), scales)
         packed = query.view(batch, num_heads, num_query_heads // num_heads, head_dim)
@@ -169,7 +176,10 @@ class GatheredPlan:
 
 
 def _gather_kv(gathered: Tensor, layer: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gather rows `blocks` of the cache and convert them to `dtype`: [2 B H M, S D]."""
+    """Return the cache rows with the numbers `blocks`, converted to `dtype`: [2 B H M, S D].
+
+    `gathered` is scratch; the result may be a view of it.
+    """
     rows, found = layer.view(-1, gathered.shape[1]), gathered[: len(blocks)]
     if layer.dtype == dtype:
         return torch.index_select(rows, 0, blocks, out=found)
@@ -179,12 +189,12 @@ def _gather_kv(gathered: Tensor, layer: Tensor, blocks: Tensor, dtype: torch.dty
 
 
 def _scaled(kv: Tensor, scales: Tensor | None) -> Tensor:
-    """Multiply kv [2, B, H, C, D] by scales [2, H], if any."""
+    """Return `kv` [2, B, H, C, D], multiplied by `scales` [2, H] unless `scales` is None."""
     return kv if scales is None else kv * scales.to(kv.dtype)[:, None, :, None, None]
 
 
 def _by_head(scores: ScoreMod, num_heads: int, trailing: int) -> ScoreMod:
-    """Reshape sinks and slopes to [H, G] followed by `trailing` dimensions of size 1."""
+    """Return `scores` with sinks and slopes as [H, G], plus `trailing` dimensions of size 1."""
     if scores.sinks is None and scores.slopes is None:
         return scores
     shape = (num_heads, -1, *(1,) * trailing)
@@ -200,14 +210,17 @@ class _Planner:
         _, self.num_blocks, self.num_heads, self.block_size, head_dim = layer.shape
         self.tables = block_tables
         self.window = window
-        # dtype of the masks: on a CPU a float32 query may read a bfloat16 cache.
+        # dtype of the masks: float32 on a CPU, where float32 queries may read a bfloat16 cache.
         plain = layer.itemsize > 1 and layer.device.type != "cpu"
         self.dtype = layer.dtype if plain else torch.float32
         self.device = layer.device
         self.block_bytes = 2 * self.num_heads * self.block_size * head_dim * layer.itemsize
 
     def seen_blocks(self, query_len: int, contexts: Ints) -> tuple[Ints, Ints]:
-        """Return the first block that some token attends to, and the number of blocks from it."""
+        """Return the first block and the number of blocks that each sequence attends to.
+
+        Each sequence has `query_len` query tokens; `contexts` are the context lengths.
+        """
         last = (contexts - 1) // self.block_size
         if not self.window:
             return np.zeros_like(last), last + 1
@@ -216,7 +229,10 @@ class _Planner:
         return first, last + 1 - first
 
     def similar_lengths(self, rows: Ints, context_lens: Ints) -> Iterator[Ints]:
-        """Split the rows into groups of similar length where that saves enough padding."""
+        """Yield the sequences `rows` in groups of similar context length.
+
+        Each split saves more than SPLIT_BYTES of padding.
+        """
         if not len(rows):
             return
         _, num_blocks = self.seen_blocks(1, context_lens[rows])
@@ -237,7 +253,7 @@ class _Planner:
         contexts = context_lens[rows]
         first, num_blocks = self.seen_blocks(1, contexts)
         columns = first[:, None] + np.arange(num_blocks.max())
-        # Padded columns repeat the sequence's last block, which is valid memory, and are masked.
+        # Padding columns are masked. They repeat the sequence's last block, a valid block number.
         columns = np.minimum(columns, (first + num_blocks - 1)[:, None])
         positions = first[:, None] * self.block_size + np.arange(columns.shape[1] * self.block_size)
         seen = positions < contexts[:, None]
@@ -273,14 +289,20 @@ class _Planner:
         )
 
     def cache_rows(self, table: Ints) -> Ints:
-        """Convert [B, M] blocks to [2 B H M] rows of the cache viewed as [2 N H, S D]."""
+        """Convert block numbers [B, M] to row numbers [2 B H M] in the cache.
+
+        The cache is viewed as [2 N H, S D].
+        """
         sides = np.arange(2)[:, None, None, None] * self.num_blocks
         blocks = table.astype(np.int64)[None, :, None] + sides
         heads = np.arange(self.num_heads)[:, None]
         return (blocks * self.num_heads + heads).ravel()
 
     def unseen_rows(self, seen: npt.NDArray[np.bool_]) -> Ints:
-        """Convert mask [B, M S] to the masked rows of the gathered blocks [2 B H M S, D]."""
+        """Return the numbers of the masked rows of the gathered blocks, viewed as [2 B H M S, D].
+
+        `seen` [B, M S] is False at masked positions.
+        """
         batch, num_slots = seen.shape
         row, slot = np.nonzero(~seen)
         sides = np.arange(2)[:, None, None] * batch

@@ -1,7 +1,8 @@
 """Tile sizes of the attention kernels, by chip and head size.
 
-They are fixed tables rather than autotuned, so a captured CUDA graph runs the kernels that were
-tested. They were chosen to compile ahead of time without register spills, not yet by measuring.
+The sizes are fixed in tables, not autotuned, so that a captured CUDA graph runs the kernels that
+were tested. The sizes were chosen so that the kernels compile without register spills; their speed
+has not been measured yet.
 """
 
 from typing import NamedTuple
@@ -13,13 +14,13 @@ class Tiles(NamedTuple):
     """Tile size and launch options of a kernel."""
 
     rows: int  # query rows per program
-    columns: int  # positions per iteration; divides `attention/triton_launch.SPLIT`
+    columns: int  # positions per iteration; a divisor of `attention/triton_launch.SPLIT`
     num_warps: int
     num_stages: int
 
 
 _CHUNKS = {
-    # largest padded head size: tiles
+    # key: largest padded head size for which the tiles are used
     "ample": {
         64: Tiles(128, 128, 8, 2),
         128: Tiles(128, 64, 8, 2),
@@ -48,7 +49,11 @@ _CHUNKS = {
 
 
 def _chip_family(chip: DeviceInfo) -> str:
-    """Classify by shared memory: Hopper or later, A100, or graphics cards; "amd" for AMD GPUs."""
+    """Return the key of `_CHUNKS` for this chip.
+
+    The key is "amd" for AMD GPUs. For NVIDIA GPUs, the key depends on the size of shared memory:
+    "ample" for Hopper and later, "some" for the A100, "little" for graphics cards.
+    """
     if not chip.is_cuda and chip.name != "interpreter":
         return "amd"
     kib = chip.shared_bytes >> 10
@@ -56,7 +61,10 @@ def _chip_family(chip: DeviceInfo) -> str:
 
 
 def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
-    """Return the tiles for prefill chunks, for the padded head size and the query's itemsize."""
+    """Return the tiles for prefill chunks.
+
+    `width` is the padded head size. `itemsize` is the number of bytes per element of the query.
+    """
     if itemsize == 4:  # float32 does not use tensor cores
         return Tiles(32, 32, 4, 1)
     table = _CHUNKS[_chip_family(chip)]
@@ -64,7 +72,7 @@ def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
 
 
 def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cached: int) -> Tiles:
-    """Return the tiles for sequences with few query rows, whose positions are split.
+    """Return the tiles for split KV, which is used for sequences with few query rows.
 
     Args:
         chip: the device.
@@ -76,24 +84,25 @@ def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cach
     rows = min(64, max(16, 1 << (group - 1).bit_length()))
     if itemsize == 4:
         return Tiles(min(rows, 32), 32, 4, 1)
-    if width > 256:  # rows of MLA
+    if width > 256:  # only MLA cache rows are this wide
         widest = chunk_tiles(chip, width, itemsize)
         return widest._replace(rows=min(rows, widest.rows))
     if width > 128:
         return Tiles(rows, 32, 4, 2)
-    if cached == 1:  # twice the columns: as many bytes per tile as with 16 bits
+    if cached == 1:  # FP8: 128 columns have as many bytes as 64 columns of 16 bits
         return Tiles(rows, 128, 4, 2)
     return Tiles(rows, 64, 4, 2 if _chip_family(chip) == "little" else 3)
 
 
 def batch_invariant_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
-    """Return the tiles that chunks and single tokens share, so that both have the same arithmetic.
+    """Return the tiles for batch-invariant attention, for chunks as well as for single tokens.
 
-    They are smaller because a program holds two accumulators: of one partition and of all.
+    These tiles are smaller than other tiles, because a program holds two accumulators: one for the
+    current partition and one for all partitions.
     """
     if itemsize == 4:
         return chunk_tiles(chip, width, itemsize)
-    if width > 256:  # rows of MLA
+    if width > 256:  # only MLA cache rows are this wide
         return chunk_tiles(chip, width, itemsize)._replace(rows=16)
     if width > 128:
         return Tiles(32, 32 if _chip_family(chip) == "amd" else 64, 8, 2)

@@ -1,25 +1,27 @@
-"""The Triton kernels of paged attention (see `attention/op`): tiles of query rows, then a merge.
+"""Triton kernels of paged attention (see `attention/op`): `attend_tiles` and `merge_partitions`.
 
 The query heads of one KV head are packed as rows: row r of a sequence is token r // G and query
 head r % G of that KV head. A program computes BLOCK_M rows of one sequence and KV head. It loops
 over keys and values, BLOCK_N positions at a time, with an online softmax in float32.
 
-For MLA, a row of the cache is a key with a tail: its first D features are also the value, and the
-TAIL features after them only contribute to the score. There is one KV head, and the cache has no
-separate values.
+For MLA, a row of the cache is a key with a tail: its first D features are also the value, and its
+last TAIL features only contribute to the score. There is one KV head, and the cache has no separate
+values.
 
-A tile of a long chunk loops over all positions that it attends to (SPLIT = 0). Sequences with few
-rows would leave most of a GPU idle, so their positions are split into partitions at fixed multiples
-of SPLIT, with one program per partition; `merge_partitions` merges the results. Partition
-boundaries and the order of every sum depend on the sequence alone.
+A program for a tile of a long chunk loops over all positions that the tile attends to (SPLIT = 0).
+Sequences with few rows would leave most of a GPU idle. Their positions are therefore split into
+partitions at fixed multiples of SPLIT, with one program per partition, and `merge_partitions`
+merges the results. Partition boundaries and the order of every sum depend only on the sequence,
+not on the rest of the batch.
 
-With SEQUENTIAL, a tile of a long chunk computes the same partitions, one after another, each with
-its own accumulators, and merges them in the order that `merge_partitions` uses with BLOCK_P = 1.
-A token then gets the same bits in a chunk as alone, if all tiles have one size and the compiler
-does not fuse multiply-adds (it may fuse differently at each place in a program).
+With SEQUENTIAL, a program for a tile of a long chunk computes the same partitions one after
+another, each with its own accumulators. It merges their results in the order that
+`merge_partitions` uses with BLOCK_P = 1. The result for a token is then bitwise identical whether
+the token is in a chunk or alone. This requires that all tiles have one size and that the compiler
+does not fuse multiply-adds, because it may fuse them differently at each place in a program.
 
-Exponentials have base 2: scores are multiplied by log2(e). If a row has attended to no position
-yet, its maximum is MASKED, which is finite, so that -inf - (-inf) is never computed.
+Exponentials have base 2, so scores are multiplied by log2(e). As long as a row has attended to no
+position, its maximum score is MASKED, a finite number, so that -inf - (-inf) is never computed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -29,11 +31,11 @@ from penstock.kernels.triton_common.launch import jit, tl
 
 @jit(unspecialized=("table_stride", "partition_tokens"))
 def attend_tiles(  # noqa: C901
-    query,  # [T, H G, D + TAIL], tokens `query_stride` elements apart
+    query,  # [T, H G, D + TAIL]; consecutive tokens are `query_stride` elements apart
     layer,  # [2, N, H, S, D], or [1, N, 1, S, D + TAIL]
-    tables,  # [B, M] int32 block tables, rows `table_stride` elements apart
-    query_starts,  # [B + 1] int32
-    context_lens,  # [B] int32
+    tables,  # [B, M] int32 block tables; consecutive rows are `table_stride` elements apart
+    query_starts,  # [B + 1] int32 first token of each sequence, and the number of tokens
+    context_lens,  # [B] int32 context length of each sequence
     items,  # [I, 2] int32: sequence (-1: no work) and index of its partition or row tile
     item_starts,  # [B + 1] int32 first item of each sequence, and the number of items
     out,  # [T, H G, D]
@@ -41,24 +43,24 @@ def attend_tiles(  # noqa: C901
     partial_sums,
     # [I * partition_tokens, H G, 2] float32 maximum score and sum of exponentials, or None
     weights,
-    sinks,  # [H G] or None
-    slopes,  # [H G] or None
+    sinks,  # [H G] attention sinks, or None
+    slopes,  # [H G] ALiBi slopes, or None
     scales,  # [2, H] float32 scales of cached keys and values, or None
     query_stride,
     table_stride,
-    side_stride,  # elements from keys to values
-    scale,  # factor of scores
+    side_stride,  # elements between a key and its value in `layer`
+    scale,  # scores are multiplied by this
     cap,  # soft cap of scores, or None
     partition_tokens,  # tokens per item in `partial_sums`
     H: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
-    TAIL: tl.constexpr,  # 0: keys and values are separate
-    WINDOW: tl.constexpr,  # positions that a token attends to; 0: all
+    TAIL: tl.constexpr,  # features of a key after its value (MLA); 0: keys and values are separate
+    WINDOW: tl.constexpr,  # number of positions that a token attends to; 0: all
     SPLIT: tl.constexpr,  # positions per partition, a multiple of BLOCK_N; 0: no partitions
-    SEQUENTIAL: tl.constexpr,  # one program computes all partitions in order, not just one
-    ALL_MERGED: tl.constexpr,  # even a sequence with one partition is merged
+    SEQUENTIAL: tl.constexpr,  # a program computes all partitions of a tile, in order
+    ALL_MERGED: tl.constexpr,  # `merge_partitions` also handles sequences with one partition
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # D rounded up to a power of two
@@ -66,9 +68,10 @@ def attend_tiles(  # noqa: C901
 ):
     """Compute attention for a tile of BLOCK_M rows of one sequence and KV head.
 
-    Grid: [I, H], or with partitions [I, H, row tiles]. An item is a row tile, or with partitions
-    (SPLIT and not SEQUENTIAL) one partition of a sequence. Final results go to `out`; those that
-    `merge_partitions` must merge go to `partial_sums` and `weights`.
+    An item is a row tile of a sequence, and the grid is [I, H]. With partitions (SPLIT and not
+    SEQUENTIAL), an item is a partition of a sequence, and the grid is [I, H, row tiles]. Final
+    results are written to `out`. Results that `merge_partitions` must merge are written to
+    `partial_sums` and `weights`.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     MASKED: tl.constexpr = -1e30
@@ -104,7 +107,7 @@ def attend_tiles(  # noqa: C901
         q_tail_at = query + D + q_at[:, None] + behind[None, :]
         q_tail = tl.load(q_tail_at, mask=present[:, None] & narrow[None, :], other=0.0)
 
-    # The tile's rows attend to positions [low, high); every row attends to [all_low, all_high).
+    # Only positions in [low, high) are needed. Every row attends to all of [all_low, all_high).
     earliest = before + first_row // G
     latest = tl.minimum(before + (first_row + BLOCK_M - 1) // G, context - 1)
     low = tl.maximum(earliest - WINDOW + 1, 0) if WINDOW else 0
@@ -142,9 +145,9 @@ def attend_tiles(  # noqa: C901
             most = tl.full((BLOCK_M,), MASKED, tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        # Three stretches: the window's edge (masked), the positions that every row attends to (no
-        # mask), the causal edge (masked). One masked stretch for a partition, which is short, and
-        # for MLA, whose wide tiles leave no registers for three.
+        # There are three stretches of positions: the window's edge (masked), the positions that
+        # every row attends to (no mask), and the causal edge (masked). Partitions and MLA use only
+        # one masked stretch: partitions are short, and MLA's wide tiles use too many registers.
         for stretch in tl.static_range(2 if SPLIT or TAIL else (0 if WINDOW else 1), 3):
             if SEQUENTIAL:
                 start = tl.maximum(begin, (first_partition + partition) * SPLIT)
@@ -229,25 +232,26 @@ def attend_tiles(  # noqa: C901
 
 @jit(unspecialized=("partition_tokens", "num_shared", "first_shared", "num_sequences"))
 def merge_partitions(
-    # [P, HEADS, D] float32: row item * partition_tokens + token, then rows of the shared prefix
+    # [P, HEADS, D] float32 unnormalized sums of values: first the rows of the items (item *
+    # partition_tokens + token), then of the prefix (first_shared + partition * B + sequence)
     partial_sums,
     weights,  # [P, HEADS, 2] float32 maximum score and sum of exponentials
-    item_starts,  # [B + 1] int32
-    query_starts,  # [B + 1] int32
+    item_starts,  # [B + 1] int32 first item of each sequence, and the number of items
+    query_starts,  # [B + 1] int32 first token of each sequence, and the number of tokens
     out,  # [T, HEADS, D]
-    sinks,  # [HEADS] or None
+    sinks,  # [HEADS] attention sinks, or None
     partition_tokens,  # tokens per item in `partial_sums`
-    num_shared,  # partitions of the shared prefix: row first_shared + partition * B + sequence
-    first_shared,  # first row of the shared prefix
-    num_sequences,  # B
+    num_shared,  # number of partitions of the shared prefix
+    first_shared,  # first row of the shared prefix in `partial_sums`
+    num_sequences,  # B, number of sequences
     HEADS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_P: tl.constexpr,  # partitions per iteration
     BLOCK_D: tl.constexpr,  # D rounded up to a power of two
 ):
-    """Merge the partitions of each split sequence, and its shared prefix if any, into `out`.
+    """Merge the partitions of each split sequence, and of the shared prefix if any, into `out`.
 
-    Grid: [B, HEADS]; a program merges all tokens of one sequence and query head.
+    Grid: [B, HEADS]. A program merges all tokens of one sequence and query head.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     MASKED: tl.constexpr = -1e30
@@ -255,7 +259,7 @@ def merge_partitions(
     first = tl.load(item_starts + sequence)
     num_own = tl.load(item_starts + sequence + 1) - first
     count = num_own + num_shared
-    # The sequence was not split, or `attend_tiles` has already written its only partition.
+    # Nothing to merge: the sequence is not split, or `attend_tiles` wrote its only partition.
     if (num_own == 0) | (count == 1):
         return
     first_token = tl.load(query_starts + sequence)

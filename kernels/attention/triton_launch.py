@@ -1,13 +1,14 @@
-"""Launchers of the Triton kernels of paged attention: they choose work items and tiles.
+"""Launches the Triton kernels of paged attention, with work items and tiles chosen for the batch.
 
-The positions of a sequence with few query rows (they fit one tile) are split into partitions of
-SPLIT; a longer chunk gets one program per row tile. A list of work items assigns work to programs.
-Tensor operations build it where the lengths are: on the host it has the exact size; on the device
-it has the largest possible size, padded with -1, so that no value is copied to the host. A captured
-graph therefore serves all lengths up to its bound.
+If the query rows of a sequence fit into one tile, the positions of the sequence are split into
+partitions of SPLIT positions. A longer chunk gets one program per row tile. A list of work items
+assigns work to programs. Tensor operations build the list on the device that holds the lengths. On
+the host, the list has the exact size. On a GPU, the list has the largest possible size and is
+padded with -1, so that no value is copied to the host. A captured CUDA graph is therefore valid for
+all lengths up to the bound with which it was planned.
 
-With `one_path`, results are batch-invariant: all tiles have one size, chunks too are computed in
-partitions of SPLIT, merged in order, and multiply-adds are not fused.
+With `one_path`, results are batch-invariant: all tiles have one size, chunks are also computed in
+partitions that are merged in order, and multiply-adds are not fused.
 """
 
 from dataclasses import dataclass, field
@@ -34,19 +35,19 @@ SPLIT = 512
 """Positions per partition. Constant, so that a sequence's partitions do not depend on the batch."""
 
 PARTITIONS_PER_MERGE = 32
-"""Partitions that the merge kernel adds up per iteration."""
+"""Number of partitions that `merge_partitions` merges per iteration."""
 
 
 class Batch(NamedTuple):
     """Offsets, lengths and block tables of a batch: int32 tensors on the device."""
 
-    query_starts: Tensor  # [B + 1]
-    context_lens: Tensor  # [B]
-    tables: Tensor  # [B, M]
+    query_starts: Tensor  # [B + 1] first query row of each sequence, and the number of rows
+    context_lens: Tensor  # [B] context length of each sequence
+    tables: Tensor  # [B, M] block tables
 
 
 class WorkItems(NamedTuple):
-    """Work of each program: a partition or a row tile of a sequence."""
+    """A list of work items, each a partition or a row tile of one sequence."""
 
     items: Tensor  # [I, 2] int32 sequence (-1: no work) and index of its partition or row tile
     starts: Tensor  # [B + 1] int32 first item of each sequence, and the number of items
@@ -56,12 +57,12 @@ class WorkItems(NamedTuple):
 
 
 def make_work_items(counts: Tensor, firsts: Tensor, bound: int) -> WorkItems:
-    """List the work items of all sequences, sequence by sequence.
+    """Return the work items of all sequences, in order of sequence.
 
     Args:
         counts: [B] int32 number of items of each sequence.
         firsts: [B] int32 index of each sequence's first partition or row tile.
-        bound: size of the padded list; only used if `counts` is on a GPU.
+        bound: size of the padded list if `counts` is on a GPU; otherwise not used.
     """
     size = int(counts.sum()) if counts.device.type == "cpu" else bound
     starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
@@ -76,7 +77,10 @@ def make_work_items(counts: Tensor, firsts: Tensor, bound: int) -> WorkItems:
 
 @dataclass(frozen=True, slots=True)
 class _Prefix:
-    """A shared prefix, read once: all tokens of the batch as one sequence that follows it."""
+    """Launch for a shared prefix, which is read once for the whole batch.
+
+    All tokens of the batch are treated as one sequence that follows the prefix.
+    """
 
     batch: Batch
     items: WorkItems
@@ -85,14 +89,14 @@ class _Prefix:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The launches of one step, for one number of query heads per KV head."""
+    """Work items and tiles of one step, for one shape of the query."""
 
     chunks: WorkItems | None
     chunk_tiles: Tiles
     partitions: WorkItems | None
     partition_tiles: Tiles
-    partition_tokens: int  # most query tokens of a sequence that is split
-    merges: bool  # whether any sequence may have several partitions
+    partition_tokens: int  # maximum number of query tokens of a sequence that is split
+    merges: bool  # True if some sequence may have several partitions
     prefix: _Prefix | None
 
 
@@ -102,11 +106,12 @@ class TiledPlan:
 
     batch: Batch
     lengths: tuple[Tensor, Tensor]  # query_starts and context_lens; on the host if known there
-    max_query: int  # most tokens of a sequence in this step
-    max_context: int  # most positions of a sequence
+    max_query: int  # maximum number of query tokens of a sequence
+    max_context: int  # maximum context length of a sequence
     window: int = 0
-    prefix: int = 0  # shared positions, a multiple of SPLIT; if > 0, each sequence has one token
-    one_path: bool = False  # batch-invariant; requires prefix = 0
+    # Length of the shared prefix, a multiple of SPLIT; 0 unless every sequence has one query token.
+    prefix: int = 0
+    one_path: bool = False  # batch-invariant results; requires `prefix` = 0
     layouts: dict[tuple[int, int, int], _Layout] = field(default_factory=dict)
 
     @classmethod
@@ -120,7 +125,11 @@ class TiledPlan:
         prefix: int = 0,
         one_path: bool = False,
     ) -> "TiledPlan":
-        """Plan from arrays on the host; `prefix` is the number of positions that all share."""
+        """Plan one step from arrays on the host.
+
+        `prefix` is the number of positions that all sequences share, from position 0. It is rounded
+        down to a multiple of SPLIT.
+        """
         arrays = (query_starts, context_lens, tables)
         here = Batch(*(torch.from_numpy(np.ascontiguousarray(each, np.int32)) for each in arrays))
         return cls(
@@ -148,8 +157,8 @@ class TiledPlan:
             layer: [2, N, H, S, D].
             scores: changes to the scores before the softmax.
             scales: [2, H] scales of an FP8 cache, or None.
-            tail: for MLA, features after the first D that only contribute to the score. Then
-                `query` is [T, Hq, D + tail] and `layer` [1, N, 1, S, D + tail].
+            tail: for MLA, number of features after the first D; they only contribute to the score.
+                `query` is then [T, Hq, D + tail], and `layer` is [1, N, 1, S, D + tail].
         """
         shape = (*query.shape[:2], query.shape[2] - tail)
         out = torch.empty(shape, dtype=query.dtype, device=query.device)
@@ -182,7 +191,7 @@ class TiledPlan:
         chunks = make_work_items(counts, torch.zeros_like(counts), bound)
         known = starts.device.type == "cpu"
         return _Layout(
-            # The last tiles of a chunk take longest, so they start first.
+            # Reversed: the last tiles of a chunk take longest and should therefore start first.
             WorkItems(chunks.items.flip(0), chunks.starts).to(device)
             if len(chunks.items)
             else None,
@@ -195,7 +204,7 @@ class TiledPlan:
         )
 
     def _tiles(self, query: Tensor, layer: Tensor) -> tuple[Tiles, Tiles]:
-        """Return the tiles of partitions and of chunks."""
+        """Return (tile sizes for partitions, tile sizes for chunks)."""
         chip, width = device_info(query), power_of_2(query.shape[2])
         if self.one_path:
             fixed = batch_invariant_tiles(chip, width, query.itemsize)
@@ -221,12 +230,12 @@ def padded(head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Partitions:
-    """Results of partitions, before the merge."""
+    """Partial results of partitions, which `merge_partitions` merges."""
 
     sums: Tensor  # [P, Hq, D] float32 unnormalized sums of values
     weights: Tensor  # [P, Hq, 2] float32 maximum score and sum of exponentials
-    tokens: int  # rows of P per item
-    all_merged: bool  # even a sequence with one partition is merged
+    tokens: int  # rows of `sums` and `weights` per work item
+    all_merged: bool  # True if sequences with one partition are merged too
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +254,7 @@ class _Call:
     def tiles(
         self, batch: Batch, items: WorkItems, tiles: Tiles, partitions: _Partitions | None = None
     ) -> None:
-        """Launch `attend_tiles`; with `partitions`, each item is one partition of a sequence."""
+        """Launch `attend_tiles`. Items are partitions if `partitions` is given, else row tiles."""
         _, num_heads, head_dim = self.out.shape
         _, _, num_kv_heads, block_size, _ = self.layer.shape
         group = num_heads // num_kv_heads
@@ -273,7 +282,10 @@ class _Call:
     def merge(
         self, batch: Batch, items: WorkItems, partitions: _Partitions, num_shared: int
     ) -> None:
-        """Launch `merge_partitions`: rows of `partitions` are the items', then the prefix's."""
+        """Launch `merge_partitions`.
+
+        `partitions` holds the rows of `items`, then the rows of the shared prefix.
+        """
         _, num_heads, head_dim = self.out.shape
         batch_size = len(batch.context_lens)
         launch(

@@ -1,12 +1,14 @@
-"""Intrinsics for the CPU's matrix unit (AMX), for numba: C += A B of whole tiles.
+"""Numba intrinsics for the CPU's matrix unit (AMX), which computes C += A B for whole tiles.
 
 A tile register holds 16 rows of 64 bytes. A [16, 32] and B [32, 16] are bfloat16, C [16, 16] is
-float32. B is stored with pairs of rows interleaved, so that each 32-bit word holds the two elements
-that are multiplied with a word of A. A row of C depends only on its row of A and is summed in a
-fixed order (Intel's instruction manual, TDPBF16PS), so its bits do not depend on other rows.
+float32. B is stored with pairs of rows interleaved, so that each 32-bit word of B holds the two
+elements that are multiplied with one word of A. Row i of C depends only on row i of A and on B, and
+is summed in a fixed order (Intel's instruction manual, TDPBF16PS). The result for a row of A is
+therefore bitwise identical whatever the other rows contain.
 
-Registers 0 to 3 hold accumulators, 4 to 7 operands. Operands are stored in float32 arrays. Their
-tiles should be aligned to a cache line: an unaligned load takes twice as long.
+Registers 0 to 3 hold accumulators, registers 4 to 7 operands. Operands are stored in float32
+arrays. Operand tiles should be aligned to a cache line, because an unaligned load takes twice as
+long.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -20,8 +22,8 @@ from numba.core import cgutils, types
 from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS, Load, Multiply
 from penstock.kernels.cpu_common.simd import VECTOR_WIDTH, F32Vec, simd_intrinsic
 
-ROWS = 16  # rows of a tile
-TILE = ROWS * 16  # 32-bit words of a tile
+ROWS = 16  # rows per tile
+TILE = ROWS * 16  # 32-bit words per tile
 TILE_K = 32  # bfloat16 inputs (columns of A) per tile
 
 _BYTE, _NUMBER = ir.IntType(8), ir.IntType(64)
@@ -35,7 +37,10 @@ def call(builder: Any, name: str, *arguments: Any) -> None:
 
 
 def bytes_at(context, builder, signature, arguments, array: int, offsets: list[Any]):
-    """Emit a byte pointer to element `sum(offsets)` of the argument with index `array`."""
+    """Emit a byte pointer to element `sum(offsets)` of an array.
+
+    The array is the argument of the intrinsic with index `array`.
+    """
     data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
     at = offsets[0]
     for offset in offsets[1:]:
@@ -68,9 +73,9 @@ def tilerelease(typing):
 
 
 def load_accumulators(num_rows: int, num_columns: int):
-    """Return an intrinsic that sets every row of the accumulators to the same row of an array.
+    """Return an intrinsic that initializes every row of the accumulators with `columns[at:]`.
 
-    Accumulator tiles form a grid of `num_rows` by `num_columns`, at most 4 in all.
+    The accumulators form a grid of `num_rows` by `num_columns` tiles, at most 4 in total.
     """
 
     @simd_intrinsic
@@ -90,9 +95,9 @@ def load_accumulators(num_rows: int, num_columns: int):
 
 
 def store_accumulators(num_rows: int, num_columns: int):
-    """Return an intrinsic that stores the accumulators into y, whose rows are `width` words apart.
+    """Return an intrinsic that stores the accumulators to `y[at:]`, in rows `width` words apart.
 
-    Accumulator tiles form a grid of `num_rows` by `num_columns`, at most 4 in all.
+    The accumulators form a grid of `num_rows` by `num_columns` tiles, at most 4 in total.
     """
 
     @simd_intrinsic
@@ -118,10 +123,11 @@ def store_accumulators(num_rows: int, num_columns: int):
 
 @simd_intrinsic
 def split_bf16x3(typing, a, b):
-    """Split two float32 vectors into three bfloat16 parts each, whose sum is the original.
+    """Split each float32 of two vectors into three bfloat16 parts whose sum is the float32.
 
-    Returns one vector per part: parts of `a` in the lower halves of its words, of `b` in the upper.
-    A part is the remaining value with its last 16 bits cut off; it is then subtracted.
+    The result is three vectors, one per part. Each 32-bit word holds a part of `a` in its lower
+    half and a part of `b` in its upper half. A part is the remaining value without its last 16
+    bits. The part is then subtracted from the remaining value.
     """
 
     def code(context, builder, signature, arguments):
@@ -144,8 +150,8 @@ def split_bf16x3(typing, a, b):
 def emit_tile_ops(work: Sequence[Load | Multiply]):
     """Return an intrinsic that executes `work` on row tiles in `a` and column tiles in `b`.
 
-    The parts of a tile are contiguous. Row tiles are `row_step` words apart, column tiles
-    NUM_SPLITS * TILE.
+    The parts of a tile are contiguous. Row tiles are `row_step` words apart, and column tiles are
+    NUM_SPLITS * TILE words apart.
     """
 
     @simd_intrinsic

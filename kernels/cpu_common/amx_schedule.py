@@ -1,8 +1,9 @@
-"""Products of one step of `linear/cpu_f32_amx_bf16x6`, and the allocation of its tile registers.
+"""Lists the tile products of a step of `linear/cpu_f32_amx_bf16x6`, and allocates tile registers.
 
-A float32 is split into three bfloat16 parts with 8 of its 24 bits each. Six of the nine products of
-parts are computed; the other three are below the last bit. Registers 0 to 3 hold accumulators, 4 to
-7 operands. `cpu_common/amx.emit_tile_ops` turns the resulting list into code for numba.
+Each float32 is split into three bfloat16 parts with 8 of the 24 significant bits each. A product of
+two float32 is then a sum of nine products of parts. Six of the nine are computed; the other three
+are below the last bit of the result. Registers 0 to 3 hold accumulators, registers 4 to 7 operands.
+`cpu_common/amx.emit_tile_ops` turns a list of loads and multiplications into code for numba.
 """
 
 from typing import NamedTuple
@@ -12,19 +13,19 @@ NUM_SPLITS = 3
 
 
 class TileProduct(NamedTuple):
-    """Adds the product of one part of a row tile and one part of a column tile to a sum."""
+    """A product of one part of a row tile and one part of a column tile, added to a sum."""
 
-    row: int  # row tile
-    column: int  # column tile
-    row_split: int  # part of the row tile
-    column_split: int  # part of the column tile
+    row: int  # number of the row tile
+    column: int  # number of the column tile
+    row_split: int  # number of the part of the row tile
+    column_split: int  # number of the part of the column tile
 
 
 def tile_products(num_rows: int, num_columns: int) -> list[TileProduct]:
-    """List the products of a step over 32 inputs: six per pair of row tile and column tile.
+    """Return the products of a step over 32 inputs: six per pair of row tile and column tile.
 
-    They are the products of parts that are not below the last bit of a float32, in the same order
-    for every sum.
+    Products of parts that are below the last bit of a float32 are left out. The order of the
+    products is the same for every sum.
     """
     return [
         TileProduct(row, column, row_split, column_split)
@@ -39,13 +40,13 @@ class Load(NamedTuple):
     """Loads one part of a row tile or column tile into a register."""
 
     register: int
-    of_rows: bool  # a row tile, not a column tile
-    number: int  # of the tile
-    split: int  # part of the tile
+    of_rows: bool  # True: a row tile; False: a column tile
+    number: int  # number of the tile
+    split: int  # number of the part of the tile
 
 
 class Multiply(NamedTuple):
-    """Multiplies two registers and adds the product to a third."""
+    """Multiplies the tiles in two registers and adds the product to a third register."""
 
     sums: int
     rows: int
@@ -55,10 +56,10 @@ class Multiply(NamedTuple):
 def allocate_registers(
     dots: list[TileProduct], num_columns: int, for_rows: int
 ) -> list[Load | Multiply]:
-    """Insert the loads that `dots` need before them.
+    """Return `dots` as multiplications of registers, and insert the necessary loads before them.
 
-    The first `for_rows` of registers 4 to 7 hold row tiles, the others column tiles. A load
-    replaces the tile whose next use is furthest away (Belady, 1966).
+    The first `for_rows` of the registers 4 to 7 hold row tiles, the remaining registers column
+    tiles. A load replaces the tile whose next use is furthest away (Belady, 1966).
     """
     holds: dict[bool, dict[int, tuple[int, int] | None]] = {
         True: dict.fromkeys(range(4, 4 + for_rows)),

@@ -1,8 +1,8 @@
-"""Access to rows of a KV cache as float32 for numba: in place, or converted from bfloat16.
+"""Numba functions to read rows of a KV cache as float32: in place, or converted from bfloat16.
 
-A bfloat16 is the upper half of a float32, so a shift converts it exactly. numpy has no bfloat16:
-arrays hold the bits as uint16. One block at a time is converted into scratch that stays in the
-CPU's cache, and the loops read it like a float32 cache.
+A bfloat16 is the upper half of a float32, so a shift converts it exactly. numpy has no bfloat16, so
+arrays hold the bits as uint16. One block at a time is converted into a scratch array that fits the
+CPU's cache. Loops read the scratch array as they read a float32 KV cache.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -20,7 +20,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def as_f32(rows: Any, scratch: Floats) -> Floats:
-    """Return the array that `convert_block` fills: `rows` itself if float32, else `scratch`."""
+    """Return the array to read after `convert_block`: `rows` if it is float32, else `scratch`."""
     raise NotImplementedError("can only be called from compiled code")
 
 
@@ -30,15 +30,15 @@ def convert_block(
     """Make the cache rows [begin, end) readable as float32 in `as_f32(rows, scratch)`.
 
     Args:
-        rows: the flat cache.
+        rows: the cache as a flat array.
         row_at: row s begins at `rows[row_at + s * head_dim]`.
         begin: first row.
-        end: end of the rows.
+        end: last row + 1.
         head_dim: elements per row.
         scratch: at least (end - begin) * head_dim elements.
 
     Returns:
-        The value that replaces `row_at` for `as_f32(rows, scratch)`.
+        The number `at` such that row s begins at `as_f32(rows, scratch)[at + s * head_dim]`.
     """
     raise NotImplementedError("can only be called from compiled code")
 

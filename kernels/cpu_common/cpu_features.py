@@ -1,4 +1,4 @@
-"""CPU features by which loops are chosen."""
+"""Detects the CPU features that determine which loops are used."""
 
 from functools import cache
 
@@ -13,7 +13,7 @@ def has_avx512() -> bool:
 
 @cache
 def has_amx() -> bool:
-    """Return whether this process can use AMX; the operating system is asked for permission."""
+    """Request permission for AMX from the operating system; return whether AMX can be used."""
     if not (has_avx512() and torch.cpu._is_amx_tile_supported()):
         return False
     return bool(torch.cpu._init_amx())

@@ -1,12 +1,12 @@
 """Make numba optimize and assemble whole programs instead of each function separately.
 
-By default numba runs all LLVM passes over each jitted function when it is compiled, generates its
-machine code, and then does both again in every caller that the function is linked into. Functions
-that only compiled code calls need neither: their IR is linked into the outermost caller, which is
-optimised and assembled once. For the loops here that halves the compile time.
+By default, numba runs all LLVM passes over each jitted function and generates its machine code, and
+repeats both for every caller into which the function is linked. For functions that only compiled
+code calls, this is unnecessary: their IR is linked into the outermost caller, and it is enough to
+optimize and assemble this caller once. For the loops of this package, this halves the compile time.
 
-numba has no option for this, so this module depends on internals of the pinned version. With any
-other version it changes nothing, and compiling takes longer.
+numba has no option for this, so this module depends on internals of the pinned numba version. With
+any other version, the module changes nothing, and compiling takes longer.
 """
 
 # mypy: disable-error-code="no-untyped-call, misc"
@@ -24,8 +24,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def inner(**options: Any) -> Callable[[F], F]:
-    """`numba.njit` for a function that only compiled functions call; Python cannot call it."""
-    njit: Any = numba.njit  # its type annotations lack some of its options
+    """Return a decorator like `numba.njit`, for functions that only compiled functions call."""
+    njit: Any = numba.njit  # the type annotations of `njit` lack some options
     decorate: Callable[[F], F] = njit(
         nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options
     )
@@ -49,7 +49,7 @@ class LateLibrary(codegen.JITCodeLibrary):
     def get_pointer_to_function(self, name: str) -> int:
         """Return the address of a function, or 0 if the library does not define it."""
         self._ensure_finalized()
-        # The body of a parallel loop is called through the function that holds the loop.
+        # The body of a parallel loop is only called by the function that contains the loop.
         if "__numba_parfor_gufunc" in self.name or not self._defines(name):
             return 0
         self._assemble()
@@ -63,7 +63,7 @@ class LateLibrary(codegen.JITCodeLibrary):
 
     def _defines(self, name: str) -> bool:
         if self._assembled:
-            return True  # let numba's own lookup decide
+            return True  # numba's own lookup checks the name later
         return any(each.name == name for each in self.get_defined_functions())
 
     def _assemble(self) -> None:
@@ -86,7 +86,7 @@ class LateLibrary(codegen.JITCodeLibrary):
 def install() -> bool:
     """Use `LateLibrary` for all code that numba compiles in this process from now on.
 
-    Returns False, and changes nothing, if numba's version is not TESTED_VERSION.
+    If numba's version is not TESTED_VERSION, change nothing and return False.
     """
     if numba.__version__ != TESTED_VERSION:
         return False
@@ -97,7 +97,7 @@ def install() -> bool:
     waiting: dict[str, Any] = {}
 
     def set_env_later(name: str, env: Any) -> None:
-        """Set a function's environment, or defer that until its machine code exists."""
+        """Set the environment of a function, now or once the function's machine code exists."""
         if generator._engine.is_symbol_defined(name):
             set_env(name, env)
         else:

@@ -1,4 +1,4 @@
-"""Configuration of numba: its disk cache, so that a machine compiles only once, and its threads."""
+"""Configures numba: its disk cache of compiled loops, and its threads."""
 
 import atexit
 import ctypes
@@ -20,7 +20,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 KERNELS = Path(__file__).parent.parent
-"""The folder of all kernels; a change of any file in it may change compiled loops."""
+"""The folder of all kernels. A change to any file in this folder may change compiled loops."""
 
 _CODE_OPTIONS = (
     "OPT",
@@ -43,28 +43,28 @@ def has_numba() -> bool:
 
 @cache
 def configure_numba() -> None:
-    """Configure numba. Call it before a module of compiled loops is imported."""
+    """Configure numba. Call this function before the first import of a module of compiled loops."""
     import numba
 
     from penstock.kernels.cpu_common import late_codegen
 
     settings: Any = numba.config
     settings.CACHE_DIR = str(cache_folder())
-    # torch computes with OpenMP too: one thread pool for both.
+    # torch uses OpenMP too. With OpenMP in numba, both share one thread pool.
     settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
     late_codegen.install()
 
 
 OPENMP = "libgomp.so.1.0.0"
-"""Name by which numba loads libgomp; torch's own copy has a shorter name."""
+"""Name of the libgomp that numba loads. torch has its own copy, with a shorter name."""
 
 _thread = threading.local()
 
 
 def use_threads(count: int) -> int:
-    """Set the number of threads of numba's parallel loops, limited to the size of its pool.
+    """Set the number of threads of numba's parallel loops, limited to the size of numba's pool.
 
-    Callers pass torch's number of threads, since both share one OpenMP pool.
+    Callers must pass torch's number of threads, because numba and torch share one OpenMP pool.
 
     Returns:
         The number of threads that was set.
@@ -85,15 +85,16 @@ MIN_PARALLEL_ELEMENTS = 1 << 15
 
 
 class Entry:
-    """A numba function that Python calls, compiled or loaded from disk when it is first needed.
+    """A numba function that Python can call. It is compiled or loaded from disk when first needed.
 
-    A module of loops can thus be imported for its inner functions alone: the CPU step graph links
-    those of every operation, and one worker may compile it while another compiles the operations.
+    Importing a module of loops therefore does not compile its entries. The CPU step graph imports
+    such modules only for their inner functions, so one worker can compile the step graph while
+    another worker compiles the entries.
 
     Args:
         function: the function to compile.
-        signature: its types, in numba's notation.
-        options: more options of `numba.njit`.
+        signature: types of the arguments and the result, in numba's notation.
+        options: further options of `numba.njit`.
     """
 
     def __init__(self, function: Callable[..., None], signature: str, **options: Any) -> None:
@@ -103,11 +104,11 @@ class Entry:
         self._compiled: Any = None
 
     def load(self) -> Any:
-        """Return the compiled function."""
+        """Return the compiled function. The first call compiles it or loads it from disk."""
         if self._compiled is None:
             import numba
 
-            njit: Any = numba.njit  # its type annotations lack some of its options
+            njit: Any = numba.njit  # the type annotations of `njit` lack some options
             compile_ = njit(self._signature, nogil=True, cache=True, **self._options)
             self._compiled = compile_(self._function)
         return self._compiled
@@ -117,12 +118,12 @@ class Entry:
 
 
 def entry(signature: str, **options: Any) -> Callable[[Callable[..., None]], Entry]:
-    """Decorate a function as an `Entry`."""
+    """Return a decorator that turns a function into an `Entry`."""
     return lambda function: Entry(function, signature, **options)
 
 
 def load_entries(*entries: Entry) -> None:
-    """Compile these functions, or load them from disk."""
+    """Compile the given functions, or load them from disk."""
     for each in entries:
         each.load()
 
@@ -136,10 +137,10 @@ def run_serial_or_parallel(serial: Any, parallel: Any, *given: Any, num_threads:
 
 
 def disable_nested_openmp() -> None:
-    """Disable nested OpenMP parallelism for this thread, which numba has enabled.
+    """Disable nested OpenMP parallelism for this thread, because numba enables nesting.
 
-    torch's attention computes small matrix products in each of its threads. With nesting, each of
-    them starts a team of its own, which made the attention of a prompt seven times slower.
+    Each thread of torch's attention computes small matrix products. With nesting, each product
+    starts its own team of threads, and attention over a prompt was seven times slower.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(OPENMP).omp_set_max_active_levels(1)
@@ -149,9 +150,9 @@ def disable_nested_openmp() -> None:
 def cache_folder() -> Path:
     """Return the folder in which numba caches the compiled loops of these sources.
 
-    It is `$NUMBA_CACHE_DIR/penstock/DIGEST` if that variable is set, otherwise a folder below
-    `$XDG_CACHE_HOME` or `~/.cache`. The code in it is executed, so a folder that another user owns
-    or can write is refused: a temporary folder of this process then takes its place.
+    The folder is `$NUMBA_CACHE_DIR/penstock/DIGEST` if this variable is set, otherwise a folder
+    below `$XDG_CACHE_HOME` or `~/.cache`. Code in the folder is executed. If another user owns the
+    folder or can write to it, a temporary folder of this process is used instead.
     """
     try:
         folder = _make_private(_cache_root(), source_digest(KERNELS))
@@ -167,11 +168,11 @@ def cache_folder() -> Path:
 
 
 def source_digest(sources: Path) -> str:
-    """Return a hash of everything that decides the compiled code, except the CPU's name and
-    features, which numba's own index holds.
+    """Return a hash of everything that determines the compiled code, except the CPU model.
 
-    numba notices a change in the file of a cached function, but not in a file that this one imports
-    from: so every source below `sources` counts, with its path.
+    The CPU's name and features are in numba's own index. numba detects a change in the file of a
+    cached function, but not in the files that this file imports. The hash therefore includes every
+    source below `sources`, with its path.
     """
     import llvmlite
     import numba
@@ -198,10 +199,10 @@ def _cache_root() -> Path:
 
 
 def _make_private(root: Path, name: str) -> Path:
-    """Create `root/name` and the folders above it that are Penstock's own, and check each of them.
+    """Create `root/name` and Penstock's own parent folders; check that all of them are private.
 
     Raises:
-        OSError: a folder cannot be created, or other users own it or can write it.
+        OSError: a folder cannot be created, or another user owns it or can write to it.
     """
     own = [root.parent, root] if root.name == "kernels" else [root]
     own[0].parent.mkdir(parents=True, exist_ok=True)
@@ -213,8 +214,7 @@ def _make_private(root: Path, name: str) -> Path:
 
 
 def _check_private(folder: Path) -> None:
-    """Raise OSError if the folder, or the link to it, belongs to another user or others can write
-    into it."""
+    """Raise OSError if another user owns the folder or a link to it, or can write to the folder."""
     user = os.geteuid()
     for found in (folder.lstat(), folder.stat()):
         if found.st_uid != user:

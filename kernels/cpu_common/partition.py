@@ -1,4 +1,4 @@
-"""Helpers of the CPU step graph's loops: arrays at an address, and the division among threads."""
+"""Helpers for the loops of the CPU step graph: arrays at an address, and the share of a thread."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
 
@@ -15,7 +15,7 @@ from penstock.kernels.cpu_common.simd import simd_intrinsic
 def _pointers(kind: Any, code_kind: Any) -> Any:
     @simd_intrinsic
     def pointer(typing, address):
-        """Convert an address to a pointer."""
+        """Convert an integer address to a typed pointer."""
 
         def code(context, builder, signature, arguments):
             return builder.inttoptr(arguments[0], code_kind.as_pointer())
@@ -32,23 +32,23 @@ _to_byte = _pointers(types.uint8, ir.IntType(8))
 
 @inner()
 def f32_array(address: int, count: int) -> Any:
-    """Return the `count` float32 at `address` as an array, without copying."""
+    """Return an array view of the `count` float32 values at `address`."""
     return carray(_to_float(address), count)
 
 
 @inner()
 def i32_array(address: int, count: int) -> Any:
-    """Return the `count` int32 at `address` as an array, without copying."""
+    """Return an array view of the `count` int32 values at `address`."""
     return carray(_to_sum(address), count)
 
 
 @inner()
 def u8_array(address: int, count: int) -> Any:
-    """Return the `count` uint8 at `address` as an array, without copying."""
+    """Return an array view of the `count` uint8 values at `address`."""
     return carray(_to_byte(address), count)
 
 
 @inner()
 def partition(size: int, thread: int, num_threads: int) -> tuple[int, int]:
-    """Return the range `(first, last)` of `size` items of this thread, `last` excluded."""
+    """Return the range [first, last) of `size` items that thread number `thread` processes."""
     return size * thread // num_threads, size * (thread + 1) // num_threads

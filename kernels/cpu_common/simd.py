@@ -1,7 +1,7 @@
-"""Intrinsics on float32 vectors for numba, for loops that need a fixed order of summation.
+"""Numba intrinsics on float32 vectors, for loops that need a fixed order of summation.
 
-A compiler may vectorize a scalar loop in any order, and each loop differently. It does not reorder
-these operations. All arrays are flat.
+A compiler may vectorize each scalar loop in a different order, but it does not reorder the
+operations of this module. All arrays are one-dimensional.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -20,7 +20,7 @@ VECTOR_WIDTH = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") els
 
 
 def simd_intrinsic(function: Any) -> Any:
-    """Apply numba's `intrinsic`, typed for mypy."""
+    """Apply numba's decorator `intrinsic`, with type annotations for mypy."""
     return intrinsic(function)
 
 
@@ -49,7 +49,7 @@ def _loads(width: int):
 
     @simd_intrinsic
     def load(typing, array, at):
-        """Load a vector from `array[at:]`; it need not be aligned."""
+        """Load a vector from `array[at:]`. The address need not be aligned."""
 
         def code(context, builder, signature, arguments):
             vector = context.get_value_type(lanes)
@@ -63,7 +63,7 @@ def _loads(width: int):
 
 @simd_intrinsic
 def load_bf16_as_f32(typing, array, at):
-    """Load VECTOR_WIDTH bfloat16 (stored as uint16) from `array[at:]` and convert to float32."""
+    """Load VECTOR_WIDTH bfloat16 (stored as uint16) from `array[at:]`, converted to float32."""
     lanes = F32Vec(VECTOR_WIDTH)
 
     def code(context, builder, signature, arguments):
@@ -118,7 +118,7 @@ splat8, splat_wide = _splats(8), _splats(VECTOR_WIDTH)
 
 @simd_intrinsic
 def store(typing, array, at, value):
-    """Store a vector to `array[at:]`; it need not be aligned."""
+    """Store a vector to `array[at:]`. The address need not be aligned."""
 
     def code(context, builder, signature, arguments):
         address = _pointer(context, builder, signature, arguments)
@@ -132,7 +132,7 @@ def store(typing, array, at, value):
 def _prefetches(nearness: int, to_write: bool = False):
     @simd_intrinsic
     def prefetch_at(typing, array, at):
-        """Prefetch the cache line of `array[at]`."""
+        """Prefetch the cache line that contains `array[at]`."""
 
         def code(context, builder, signature, arguments):
             pointer = _pointer(context, builder, signature, arguments)
@@ -149,7 +149,8 @@ def _prefetches(nearness: int, to_write: bool = False):
 
 
 prefetch, prefetch_write = _prefetches(2), _prefetches(3, to_write=True)
-"""Prefetch for reading, into L2 so that no data in use is evicted from L1; and for writing."""
+"""`prefetch` is for reading; it fills L2 only, so that no data in use is evicted from L1.
+`prefetch_write` is for writing."""
 
 
 @simd_intrinsic
@@ -166,7 +167,7 @@ def broadcast_load(typing, array, at):
 
 @simd_intrinsic
 def fma(typing, a, b, c):
-    """Compute a * b + c, rounded once, for vectors or scalars of one type."""
+    """Compute a * b + c with one rounding. The operands are all vectors or all scalars."""
 
     def code(context, builder, signature, arguments):
         kind = arguments[0].type
@@ -200,7 +201,7 @@ def vmul(typing, a, b):
 
 @simd_intrinsic
 def vmax(typing, a, b):
-    """Compute the maximum per lane; b if either is NaN."""
+    """Compute the maximum of `a` and `b` per lane. If either is NaN, the result is `b`."""
 
     def code(context, builder, signature, arguments):
         one, other = arguments
@@ -216,7 +217,7 @@ def _shuffled(builder, one, other, indices):
 
 
 def _halves(builder, lanes):
-    """Add the upper four of eight lanes to the lower: h_j = a_j + a_(j + 4)."""
+    """Add the upper four of eight lanes to the lower four: h_j = a_j + a_(j + 4)."""
     low, high = (_shuffled(builder, lanes, lanes, range(at, at + 4)) for at in (0, 4))
     return builder.fadd(low, high)
 
@@ -235,7 +236,7 @@ def hsum(typing, lanes):
 
 @simd_intrinsic
 def hsum4(typing, a, b, c, d):
-    """Compute `hsum` of four vectors at once, with the same bits, into four lanes."""
+    """Return the `hsum` of four vectors in four lanes; bitwise identical to four `hsum` calls."""
 
     def code(context, builder, signature, arguments):
         ha, hb, hc, hd = (_halves(builder, each) for each in arguments)

@@ -1,8 +1,8 @@
-"""A team of threads with barriers, for numba: threads join the team first, then synchronize.
+"""Barriers for a team of threads in numba code: threads first join the team, then synchronize.
 
-A parallel loop may get fewer threads than requested, or get them late. So the threads that have
-started are counted once, before the work is divided; a thread that starts later gets no work. No
-thread ever waits for one that does not run.
+A parallel loop may get fewer threads than requested, and some of them may start late. The threads
+that have started are therefore counted once, before the work is divided. A thread that starts later
+gets no work, so that no thread waits for a thread that does not run.
 
 The shared state is an array of BARRIER_WORDS int64, all zero before the threads start.
 """
@@ -25,21 +25,23 @@ BarrierState = npt.NDArray[np.int64]
 BARRIER_WORDS = 24
 """Size of the array that a team shares."""
 
+# Indices into the shared array, far enough apart to be in separate cache lines.
 _JOINED, _ARRIVED = (
     0,
     16,
-)  # indices into the array; far enough apart to be in separate cache lines
+)
 
 _CLOSED = 1 << 32
 
 MAX_JOIN_SPINS = 1 << 14
-"""Polls, about a millisecond, after which the threads that have joined start without the others."""
+"""Polls (about a millisecond) after which the threads that have joined start without the rest."""
 
 _SPINS_BEFORE_YIELD = 1 << 10
 """Polls between calls of sched_yield by a waiting thread."""
 
 _SPINS_BEFORE_SLEEP = 1 << 16
-"""Polls, some milliseconds, after which it sleeps: the thread it waits for seems to lack a core."""
+"""Polls (some milliseconds) after which a waiting thread sleeps between polls. The thread that it
+waits for probably has no core."""
 
 _SLEEP_MICROSECONDS = 50
 
@@ -54,7 +56,7 @@ def _pointer(context, builder, signature, arguments):
 
 @simd_intrinsic
 def _atomic_load(typing, array, at):
-    """Load an element with acquire order, so that writes released before it are visible."""
+    """Load an element with acquire order: writes before the matching release become visible."""
 
     def code(context, builder, signature, arguments):
         pointer = _pointer(context, builder, signature, arguments)
@@ -76,7 +78,7 @@ def _atomic_increment(typing, array, at):
 
 @simd_intrinsic
 def _compare_exchange(typing, array, at, old, new):
-    """Replace an element by `new` if it is `old`; return whether it was replaced."""
+    """Atomically replace an element by `new` if it equals `old`; return True if it was replaced."""
 
     def code(context, builder, signature, arguments):
         pointer = _pointer(context, builder, signature, arguments)
@@ -113,7 +115,10 @@ def backoff(spins: int) -> None:
 
 @inner()
 def join(barrier: BarrierState, num_threads: int) -> tuple[int, int]:
-    """Join the team. Return this thread's index and the team's size, or (-1, 0) if too late."""
+    """Join the team; return (index of this thread, size of the team), or (-1, 0) if too late.
+
+    The call waits until `num_threads` threads have joined, or for at most MAX_JOIN_SPINS polls.
+    """
     number = _atomic_load(barrier, _JOINED)
     while number < _CLOSED and not _compare_exchange(barrier, _JOINED, number, number + 1):
         number = _atomic_load(barrier, _JOINED)
@@ -133,14 +138,14 @@ def join(barrier: BarrierState, num_threads: int) -> tuple[int, int]:
 
 @inner()
 def arrive(barrier: BarrierState) -> None:
-    """Signal that this thread has reached the barrier. Does not wait."""
+    """Signal that this thread has reached the barrier, without waiting for other threads."""
     _atomic_increment(barrier, _ARRIVED)
 
 
 @inner()
 def phase_done(barrier: BarrierState, count: int, times: int) -> Any:
-    """Return whether all `count` threads have arrived `times` times.
+    """Return whether each of `count` threads has arrived at the barrier `times` times.
 
-    If so, the writes that they made before arriving are visible.
+    If so, all writes of these threads before their arrival are visible to this thread.
     """
     return _atomic_load(barrier, _ARRIVED) >= count * times

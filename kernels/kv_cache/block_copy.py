@@ -1,7 +1,8 @@
-"""Copying blocks of the paged KV cache: within the cache, and to and from a staging buffer.
+"""Copies blocks of the paged KV cache: within the cache, and to and from a staging buffer.
 
-`kv` is the whole cache, [L, 2, N, H, S, D] contiguous (see `kv_cache/op`), of any dtype, since only
-bytes are copied. The kernel reads blocks outside the cache as zeros and does not write them.
+`kv` is the whole cache, [L, 2, N, H, S, D] contiguous (see `kv_cache/op`). It may have any dtype,
+because only bytes are copied. For a block number outside the cache, the kernel reads zeros and
+writes nothing.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from penstock.kernels.triton_common.launch import (
 )
 
 TILE_BYTES = 1 << 14
-"""Bytes per program: several loads in flight per thread."""
+"""Bytes that a program copies; enough for several loads in flight per thread."""
 
 
 def gather_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice) -> Tensor:
@@ -50,9 +51,10 @@ def gather_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice) -> Te
 
 
 def scatter_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, staged: Tensor) -> None:
-    """Copy a staging buffer from `gather_blocks` into the given blocks, layers and heads.
+    """Copy a staging buffer into a range of layers and heads of some blocks.
 
-    `blocks` must be distinct.
+    `staged` is a result of `gather_blocks`. The other arguments are those of `gather_blocks`, but
+    the block numbers must be distinct.
     """
     if use_triton(kv):
         _move(kv, blocks, layers, heads, staged, out=False)
@@ -63,7 +65,8 @@ def scatter_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, stag
 def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy whole blocks. All sources are read before any target is written.
 
-    sources, targets: [n] int64 block numbers on the cache's device; targets must be distinct.
+    `sources` and `targets` are [n] int64 block numbers on the cache's device. Targets must be
+    distinct.
     """
     if use_triton(kv):
         layers, heads = slice(0, kv.shape[0]), slice(0, kv.shape[3])
@@ -76,19 +79,19 @@ def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 @jit(unspecialized=("num_chosen", "first_plane"))
 def _move_blocks(
-    held,  # cache [planes, N, H, S, D] as words; a plane is the keys or values of a layer
-    staged,  # staging buffer [copied planes, n, heads, S, D] as words
+    held,  # the cache [planes, N, H, S, D] as words; a plane is the keys or the values of a layer
+    staged,  # the staging buffer [copied planes, n, heads, S, D] as words
     blocks,  # [n] block numbers
-    num_chosen,  # n
-    num_blocks,  # N
+    num_chosen,  # n, number of blocks to copy
+    num_blocks,  # N, number of blocks of the cache
     first_plane,  # first plane to copy
-    first_word,  # offset of the first copied head in a block
-    num_words,  # words of a block's copied heads
-    block_words,  # words of all heads of a block
-    OUT: tl.constexpr,  # copy to `staged`; otherwise from it
+    first_word,  # offset of the first copied head in a block, in words
+    num_words,  # number of words of the copied heads of a block, per plane
+    block_words,  # number of words of all heads of a block, per plane
+    OUT: tl.constexpr,  # True: copy from the cache to `staged`; False: from `staged` to the cache
     TILE: tl.constexpr,  # words per program
 ):
-    """Copy TILE words of one block and plane. Grid: [copied planes * n, num_words / TILE]."""
+    """Copy TILE words of one block in one plane. Grid: [copied planes * n, num_words / TILE]."""
     piece = tl.program_id(0).to(tl.int64)
     words = tl.program_id(1) * TILE + tl.arange(0, TILE)
     block = tl.load(blocks + piece % num_chosen).to(tl.int64)

@@ -2,13 +2,14 @@
 
     sum over i of w[i] r[i] + (w[i] >> 32) r[i + 1], plus the number of bytes times a constant
 
-It is a multilinear hash: each 64-bit word w[i] and its high half are multiplied by fixed odd random
-numbers r and summed modulo 2^64. A change within one word is always detected; any other change is
-missed with a probability of about 2^-63. (The high half is added again because, modulo 2^64, the
-top bits of a word only affect the top bits of its product.) It protects against faults, not
-against forgery.
+The checksum is a multilinear hash: each 64-bit word w[i] and its high half are multiplied by fixed
+odd random numbers r, and the products are summed modulo 2^64. A change within one word is always
+detected. The probability that any other change is missed is about 2^-63. (The high half is also
+multiplied separately, because the top bits of a word only affect the top bits of the word's product
+modulo 2^64.) The checksum protects against faults, not against forgery.
 
-All devices compute the same number, since integer sums do not depend on their order.
+All devices compute the same checksum, because an integer sum does not depend on the order of its
+terms.
 """
 
 from collections.abc import Iterator
@@ -49,7 +50,10 @@ def checksum(data: Tensor) -> int:
 
 
 def sum_words(words: Tensor, weights: Tensor) -> Tensor:
-    """Return the checksum without the length term, as int64 []; words [n], weights [m], m > n."""
+    """Return the checksum without the term for the length, as an int64 tensor of shape [].
+
+    `words` is [n] int64, and `weights` is [m] int64 with m > n.
+    """
     if use_triton(words):
         return _sum(words, weights)
     mixed = (words >> 32).mul_(weights[1 : words.numel() + 1])
@@ -58,7 +62,7 @@ def sum_words(words: Tensor, weights: Tensor) -> Tensor:
 
 
 def checksum_reference(data: bytes) -> int:
-    """Reference for `checksum`, word by word."""
+    """Reference for `checksum`: processes one word at a time."""
     padded = data + bytes(-len(data) % 8)
     words = np.frombuffer(padded, np.int64).tolist()
     weights = _weights(_round_up(len(words) + 1), torch.device("cpu")).tolist()
@@ -74,8 +78,8 @@ def _round_up(num_words: int) -> int:
 
 @lru_cache(maxsize=8)
 def _weights(num_words: int, device: torch.device) -> Tensor:
-    """Return odd random int64 [num_words]: the first numbers of one fixed sequence."""
-    # This generator gives the same numbers in every version of numpy.
+    """Return [num_words] odd random int64: always the first numbers of the same fixed sequence."""
+    # PCG64 gives the same raw numbers in every version of numpy.
     numbers = np.random.PCG64(_SEED).random_raw(num_words) | np.uint64(1)
     return torch.from_numpy(numbers.view(np.int64)).to(device)
 
@@ -83,12 +87,12 @@ def _weights(num_words: int, device: torch.device) -> Tensor:
 @jit
 def _add_words(
     words,  # [n] int64
-    weights,  # [n + 1] int64
+    weights,  # [n + 1] int64 odd random numbers
     total,  # [1] int64, initially zero
-    num_words,  # n
+    num_words,  # n, number of words
     TILE: tl.constexpr,  # words per program
 ):
-    """Add the terms of TILE words to `total`. Grid: [n / TILE]."""
+    """Add the checksum terms of TILE words to `total`. Grid: [n / TILE]."""
     offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = offsets < num_words
     values = tl.load(words + offsets, mask=mask, other=0)

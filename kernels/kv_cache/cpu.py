@@ -1,7 +1,7 @@
 """CPU loops of `rope_and_cache`, compiled by numba.
 
-A head is rotated and written to its row of the cache at once, so the output of the qkv projection
-is read and written only once. A bfloat16 cache is passed as its bits, uint16.
+Each head is rotated and then immediately written to the cache, so the output of the qkv projection
+is read and written only once. A bfloat16 cache is passed as an array of its bits (uint16).
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -23,7 +23,10 @@ Floats = npt.NDArray[np.float32]
 
 @inner(fastmath={"contract"})
 def rope_neox(head: Floats, cosines: Floats, sines: Floats) -> None:
-    """Rotate the pairs (i, i + R/2) of a head in place. Sines are signed as in `rotary_table`."""
+    """Rotate the pairs (i, i + R/2) of a head in place.
+
+    `cosines` and `sines` are from `rotary_table`, where sines include the sign of the rotation.
+    """
     half = len(cosines) // 2
     low, high = head[:half], head[half : 2 * half]
     for i in range(half):
@@ -34,7 +37,10 @@ def rope_neox(head: Floats, cosines: Floats, sines: Floats) -> None:
 
 @inner(fastmath={"contract"})
 def rope_interleaved(head: Floats, cosines: Floats, sines: Floats) -> None:
-    """Rotate the pairs (2i, 2i + 1) of a head in place. Sines are signed as in `rotary_table`."""
+    """Rotate the pairs (2i, 2i + 1) of a head in place.
+
+    `cosines` and `sines` are from `rotary_table`, where sines include the sign of the rotation.
+    """
     for i in range(0, len(cosines), 2):
         u, v = head[i], head[i + 1]
         head[i] = u * cosines[i] + v * sines[i]
@@ -42,7 +48,7 @@ def rope_interleaved(head: Floats, cosines: Floats, sines: Floats) -> None:
 
 
 def store_kv(head: Floats, kept: Any, at: int) -> None:
-    """Write a head to `kept[at:]`, rounded to nearest if the cache is bfloat16."""
+    """Write a head to the cache `kept`, at index `at`; if `kept` is bfloat16, round to nearest."""
     raise NotImplementedError("can only be called from compiled code")
 
 
@@ -55,7 +61,7 @@ def _store_kv_code(head, kept, at):
     def narrow(head, kept, at):
         bits, out = head.view(np.uint32), kept[at : at + len(head)]
         for i in range(len(bits)):
-            # Round to nearest even; NaN stays NaN.
+            # Round to nearest even. NaN remains NaN.
             rounded = bits[i] + np.uint32(0x7FFF) + ((bits[i] >> np.uint32(16)) & np.uint32(1))
             is_nan = (bits[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
             out[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded >> np.uint32(16))
@@ -65,11 +71,11 @@ def _store_kv_code(head, kept, at):
 
 def _rope_and_cache(
     heads: Floats,  # [T, Hq + 2 H, D]
-    num_heads: int,  # Hq
-    cos_sin: Floats,  # [T, 2, R]
+    num_heads: int,  # Hq, number of query heads
+    cos_sin: Floats,  # [T, 2, R] rows of `rotary_table`
     interleaved: bool,
-    rows: npt.NDArray[np.int64],  # [T, 2 H] rows of the cache, viewed as rows of D features
-    kept: Any,  # the flat cache
+    rows: npt.NDArray[np.int64],  # [T, 2 H] row numbers in the cache, viewed as rows of D features
+    kept: Any,  # the cache as a flat array
     num_threads: int,
 ) -> int:
     """Rotate query and key heads in place, and write key and value heads to the cache.

@@ -1,12 +1,12 @@
-"""Writing keys and values into the paged KV cache, with rotary embedding and quantization.
+"""Writes keys and values into the paged KV cache, with rotary embedding and quantization.
 
 One layer's cache is [2, N, H, S, D]: keys and values, N blocks, H KV heads, S slots per block, D
 features. For MLA it is [1, N, 1, S, D]: one row per token (see `mla/op`). A slot number is
 block * S + offset. The whole cache has the layers as first dimension: [L, 2, N, H, S, D].
 
-On a CPU, float32 values may be written to a bfloat16 cache, which rounds to nearest. An FP8 cache
-is float8_e4m3fn with scales [2, H] float32 of keys and values; it stores x / scale, clamped to
-[-448, 448].
+On a CPU, float32 values may be written to a bfloat16 cache; they are rounded to nearest. An FP8
+cache (float8_e4m3fn) stores x / scale, clamped to [-448, 448]. The scales are float32 [2, H]: for
+keys and for values, one per KV head.
 """
 
 from collections.abc import Iterator
@@ -47,15 +47,17 @@ from penstock.kernels.triton_common.launch import (
 
 
 def slot_rows(slots: Tensor, layer_shape: torch.Size) -> Tensor:
-    """Return where `write_kv` and `rope_and_cache` write; computed once per step for all layers.
+    """Convert slots to the argument `rows` of `write_kv` and `rope_and_cache`.
+
+    This function is called once per step for all layers.
 
     Args:
         slots: [T] int64 slot of each token.
         layer_shape: [2, N, H, S, D].
 
     Returns:
-        For Triton kernels `slots` itself. On a CPU [T, 2 H] int64 rows of the cache, viewed as rows
-        of D features, key heads first.
+        With Triton, `slots` itself. Otherwise [T, 2 H] int64 row numbers in the cache, viewed as
+        rows of D features; key heads come first.
     """
     if use_triton(slots):
         return slots
@@ -71,7 +73,8 @@ def write_kv(layer: Tensor, rows: Tensor, new: Tensor, scales: Tensor | None = N
 
     Args:
         layer: [2, N, H, S, D] contiguous.
-        rows: result of `slot_rows`; slots must be distinct. Kernels ignore slots outside the cache.
+        rows: result of `slot_rows`, for distinct slots. Triton kernels ignore slots that are
+            outside the cache.
         new: [T, 2 H, D], key heads first, as in the output of a fused qkv projection.
         scales: [2, H] float32 scales of an FP8 cache, else None.
     """
@@ -93,16 +96,16 @@ def rope_and_cache(
     interleaved: bool = False,
     scales: Tensor | None = None,
 ) -> None:
-    """Rotate queries in place, and write rotated keys, and values, to their slots, in one launch.
+    """Rotate queries in place; write rotated keys and unchanged values to the cache, in one launch.
 
     Args:
-        heads: [T, Hq + 2 H, D] output of a fused qkv projection, query heads first. Its key and
+        heads: [T, Hq + 2 H, D] output of a fused qkv projection, query heads first. The key and
             value heads may be overwritten.
         num_heads: Hq.
         cos_sin: [T, 2, R] rows of `rotary_table`; the first R features of a head are rotated.
         rows: see `write_kv`.
         layer: see `write_kv`.
-        interleaved: feature pairs are (2i, 2i + 1) rather than (i, i + R/2).
+        interleaved: True if feature pairs are (2i, 2i + 1), False if they are (i, i + R/2).
         scales: see `write_kv`.
     """
     if use_triton(layer):
@@ -119,8 +122,8 @@ def rope_and_cache(
 def _runs_on_cpu_kernel(heads: Tensor, cos_sin: Tensor, rows: Tensor, layer: Tensor) -> bool:
     """Return whether the numba loops support these tensors.
 
-    They differ from torch in the last bits. So the decision must not depend on the strides of
-    `heads`, since one row may be contiguous where several are not.
+    The loops and torch give results that differ in the last bits. The decision must therefore not
+    depend on the strides of `heads`: a single row may be contiguous where several rows are not.
     """
     if layer.device.type != "cpu" or heads.device.type != "cpu" or not has_numba():
         return False
@@ -135,7 +138,7 @@ def _rope_and_cache_cpu(
     kept_heads = 2 * layer.shape[2]
     check("heads", heads, [len(rows), num_heads + kept_heads, layer.shape[-1]], [torch.float32])
     check("rows", rows, [len(heads), kept_heads], [torch.int64])
-    if cos_sin.numel():  # otherwise nothing is rotated
+    if cos_sin.numel():  # if empty, nothing is rotated
         check_rotary(cos_sin, len(heads), layer.shape[-1], heads)
     narrow = layer.dtype == torch.bfloat16
     flat = layer.view(-1)
@@ -153,7 +156,7 @@ def _rope_and_cache_cpu(
 
 
 def load_cpu_kernels(narrow: bool) -> None:
-    """Load the numba loops for a bfloat16 cache if `narrow`, else float32; may compile them."""
+    """Load or compile the numba loops for a bfloat16 cache if `narrow`, otherwise for float32."""
     _cpu_kernel(narrow)
 
 
@@ -168,7 +171,7 @@ def _cpu_kernel(narrow: bool) -> Any:
 def write_kv_reference(
     layer: Tensor, slots: Tensor, new: Tensor, scales: Tensor | None = None
 ) -> None:
-    """Reference for `write_kv`, slot by slot; slots: [T]."""
+    """Reference for `write_kv`: writes one slot at a time. `slots` is [T]."""
     num_sides, _, num_heads, block_size, head_dim = layer.shape
     for slot, heads in zip(slots.tolist(), new, strict=True):
         sides = heads.view(num_sides, num_heads, head_dim)
@@ -181,13 +184,13 @@ def write_kv_reference(
 def e4m3_bits(x):
     """Convert float32 in [-448, 448], or NaN, to the bits of the nearest float8_e4m3fn, as uint8.
 
-    For chips without this conversion, and for the interpreter, which converts wrongly.
+    Used for chips without this conversion, and for Triton's interpreter, which converts wrongly.
     """
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     # Round to nearest even at 3 mantissa bits; change the exponent's bias from 127 to 7.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
-    # Below 2^-6 values are 2^-9 apart, like float32 values at 2^14: adding 2^14 rounds x.
+    # Below 2^-6, float8 values are 2^-9 apart, like float32 values at 2^14: adding 2^14 rounds x.
     tiny = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, tiny, normal)
     code = tl.where(size > 0x7F800000, 0x7F, code)
@@ -196,9 +199,9 @@ def e4m3_bits(x):
 
 @jit
 def _quantized(x, factors, most: tl.constexpr, soft: tl.constexpr):
-    """Return x * factors as float8_e4m3fn [N, C], clamped to `most`; NaN stays NaN.
+    """Return x * factors as float8_e4m3fn [N, C], clamped to [-most, most]; NaN remains NaN.
 
-    With `soft`, the result is the bits as uint8, see `e4m3_bits`.
+    If `soft` is true, the result is the bits as uint8 (see `e4m3_bits`).
     """
     x = tl.clamp(x.to(tl.float32) * factors, -most, most, propagate_nan=tl.PropagateNan.ALL)
     return e4m3_bits(x) if soft else x.to(tl.float8e4nv)
@@ -207,7 +210,7 @@ def _quantized(x, factors, most: tl.constexpr, soft: tl.constexpr):
 @jit
 def _copy_features(
     source,  # [N, 1] pointers to heads
-    target,  # [N, 1] pointers to their rows of the cache
+    target,  # [N, 1] pointers to the rows of the cache for these heads
     factors,  # [N, 1] 1 / scale, or None
     mask,  # [N, 1]
     FIRST: tl.constexpr,  # first feature to copy
@@ -228,15 +231,15 @@ def _copy_features(
 @jit(unspecialized=("num_tokens",))
 def _write_tokens(
     heads,  # [T, Hq + SIDES H, D]
-    cos_sin,  # [T, 2, R], or None: nothing is rotated
-    slots,  # [T] int64
+    cos_sin,  # [T, 2, R] rows of `rotary_table`; None: nothing is rotated
+    slots,  # [T] int64 slot of each token
     cache,  # [SIDES, N, H, S, D]
-    scales,  # [SIDES, H], or None
+    scales,  # [SIDES, H] scales of an FP8 cache, or None
     num_tokens,
-    num_slots,  # N S
-    side_stride,  # N H S D
-    token_stride,  # of heads
-    head_stride,
+    num_slots,  # N S, number of slots in the cache
+    side_stride,  # N H S D, distance from keys to values in `cache`, in elements
+    token_stride,  # stride of the tokens in `heads`, in elements
+    head_stride,  # stride of the heads in `heads`, in elements
     QUERY_HEADS: tl.constexpr,  # Hq
     KV_HEADS: tl.constexpr,  # H
     BLOCK_SIZE: tl.constexpr,  # S
@@ -248,12 +251,13 @@ def _write_tokens(
     TOKENS: tl.constexpr,  # tokens per program
     HEADS: tl.constexpr,  # heads per program
     MOST: tl.constexpr,  # largest value of an FP8 cache
-    SOFT: tl.constexpr,  # the chip does not convert to FP8
+    SOFT: tl.constexpr,  # convert to FP8 with `e4m3_bits`, not with the chip's conversion
 ):
-    """Rotate TOKENS x HEADS query heads in place, or write as many key or value heads to the cache.
+    """Rotate a tile of query heads in place, or write a tile of key or value heads to the cache.
 
-    Grid: [T / TOKENS, Hq / HEADS + SIDES H / HEADS]; the second index covers query heads, then key
-    heads, then value heads. Keys are rotated unless `cos_sin` is None.
+    A tile is TOKENS x HEADS. Grid: [T / TOKENS, Hq / HEADS + SIDES H / HEADS]; the second index
+    counts tiles of query heads, then of key heads, then of value heads. Keys are rotated unless
+    `cos_sin` is None.
     """
     query_tiles: tl.constexpr = (QUERY_HEADS + HEADS - 1) // HEADS
     kv_tiles: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS

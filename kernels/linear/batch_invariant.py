@@ -1,11 +1,11 @@
-"""Batch-invariant matrix product y = x Wᵀ + b: a row's bits do not depend on the other rows.
+"""Batch-invariant matrix product y = x Wᵀ + b: a row of y does not depend on the other rows.
 
-Vendor libraries choose tiles, and with them the order of summation, by the number of rows, so a
-row's last bits depend on the batch. Here the order depends on the shape of the weights alone: the K
-inputs are divided into slices (split-K), each slice is accumulated in float32 from its first input
-to its last, and slices are added in order. With few rows each slice has its own program and a
-second kernel adds the slices; with many rows one program computes all slices in turn. Both give the
-same bits.
+Vendor libraries choose the tile sizes, and so the order of summation, by the number of rows.
+Therefore the last bits of a result depend on the batch. Here the order of summation does not depend
+on the number of rows: the K inputs are divided into slices (split-K), each slice is accumulated in
+float32 from its first input to its last, and the slices are added in order. With few rows, each
+slice has its own program, and a second kernel adds the slices. With many rows, one program computes
+all slices in turn. Both ways give bitwise identical results.
 
 x [T, K], weight [N, K], bias [N] and y [T, N] have one dtype: float32 (multiplied as float32, never
 TF32), float16 or bfloat16. `batch_invariant_bmm` computes one such product per head in one launch.
@@ -33,8 +33,8 @@ from penstock.kernels.triton_common.launch import (
 @jit(unspecialized=("num_rows", "slices_each"))
 def _matmul_kernel(
     x,  # [T, H, K] with strides x_row, x_head, 1
-    weight,  # [H, N, K], any strides of which that of N or K is 1
-    bias,  # [N], only with H = 1; not read without HAS_BIAS
+    weight,  # [H, N, K] with stride 1 along N or along K
+    bias,  # [N], for H = 1 only; read only with HAS_BIAS
     out,  # [T, H, N], or [slices, T, H, N] float32 if each slice has its own program
     num_rows,
     num_outputs,
@@ -52,7 +52,7 @@ def _matmul_kernel(
     TILE_INPUTS: tl.constexpr,
     BAND: tl.constexpr,  # row tiles scheduled together, to reuse weights in the L2 cache
 ):
-    """Compute one tile of y for one head, over one slice or all slices of the inputs.
+    """Compute one tile of y for one head, from one slice or from all slices of the inputs.
 
     Grid: (row tiles * output tiles, slices or 1, H).
     """
@@ -103,7 +103,7 @@ def _add_slices(
     HAS_BIAS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add the slices of `_matmul_kernel` in order, and the bias. One program per TILE elements."""
+    """Sum the slices of `_matmul_kernel` in order; add the bias. One program per TILE elements."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < size
     total = tl.zeros((TILE,), tl.float32)
@@ -115,13 +115,13 @@ def _add_slices(
 
 
 PROGRAMS = 264
-"""Number of programs that keeps a GPU busy: two per SM of an H100. A constant, because the slicing,
-and with it the bits of a result, must not depend on the device."""
+"""Number of programs that keeps a GPU busy: two per SM of an H100. This is a constant, so that the
+slices, and with them the order of summation, do not depend on the GPU's number of SMs."""
 
-MIN_SLICE = 512  # inputs
+MIN_SLICE = 512  # smallest number of inputs per slice
 MAX_SLICES = 16
-ELEMENTS_PER_PROGRAM = 1024  # of `_add_slices`
-GROUP_ROWS = 8  # BAND of `_matmul_kernel`
+ELEMENTS_PER_PROGRAM = 1024  # elements of y per program of `_add_slices`
+GROUP_ROWS = 8  # value of BAND in `_matmul_kernel`
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +135,13 @@ class Tiles:
     num_stages: int
 
 
-WIDE = Tiles(64, 64, 32, num_warps=4, num_stages=3)  # float32: no tensor cores
-HALF = Tiles(128, 128, 64, num_warps=8, num_stages=3)  # 96 KiB of shared memory
-NARROW = Tiles(64, 64, 64, num_warps=4, num_stages=3)  # sm_80 to sm_89: operands in registers
+WIDE = Tiles(64, 64, 32, num_warps=4, num_stages=3)  # for float32, without tensor cores
+HALF = Tiles(128, 128, 64, num_warps=8, num_stages=3)  # 16-bit dtypes; 96 KiB of shared memory
+NARROW = Tiles(64, 64, 64, num_warps=4, num_stages=3)  # sm_80 to sm_89 keep operands in registers
 
 
 def batch_invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x Wᵀ + b [T, N]; a row's bits depend neither on T nor on the row's index.
+    """Return y = x Wᵀ + b [T, N]; row t of y depends only on row t of x, on W and on b.
 
     Args:
         x: [T, K] with contiguous rows, on a GPU.
@@ -149,14 +149,14 @@ def batch_invariant_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None
         bias: [N] or None; dtype and device of x.
 
     Raises:
-        ValueError: a shape, dtype or stride is wrong, or x is on a CPU.
+        ValueError: if a shape, dtype or stride is wrong, or if x is on a CPU.
     """
     _check(x[:, None], weight[None], bias)
     return _matmul(x[:, None], weight[None], bias)[:, 0]
 
 
 def batch_invariant_bmm(x: Tensor, weight: Tensor) -> Tensor:
-    """Per-head `batch_invariant_matmul`: x [T, H, K] and weight [H, N, K] give [T, H, N]."""
+    """Return x[:, h] weight[h]ᵀ for each head h: [T, H, N], from x [T, H, K], weight [H, N, K]."""
     _check(x, weight, None)
     return _matmul(x, weight, None)
 
@@ -226,12 +226,12 @@ def _tile_sizes(chip: DeviceInfo) -> Tiles:
 
 
 def are_few(num_tiles: int) -> bool:
-    """Return whether one program per tile is too few to keep the device busy."""
+    """Return whether `num_tiles` programs are too few to keep a GPU busy."""
     return num_tiles < PROGRAMS
 
 
 def slicing(num_outputs: int, num_inputs: int, tiles: Tiles) -> tuple[int, int]:
-    """Return inputs per slice and number of slices, from the shape of the weights alone."""
+    """Return the inputs per slice and the number of slices, for any number of rows."""
     wanted = -(-PROGRAMS // -(-num_outputs // tiles.outputs))
     num_slices = max(min(wanted, num_inputs // MIN_SLICE, MAX_SLICES), 1)
     steps = -(-num_inputs // (num_slices * tiles.inputs))

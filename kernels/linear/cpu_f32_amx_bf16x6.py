@@ -1,10 +1,11 @@
 """AMX loops of `cpu_packed_f32`, compiled by numba.
 
-Each float32 is split into three bfloat16 (`cpu_common/amx.split_bf16x3`), and a float32 product is
-computed as six products of these parts. The other three are below the last bit of a float32 (Henry,
-Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
-computations", 2019). Rows of x are split in advance. Panels are split in strips of 16 columns, one
-step of 32 inputs at a time, while the previous step is multiplied (software pipelining).
+Each float32 is split into three bfloat16 parts (`cpu_common/amx.split_bf16x3`). A float32 product
+is the sum of six products of parts; the other three products are below the last bit of a float32
+(Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for
+higher-precision computations", 2019). Rows of x are split in advance. Panels are split in strips of
+16 columns, one step of 32 inputs at a time, during the multiplications of the previous step
+(software pipelining).
 
 Four accumulator tiles are used at once: 64 rows by 16 columns, 32 by 32, or 16 by 64.
 """
@@ -37,20 +38,20 @@ from penstock.kernels.linear.cpu_f32_avx512 import PANEL
 Floats = npt.NDArray[np.float32]
 
 MAX_K_IN_SUMS = 24 * TILE_K
-"""Inputs per partial sum; further partial sums are added to y."""
+"""Inputs per partial sum. The first partial sum is stored to y, the following ones are added."""
 
-_SUM_TILES = 4  # accumulator tiles
+_SUM_TILES = 4  # tile registers used as accumulators
 BLOCK_ROWS = BLOCK_COLUMNS = _SUM_TILES * ROWS
-"""Rows and columns of y are padded to multiples of these, since whole tiles are stored."""
+"""Rows and columns of y are padded to multiples of these, because whole tiles are stored."""
 
-_SPLIT = NUM_SPLITS * TILE  # 32-bit words of a tile's three parts
+_SPLIT = NUM_SPLITS * TILE  # size of a tile's three bfloat16 parts, in 32-bit words
 _ROWS_AT_ONCE = 4 * _SUM_TILES * ROWS
 """Rows processed against one 16-column strip before moving to the next strip (loop tiling)."""
 
 
 @inner()
 def _aligned(size: int) -> Any:
-    """Return uninitialised float32 scratch that is aligned to a cache line."""
+    """Return an uninitialised float32 array of `size` elements, aligned to a cache line."""
     scratch = np.empty(size + 16, np.float32)
     first = (-(scratch.ctypes.data // 4)) % 16
     return scratch[first : first + size]
@@ -58,7 +59,7 @@ def _aligned(size: int) -> Any:
 
 @inner()
 def _shapes(height: int, for_rows: int) -> Any:
-    """Return the LDTILECFG bytes: accumulator and row tiles have `height` rows, column tiles 16."""
+    """Return the LDTILECFG bytes: tiles of x and of sums have `height` rows, weight tiles 16."""
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1
     for register in range(8):
@@ -69,9 +70,10 @@ def _shapes(height: int, for_rows: int) -> Any:
 
 @inner()
 def _split_rows(x: Floats, at: int, width: int, num_rows: int, num_steps: int, a: Floats) -> None:
-    """Split rows of x, `width` apart, into tiles [rows / 16, steps, parts, 16, 16] of words.
+    """Split rows of x, `width` apart, into three bfloat16 parts, stored in `a`.
 
-    A word is a pair of bfloat16: inputs i and i + 16 of a step.
+    `a` is [rows / 16, steps, parts, 16, 16] 32-bit words. In each step of 32 inputs, word i of a
+    row packs inputs i and i + 16.
     """
     for r in range(num_rows):
         to = (r // ROWS * num_steps * NUM_SPLITS * ROWS + r % ROWS) * 16
@@ -86,7 +88,10 @@ def _split_rows(x: Floats, at: int, width: int, num_rows: int, num_steps: int, a
 
 @inner(forceinline=True)
 def _split_columns(panels: Floats, at: int, b: Floats, to: int, first: int, last: int) -> None:
-    """Split words `first` to `last` (of 16) of a 16-column strip; word i holds inputs i, i + 16."""
+    """Split inputs of a 16-column strip into three bfloat16 parts.
+
+    A column has 16 words; word i packs inputs i and i + 16. Split words [first, last).
+    """
     for word in range(first, last):
         v = at + word * PANEL
         one, two, three = split_bf16x3(load_wide(panels, v), load_wide(panels, v + 16 * PANEL))
@@ -97,7 +102,7 @@ def _split_columns(panels: Floats, at: int, b: Floats, to: int, first: int, last
 
 @inner(forceinline=True)
 def _prefetch(panels: Floats, at: int, first: int, last: int) -> None:
-    """Prefetch what `_split_columns` reads for the same words."""
+    """Prefetch the inputs that `_split_columns` reads for words [first, last)."""
     for word in range(first, last):
         prefetch(panels, at + word * PANEL)
         prefetch(panels, at + (word + 16) * PANEL)
@@ -105,7 +110,7 @@ def _prefetch(panels: Floats, at: int, first: int, last: int) -> None:
 
 @inner()
 def _column_at(column: int, num_inputs: int, begin: int) -> int:
-    """Return the index in `panels` of 16-column strip `column` at input `begin`."""
+    """Return the index in `panels` of input `begin` of the 16-column strip number `column`."""
     return (column // 3 * num_inputs + begin) * PANEL + column % 3 * 16
 
 
@@ -117,11 +122,11 @@ def _step_on(at: Any) -> Any:
 
 
 _PIECES = 8
-"""Pieces of a step's multiplications; between pieces the next step is split and prefetched."""
+"""Pieces of a step's multiplications. After each, a piece of the next step's columns is split."""
 
 
 def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
-    """Return a compiled function that multiplies `num_rows` by `num_columns` tiles, over all steps.
+    """Compile a function that multiplies `num_rows` row tiles by `num_columns` column tiles.
 
     for_rows: number of tile registers for row tiles, see `allocate_registers`.
     """
@@ -139,7 +144,7 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
     def meanwhile(
         panels: Floats, at: Any, b: Floats, to: int, later: Any, prefetch_next: bool, piece: int
     ) -> None:
-        """Split, and optionally prefetch, piece `piece` of the columns that are needed later."""
+        """Split piece `piece` of the strips at `at`; optionally prefetch that piece at `later`."""
         first, last = piece * words, (piece + 1) * words
         for c in range(num_columns):
             _split_columns(panels, at[c], b, to + c * _SPLIT, first, last)
@@ -154,10 +159,10 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
     ) -> int:  # fmt: skip
         """Add the products of all steps to `before` and store the sums to y.
 
-        Returns the half of `b` that holds the split columns of the next call.
+        Return the half of `b` (0 or 1) that holds the split columns of the next call.
 
-        at, then, later: indices in `panels` of the strips to multiply, of those that follow
-        after the last step, and of those to prefetch.
+        at, then, later: indices in `panels` of the strips to multiply, of the strips of the next
+        call (split during the last step), and of the strips to prefetch.
         """
         start(before, before_at)
         for k in range(num_steps):
@@ -193,7 +198,7 @@ _tall, _square, _wide = _block_of(4, 1, 1), _block_of(2, 2, 2), _block_of(1, 4, 
 
 @inner()
 def _columns_at(column: int, num_columns: int, num_inputs: int, begin: int) -> Any:
-    """Return `_column_at` of strip `column` and the next three; past the end, of the last strip."""
+    """Return `_column_at` of four strips from `column` on; the last strip replaces missing ones."""
     return (
         _column_at(min(column, num_columns - 1), num_inputs, begin),
         _column_at(min(column + 1, num_columns - 1), num_inputs, begin),
@@ -204,7 +209,7 @@ def _columns_at(column: int, num_columns: int, num_inputs: int, begin: int) -> A
 
 @inner()
 def _add(sums: Floats, num_rows: int, num_columns: int, y: Floats, at: int, width: int) -> None:
-    """Add `sums` [num_rows, num_columns] to y at `at`, whose rows are `width` apart."""
+    """Add `sums` [num_rows, num_columns] to y from index `at` on; rows of y are `width` apart."""
     for r in range(num_rows):
         for c in range(0, num_columns, 16):
             to = at + r * width + c
@@ -216,9 +221,9 @@ def _pass(
     num_rows: int, num_inputs: int, begin: int, panels: Floats, bias: Floats, y: Floats,
     width: int, num_columns: int, first: int, last: int, a: Floats, b: Floats, sums: Floats,
 ) -> None:  # fmt: skip
-    """Multiply split rows `a` with strips `first` to `last`.
+    """Multiply the rows `a`, already split into bfloat16 parts, by strips [first, last).
 
-    Covers the inputs from `begin` on, at most MAX_K_IN_SUMS.
+    One call processes up to MAX_K_IN_SUMS inputs, starting at input `begin`.
     """
     num_steps = min(MAX_K_IN_SUMS, num_inputs - begin) // TILE_K
     across = 1 if num_rows > 2 * ROWS else 2 if num_rows > ROWS else _SUM_TILES
@@ -266,7 +271,7 @@ def compute_columns(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     width: int, num_columns: int, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Compute 16-column strips `first` to `last` of y [num_rows, width]."""
+    """Compute the 16-column strips [first, last) of y [num_rows, width]."""
     long, block = min(MAX_K_IN_SUMS, num_inputs), _SUM_TILES * ROWS
     a = _aligned(-(-min(num_rows, _ROWS_AT_ONCE) // block) * block * long * NUM_SPLITS // 2)
     b, sums = _aligned(2 * _SUM_TILES * _SPLIT), _aligned((_SUM_TILES + 1) * TILE)
@@ -289,7 +294,7 @@ def compute_columns(
 
 @inner()
 def _rounded(num_outputs: int) -> tuple[int, int]:
-    """Return the padded width of y, and the number of 16-column strips that hold outputs."""
+    """Return the padded width of y, and the number of 16-column strips that contain outputs."""
     return -(-num_outputs // BLOCK_COLUMNS) * BLOCK_COLUMNS, -(-num_outputs // 16)
 
 
@@ -302,8 +307,8 @@ def _serial(
     num_rows: int,
     num_inputs: int,  # a multiple of TILE_K
     panels: Floats,  # [P * K * PANEL]
-    bias: Floats,  # [N, rounded up to BLOCK_COLUMNS]
-    y: Floats,  # flat, of the sizes that `padded_sizes` returns
+    bias: Floats,  # [N rounded up to a multiple of BLOCK_COLUMNS]
+    y: Floats,  # flat; see `padded_sizes` for its rows and columns
     num_outputs: int,
 ) -> None:
     """Compute y in one thread."""
@@ -318,7 +323,7 @@ def _parallel(
 ) -> None:  # fmt: skip
     """Parallel version of `_serial`: threads split the columns or, for many rows, the rows.
 
-    Splitting the rows converts each row to bfloat16 parts only once.
+    If the threads split the rows, each row is split into bfloat16 parts only once.
     """
     width, num_columns = _rounded(num_outputs)
     floors = num_rows // _ROWS_AT_ONCE
@@ -342,7 +347,7 @@ def _parallel(
 
 
 def padded_sizes(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
-    """Return the rows of x that are read, and the padded rows and columns of y."""
+    """Return the number of rows of x that are read, and the padded rows and columns of y."""
     rows = num_rows if num_rows <= ROWS else -(-num_rows // BLOCK_ROWS) * BLOCK_ROWS
     return num_rows, rows, -(-num_outputs // BLOCK_COLUMNS) * BLOCK_COLUMNS
 
@@ -353,5 +358,5 @@ def load() -> None:
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Compute y with `num_threads` threads; `given`: the arguments of `_serial`."""
+    """Compute y with `num_threads` threads; `given` are the arguments of `_serial`."""
     run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

@@ -24,15 +24,15 @@ from penstock.kernels.cpu_common.simd import (
 Floats = npt.NDArray[np.float32]
 
 TILE_ROWS, PANEL = 8, 3 * VECTOR_WIDTH
-"""Rows and columns of a tile: accumulators, one panel row and one input fill the registers."""
+"""Rows and columns of a tile. Its sums, one row of a panel and one input fill the registers."""
 
 BLOCK_K = 192
-"""Inputs per partial sum: that part of a panel stays in cache while all row tiles use it."""
+"""Inputs per partial sum. This part of a panel stays in cache while all row tiles use it."""
 
 _BLOCK_ROWS = 64
-"""Rows for which all panels are computed before the next rows begin (loop tiling)."""
+"""Rows processed against all panels before moving to the next rows (loop tiling)."""
 
-_LINE = 16  # float32 per cache line
+_LINE = 16  # number of float32 in a cache line
 
 
 @inner()
@@ -59,7 +59,7 @@ def _fma_panel(sums: Any, x: Any, columns: Any) -> Any:
 
 @inner()
 def _store_sums(y: Floats, at: int, sums: Any, before: Floats, before_at: int) -> None:
-    """Store `before` + `sums` (one panel wide) to y at `at`."""
+    """Store `before` + `sums` (one row of a panel's columns) to y from index `at` on."""
     a, b, c = sums
     p, q, r = _load_panel(before, before_at)
     store(y, at, vadd(p, a))
@@ -71,7 +71,7 @@ def _store_sums(y: Floats, at: int, sums: Any, before: Floats, before_at: int) -
 def _sum_chunk(
     x: Floats, begin: int, end: int, panels: Floats, at: int, before: Floats, y: Floats, column: int
 ) -> None:  # fmt: skip
-    """Multiply inputs `begin` to `end` of one row with the panel at `at`, and add `before`."""
+    """Multiply inputs [begin, end) of one row by the panel at `at`; store `before` + sums to y."""
     sums = _zero_sums()
     for k in range(begin, end):
         sums = _fma_panel(sums, broadcast_load(x, k), _load_panel(panels, at + k * PANEL))
@@ -83,7 +83,7 @@ def _sum_four_chunks(
     x: Floats, begin: int, end: int, panels: Floats, at: int, step: int, before: Floats, y: Floats,
     column: int,
 ) -> None:  # fmt: skip
-    """`_sum_chunk` for four panels, `step` apart: memory is faster with four read streams."""
+    """Run `_sum_chunk` for four panels, `step` apart; four read streams use memory better."""
     s0 = s1 = s2 = s3 = _zero_sums()
     for k in range(begin, end):
         value, v = broadcast_load(x, k), at + k * PANEL
@@ -106,7 +106,7 @@ def _sum_four_chunks(
 def _one_row(
     x: Floats, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int, y: Floats
 ) -> None:
-    """Single-row version of `_whole_panels`."""
+    """Version of `_whole_panels` for a single row of x."""
     size, four = num_inputs * PANEL, first + (last - first) // 4 * 4
     bias = bias[first * PANEL :]
     for begin in range(0, num_inputs, BLOCK_K):
@@ -123,9 +123,10 @@ def _tile(
     x: Floats, x_at: int, x_step: int, count: int, panels: Floats, at: int, ahead: int, lines: int,
     before: Floats, before_at: int, before_step: int, y: Floats, y_at: int, y_step: int,
 ) -> None:  # fmt: skip
-    """Multiply `count` inputs of eight rows with the panel at `at`, and add `before`.
+    """Multiply `count` inputs of eight rows by the panel at `at`; store `before` + sums to y.
 
-    Meanwhile prefetch `lines` cache lines from `ahead` on, at an even pace.
+    Between the multiplications, prefetch `lines` cache lines from `panels[ahead]` on, evenly
+    spread over the inputs.
     """
     x1, x2, x3, x4 = x_at + x_step, x_at + 2 * x_step, x_at + 3 * x_step, x_at + 4 * x_step
     x5, x6, x7 = x_at + 5 * x_step, x_at + 6 * x_step, x_at + 7 * x_step
@@ -169,7 +170,7 @@ def _whole_panels(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int,
     y: Floats, width: int,
 ) -> None:  # fmt: skip
-    """Compute the columns of panels `first` to `last`, as y [num_rows, width]."""
+    """Compute the columns of panels [first, last), stored from column 0 of y [num_rows, width]."""
     if num_rows == 1:
         _one_row(x, num_inputs, panels, bias, first, last, y)
         return
@@ -195,7 +196,10 @@ def compute_columns(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Compute the columns of panels `first` to `last`; a partly filled last panel uses scratch."""
+    """Compute the columns of panels [first, last) of y [num_rows, num_outputs].
+
+    If the last panel has fewer outputs than columns, its columns go through a temporary array.
+    """
     whole = min(last, num_outputs // PANEL)
     if first < whole:
         left = y[first * PANEL :]
@@ -234,7 +238,7 @@ def _parallel(
 ) -> None:  # fmt: skip
     """Parallel version of `_serial`: threads split the panels or, for many rows, the rows.
 
-    Splitting many rows balances the threads better.
+    With many rows, splitting the rows balances the threads better than splitting the panels.
     """
     num_panels, floors = -(-num_outputs // PANEL), num_rows // _BLOCK_ROWS
     for thread in numba.prange(num_threads):
@@ -254,7 +258,7 @@ def _parallel(
 
 
 def padded_sizes(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
-    """Return the rows of x that are read, and the rows and columns of y that are written."""
+    """Return the numbers of rows of x that are read, and of rows and columns of y written."""
     rows = num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
     return rows, rows, num_outputs
 
@@ -265,5 +269,5 @@ def load() -> None:
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Compute y with `num_threads` threads; `given`: the arguments of `_serial`."""
+    """Compute y with `num_threads` threads; `given` are the arguments of `_serial`."""
     run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

@@ -1,7 +1,7 @@
 """AMX loops of `cpu_packed_int8`, compiled by numba.
 
-The four accumulator tiles cover 16 rows by 64 columns for up to 16 rows, and 32 by 32 for more.
-Weights are read sequentially and prefetched.
+The four accumulator tiles cover 16 rows by 64 columns of y if y has up to 16 rows, otherwise 32
+rows by 32 columns. Weights are read sequentially and prefetched.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -38,7 +38,7 @@ Bytes = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.int32]
 
 TILES_ACROSS = 4
-"""Column tiles that are stored next to each other for each step of TILE_K inputs."""
+"""Number of column tiles stored next to each other for each step of TILE_K inputs."""
 
 BLOCK_COLUMNS = TILES_ACROSS * 16
 """Output columns of a block, the unit in which threads split the columns."""
@@ -55,7 +55,7 @@ _multiply_flat, _multiply_square = multiply_int8(1, 4), multiply_int8(2, 2)
 
 @inner()
 def _shapes(num_rows: int) -> Any:
-    """Return the LDTILECFG bytes for up to 32 rows: tiles have only the rows that exist."""
+    """Return the LDTILECFG bytes for `num_rows` rows (at most 32), without padding rows."""
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1
     for register in range(8):
@@ -80,7 +80,7 @@ def _dequantize_sums(
     sums: Sums, num_rows: int, num_columns: int, factors: Floats, scales: Floats, bias: Floats,
     y: Floats, at: int, width: int,
 ) -> None:  # fmt: skip
-    """Write y = sums * scales * factors + bias for a tile whose y begins at `at`."""
+    """Write `sums * scales * factors + bias` to y from index `at` on, for one tile of sums."""
     for r in range(num_rows):
         factor, row, into = broadcast_load(factors, r), r * num_columns, at + r * width
         for c in range(0, num_columns, VECTOR_WIDTH):
@@ -123,7 +123,7 @@ def _square(
 ) -> None:  # fmt: skip
     """Compute up to 32 rows of y for half a block (32 columns).
 
-    prefetch_next: prefetch weights that are read later.
+    prefetch_next: prefetch weights for later calls.
     """
     at, column = (
         block * num_inputs * BLOCK_COLUMNS + half * 2 * TILE,
@@ -146,7 +146,7 @@ def compute_columns(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Compute column blocks `first` to `last` of y [num_rows, width]."""
+    """Compute column blocks [first, last) of y [num_rows, width]."""
     sums, whole = (
         np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32),
         num_rows // BLOCK_ROWS * BLOCK_ROWS,
@@ -187,13 +187,13 @@ _SIGNATURE = (
 
 @entry(_SIGNATURE + ")")
 def _serial(
-    qvalues: Bytes,  # [T * K]
+    qvalues: Bytes,  # [T * K] quantized x
     num_rows: int,
     num_inputs: int,  # a multiple of TILE_K
     weights: Bytes,  # [blocks, steps, TILES_ACROSS, 16, 16, 4]
-    shifts: Sums,  # [blocks * BLOCK_COLUMNS] initial sums
-    factors: Floats,  # [T]
-    scales: Floats,  # [blocks * BLOCK_COLUMNS]
+    shifts: Sums,  # [blocks * BLOCK_COLUMNS] initial values of the sums
+    factors: Floats,  # [T] scales of the rows of x
+    scales: Floats,  # [blocks * BLOCK_COLUMNS] scales of the rows of W
     bias: Floats,  # [blocks * BLOCK_COLUMNS]
     y: Floats,  # [T * blocks * BLOCK_COLUMNS]
     num_blocks: int,
@@ -212,7 +212,7 @@ def _parallel(
 ) -> None:  # fmt: skip
     """Parallel version of `_serial`: threads split the columns or, for many rows, the rows.
 
-    When they split the rows, a thread mostly reads rows that it has quantized itself.
+    If the threads split the rows, each thread mostly reads rows that it has quantized itself.
     """
     floors = num_rows // BLOCK_ROWS
     for thread in numba.prange(num_threads):
@@ -240,5 +240,5 @@ def load() -> None:
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Compute y with `num_threads` threads; `given`: the arguments of `_serial`."""
+    """Compute y with `num_threads` threads; `given` are the arguments of `_serial`."""
     run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

@@ -5,16 +5,16 @@ memory sequentially. There are two implementations:
 
 - AVX-512 (`linear/cpu_f32_avx512`): a tile of 8 rows and one panel fills the vector registers (Goto
   and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008);
-- AMX (`linear/cpu_f32_amx_bf16x6`), if the CPU has it: each float32 is split into three bfloat16,
-  and six of their products give a float32 product with errors as small as those of AVX-512. About
-  twice as fast from a few dozen rows on.
+- AMX (`linear/cpu_f32_amx_bf16x6`), if the CPU supports AMX: each float32 is split into three
+  bfloat16 parts, and six products of parts give a float32 product with errors as small as with
+  AVX-512. From a few dozen rows on, this is about twice as fast as AVX-512.
 
-Both prefetch weights while they compute, so that few rows run at the speed of memory.
-docs/performance.md compares both with oneDNN and MKL.
+Both implementations prefetch weights during the multiplications, so that with few rows only the
+memory bandwidth limits the speed. docs/performance.md compares them with oneDNN and MKL.
 
-In both, an element starts with b and then adds partial sums over fixed ranges of inputs, each in a
-fixed order. Its bits therefore do not depend on the number of columns or threads, nor on the number
-of rows as long as the implementation is the same.
+An output element starts as its bias. Then partial sums over fixed ranges of inputs are added one
+after another; the order within a partial sum is fixed too. With the same implementation, an element
+is therefore bitwise identical for any number of rows, columns and threads.
 """
 
 from dataclasses import dataclass, field
@@ -39,11 +39,11 @@ MIN_PARALLEL_MACS = 1 << 18
 MIN_AMX_ROWS = 12
 """Smallest number of rows for which AMX is faster than AVX-512."""
 
-_AMX_K, _AMX_N = 32, 64  # for AMX, K and N are padded to multiples of these
+_AMX_K, _AMX_N = 32, 64  # with AMX, K and N are padded to multiples of these numbers
 
 
 def supports_packed_f32(weight: Tensor) -> bool:
-    """Return whether to pack `weight` in panels; where supported, it was the fastest format."""
+    """Return whether `weight` can be packed in panels, the fastest format on CPUs with AVX-512."""
     is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
     return is_plain and weight.numel() > 0 and has_avx512()
 
@@ -86,7 +86,8 @@ def pack_f32(weight: Tensor, bias: Tensor | None, batch_invariant: bool = False)
     Args:
         weight: [N, K] float32 on a CPU, of any strides.
         bias: [N] or None.
-        batch_invariant: make a row's bits independent of the number of rows.
+        batch_invariant: use the same implementation for any number of rows, so that the result
+            for a row does not depend on the number of rows.
     """
     num_outputs, num_inputs = weight.shape
     width = _avx512_kernels().PANEL

@@ -1,11 +1,12 @@
 """INT8 linear layers on CPUs with AMX: y = s_x s_w (q_x - 128) q_wᵀ + b.
 
-Activations are quantized per row at run time (`quantize_rows`), weights once, with one scale per
-row of W. Sums are exact in int32, so a row does not depend on other rows. They are multiplied by
-the weights' scale first, as oneDNN does, then by the row's.
+Activations are quantized at run time, with one scale per row (`quantize_rows`), and weights once,
+with one scale per row of W. The int32 sums are exact, so the result for a row does not depend on
+the other rows. Each sum is multiplied first by the weights' scale, as in oneDNN, and then by the
+activations' scale.
 
-W [N, K] is stored in the order in which AMX reads it: for each block of 64 outputs, steps of 64
-inputs, each as four tiles of 16 outputs.
+W [N, K] is stored in the order in which AMX reads it: blocks of 64 outputs; in each block, steps of
+64 inputs; in each step, four tiles of 16 outputs.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ Floats = npt.NDArray[np.float32]
 _TILE_K, _BLOCK_COLUMNS = (
     64,
     64,
-)  # inputs per tile, output columns per block; as in `linear/cpu_int8_amx`
+)  # inputs per tile and output columns per block, with the values of `linear/cpu_int8_amx`
 
 
 def supports_amx_int8(weight: Tensor) -> bool:
@@ -38,10 +39,10 @@ def supports_amx_int8(weight: Tensor) -> bool:
 class PackedLinearInt8:
     """An INT8 linear layer with its weights in AMX tiles."""
 
-    tiles: npt.NDArray[np.uint8] = field(repr=False)  # [blocks, steps, 4, 16, 16, 4], flat
-    shifts: npt.NDArray[np.int32] = field(repr=False)  # [blocks * 64] -128 * sum of a weight row
-    scales: Floats = field(repr=False)  # [blocks * 64]
-    bias: Floats = field(repr=False)  # [blocks * 64]
+    tiles: npt.NDArray[np.uint8] = field(repr=False)  # flat; [blocks, steps, 4, 16, 16, 4]
+    shifts: npt.NDArray[np.int32] = field(repr=False)  # [blocks * 64] -128 * sum of each weight row
+    scales: Floats = field(repr=False)  # [blocks * 64], one per weight row; zero past `num_outputs`
+    bias: Floats = field(repr=False)  # [blocks * 64], zero past `num_outputs`
     num_inputs: int
     num_outputs: int
 
@@ -70,7 +71,7 @@ def pack_int8_amx(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> Packe
     num_blocks = -(-num_outputs // _BLOCK_COLUMNS)
     whole = torch.zeros(num_blocks * _BLOCK_COLUMNS, num_inputs, dtype=torch.int8)
     whole[:num_outputs] = qweight
-    # [blocks, 4, 16 outputs, steps, 16, 4 inputs] to [blocks, steps, 4, 16, 16 outputs, 4].
+    # From [blocks, 4, 16 outputs, steps, 16, 4 inputs] to [blocks, steps, 4, 16, 16 outputs, 4].
     blocks = whole.view(num_blocks, 4, 16, num_inputs // _TILE_K, 16, 4)
     tiles = blocks.permute(0, 3, 1, 4, 2, 5).contiguous().view(torch.uint8)
     shifts = whole.sum(1, dtype=torch.int32) * -ZERO_POINT

@@ -16,11 +16,11 @@ _QMAX, _ZERO_POINT, _MIN_SCALE = np.float32(127), np.int32(128), np.float32(1e-3
 def quantize_rows(
     x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, first: int, last: int
 ) -> None:
-    """Quantize rows `first` to `last` of x [T, K]; writes `qvalues` [T, K] and `factors` [T]."""
+    """Quantize rows [first, last) of x [T, K] into `qvalues` [T, K] and scales `factors` [T]."""
     magnitudes = factors.view(np.int32)
     for t in range(first, last):
         row, out = x[t], qvalues[t]
-        # |x| compared as integer bits: same order as floats, and NaN is the largest.
+        # Compare |x| as integers: the bits have the same order as the floats, with NaN largest.
         bits, most = row.view(np.int32), np.int32(0)
         for i in range(len(bits)):
             most = max(most, bits[i] & np.int32(0x7FFFFFFF))

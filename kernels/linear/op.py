@@ -4,15 +4,16 @@ When a model is loaded, its weights are rearranged once into one of these CPU fo
 
 - float32 panels (`cpu_packed_f32`), on CPUs with AVX-512;
 - float32 blocked for oneDNN, on other CPUs: up to twice as fast as unpacked weights for 2 to 32
-  rows, and equally fast for more. In all measurements so far (docs/performance.md) the order in
-  which an element is summed did not depend on the number of rows and threads. Since oneDNN does
-  not guarantee that, `pack_batch_invariant` tests it, and pads the rows if the test fails;
-- INT8, with one scale per weight row and one per activation row, computed at run time:
-  y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, accumulated in int32. A row does not depend on other rows.
-  Computed with AMX if the CPU has it (`cpu_packed_int8`), otherwise by oneDNN with VNNI, otherwise
-  by FBGEMM, whose 8-bit by 8-bit products saturate, so activations are quantized to 7 bits.
+  rows, and equally fast for more. In all measurements so far (docs/performance.md), the order of
+  summation did not depend on the number of rows or threads. oneDNN does not guarantee this order,
+  so `pack_batch_invariant` tests it, and pads the rows if the test fails;
+- INT8, with one scale s_w per weight row, and one scale s_x per activation row that is computed at
+  run time: y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, where ()₈ rounds to 8 bits. The int32 sums are
+  exact, so the result for a row does not depend on other rows. AMX is used if the CPU supports it
+  (`cpu_packed_int8`), otherwise oneDNN with VNNI, otherwise FBGEMM. With FBGEMM, activations are
+  quantized to 7 bits, because FBGEMM's products of 8 by 8 bits saturate.
 
-On a GPU this module offers `pack_batch_invariant` only (kernel in `batch_invariant`).
+On a GPU, this module offers only `pack_batch_invariant` (kernel in `batch_invariant`).
 """
 
 import platform
@@ -39,10 +40,10 @@ class PackedLinear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneDnnLinear:
-    """float32 weights packed for oneDNN; a single row uses the unpacked weights (faster)."""
+    """A float32 linear layer by oneDNN. A single row of x uses unpacked weights (faster)."""
 
-    weight: Tensor | None  # [N, K]; None: a single row uses `blocked` too
-    blocked: Tensor  # the same weights in oneDNN's opaque layout
+    weight: Tensor | None  # [N, K] for a single row of x; None: always use `blocked`
+    blocked: Tensor  # the weights in oneDNN's opaque layout
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -53,13 +54,16 @@ class OneDnnLinear:
 
 
 def pack_onednn(weight: Tensor, bias: Tensor | None) -> OneDnnLinear:
-    """Pack `weight` [N, K] for oneDNN; it must satisfy `supports_onednn`."""
+    """Pack `weight` [N, K] for oneDNN; `supports_onednn` must be true for this weight."""
     return OneDnnLinear(weight, _reorder(weight), bias)
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedLinear:
-    """Run `product` on padded blocks of `rows` rows, for which a library has a single code path."""
+    """Runs `product` on blocks of exactly `rows` rows; the last block is padded.
+
+    With a fixed number of rows, a library always uses the same code for a product.
+    """
 
     product: PackedLinear
     rows: int = 16
@@ -71,11 +75,11 @@ class PaddedLinear:
 
 
 def pack_batch_invariant(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """Pack weights so that the bits of an output row depend on that row alone.
+    """Pack a batch-invariant linear layer: a row of y does not depend on the other rows of x.
 
     Args:
-        weight: [N, K]; on a CPU of any strides, and the result keeps no reference to it. Check
-            `batch_invariant_unsupported_reason` for its device and dtype first.
+        weight: [N, K]. Check `batch_invariant_unsupported_reason` for its device and dtype first.
+            On a CPU, any strides are allowed, and the result keeps no reference to `weight`.
         bias: [N] or None.
     """
     if runs_kernels(weight.device):
@@ -90,7 +94,7 @@ def pack_batch_invariant(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
 
 _fixed_by_itself: dict[tuple[int, ...], bool] = {}
-"""Test results: whether oneDNN is batch-invariant, by (N, K, number of threads)."""
+"""Results of `_is_batch_invariant` for oneDNN, by (N, K, number of threads)."""
 
 
 def _is_batch_invariant(product: PackedLinear, num_inputs: int) -> bool:
@@ -101,7 +105,7 @@ def _is_batch_invariant(product: PackedLinear, num_inputs: int) -> bool:
 
 
 def batch_invariant_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why `pack_batch_invariant` is not supported; empty if it is."""
+    """Return why `pack_batch_invariant` is not supported; an empty string if it is supported."""
     if runs_kernels(device):
         return "" if dtype in FLOATS else f"a GPU needs float32, float16 or bfloat16, not {dtype}"
     if device.type != "cpu":
@@ -130,7 +134,7 @@ def supports_onednn(weight: Tensor) -> bool:
 
 
 def int8_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why INT8 linear layers are not supported; empty if they are."""
+    """Return why INT8 linear layers are not supported; an empty string if they are supported."""
     if device.type != "cpu":
         return f"INT8 linear layers run on CPUs only, not on {device.type}"
     if dtype != torch.float32:
@@ -142,11 +146,11 @@ def int8_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OneDnnInt8Linear:
-    """INT8 weights for oneDNN; activations are quantized per row at run time."""
+    """An INT8 linear layer by oneDNN; activations are quantized per row at run time."""
 
-    packed: Tensor  # oneDNN's opaque layout
-    scales: Tensor  # [N]
-    zeros: Tensor  # [N] int32
+    packed: Tensor  # weights in oneDNN's opaque layout
+    scales: Tensor  # [N] float32 scales of the weights
+    zeros: Tensor  # [N] int32 zero points of the weights: all 0
     bias: Tensor | None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -163,9 +167,9 @@ class OneDnnInt8Linear:
 
 @dataclass(frozen=True, slots=True)
 class FbgemmInt8Linear:
-    """INT8 weights for FBGEMM; rows of x are scaled to [-1, 1] and quantized with a fixed step."""
+    """An INT8 linear layer by FBGEMM; rows of x are scaled to [-1, 1], then quantized uniformly."""
 
-    packed: Any  # FBGEMM's opaque layout
+    packed: Any  # weights in FBGEMM's opaque layout
     bias: Tensor | None
     steps: int  # largest quantized activation: 63 or 127
 
@@ -179,7 +183,7 @@ class FbgemmInt8Linear:
 
 
 def pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-    """Quantize and pack `weight` [N, K] float32; the result keeps no reference to it."""
+    """Quantize and pack `weight` [N, K] float32; the result keeps no reference to `weight`."""
     scales, qweight = _quantized_rows(weight)
     if supports_amx_int8(weight):
         return pack_int8_amx(qweight, scales, bias)
@@ -188,7 +192,7 @@ def pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
         return OneDnnInt8Linear(packed, scales, torch.zeros(len(weight), dtype=torch.int32), bias)
     zeros = torch.zeros(len(weight), dtype=torch.int64)
     with warnings.catch_warnings():
-        # torch has deprecated quantized tensors, but FBGEMM packs nothing else; torch is pinned.
+        # torch has deprecated quantized tensors, but FBGEMM packs only these; torch is pinned.
         warnings.simplefilter("ignore", UserWarning)
         quantized = torch._make_per_channel_quantized_tensor(qweight, scales, zeros, 0)
     before = torch.backends.quantized.engine
@@ -210,14 +214,14 @@ def _has_vnni() -> bool:
 
 
 def _quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return one scale per row, [N] float32, and quantized weights [N, K] int8, -127 to 127."""
+    """Return scales [N] float32, one per row, and quantized weights [N, K] int8, -127 to 127."""
     scales = weight.abs().amax(1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
     qweight = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
     return scales, qweight
 
 
 def int8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, qmax: int) -> Tensor:
-    """Reference implementation of `pack_int8` in float64; `qmax`: see `activation_qmax`."""
+    """Reference implementation of `pack_int8` in float64; `qmax` is that of `activation_qmax`."""
     scales, qweight = _quantized_rows(weight)
     largest = x.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     rows = (x / largest * qmax).round().double()

@@ -1,7 +1,7 @@
 """Per-token quantization of activations to uint8: one scale per row, zero point 128.
 
-x_i ≈ (q_i - 128) f with q_i from 1 to 255 and f = max |x| / 127. If a row contains NaN or Inf, f is
-NaN or Inf, so the error propagates to the output. CPU only, compiled by numba
+x_i ≈ (q_i - 128) f with q_i from 1 to 255 and the row's scale f = max |x| / 127. If a row contains
+NaN or Inf, f is NaN or Inf, so the error propagates to the output. CPU only, compiled by numba
 (`linear/cpu_quantize_rows`).
 """
 
@@ -15,7 +15,7 @@ from penstock.kernels.cpu_common.numba_runtime import MIN_PARALLEL_ELEMENTS, con
 
 QMAX, ZERO_POINT = 127, 128
 MIN_SCALE = 1e-30
-"""Lower bound of a row's max |x|, so that a row of zeros does not divide by zero."""
+"""Lower bound of max |x| of a row; prevents a division by zero if the row is all zeros."""
 
 
 def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:

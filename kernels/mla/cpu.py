@@ -1,7 +1,7 @@
-"""Batch-invariant MLA on a CPU: a token's bits do not depend on how its prompt is chunked.
+"""Batch-invariant MLA on a CPU: a token's result does not depend on how its prompt is chunked.
 
-It is the absorbed form of MLA (see `mla/op`): the cached rows are the keys and values of a single
-KV head, which all query heads share.
+MLA is computed in the absorbed form (see `mla/op`): the cached rows are both the keys and the
+values of a single KV head, which all query heads share.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ def mla_attention_cpu(
     Args:
         query: [T, H, Q + P] float32.
         layer: [1, N, 1, S, R + P] float32 or bfloat16, contiguous.
-        rank: R.
+        rank: R, the number of features of a latent.
         keys_up: for each head, the projection from [T, Q] to [T, R].
         values_up: for each head, the projection from [T, R] to [T, V].
         plan: plan of this step.
-        scale: factor of the scores.
+        scale: scores are multiplied by this.
 
     Returns:
         [T, H, V] float32.
@@ -43,7 +43,7 @@ def mla_attention_cpu(
     wide[:, :, rank:] = query[:, :, query_dim:]
     for head, up in enumerate(keys_up):
         wide[:, head, :rank] = up(query[:, head, :query_dim])
-    # `plan.attend_` needs values as wide as keys, so it sums the rotated keys too; not used below.
+    # In `attend_`, values are as wide as keys. The last P features of `sums` are not used.
     sums = torch.empty_like(wide)
     plan.attend_(sums, wide, layer, ScoreMod(scale))
     return torch.stack([up(sums[:, head, :rank]) for head, up in enumerate(values_up)], 1)

@@ -6,21 +6,21 @@ the positions j <= p:
 
     s_j = (q · Uk c_j + r · k_j) scale,    out = sum over j of softmax(s)_j Uv c_j
 
-query is [T, H, Q + P], for each head q, then r. up is [H, Q + V, R], for each head Uk [Q, R] above
-Uv [V, R]. The cache already holds this step's rows. Slots that no token attends to may contain
-anything, NaN included.
+`query` is [T, H, Q + P]: for each head q, then r. `up` is [H, Q + V, R]: for each head Uk [Q, R],
+then Uv [V, R]. The cache already holds the rows of this step's tokens. Slots that no token attends
+to may contain anything, NaN included.
 
 The result can be computed in two forms:
 
 - Absorbed: q is multiplied by Uk and the weighted sum by Uv, so the cached rows themselves are keys
-  and values. Costs 2 R + P multiplications per head, query and key. Used for decode.
-- Expanded (naive): keys and values of the whole context are computed in this step. Costs Q + P + V
-  multiplications per head, query and key.
+  and values. This form needs 2 R + P multiplications per head, query and key. Decode uses it.
+- Expanded (naive): keys and values of the whole context are computed in this step. This form needs
+  Q + P + V multiplications per head, query and key.
 
-A chunk takes the form with fewer multiplications. On a GPU, the absorbed form reads the blocks in
-place with the kernels of `attention`: all heads share one KV head, whose keys have a tail. With
-`one_path`, which requires Triton here, every token takes the absorbed form, and the matrix products
-are batch-invariant.
+Each chunk uses the form with fewer multiplications. On a GPU, the absorbed form reads the blocks in
+place with the kernels of `attention`: all heads share one KV head, whose keys have a tail of P
+features. In this module, `one_path` requires Triton. All tokens then use the absorbed form, and the
+matrix products are batch-invariant.
 """
 
 from collections.abc import Iterator
@@ -44,17 +44,17 @@ from penstock.kernels.triton_common.launch import FLOATS, check, check_contiguou
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 MAX_NAIVE_BYTES = 1 << 26
-"""Most bytes of keys and values that are expanded at a time; a single head may exceed it."""
+"""Maximum size of the keys and values that are expanded at a time, unless one head is larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """One sequence's tokens of this step."""
+    """One sequence with its query tokens of this step."""
 
-    tokens: slice  # its rows of the query
-    blocks: Tensor  # [M] int64 its blocks
-    context: int  # positions, this step's included
-    # [tokens, context] float32, 0 or -inf; None: one token, or causal because nothing precedes it
+    tokens: slice  # rows of the query that hold the sequence's tokens
+    blocks: Tensor  # [M] int64 blocks of the sequence
+    context: int  # context length, including this step's tokens
+    # [tokens, context] float32, 0 or -inf; None: one token, or causal over the whole context
     mask: Tensor | None
 
 
@@ -62,14 +62,14 @@ class _Span:
 class MlaPlan:
     """The MLA plan of one step, for all layers."""
 
-    tiled: TiledPlan | None  # absorbed sequences, if Triton kernels compute them
-    absorbed: list[_Span]  # absorbed sequences, if torch computes them
+    tiled: TiledPlan | None  # sequences whose absorbed form is computed by Triton kernels
+    absorbed: list[_Span]  # sequences whose absorbed form is computed by torch
     expanded: list[_Span]
-    rows: Tensor | None  # [A] absorbed rows of the query, span by span; None: all, in order
-    num_tokens: int | str  # "T" if known on the device only
-    layer: Tensor  # any layer of the cache; others must have its shape, dtype and device
+    rows: Tensor | None  # [A] query rows of sequences in absorbed form; None: all rows
+    num_tokens: int | str  # "T" if the number is only known on the device
+    layer: Tensor  # any layer of the cache; all layers must have the same shape, dtype and device
     gathered: Tensor  # [largest number of blocks, S (R + P)] scratch, reused for every span
-    one_path: bool = False  # batch-invariant: a token's bits do not depend on chunk or batch
+    one_path: bool = False  # batch-invariant: results do not depend on chunks or batch
 
 
 def plan_mla(
@@ -84,17 +84,17 @@ def plan_mla(
     """Plan the MLA of one step.
 
     Args:
-        query_starts: [B + 1] first query row of each sequence, and the number of rows.
-        context_lens: [B] length of each sequence, this step's tokens included.
-        block_tables: [B, M] blocks; entries past a sequence's blocks are not read.
-        layer: any layer of the cache; gives shape, dtype and device.
-        rank: R.
+        query_starts: [B + 1] index of each sequence's first query row, then the number of rows.
+        context_lens: [B] length of each sequence, including this step's tokens.
+        block_tables: [B, M] block numbers; entries past a sequence's last block are not read.
+        layer: any layer of the cache; only its shape, dtype and device are used.
+        rank: R, the number of features of a latent.
         head_dim: Q + V.
-        one_path: make results batch-invariant; only with Triton kernels. On a CPU, use
-            `mla_attention_cpu`.
+        one_path: make results batch-invariant. Requires Triton kernels; on a CPU, use
+            `mla_attention_cpu` instead.
 
     Raises:
-        ValueError: invalid arguments, or `one_path` is not supported for this dtype and device.
+        ValueError: an argument is invalid, or this dtype and device do not support `one_path`.
     """
     _check_layer(layer, rank)
     block_size, width = layer.shape[3:]
@@ -144,7 +144,10 @@ def plan_mla_on_device(
     max_context: int,
     one_path: bool = False,
 ) -> MlaPlan:
-    """Version of `plan_mla` for device tensors (see `plan_attention_on_device`): all absorbed."""
+    """Version of `plan_mla` for tensors on the device; all sequences use the absorbed form.
+
+    `rank` is R. The other arguments are those of `plan_attention_on_device`.
+    """
     _check_layer(layer, rank)
     batch = Batch(query_starts, context_lens, block_tables)
     check_device_batch(batch, layer, max_context)
@@ -154,7 +157,7 @@ def plan_mla_on_device(
 
 
 def runs_kernel(layer: Tensor) -> bool:
-    """Return whether the Triton kernels compute the absorbed form over this layer."""
+    """Return whether Triton kernels compute the absorbed form over this layer of the cache."""
     return layer.dtype in FLOATS and use_triton(layer)
 
 
@@ -171,7 +174,7 @@ def _to_device(numbers: Ints, layer: Tensor) -> Tensor:
 def _absorbed_is_cheaper(
     query_len: int, context: int, rank: int, rope_dim: int, head_dim: int
 ) -> bool:
-    """Compare the numbers of multiplications per head."""
+    """Return whether the absorbed form needs no more multiplications than the expanded form."""
     pairs = query_len * context - query_len * (query_len - 1) // 2
     absorbed = query_len * rank * head_dim + pairs * (2 * rank + rope_dim)
     expanded = context * rank * head_dim + pairs * (head_dim + rope_dim)
@@ -192,10 +195,10 @@ def mla_attention(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan, scale
 
     Args:
         query: [T, H, Q + P].
-        layer: [1, N, 1, S, R + P] contiguous; its dtype is the query's, or see `reads_bf16`.
+        layer: [1, N, 1, S, R + P] contiguous, of the query's dtype, or bfloat16 (`reads_bf16`).
         up: [H, Q + V, R] contiguous, of the query's dtype.
         plan: plan of this step.
-        scale: factor of the scores.
+        scale: scores are multiplied by this.
 
     Returns:
         [T, H, V].
@@ -221,7 +224,7 @@ def mla_attention(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan, scale
 
 
 def _gather(layer: Tensor, span: _Span, gathered: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gather the rows [context, R + P] of the sequence as `dtype`, without unused slots."""
+    """Return the cached rows [context, R + P] of the span's sequence, converted to `dtype`."""
     blocks = layer.view(layer.shape[1], -1)
     found = torch.index_select(blocks, 0, span.blocks, out=gathered[: len(span.blocks)])
     return found.view(-1, layer.shape[4])[: span.context].to(dtype)
@@ -254,7 +257,7 @@ def _absorbed(
 
 
 def _by_head(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
-    """Multiply x [T, H, K] by weight [H, N, K] per head; return [T, H, N]."""
+    """Multiply `x` [T, H, K] by the transposed `weight` [H, N, K] of each head: [T, H, N]."""
     if batch_invariant:
         return batch_invariant_bmm(x, weight)
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
@@ -263,15 +266,18 @@ def _by_head(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
 def _attend_rows(
     sums: Tensor, query: Tensor, rows: Tensor, mask: Tensor | None, scale: float
 ) -> None:
-    """Attend with query [L, H, R + P] to shared rows [C, R + P]; write sums [H, L, R]."""
+    """Compute attention of `query` [L, H, R + P] over `rows` [C, R + P], which all heads share.
+
+    The weighted sums of the latents are written to `sums` [H, L, R].
+    """
     rank = sums.shape[2]
     if len(query) == 1:
         probs = (query[0] @ rows.T).mul_(scale).softmax(-1)
         torch.matmul(probs, rows[:, :rank], out=sums[:, 0])
         return
     mask = None if mask is None else mask.to(query.dtype)
-    # torch's fused attention needs values as wide as keys, so it sums the rotated keys too; the
-    # result's last P features are dropped.
+    # torch's fused attention needs values as wide as keys. So the rotated keys are summed too, and
+    # the last P features of the result are dropped.
     shared = rows.expand(1, len(sums), -1, -1)
     out = functional.scaled_dot_product_attention(
         query.transpose(0, 1)[None], shared, shared, mask, is_causal=mask is None, scale=scale
@@ -288,15 +294,15 @@ def _naive(
     mask: Tensor | None,
     scale: float,
 ) -> None:
-    """Compute the expanded form for query [L, H, Q + P] over rows [C, R + P] into out [L, H, V].
+    """Compute the expanded form for `query` [L, H, Q + P] over the cached `rows` [C, R + P].
 
-    Keys and values are expanded for a group of heads at a time.
+    The result is written to `out` [L, H, V]. Keys and values are expanded for some heads at once.
     """
     query_dim, rank = keys_up.shape[1:]
     value_dim = values_up.shape[1]
     latents, shared_key = rows[:, :rank], rows[:, rank:]
     mask = None if mask is None else mask.to(query.dtype)
-    # torch's fused attention needs values as wide as keys.
+    # Pad keys or values to equal width, as torch's fused attention requires.
     width = max(query.shape[2], value_dim)
     padded = functional.pad(query, (0, width - query.shape[2])).transpose(0, 1)
     for heads in _head_groups(len(keys_up), 2 * len(rows) * width * rows.itemsize):
@@ -349,7 +355,7 @@ def mla_attention_reference(
     block_tables: Ints,
     scale: float,
 ) -> Tensor:
-    """Reference for `plan_mla` and `mla_attention`: loops over sequences and heads."""
+    """Reference for `plan_mla` and `mla_attention`: a loop over sequences and heads."""
     num_heads, height, rank = up.shape
     query_dim = query.shape[2] - (layer.shape[4] - rank)
     out = query.new_empty(len(query), num_heads, height - query_dim)
@@ -371,7 +377,7 @@ def mla_attention_reference(
 
 
 def aot_cases() -> Iterator[AotCase]:
-    """Yield DeepSeek V3 with the 16 heads of one rank of eight, and with all its 128 heads."""
+    """Yield cases for DeepSeek V3 with 16 heads, as on one of eight ranks, and with all 128."""
     kernels = ("attend_tiles",)
     yield AotCase("deepseek v3, tp 8", lambda: _aot_call(16, 1), kernels, kernels)
     yield AotCase("deepseek v3", lambda: _aot_call(128, 512), kernels, kernels)

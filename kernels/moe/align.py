@@ -1,9 +1,11 @@
-"""Sort the tokens' choices by expert, for a grouped product over all experts.
+"""Sorts the tokens' choices by expert, for a grouped product over all experts.
 
-Choice `rank` of token t has the number t * k + rank. An expert's choices stay in ascending order
-whichever program runs first: this is a counting sort in which a program counts, per expert, the
-choices in earlier chunks, and for each choice those before it in its own chunk. The same kernel
-divides each expert's choices into tiles of rows.
+Choice `rank` of token t has the number t * k + rank. The sort is stable: each expert's choices stay
+in ascending order, and the result does not depend on the order in which programs run. It is a
+counting sort over chunks, with one program per chunk. The position of a choice among the choices of
+its expert is the number of that expert's choices in earlier chunks, plus the number of that
+expert's choices before this choice in the same chunk. The kernel that sorts also divides each
+expert's choices into tiles of rows.
 """
 
 from collections.abc import Iterator
@@ -27,7 +29,7 @@ from penstock.kernels.triton_common.launch import (
 def _count_one(
     experts, chunk, num_choices, CHUNK: tl.constexpr, STEP: tl.constexpr, E: tl.constexpr
 ):
-    """Count the choices of each expert in one chunk: [E]."""
+    """Return the number of choices of each expert in one chunk, [E]."""
     name = tl.arange(0, E)
     count = tl.zeros((E,), tl.int32)
     for start in range(0, CHUNK, STEP):
@@ -46,7 +48,7 @@ def _count(
     STEP: tl.constexpr,
     E: tl.constexpr,  # number of experts, rounded up to a power of two
 ):
-    """Count the choices per expert of one chunk. One program per chunk."""
+    """Count the choices of each expert in one chunk. One program per chunk."""
     chunk = tl.program_id(0)
     count = _count_one(experts, chunk, num_choices, CHUNK, STEP, E)
     tl.store(counts + chunk * E + tl.arange(0, E), count)
@@ -54,11 +56,11 @@ def _count(
 
 @jit(unspecialized=("num_choices", "max_tiles", "num_chunks"))
 def _sort(
-    experts,  # [num_choices] int32; choices of an expert that does not exist are left out
-    counts,  # [chunks, E] int32; not read with ONE_CHUNK
+    experts,  # [num_choices] int32; choices with an invalid expert number are skipped
+    counts,  # [chunks, E] int32 from `_count`; not read with ONE_CHUNK
     order,  # [num_choices] int32: choices sorted by expert
-    tiles,  # [3, max_tiles] int32: each tile's expert, first index in `order`, rows
-    num_tiles,  # [1] int32
+    tiles,  # [3, max_tiles] int32: each tile's expert, first index in `order`, number of rows
+    num_tiles,  # [1] int32: number of tiles written
     num_choices,
     num_experts,
     max_tiles,
@@ -69,9 +71,12 @@ def _sort(
     STEP: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Sort one chunk of choices into `order`, and write the tiles that begin in it."""
+    """Sort one chunk of choices into `order`; write the tiles whose first choice is in the chunk.
+
+    One program per chunk.
+    """
     chunk, name = tl.program_id(0), tl.arange(0, E)
-    before = tl.zeros((E,), tl.int32)  # per expert, in earlier chunks
+    before = tl.zeros((E,), tl.int32)  # choices of each expert in earlier chunks
     total = tl.zeros((E,), tl.int32)
     if ONE_CHUNK:
         total = _count_one(experts, chunk, num_choices, CHUNK, STEP, E)
@@ -110,15 +115,15 @@ def _sort(
 
 
 CHUNK = 256  # choices per program
-MAX_COMPARED_PAIRS = 4096  # compared at a time, in registers
+MAX_COMPARED_PAIRS = 4096  # largest matrix of comparisons, which is kept in registers
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedTokens:
     """Choices sorted by expert, and the row tiles of a grouped product over them."""
 
-    order: Tensor  # [T * k] int32: choices t * k + rank
-    tiles: Tensor  # [3, max_tiles] int32: each tile's expert, first index in `order`, rows
+    order: Tensor  # [T * k] int32: numbers of the choices (t * k + rank), sorted by expert
+    tiles: Tensor  # [3, max_tiles] int32: each tile's expert, first index in `order`, row count
     num_tiles: Tensor  # [1] int32: number of valid tiles
     tile_rows: int
 
@@ -132,7 +137,7 @@ def align_blocks(experts: Tensor, num_experts: int, tile_rows: int) -> AlignedTo
     check("experts", experts, ("T", "k"), (torch.int32,))
     check_contiguous("experts", experts)
     num_choices = experts.numel()
-    # Each chosen expert has at most one tile that is not full.
+    # Each chosen expert has at most one tile that is partly filled.
     max_tiles = min(num_choices, num_choices // tile_rows + min(num_experts, num_choices))
     num_chunks = -(-num_choices // CHUNK)
     width = power_of_2(num_experts)
@@ -172,7 +177,7 @@ def align_blocks(experts: Tensor, num_experts: int, tile_rows: int) -> AlignedTo
 def align_blocks_reference(
     experts: Tensor, num_experts: int, tile_rows: int
 ) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Reference of `align_blocks`: the order, and each tile's (expert, first index, rows)."""
+    """Reference of `align_blocks`: return the order, and (expert, first index, rows) per tile."""
     chosen = experts.flatten().tolist()
     order: list[int] = []
     tiles = []

@@ -1,7 +1,7 @@
 """Mixture-of-experts loops of the CPU step graph, compiled by numba: see `routing` and `op`.
 
-Choice `rank` of token t has the number t k + rank, and a row in matrices that are sorted by expert.
-Loops may write more rows than an expert has, so there is padding before the next expert's rows.
+Choice `rank` of token t has the number t * k + rank, and one row in each matrix that is sorted by
+expert. Loops may write more rows than an expert has, so padding rows follow each expert's rows.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -33,7 +33,7 @@ def _dot(x: Floats, y: Floats) -> Any:
 
 @inner()
 def gemv(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
-    """Multiply x [T, D] with a small unpacked weight [E, D]: [T, E]."""
+    """Compute x Wᵀ [T, E] for x [T, D] and a small unpacked weight W [E, D]."""
     dim, num_outputs = op[2], op[4]
     weight = f32_array(op[3], num_outputs * dim)
     first, last = partition(num_outputs * num_rows, me, count)
@@ -61,7 +61,7 @@ def _softmax(row: Floats, powers: Any) -> None:
 
 @inner()
 def _pop_largest(merits: Floats) -> int:
-    """Return the index of the largest element (the first on ties), and exclude it from now on."""
+    """Return the index of the largest element (the first on ties), and set the element to -2."""
     best = 0
     for e in range(1, len(merits)):
         if merits[e] > merits[best]:
@@ -72,7 +72,7 @@ def _pop_largest(merits: Floats) -> int:
 
 @inner()
 def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
-    """Choose each token's experts and weights, [T, k], from logits [T, E] (overwritten)."""
+    """Choose each token's experts and weights, both [T, k], from logits [T, E] (overwritten)."""
     num_experts, top_k = op[2], op[3]
     merits, powers = np.empty(num_experts, np.float32), np.empty(num_experts, np.int32)
     first, last = partition(num_rows, me, count)
@@ -80,7 +80,7 @@ def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, 
         chances = arena[op[1] + t * num_experts :][:num_experts]
         weights, chosen = arena[op[5] + t * top_k :][:top_k], ints[op[6] + t * top_k :][:top_k]
         _softmax(chances, powers)
-        for e in range(num_experts):  # NaN loses to every other score
+        for e in range(num_experts):  # a NaN ranks below every other score
             merits[e] = chances[e] if chances[e] == chances[e] else _f32(-1)
         total = _f32(0)
         for rank in range(top_k):
@@ -93,7 +93,7 @@ def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, 
 
 @inner()
 def _num_written(num_rows: int) -> int:
-    """Return how many rows a product of `num_rows` rows may read and write."""
+    """Return the number of rows, with padding, that a product of `num_rows` rows may access."""
     if num_rows <= 1:
         return num_rows
     high = 8 if num_rows <= 16 else ALIGNMENT
@@ -102,9 +102,9 @@ def _num_written(num_rows: int) -> int:
 
 @inner()
 def permute_index(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
-    """Counting sort by expert: write each expert's first row and number of rows.
+    """Sort choices by expert (counting sort): write each expert's first row and number of rows.
 
-    Each choice's expert number is replaced by its row. Runs on thread 0 only.
+    In `choices`, each choice's expert number is replaced by the choice's row. Only thread 0 works.
     """
     if me > 0:
         return
@@ -126,7 +126,7 @@ def permute_index(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
 
 @inner()
 def permute(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
-    """Copy each token's row to the rows of its choices."""
+    """Copy each token's row to the rows of the token's choices."""
     dim, top_k = op[2], op[5]
     first, last = partition(num_rows * top_k, me, count)
     for number in range(first, last):
@@ -145,10 +145,10 @@ def _sigmoid(x: Any) -> Any:
 def unpermute_sum(
     op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int
 ) -> None:
-    """Sum each token's expert outputs by weight, in order of choices.
+    """Compute the weighted sum of each token's expert outputs, in the order of the choices.
 
-    Adds the output of the shared expert if there is one, times the sigmoid of its gate if it has
-    one. Threads split the columns.
+    The output of the shared expert, if any, is added. If the shared expert has a gate, the output
+    is multiplied by the gate's sigmoid first. Threads split the columns.
     """
     dim, top_k, shared_at, gate_at = op[2], op[5], op[7], op[8]
     first, last = partition(dim // 16, me, count)

@@ -1,4 +1,4 @@
-"""Mixture of experts, one expert after another: the form on a CPU, and its reference."""
+"""Mixture of experts, one expert after another: implementation for CPUs, and its reference."""
 
 from collections.abc import Callable, Iterator
 
@@ -18,10 +18,10 @@ def expert_groups(experts: Tensor, num_experts: int) -> Iterator[tuple[int, Tens
 def moe_forward(
     x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, run: Callable[..., Tensor]
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, [T, D].
+    """Return the weighted sum of the outputs of each token's experts, [T, D].
 
-    x is [T, D], experts and weights are [T, k]. `run(expert, rows)` computes one expert on rows
-    [n, D]. A token's experts are summed in the order of its choices, independent of other tokens.
+    x is [T, D], experts and weights are [T, k]. `run(expert, rows)` returns the outputs [n, D] of
+    one expert for rows [n, D]. A token's outputs are summed in the order of the token's choices.
     """
     top_k = experts.shape[1]
     made = torch.empty(experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
@@ -37,7 +37,7 @@ def moe_forward(
 def moe_forward_reference(
     x: Tensor, experts: Tensor, weights: Tensor, num_experts: int, run: Callable[..., Tensor]
 ) -> Tensor:
-    """Reference implementation of `moe_forward`: token by token and expert by expert."""
+    """Reference implementation of `moe_forward`: one token and one expert at a time."""
     assert int(experts.max()) < num_experts
     out = torch.zeros_like(x)
     for token, (chosen, token_weights) in enumerate(zip(experts.tolist(), weights, strict=True)):

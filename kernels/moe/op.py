@@ -2,15 +2,16 @@
 
     y_t = sum over r < k of w_tr f_e(x_t),  e = the r-th choice of token t (see `routing`)
 
-On a CPU experts are computed one after another, each on its rows. On a GPU one launch computes all
-experts, whose weights are stacked in one tensor. Choice r of token t has the number p = t k + r:
+On a CPU, the experts run one after another, each for its own rows. On a GPU, one launch computes a
+product for all experts; their weights are stacked in one tensor. Choice r of token t has the number
+p = t k + r:
 
     h_p = gate(x_t W_e + a_e),  f_p = h_p V_e + b_e,  y_t = sum of w_p f_p
 
 Rows are sorted by expert (`moe/align`). A program computes one tile of an expert's rows and
 outputs on tensor cores with float32 accumulators, and applies the gate in registers. A token's
-choices are summed in order. A row's bits therefore depend on other rows only through the tile
-size, which follows the mean number of rows per expert; `fixed_tiles` removes that dependency.
+choices are summed in order. Only the tile size makes a row's result depend on other rows, because
+the tile size follows the mean number of rows per expert; `fixed_tiles` removes this dependency.
 """
 
 from collections.abc import Iterator
@@ -44,11 +45,11 @@ from penstock.kernels.triton_common.launch import (
 
 @dataclass(frozen=True, slots=True)
 class GatedActivation:
-    """The gated activation between an expert's two linear layers: see `activation`."""
+    """The gated activation between an expert's two linear layers: see `kernels/activation`."""
 
-    kind: Literal["silu", "gelu", "clamped"]  # gelu: tanh approximation
-    gain: float = 1.0  # `gain` and `limit` apply to "clamped" only
-    limit: float = 0.0
+    kind: Literal["silu", "gelu", "clamped"]  # "gelu": the tanh approximation
+    gain: float = 1.0  # for "clamped" only: the gate's sigmoid is taken of gain * gate
+    limit: float = 0.0  # for "clamped" only: largest value of gate and |up|
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """Map [T, 2 I] to [T, I]."""
@@ -75,14 +76,14 @@ class GatedActivation:
 class ExpertWeights:
     """Stacked weights of all experts of a layer, all of one dtype."""
 
-    gate_up: Tensor  # [E, D, 2 I]; contiguous in one of the last two dimensions
-    down: Tensor  # [E, I, D]; contiguous in one of the last two dimensions
+    gate_up: Tensor  # [E, D, 2 I]; stride 1 along one of the last two dimensions
+    down: Tensor  # [E, I, D]; stride 1 along one of the last two dimensions
     gate: GatedActivation
     gate_up_bias: Tensor | None = None  # [E, 2 I]
     down_bias: Tensor | None = None  # [E, D]
 
     def expert(self, number: int, rows: Tensor) -> Tensor:
-        """Compute one expert on rows [n, D]."""
+        """Return the outputs [n, D] of expert `number` for `rows` [n, D]."""
         inner = rows @ self.gate_up[number]
         if self.gate_up_bias is not None:
             inner += self.gate_up_bias[number]
@@ -93,10 +94,10 @@ class ExpertWeights:
 def grouped_moe_forward(
     x: Tensor, experts: Tensor, weights: Tensor, stacks: ExpertWeights, fixed_tiles: bool = False
 ) -> Tensor:
-    """`moe_forward` with stacked weights: x [T, D], experts and weights [T, k]; [T, D].
+    """Run `moe_forward` with stacked weights: x is [T, D], experts and weights are [T, k].
 
-    fixed_tiles: on a GPU, use one tile size, so that a row's bits do not depend on other rows.
-    Otherwise the tile size follows the number of rows.
+    fixed_tiles: on a GPU, always use the same tile size, so that a row's result does not depend on
+    other rows. Otherwise the tile size follows the number of rows.
     """
     if use_triton(x):
         return _moe_on_device(x, experts, weights, stacks, fixed_tiles)
@@ -121,10 +122,10 @@ def grouped_moe_forward_reference(
 
 @jit
 def _gated(made, gain, limit, GATE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Gate interleaved (gate, up) columns: [ROWS, 2 OUTPUTS] to [ROWS, OUTPUTS]."""
+    """Apply the gate to interleaved (gate, up) columns: [ROWS, 2 OUTPUTS] to [ROWS, OUTPUTS]."""
     gate, up = tl.split(tl.reshape(made, (ROWS, OUTPUTS, 2)))
     if GATE == "clamped":
-        # `where` instead of min and max, so that NaN propagates.
+        # Unlike min and max, `where` propagates NaN.
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
         inner = gate * gain
@@ -137,11 +138,11 @@ def _gated(made, gain, limit, GATE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: t
 
 @jit(unspecialized=("max_tiles",))
 def _grouped_gemm(
-    x,  # with a GATE [T, K], rows gathered by token; else [T * k, K] sorted by expert
-    weight,  # [E, K, N], any strides of which that of K or N is 1
-    bias,  # [E, N]; not read without HAS_BIAS
-    out,  # with a GATE [T * k, N / 2] sorted by expert, else [T * k, N] in order of choices
-    order,  # order, tiles, num_tiles: see `AlignedTokens`
+    x,  # with GATE: [T, K], one row per token; without: [T * k, K] sorted by expert
+    weight,  # [E, K, N] with stride 1 along K or along N
+    bias,  # [E, N]; read only with HAS_BIAS
+    out,  # with GATE: [T * k, N / 2] sorted by expert; without: [T * k, N] in order of choices
+    order,  # `order`, `tiles` and `num_tiles`: see `AlignedTokens`
     tiles,
     num_tiles,
     max_tiles,
@@ -154,14 +155,14 @@ def _grouped_gemm(
     output_stride,
     gain,
     limit,
-    GATE: tl.constexpr,  # "" or a gate's name
+    GATE: tl.constexpr,  # `GatedActivation.kind`, or "" for a product without gate
     HAS_BIAS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
 ):
-    """Compute a tile of an expert's rows and outputs. Grid: max_tiles * output tiles."""
-    # Consecutive programs share output columns, so row tiles of an expert find its weights in L2.
+    """Compute one tile of one expert's rows and outputs. Grid: max_tiles * output tiles."""
+    # Consecutive programs compute the same output columns, so they share an expert's weights in L2.
     tile = tl.program_id(0) % max_tiles
     first_output = tl.program_id(0) // max_tiles * TILE_OUTPUTS
     if tile >= tl.load(num_tiles):
@@ -175,7 +176,7 @@ def _grouped_gemm(
     column = first_output + tl.arange(0, TILE_OUTPUTS)
     has_column = column < num_outputs
     if GATE == "silu" or GATE == "gelu":
-        # Interleave gates and ups in the tile; the weights store all gates, then all ups.
+        # Interleave gate and up columns in the tile; the weights store all gates, then all ups.
         column = column // 2 + column % 2 * (num_outputs // 2)
     source = (choice // top_k if GATE != "" else first + row).to(tl.int64)
     x_rows = x + source[:, None] * x_stride
@@ -219,7 +220,7 @@ def _combine(
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sum a token's expert outputs by weight, in order of choices. Grid: (T, tiles of D)."""
+    """Sum a token's weighted expert outputs in the order of choices. Grid: (T, tiles of D)."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < size
@@ -233,7 +234,7 @@ def _combine(
 @dataclass(frozen=True, slots=True)
 class Tiles:
     rows: int
-    outputs: int  # columns of the weights, gates and ups both counted
+    outputs: int  # columns of the weights: gate and up columns together
     inputs: int
     num_warps: int
     num_stages: int
@@ -242,9 +243,9 @@ class Tiles:
 FEW = Tiles(16, 128, 64, num_warps=4, num_stages=4)
 SOME = Tiles(64, 128, 64, num_warps=4, num_stages=3)
 MANY = Tiles(128, 128, 64, num_warps=8, num_stages=3)
-WIDE = Tiles(32, 64, 32, num_warps=4, num_stages=2)  # float32: no tensor cores
+WIDE = Tiles(32, 64, 32, num_warps=4, num_stages=2)  # for float32, without tensor cores
 
-ELEMENTS_PER_PROGRAM = 2048  # of `_combine`
+ELEMENTS_PER_PROGRAM = 2048  # columns per program of `_combine`
 
 
 def tiles_for(dtype: torch.dtype, mean_rows: float, batch_invariant: bool) -> Tiles:
@@ -338,7 +339,7 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, stacks: ExpertWeights) -
 
 
 def _check_stack(name: str, stack: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """Check a stack, which may be contiguous in either of its last two dimensions."""
+    """Check a stack's shape and dtype; either of its last two dimensions may have stride 1."""
     inner_first = stack.stride(1) == 1
     order = (shape[0], shape[2], shape[1]) if inner_first else shape
     check(name, stack.transpose(1, 2) if inner_first else stack, order, (x.dtype,), like=x)
@@ -348,7 +349,7 @@ def aot_cases() -> Iterator[AotCase]:
     def mix(
         num_tokens: int, num_experts: int, size: int, inner: int, gate: GatedActivation
     ) -> Tensor:
-        """A layer that chooses 8 experts per token."""
+        """Run a layer that chooses 8 experts per token."""
         gate_up, down = meta(num_experts, 2 * inner, size), meta(num_experts, size, inner)
         if gate.kind == "clamped":
             stacks = ExpertWeights(

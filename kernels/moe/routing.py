@@ -1,13 +1,14 @@
-"""Expert routing: choose the top k experts of each token from its router logits.
+"""Expert routing: chooses the top k experts of each token from the token's router logits.
 
-The weights are p = softmax(logits) of the chosen experts, optionally divided by their sum, times a
-scale (Shazeer et al., 2017; Jiang et al., 2024). DeepSeek's routing differs in up to three ways
-(see `Routing`): p may be the sigmoid of each logit; experts may be chosen by p + bias, while the
-weights remain p; and only experts of the token's best groups may be chosen.
+An expert's weight is its probability p = softmax(logits). The weights of the chosen experts are
+optionally divided by their sum, and multiplied by a scale (Shazeer et al., 2017; Jiang et al.,
+2024). DeepSeek's routing differs in up to three ways (see `Routing`): p may be the sigmoid of each
+logit; experts may be chosen by p + bias, while the weights remain p; and only experts of the
+token's best groups may be chosen.
 
-The kernel runs one program per token, with the experts in a tile [groups, experts per group]. Of
-equal scores the lower expert number wins. A NaN score loses to every other score, so even a token
-with NaN logits gets k valid, distinct experts and does not affect other tokens.
+The kernel runs one program per token, with the experts in a tile [groups, experts per group]. On
+ties, the kernel chooses the lowest expert number. A NaN ranks below every other score, so even a
+token with NaN logits gets k valid, distinct experts and does not affect other tokens.
 """
 
 from collections.abc import Iterator
@@ -34,12 +35,12 @@ class Routing:
     """Parameters of expert routing."""
 
     top_k: int  # experts per token
-    normalise: bool = False  # the weights of a token's experts sum to `scale`
-    sigmoid: bool = False  # p is the sigmoid of each logit, not the softmax of all
-    num_groups: int = 1  # equal groups of consecutive experts
-    top_groups: int = 1  # groups that a token may choose from; they have at least `top_k` experts
-    group_best: int = 1  # a group's score is the sum of this many of its best experts
-    scale: float = 1.0  # factor of the weights
+    normalise: bool = False  # divide the weights of a token's experts by their sum
+    sigmoid: bool = False  # an expert's p is the sigmoid of its logit; False: softmax over all
+    num_groups: int = 1  # number of equal groups of consecutive experts
+    top_groups: int = 1  # number of groups per token; together they have at least `top_k` experts
+    group_best: int = 1  # a group's score is the sum of the scores of this many best experts
+    scale: float = 1.0  # the weights are multiplied by this
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     Args:
         logits: [T, E].
         routing: the routing parameters.
-        bias: [E] float32, added to p for the choice of experts only.
+        bias: [E] float32, added to p when experts are chosen, but not to the weights.
 
     Returns:
         Experts [T, k], int32 on a GPU and int64 on a CPU, and weights [T, k] float32.
@@ -79,7 +80,7 @@ def _mask_groups(merits: Tensor, routing: Routing) -> Tensor:
 def route_reference(
     logits: Tensor, routing: Routing, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Reference implementation of `route`, token by token."""
+    """Reference implementation of `route`, one token at a time."""
     size = logits.shape[1] // routing.num_groups
     chosen, weights = [], []
     for row in logits.to(torch.float32):
@@ -100,8 +101,8 @@ def route_reference(
 
 @jit
 def _route(
-    logits,  # [T, E], rows logits_stride apart
-    bias,  # [E] float32; not read without HAS_BIAS
+    logits,  # [T, E] with a row stride of logits_stride
+    bias,  # [E] float32; read only with HAS_BIAS
     experts,  # [T, TOP_K] int32
     weights,  # [T, TOP_K] float32
     logits_stride,
@@ -115,8 +116,8 @@ def _route(
     NORMALISE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GROUPS: tl.constexpr,  # NUM_GROUPS, rounded up to a power of two
-    MEMBERS: tl.constexpr,  # GROUP_SIZE, rounded up
-    RANKS: tl.constexpr,  # TOP_K, rounded up
+    MEMBERS: tl.constexpr,  # GROUP_SIZE, rounded up to a power of two
+    RANKS: tl.constexpr,  # TOP_K, rounded up to a power of two
 ):
     """Choose the experts of one token and compute their weights. One program per token."""
     token = tl.program_id(0).to(tl.int64)

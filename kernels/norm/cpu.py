@@ -1,7 +1,8 @@
 """CPU loops of the RMS norm, compiled by numba.
 
-A row's bits do not depend on other rows. Its squares are summed into four vectors in turn, which
-are added as (a + b) + (c + d) and then lane by lane; the remaining elements are added last.
+The result for a row does not depend on other rows, because the squares of a row are summed in a
+fixed order: first into four vectors a, b, c and d in turn. These are added as (a + b) + (c + d),
+and then the lanes of the sum one after another. The remaining elements of the row are added last.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -44,7 +45,10 @@ def norm_row(
     x: Floats, at: int, more: Floats, more_at: int, weight: Floats, eps: float, out: Floats,
     out_at: int, spare: Floats,
 ) -> None:  # fmt: skip
-    """Write the norm of one row of `x` to `out`; unless `more` is empty, add it to `x` first."""
+    """Write the RMS norm of one row of `x` to `out`.
+
+    If `more` is not empty, its row is first added to the row of `x`, in place. `spare` is scratch.
+    """
     width = len(weight)
     row, made = x[at : at + width], out[out_at : out_at + width]
     if len(more):
@@ -91,5 +95,8 @@ def load() -> None:
 def run(
     hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats, num_threads: int
 ) -> None:
-    """Compute out = norm(hidden), flat [T D]. Unless x [T D] is empty, add it to hidden first."""
+    """Write the RMS norm of `hidden` to `out`. If `x` is not empty, add `x` to `hidden` first.
+
+    `hidden`, `x` and `out` are flat arrays [T D].
+    """
     run_serial_or_parallel(_serial, _parallel, hidden, x, weight, eps, out, num_threads=num_threads)

@@ -1,12 +1,12 @@
-"""Norms over the last dimension: RMS (Zhang and Sennrich, 2019) and layer (Ba et al., 2016).
+"""Norms over the last dimension: RMS norm (Zhang, Sennrich, 2019), layer norm (Ba et al., 2016).
 
     RMS:        y = x / sqrt(mean(x²) + eps) * weight
     Gemma RMS:  y = x / sqrt(mean(x²) + eps) * (1 + weight)
     layer:      y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
-x is [..., D], weight and bias are [D], all of one floating dtype. The functions return a new tensor
-like x, except those whose name ends in `_`. On a GPU, a row is computed in float32, read and
-written once, and batch-invariant.
+`x` is [..., D], `weight` and `bias` are [D], all of the same floating dtype. The functions return a
+new tensor like `x`; functions whose name ends in `_` replace `x`. On a GPU, each row is read once,
+normalized in float32 and written once. The result for a row does not depend on other rows.
 """
 
 from collections.abc import Iterator
@@ -35,10 +35,11 @@ from penstock.kernels.triton_common.launch import (
 )
 
 MAX_FEATURES = 1 << 16
-"""Most features of a row, which one program holds in registers."""
+"""Maximum number of features of a row. One program holds the whole row in registers."""
 
 TILE = 4096
-"""Features per program; short rows share one. Depends on D alone, so rows are batch-invariant."""
+"""Features per program; several short rows share one program. Tiles depend only on D, so the result
+is batch-invariant."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
-    """In-place version of `rms_norm`; x may be a 2-D or 3-D view with contiguous last dimension."""
+    """In-place version of `rms_norm`. `x` may be a 2-D or 3-D view with contiguous rows."""
     if use_triton(x):
         _norm(x, None, weight, None, x, eps, above_one=False)
     else:
@@ -59,7 +60,10 @@ def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def fused_add_rms_norm(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to `hidden` in place, rounded to its dtype, and return the `rms_norm` of the sum."""
+    """Add `x` to `hidden` in place, and return the `rms_norm` of the sum.
+
+    The sum is rounded to the dtype of `hidden` before it is normalized.
+    """
     if use_triton(hidden):
         return _normalised(hidden, weight, None, eps, added=x)
     if _runs_on_cpu_kernel(hidden, weight) and hidden.is_contiguous() and x.shape == hidden.shape:
@@ -73,8 +77,9 @@ _NOTHING = torch.empty(0)
 def _runs_on_cpu_kernel(x: Tensor, weight: Tensor) -> bool:
     """Return whether the numba loops support these tensors: float32 on a CPU.
 
-    They take half of torch's time or slightly more, and differ in the last bits. So the decision
-    must not depend on strides, which may change with the number of rows.
+    The loops take half of torch's time or slightly more, and their results differ from torch's in
+    the last bits. The decision must therefore not depend on strides, because strides may change
+    with the number of rows.
     """
     plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     return plain and x.shape[-1:] == weight.shape and x.numel() > 0 and has_numba()
@@ -91,7 +96,7 @@ def _norm_cpu(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def load_cpu_kernels() -> None:
-    """Load the numba loops, or compile them if the disk cache lacks them."""
+    """Load the numba loops from disk, or compile them if they are not cached."""
     _cpu_kernels().load()
 
 
@@ -111,7 +116,10 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the Gemma RMS norm; float32 throughout, since 1 + weight would lose small weights."""
+    """Return the Gemma RMS norm of every row, computed in float32.
+
+    A sum 1 + weight in a narrower dtype would lose small weights.
+    """
     if use_triton(x):
         return _normalised(x, weight, None, eps, above_one=True)
     return rms_norm(x.float(), 1.0 + weight.float(), eps).to(x.dtype)
@@ -151,16 +159,16 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
 @jit(unspecialized=("num_rows",))
 def _norm_rows(
     x,  # [T, H, D]
-    added,  # [T, H, D] contiguous, added to x in place first; or None
+    added,  # [T, H, D] contiguous, first added to `x` in place; or None
     weight,  # [D]
     bias,  # [D]; None for an RMS norm
     out,  # [T, H, D]
     num_rows,  # T H
     num_heads,  # H
-    x_token,  # strides of tokens and heads, in elements
-    x_head,
-    out_token,
-    out_head,
+    x_token,  # stride of the tokens in `x`, in elements
+    x_head,  # stride of the heads in `x`, in elements
+    out_token,  # stride of the tokens in `out`, in elements
+    out_head,  # stride of the heads in `out`, in elements
     eps,
     ABOVE_ONE: tl.constexpr,  # multiply by 1 + weight
     DIM: tl.constexpr,  # D
@@ -204,7 +212,7 @@ def _normalised(
     added: Tensor | None = None,
     above_one: bool = False,
 ) -> Tensor:
-    """Return the norm of x [..., D] in a new tensor; x must be contiguous, or 2-D or 3-D."""
+    """Return the norm of `x` [..., D] in a new tensor. `x` must be contiguous unless 2-D or 3-D."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     flat = x if x.dim() in (2, 3) else x.view(-1, x.shape[-1])
     _norm(flat, added, weight, bias, out.view(flat.shape), eps, above_one)
@@ -220,9 +228,10 @@ def _norm(
     eps: float,
     above_one: bool,
 ) -> None:
-    """Launch `_norm_rows` for x and out of shape [T, D] or [T, H, D].
+    """Launch `_norm_rows` for `x` and `out` of shape [T, D] or [T, H, D].
 
-    If `added` is given, it is the callers' `x`, and `x` is their `hidden`.
+    If `added` is given, errors use the names of the public functions: `hidden` for the parameter
+    `x`, and `x` for `added`.
     """
     dim, name = x.shape[-1], "x" if added is None else "hidden"
     check(name, x, [*"TH"[: x.dim() - 1], dim], FLOATS)

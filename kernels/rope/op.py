@@ -1,14 +1,14 @@
 """Rotary position embedding (Su et al., 2021).
 
-Feature pairs are half a head apart, (i, i + R/2), as in Llama, or interleaved, (2i, 2i + 1), as in
-GPT-J. A pair (u, v) of a head at position p is rotated by the angle a = p * frequency:
+The features of a pair are half a head apart, (i, i + R/2), as in Llama, or interleaved,
+(2i, 2i + 1), as in GPT-J. A pair (u, v) at position p is rotated by the angle a = p * frequency:
 
     u' = u cos a - v sin a
     v' = v cos a + u sin a
 
-`rotate_` rotates all R features of the tensor that it is given, usually a view of the first R
-features of every head. A GPU computes in float32. `kv_cache/op.rope_and_cache` also writes the
-heads to the KV cache.
+`rotate_` rotates all R features of its argument, usually a view of the first R features of every
+head. On a GPU, the arithmetic is float32. `kv_cache/op.rope_and_cache` rotates heads and also
+writes them to the KV cache.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,8 @@ from penstock.kernels.triton_common.launch import (
 )
 
 TILE, THREADS = 2048, 128
-"""Features and threads per program: a thread moves 8 features (16 bytes of bfloat16) per half."""
+"""Features and threads per program. Each thread moves 8 features (16 bytes in bfloat16) of each
+half of a head."""
 
 
 def rotary_table(
@@ -46,12 +47,12 @@ def rotary_table(
         frequencies: [R/2] float32.
         num_positions: number of positions, from 0.
         dtype: dtype of the result.
-        scale: factor of all values.
-        interleaved: pairs are (2i, 2i + 1) rather than (i, i + R/2).
+        scale: all cosines and sines are multiplied by this.
+        interleaved: True if feature pairs are (2i, 2i + 1), False if they are (i, i + R/2).
 
     Returns:
-        [num_positions, 2, R]. Row 0 holds the cosine of each feature's pair, row 1 the sine with
-        the sign it has for that feature.
+        [num_positions, 2, R]. For each position, row 0 holds the cosine for each feature, row 1
+        the sine for each feature, negated for the first feature of each pair.
     """
     positions = torch.arange(num_positions, dtype=torch.float32, device=frequencies.device)
     angles = positions[:, None] * frequencies
@@ -65,9 +66,9 @@ def rotary_table(
 
 
 def rotate_(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> None:
-    """Rotate x [T, H, R] in place. cos_sin [T, 2, R] are rows of `rotary_table`.
+    """Rotate `x` [T, H, R] in place. `cos_sin` [T, 2, R] holds the tokens' rows of `rotary_table`.
 
-    `cos_sin` has the dtype of x or, on a GPU, may be float32.
+    `cos_sin` must have the dtype of `x`. On a GPU, it may also be float32.
     """
     if use_triton(x):
         _rotate(x, cos_sin, interleaved)
@@ -83,7 +84,10 @@ def rotate_(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> None:
 def rotate_reference(
     x: Tensor, positions: Tensor, frequencies: Tensor, interleaved: bool = False
 ) -> Tensor:
-    """Reference for `rotate_`, in float64: x [T, H, R], positions [T], frequencies [R/2]."""
+    """Reference for `rotate_`, in float64.
+
+    `x` is [T, H, R], `positions` is [T] and `frequencies` is [R/2].
+    """
     angles = positions.double()[:, None, None] * frequencies.double()
     wide, cos, sin = x.double(), angles.cos(), angles.sin()
     if interleaved:
@@ -98,13 +102,13 @@ def rotate_reference(
 @jit
 def load_rotated(
     source,  # [N, 1] pointers to heads
-    cos_sin,  # [N, 1] pointers to their cosines and sines, [2, R] each
+    cos_sin,  # [N, 1] pointers to the cosines and sines [2, R] of each head
     mask,  # [N, 1]
     HALF: tl.constexpr,  # R/2
     PAIRS: tl.constexpr,  # R/2 rounded up to a power of two
     INTERLEAVED: tl.constexpr,
 ):
-    """Load N heads and return their rotated pairs: u' and v', [N, PAIRS] float32 each."""
+    """Load N heads and return the rotated pairs (u', v') as two float32 tensors [N, PAIRS]."""
     if INTERLEAVED:
         both = tl.arange(0, 2 * PAIRS)[None, :]
         inside = mask & (both < 2 * HALF)
@@ -128,15 +132,16 @@ def load_rotated(
 def store_rotated(
     target,  # [N, 1] pointers to heads
     u,  # [N, PAIRS] first features of the pairs
-    v,  # [N, PAIRS] second features
+    v,  # [N, PAIRS] second features of the pairs
     mask,  # [N, 1]
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Store pairs in the layout that `load_rotated` reads.
+    """Store the pairs of N heads in the layout that `load_rotated` reads.
 
-    It may write to the heads that were read, since each thread writes the elements that it read.
+    `target` may point to the heads that `load_rotated` has read, because each thread only writes
+    elements that the same thread has read.
     """
     u, v = u.to(target.dtype.element_ty), v.to(target.dtype.element_ty)
     if INTERLEAVED:
@@ -175,7 +180,7 @@ def _rotate_heads(
 
 
 def check_rotary(cos_sin: Tensor, num_tokens: int, dim: int, like: Tensor) -> None:
-    """Raise ValueError unless `cos_sin` is [num_tokens, 2, R] with even R in [2, dim]."""
+    """Raise ValueError unless `cos_sin` is [num_tokens, 2, R], with R even and in [2, dim]."""
     check("cos_sin", cos_sin, [num_tokens, 2, "R"], [like.dtype, torch.float32], like=like)
     check_contiguous("cos_sin", cos_sin)
     num_rotated = cos_sin.shape[2]
@@ -184,7 +189,7 @@ def check_rotary(cos_sin: Tensor, num_tokens: int, dim: int, like: Tensor) -> No
 
 
 def rows_of_a_tile(num_heads: int, dim: int) -> tuple[int, int]:
-    """Return the numbers of tokens and of heads per program, both powers of two."""
+    """Return (tokens per program, heads per program); both are powers of two."""
     rows = max(1, TILE // power_of_2(dim))
     heads = min(rows, power_of_2(num_heads))
     return rows // heads, heads

@@ -1,7 +1,8 @@
 """Gumbel noise on a CPU, compiled by numba: several times faster than numpy (`philox`).
 
-Each row is processed in pieces by loops that vectorize; their intermediate arrays stay in the L1
-cache. No operation is fused or reordered, so the bits equal those of `gumbel_noise_reference`.
+Each row is processed in pieces by vectorized loops, so that intermediate arrays stay in the L1
+cache. No operation is fused or reordered, so the result is bitwise identical to that of
+`gumbel_noise_reference`.
 """
 
 from typing import Any
@@ -13,12 +14,12 @@ from numba import float32, int32, uint32, uint64
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry
 
-LANES = 512  # lanes of four tokens per piece
+LANES = 512  # lanes per piece of a row; a lane is four consecutive tokens
 
 
 @inner(error_model="numpy")
 def _words(words: Any, num_lanes: int, lane: int, counter: Any, low: int, high: int) -> None:
-    """Fill `words` [4, lanes] with the random words of `num_lanes` lanes from `lane` on."""
+    """Fill `words` [4, lanes] with the random words of `num_lanes` lanes, beginning with `lane`."""
     choice, index, purpose = counter
     for at in range(num_lanes):
         c0, c1, c2, c3 = uint32(lane + at), uint32(index), uint32(choice), uint32(purpose)
@@ -34,7 +35,7 @@ def _words(words: Any, num_lanes: int, lane: int, counter: Any, low: int, high: 
 
 @inner(error_model="numpy")
 def _uniform(words: Any, uniform: Any, rest: Any) -> None:
-    """Convert words to u in (0, 1), in token order, and to `rest` = 1 - u."""
+    """Convert random words to numbers u in (0, 1), in token order; `rest` becomes 1 - u."""
     most = float32(1 - 2.0**-24)
     for lane in range(len(uniform) // 4):
         for word in range(4):
@@ -46,7 +47,7 @@ def _uniform(words: Any, uniform: Any, rest: Any) -> None:
 
 @inner(error_model="numpy")
 def _split_exponents(bits: Any, size: int, exponents: Any, mantissas: Any) -> None:
-    """Split floats, given as bits, into the exponents and mantissas (as bits) for `_log`."""
+    """Split floats, given as bits, into the exponents and mantissas that `_log` takes."""
     for at in range(size):
         moved = int32(bits[at] + int32(0x3F800000 - 0x3F3504F3))
         exponents[at] = float32(int32(moved >> int32(23)) - int32(127))
@@ -55,7 +56,7 @@ def _split_exponents(bits: Any, size: int, exponents: Any, mantissas: Any) -> No
 
 @numba.njit(inline="always")
 def _log(mantissa: Any, exponent: Any) -> Any:
-    """Natural logarithm, computed as `philox._log_` does."""
+    """Return the natural logarithm, by the same operations as `philox._log_`."""
     s = (mantissa - float32(1)) / (mantissa + float32(1))
     z = s * s
     series = (z * float32(0.2857142857) + float32(0.4)) * z + float32(0.6666666667)
@@ -65,7 +66,7 @@ def _log(mantissa: Any, exponent: Any) -> Any:
 
 @inner(error_model="numpy")
 def _first_log(uniform: Any, rest: Any, exponents: Any, mantissas: Any) -> None:
-    """Replace the mantissas with -log(1 - u)."""
+    """Replace `mantissas` with -log(1 - u), where u is `uniform`."""
     for at in range(len(uniform)):
         lost = float32(1) - rest[at]
         scale = uniform[at] / (lost if lost > 0 else float32(1))
@@ -75,7 +76,7 @@ def _first_log(uniform: Any, rest: Any, exponents: Any, mantissas: Any) -> None:
 
 @inner(error_model="numpy")
 def _second_log(mantissas: Any, exponents: Any, noise: Any) -> None:
-    """Compute the noise: -log of what `_first_log` computed."""
+    """Compute the noise: -log of the values that `_first_log` wrote."""
     for at in range(len(noise)):
         noise[at] = -_log(mantissas[at], exponents[at])
 

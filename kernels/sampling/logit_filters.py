@@ -1,6 +1,7 @@
 """Sampling filters (top-k, top-p, min-p, typical-p) and argmax, with torch and numpy.
 
-`op.sample` combines them on a CPU; on a GPU its kernels find the same thresholds differently.
+On a CPU, `op.sample` calls these functions. On a GPU, the kernels of `op.sample` find the same
+thresholds by another method.
 """
 
 from dataclasses import dataclass
@@ -13,19 +14,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class FilterParams:
-    """Filter parameters of R rows. 0, 1 and 0 keep every token."""
+    """Filter parameters of R rows. The filters are applied in the order of the fields."""
 
-    top_k: Tensor  # [R] int64: keep the k most likely tokens
-    top_p: Tensor  # [R] float32: of these the fewest whose share of the probability is top_p
-    min_p: Tensor  # [R] float32: of these the ones with p >= min_p * (largest p)
+    top_k: Tensor  # [R] int64: keep the k most likely tokens; 0: all
+    top_p: Tensor  # [R] float32: keep the fewest tokens with this share of the probability; 1: all
+    min_p: Tensor  # [R] float32: keep tokens with p >= min_p * (largest p); 0: all
 
 
 def apply_top_k_top_p_min_p_(logits: Tensor, cuts: FilterParams) -> None:
-    """Set the logits of tokens that the filters exclude to -inf, in place.
+    """Set the logits of excluded tokens to -inf, in place.
 
     logits: [R, V] float32, divided by the temperature, with at least one finite value per row.
-    Tokens that tie with the last one kept are kept, so the result does not depend on the order of
-    sorting. It does not depend on other rows either. The most likely token is always kept.
+    Tokens that tie with the last kept token are kept too, so the result does not depend on the
+    order of equal logits. A row's result does not depend on other rows. The most likely token is
+    always kept.
     """
     floor = logits.amax(-1) + cuts.min_p.log()
     vocab_size = logits.shape[1]
@@ -36,10 +38,10 @@ def apply_top_k_top_p_min_p_(logits: Tensor, cuts: FilterParams) -> None:
 
 
 def _sorted_threshold(logits: Tensor, limits: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest logit that top-k (`limits`) and top-p keep: [R]."""
+    """Return the smallest logit of each row that top-k (`limits`) and top-p keep, [R]."""
     values = _descending(logits)
     among = values >= values.gather(1, limits[:, None] - 1)
-    # Values below e^-80 do not matter, and denormals would be fifty times slower.
+    # Values below e^-80 do not change the sums, and denormals would be fifty times slower.
     mass = (values - values[:, :1]).clamp_(min=-80).exp_() * among
     through = mass.cumsum(-1)
     enough = through - mass >= top_p[:, None] * through[:, -1:]
@@ -48,17 +50,17 @@ def _sorted_threshold(logits: Tensor, limits: Tensor, top_p: Tensor) -> Tensor:
 
 
 def apply_typical_p_(logits: Tensor, typical_p: Tensor) -> None:
-    """Keep the fewest, most typical tokens that have `typical_p` of the probability, in place.
+    """Set the logits of all but the most typical tokens to -inf, in place.
 
     A token is more typical the closer its surprisal, -log p, is to the distribution's entropy
-    (Meister et al., "Locally typical sampling", 2022). Tokens that tie with the last one kept are
-    kept; the logits of the others become -inf.
+    (Meister et al., "Locally typical sampling", 2022). The fewest tokens that together have the
+    probability `typical_p` are kept, and all tokens that tie with the last kept token.
 
-    logits: [R, V] float32, -inf for tokens that are excluded already; typical_p: [R] float32.
+    logits: [R, V] float32, -inf for tokens that are already excluded; typical_p: [R] float32.
     """
     shifted = logits - logits.amax(-1, keepdim=True)
     mass = shifted.clamp(min=-80).exp_().masked_fill_(shifted == -torch.inf, 0)
-    # Unlike torch.sum, cumsum has the same bits for any number of rows.
+    # Unlike torch.sum, cumsum is bitwise identical for any number of rows.
     total = mass.cumsum(-1)[:, -1:]
     entropy = total.log() - (mass * shifted.clamp(min=-80)).cumsum(-1)[:, -1:] / total
     oddity = (total.log() - shifted - entropy).abs_()
@@ -76,21 +78,21 @@ def _ascending_order(values: Tensor) -> Tensor:
 
 
 def _descending(values: Tensor) -> Tensor:
-    """Sort each row, largest first. On a CPU numpy is tens of times faster than torch."""
+    """Sort each row, largest first. On a CPU, numpy sorts tens of times faster than torch."""
     if values.device.type != "cpu":
         return values.sort(-1, descending=True).values
     return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
 
 
 def argmax(scores: Tensor) -> npt.NDArray[np.integer]:
-    """Return the index of each row's largest score, the first of equals: [S] on the host."""
+    """Return the index of each row's largest score (the first on ties), [S] on the host."""
     if scores.device.type != "cpu":
         return np.asarray(scores.argmax(-1).cpu())
-    return np.asarray(scores.numpy().argmax(-1))  # tens of times faster than torch
+    return np.asarray(scores.numpy().argmax(-1))  # tens of times faster than torch's argmax
 
 
 def top_k_top_p_min_p_reference(logits: Tensor, cuts: FilterParams) -> Tensor:
-    """Reference of `apply_top_k_top_p_min_p_`: a full sort per row; returns a new tensor."""
+    """Reference of `apply_top_k_top_p_min_p_`: sort each row fully and return a new tensor."""
     out = logits.clone()
     for row, values in enumerate(logits.to(torch.float64)):
         ordered = values.sort(descending=True).values
@@ -107,7 +109,7 @@ def top_k_top_p_min_p_reference(logits: Tensor, cuts: FilterParams) -> Tensor:
 
 
 def typical_p_reference(logits: Tensor, typical_p: Tensor) -> Tensor:
-    """Reference implementation of `apply_typical_p_`, row by row; returns a new tensor."""
+    """Reference implementation of `apply_typical_p_`, one row at a time; return a new tensor."""
     out = logits.clone()
     for row, values in enumerate(logits.to(torch.float64)):
         surprise = -values.log_softmax(-1)

@@ -1,8 +1,8 @@
-"""Log probabilities of each row's most likely tokens and of a given token.
+"""Log probabilities of one given token and of the most likely tokens per row.
 
-On a GPU one pass computes the sum of each row's softmax (`vocab_scan`). The n most likely tokens
-are then taken one by one from the few candidates, and a given token's rank is counted in the
-sub-blocks that contain larger logits.
+On a GPU, one pass computes the denominator of each row's softmax (`vocab_scan`). Then the n most
+likely tokens are found one after another among the few candidates of that pass. The rank of the
+given token is found by counting larger logits, only in sub-blocks that contain any.
 """
 
 from collections.abc import Iterator
@@ -30,16 +30,16 @@ from penstock.kernels.triton_common.launch import check, jit, launch, power_of_2
 class Logprobs:
     """Log probabilities (natural logarithm) of R rows."""
 
-    chosen: Tensor  # [R] float32: of the given token
-    ranks: Tensor  # [R] int64: 1 + the number of tokens more likely than the given one
+    chosen: Tensor  # [R] float32: log probability of the given token
+    ranks: Tensor  # [R] int64: 1 + the number of tokens that are more likely than the given token
     tokens: Tensor  # [R, n] int64: the most likely tokens, most likely first
     values: Tensor  # [R, n] float32: log probabilities of `tokens`
 
 
 def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    """Return log probabilities of given tokens and of the `count` most likely ones.
+    """Return the log probabilities of the given tokens and of the `count` most likely tokens.
 
-    logits: [R, V] float32; tokens: [R] int64, one per row. Raises ValueError if `count` < 0.
+    logits: [R, V] float32; tokens: [R] int64, one per row. Raise ValueError if `count` < 0.
     """
     if count < 0:
         raise ValueError(f"count: at least 0 expected, not {count}")
@@ -55,7 +55,7 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
 
 
 def logprobs_reference(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    """Reference implementation of `logprobs`, row by row in float64."""
+    """Reference implementation of `logprobs`, one row at a time, in float64."""
     found = logits.double().log_softmax(-1)
     chosen = torch.stack([row[token] for row, token in zip(found, tokens, strict=True)])
     ranks = [
@@ -69,16 +69,16 @@ def logprobs_reference(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
 
 @jit
 def _rank_kernel(
-    logits,  # [R, V] float32, rows logits_stride apart
+    logits,  # [R, V] float32 with a row stride of logits_stride
     tokens,  # [R] int64
     sub_max,
-    above,  # [R, segments] int32: number of logits larger than the token's
+    above,  # [R, segments] int32: number of logits larger than the given token's logit
     logits_stride,
     vocab_size,
     SUB: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Count the logits of one segment that are larger than the token's. Grid: (R, segments)."""
+    """Count the logits of a segment that exceed the given token's logit. Grid: (R, segments)."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * tl.num_programs(1) + segment
     token = tl.load(tokens + row)
@@ -97,10 +97,10 @@ def _top_k_kernel(
     segment_max,
     segment_sum,
     above,
-    near_values,  # near_values, near_tokens, near_counts: see `Candidates`
+    near_values,  # `near_values`, `near_tokens` and `near_counts`: see `Candidates`
     near_tokens,
     near_counts,
-    chosen,  # chosen, ranks, best_tokens, best_values: see `Logprobs`
+    chosen,  # `chosen`, `ranks`, `best_tokens` and `best_values`: see `Logprobs`
     ranks,
     best_tokens,
     best_values,
@@ -111,7 +111,7 @@ def _top_k_kernel(
     SEGMENTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute a token's log probability and rank, and the top `num_best`. One program per row."""
+    """Compute the fields of `Logprobs` for one row, with `num_best` tokens. One program per row."""
     row, number = tl.program_id(0).to(tl.int64), tl.arange(0, SEGMENTS)
     own, has = row * num_segments + number, number < num_segments
     tops = tl.load(segment_max + own, mask=has, other=float("-inf"))
@@ -130,7 +130,7 @@ def _top_k_kernel(
     near_values += row * vocab_size
     last, last_at = float("inf"), -1
     for rank in range(num_best):
-        # The next largest after the previous one; ties in token order.
+        # Find the next candidate in descending order of logits; equal logits in token order.
         best, best_at = float("-inf"), vocab_size
         for start in range(0, count, TILE):
             at = start + tl.arange(0, TILE)
@@ -187,7 +187,7 @@ def _logprobs_on_device(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
 
 
 def _ranks(found: VocabMaxima, tokens: Tensor) -> Tensor:
-    """Count, per segment, the logits larger than the token's: [R, segments] int32."""
+    """Count the logits of each segment that exceed the given token's: [R, segments] int32."""
     logits, above = found.logits, torch.empty_like(found.broken)
     launch(
         _rank_kernel,

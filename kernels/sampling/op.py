@@ -1,12 +1,12 @@
 """Sample one token per row: temperature, filters, Gumbel noise, argmax.
 
-A token is drawn by adding Gumbel noise to every logit and taking the largest (see `philox`), so the
-draw depends only on the row's logits and its seed, choice and index.
+The sampled token has the largest sum of logit and Gumbel noise (see `philox`). Therefore a row's
+token depends only on the row's logits, seed, choice and index.
 
-On a GPU nothing is sorted, and the host does not wait. The exact filter thresholds are searched for
-among the few tokens that `vocab_scan` collects (`_threshold_kernel`). Noise, with the same bits as
-in `philox`, is computed only in segments that may be drawn from (`_sample_kernel`, `_pick`). A row
-with NaN or Inf is flagged and does not affect other rows.
+On a GPU nothing is sorted, and the host does not wait. `_threshold_kernel` finds the exact filter
+thresholds among the few tokens that `vocab_scan` collects. `_sample_kernel` adds noise, bitwise
+identical to `philox`, only in segments with tokens that pass the filters; `_pick` takes the best. A
+row with NaN or Inf is flagged and does not affect other rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,16 +45,16 @@ from penstock.kernels.triton_common.launch import check, jit, launch, power_of_2
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """Sampling parameters of R rows: each field [R], on the device of the logits."""
+    """Sampling parameters of R rows: each field is [R], on the device of the logits."""
 
-    temperature: Tensor  # float32; 0: greedy, the other parameters are ignored
+    temperature: Tensor  # float32; 0: greedy, all other parameters are ignored
     top_p: Tensor  # float32, see `FilterParams`
     min_p: Tensor  # float32, see `FilterParams`
-    typical_p: Tensor  # float32, applied to what the other filters keep; 1: disabled
+    typical_p: Tensor  # float32, applied to the tokens that the other filters keep; 1: disabled
     top_k: Tensor  # int64, see `FilterParams`
-    seeds: Tensor  # int64 with the bits of a uint64
-    indices: Tensor  # int64: the token's index in its answer, from 0
-    choices: Tensor  # int64: number of the request's choice
+    seeds: Tensor  # int64 that holds the bits of a uint64
+    indices: Tensor  # int64: index of the sampled token in its answer, from 0
+    choices: Tensor  # int64: number of the choice within its request, from 0
 
 
 @jit
@@ -79,13 +79,13 @@ def _threshold_kernel(
     counts,
     tops,
     bounds,
-    floors,  # [R] float32: logits below are excluded
-    centres,  # [R] float32: middle of the range that typical_p keeps
-    widths,  # [R] float32: logits farther than this from the centre are excluded
+    floors,  # [R] float32: smaller logits are excluded
+    centres,  # [R] float32: middle of the range of logits that typical_p keeps
+    widths,  # [R] float32: half width of that range
     vocab_size,
     TILE: tl.constexpr,
 ):
-    """Find the thresholds of a row from what `_compact_kernel` collected. One program per row."""
+    """Find a row's thresholds from the results of `_compact_kernel`. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     top, count = tl.load(tops + row), tl.load(counts + row)
     if tl.load(temperature + row) <= 0:
@@ -115,7 +115,7 @@ def _threshold_kernel(
             value = tl.load(values + at, mask=at < count, other=float("-inf"))
             value = tl.where(value >= floor, tl.maximum(value - top, -80.0), 0.0)
             lean += value * tl.exp(value)
-        # -log p is log(held) - (value - top); its mean, the entropy, log(held) - lean / held.
+        # -log p = log(held) - (value - top), and its mean (the entropy) = log(held) - lean / held.
         centre = top + tl.sum(lean, axis=0) / held
         near, far = tl.full((), 0, tl.int64), tl.full((), 0x7F800000, tl.int64)
         target = (1 - fraction) * held
@@ -131,7 +131,7 @@ def _threshold_kernel(
     unspecialized=("temperature", "seeds", "indices", "choices", "floors", "centres", "widths"),
 )
 def _sample_kernel(
-    logits,  # [R, V] float32, rows logits_stride apart
+    logits,  # [R, V] float32 with a row stride of logits_stride
     temperature,
     seeds,
     indices,
@@ -140,15 +140,15 @@ def _sample_kernel(
     floors,
     centres,
     widths,
-    best,  # [R, segments] float32: largest noisy logit that passes the filters, or -inf
-    best_tokens,  # [R, segments] int32: its token
+    best,  # [R, segments] float32: largest logit + noise of tokens that pass the filters, or -inf
+    best_tokens,  # [R, segments] int32: the token with the value in `best`
     logits_stride,
     vocab_size,
     PURPOSE: tl.constexpr,
     SUB: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Filter one segment, add noise and find its largest logit. Grid: (R, segments)."""
+    """Find the token of one segment with the largest logit + noise. Grid: (R, segments)."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * tl.num_programs(1) + segment
     subs = sub_max + at * (SEGMENT // SUB)
@@ -179,7 +179,7 @@ def _sample_kernel(
 
 @jit
 def _gumbel(words):
-    """Convert random words to Gumbel noise by the operations of `philox.gumbel_`, in its order."""
+    """Convert random words to Gumbel noise by the same operations as `philox.gumbel_`."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     rest = 1.0 - uniform
     lost = 1.0 - rest
@@ -190,7 +190,7 @@ def _gumbel(words):
 
 @jit
 def _log(x):
-    """Natural logarithm, computed as `philox._log_` does."""
+    """Return the natural logarithm, by the same operations as `philox._log_`."""
     bits = x.to(tl.int32, bitcast=True) + 0x4AFB0D
     exponent = ((bits >> 23) - 127).to(tl.float32)
     mantissa = ((bits & 0x7FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True)
@@ -210,7 +210,7 @@ def _pick(
     num_segments,
     SEGMENTS: tl.constexpr,
 ):
-    """Choose a row's token among the best of its segments. One program per row."""
+    """Choose a row's token among the best tokens of its segments. One program per row."""
     row, number = tl.program_id(0), tl.arange(0, SEGMENTS)
     own, has = row * num_segments + number, number < num_segments
     value, which = tl.max(
@@ -224,14 +224,14 @@ def _pick(
 
 
 def sample(logits: Tensor, params: SamplingTensors, bans: bool = False) -> tuple[Tensor, Tensor]:
-    """Draw one token per row: return tokens [R] int64, and whether each row was valid [R] bool.
+    """Sample one token per row: return tokens [R] int64, and whether each row is valid, [R] bool.
 
-    An invalid row (NaN, Inf, or every token excluded) returns token 0 and False. On a GPU the host
-    does not wait.
+    For an invalid row (NaN, Inf, or every token excluded), return token 0 and False. On a GPU, the
+    host does not wait.
 
     Args:
         logits: [R, V] float32, not modified.
-        bans: -inf marks a banned token; otherwise a row that contains -inf is invalid.
+        bans: -inf marks a banned token; if `bans` is False, a row that contains -inf is invalid.
     """
     if not use_triton(logits):
         return _sample_on_cpu(logits, params, bans)
@@ -262,7 +262,7 @@ def sample(logits: Tensor, params: SamplingTensors, bans: bool = False) -> tuple
         PURPOSE=SAMPLE,
         SUB=SUB,
         SEGMENT=SEGMENT,
-        # A fused multiply-add rounds once, the CPU twice: noise would differ in its bits.
+        # With fused multiply-adds, which round once, the noise would differ from the CPU's.
         enable_fp_fusion=False,
         num_warps=8,
     )
@@ -286,7 +286,7 @@ def sample(logits: Tensor, params: SamplingTensors, bans: bool = False) -> tuple
 def _thresholds(
     found: VocabMaxima, near: Candidates, cuts: FilterParams, typical_p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's floor, and centre and half width of the typical_p range: [R] each."""
+    """Return the floors, centres and widths of `_threshold_kernel`, [R] each."""
     num_rows, vocab_size = found.logits.shape
     floors, centres, widths = found.logits.new_empty(3, num_rows)
     launch(
@@ -311,7 +311,7 @@ def _thresholds(
 
 
 def greedy(logits: Tensor, bans: bool = False) -> tuple[Tensor, Tensor]:
-    """`sample` for rows that are all greedy, with fewer calls. CPU only."""
+    """Faster version of `sample` for rows that are all greedy. CPU only."""
     finite = logits.amax(-1).isfinite() if bans else finite_rows(logits)
     return torch.from_numpy(argmax(logits)).masked_fill_(~finite, 0), finite
 
@@ -331,7 +331,7 @@ def _sample_on_cpu(logits: Tensor, params: SamplingTensors, bans: bool) -> tuple
 
 
 def _add_noise(logits: Tensor, params: SamplingTensors, at: npt.NDArray[np.intp]) -> Tensor:
-    """Return the rows `at` divided by temperature, filtered, with noise, as a new tensor."""
+    """Divide `logits` by the temperatures of rows `at`, filter, add noise; return a new tensor."""
     rows = torch.from_numpy(at)
     heat, top_p, min_p, typical_p, top_k = (
         each[rows]
@@ -361,7 +361,7 @@ def _add_noise(logits: Tensor, params: SamplingTensors, at: npt.NDArray[np.intp]
 
 
 def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
-    """Return rows `at` of a tensor; the tensor itself if these are all its rows."""
+    """Return rows `at` of a tensor, or the tensor itself if `at` has as many rows."""
     return tensor if len(at) == len(tensor) else tensor[torch.from_numpy(at)]
 
 
@@ -374,12 +374,12 @@ def _update_rows_(tensor: Tensor, at: Tensor, change_: Callable[[Tensor], None])
 
 
 def finite_rows(logits: Tensor) -> Tensor:
-    """Return which rows contain neither NaN nor Inf: [R, V] to [R] bool."""
+    """Return a mask [R]: True for rows of `logits` [R, V] without NaN and Inf."""
     # A row with NaN or Inf has a non-finite sum.
     if logits.device.type != "cpu":
         return logits.sum(-1).isfinite()
     with np.errstate(over="ignore", invalid="ignore"):
-        sums = logits.numpy().sum(-1)  # several times faster than torch for a few rows
+        sums = logits.numpy().sum(-1)  # several times faster than torch's sum for a few rows
     if np.isfinite(sums).all():
         return torch.ones(len(logits), dtype=torch.bool)
     return logits.isfinite().all(-1)

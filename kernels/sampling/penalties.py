@@ -1,8 +1,9 @@
 """Repetition, presence and frequency penalties, and logit biases, applied in place.
 
-On a GPU each token's occurrences are counted in a table [P, V] with integer atomics, whose order
-does not affect the result. A second kernel then clears the counts atomically: the position that
-reads a token's non-zero count changes its logit, so each logit is changed exactly once.
+On a GPU, the first kernel counts each token's occurrences in a table [P, V] with integer atomics;
+the order of integer additions does not matter. The second kernel reads and clears the counts
+atomically: only the first position of a token to read the count finds it non-zero and changes the
+logit, so each logit is changed exactly once.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from penstock.kernels.triton_common.launch import check, jit, launch, tl, use_tr
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of P rows: each field [P] float32. 1, 0 and 0 have no effect."""
+    """Penalties of P rows: each field is [P] float32. The values 1, 0 and 0 have no effect."""
 
     repetition: Tensor
     presence: Tensor
@@ -29,18 +30,18 @@ def apply_penalties_(
 ) -> None:
     """Penalise tokens that occur in the prompt or the answer, in place.
 
-    A token of the prompt or the answer has its logit divided by `repetition` if the logit is
-    positive, otherwise multiplied (Keskar et al., 2019). A token of the answer then loses
-    `frequency` per occurrence, and `presence` once.
+    For each token of the prompt or the answer, a positive logit is divided by `repetition`, and a
+    negative logit is multiplied by `repetition` (Keskar et al., 2019). Then, from the logit of each
+    token of the answer, `frequency` is subtracted per occurrence, and `presence` once.
 
     Args:
         logits: [P, V] float32.
         tokens: [P, L] int64: prompt, answer, then padding of any value.
         num_prompt: [P] int64: length of the prompt.
         num_tokens: [P] int64: length of prompt and answer, from 1 to L.
-        penalties: the rows' penalties.
+        penalties: penalties of the P rows.
 
-    On a GPU, token ids outside the vocabulary and positions beyond L are ignored.
+    On a GPU, token ids outside the vocabulary and positions from L on are ignored.
     """
     if use_triton(logits):
         _penalize_on_device(logits, tokens, num_prompt, num_tokens, penalties)
@@ -48,7 +49,7 @@ def apply_penalties_(
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     valid = positions < num_tokens[:, None]
     answered = valid & (positions >= num_prompt[:, None])
-    # Padding becomes the row's first token: duplicates all write the same value.
+    # Replace padding by the row's first token: duplicate tokens all write the same value.
     seen = torch.where(valid, tokens, tokens[:, :1])
     scores = logits.gather(1, seen)
     factor = penalties.repetition[:, None]
@@ -65,7 +66,7 @@ def apply_penalties_(
 def apply_penalties_reference(
     logits: Tensor, tokens: Tensor, num_prompt: Tensor, num_tokens: Tensor, penalties: Penalties
 ) -> Tensor:
-    """Reference implementation of `apply_penalties_`, token by token; returns a new tensor."""
+    """Reference implementation of `apply_penalties_`, one token at a time; return a new tensor."""
     out = logits.clone()
     for row, (start, stop) in enumerate(zip(num_prompt.tolist(), num_tokens.tolist(), strict=True)):
         answer = tokens[row, start:stop].tolist()
@@ -81,10 +82,10 @@ def apply_penalties_reference(
 
 @jit(unspecialized=("max_len", "tokens_stride"))
 def _count_occurrences(
-    tokens,  # [P, L] int64, rows tokens_stride apart
+    tokens,  # [P, L] int64 with a row stride of tokens_stride
     num_prompt,
     num_tokens,
-    occurrences,  # [P, V] int32 zeros: gets bit 0 if in the prompt, + 2 per time in the answer
+    occurrences,  # [P, V] int32 zeros: sets bit 0 for prompt tokens, adds 2 per time in the answer
     max_len,  # L
     tokens_stride,
     vocab_size,
@@ -106,10 +107,10 @@ def _count_occurrences(
 
 @jit(unspecialized=("max_len", "tokens_stride"))
 def _penalty_kernel(
-    logits,  # [P, V] float32, rows logits_stride apart
+    logits,  # [P, V] float32 with a row stride of logits_stride
     tokens,
     num_tokens,
-    occurrences,  # [P, V] int32 from `_count_occurrences`; zeros again afterwards
+    occurrences,  # [P, V] int32 from `_count_occurrences`; reset to zeros
     repetition,  # [P] float32
     presence,  # [P] float32
     frequency,  # [P] float32
@@ -141,7 +142,7 @@ def _penalty_kernel(
     tl.store(logits + row * logits_stride + token, score, mask=first)
 
 
-TILE = 1024  # token positions, or biases, per program
+TILE = 1024  # token positions (or biases, in `_bias_kernel`) per program
 
 
 def _penalize_on_device(
@@ -179,7 +180,7 @@ def _penalize_on_device(
 
 @jit(unspecialized=("num_pairs", "num_rows"))
 def _bias_kernel(
-    logits,  # [R, V] float32, rows logits_stride apart
+    logits,  # [R, V] float32 with a row stride of logits_stride
     rows,  # [num_pairs] int64
     tokens,  # [num_pairs] int64
     values,  # [num_pairs] float32
@@ -189,7 +190,7 @@ def _bias_kernel(
     logits_stride,
     TILE: tl.constexpr,
 ):
-    """Add one value per (row, token) pair. One program per TILE pairs."""
+    """Add `values[n]` to the logit of `(rows[n], tokens[n])`. One program per TILE pairs."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.load(rows + at, mask=at < num_pairs, other=-1)
     token = tl.load(tokens + at, mask=at < num_pairs, other=-1)
@@ -203,7 +204,7 @@ def add_logit_bias_(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor
     """Add biases in place: logits[rows[n], tokens[n]] += values[n].
 
     logits: [R, V] float32; rows, tokens: [N] int64, without duplicate pairs; values: [N] float32.
-    On a GPU, pairs outside of the logits are ignored.
+    On a GPU, pairs with a row or token out of range are ignored.
     """
     if not use_triton(logits):
         logits[rows, tokens] += values

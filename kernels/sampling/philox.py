@@ -1,16 +1,16 @@
-"""Counter-based Gumbel noise: a pure function of its arguments, with equal bits on every device.
+"""Counter-based Gumbel noise: a pure function of its arguments, bitwise identical on every device.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) turns a counter
-of four 32-bit words and a key of two into four random words. A token's Gumbel noise is
+of four 32-bit words and a key of two words into four random words. A token's Gumbel noise is
 
     g = -log(-log(1 - v)),  v = (word + 1/2) / 2^32
 
-where word is number token % 4 of the four that Philox returns for the key (seed low, seed high) and
-the counter (token // 4, index, choice, purpose). The token with the largest logit + g is then a
-sample from softmax(logits).
+Philox returns four words for the key (seed low, seed high) and the counter (token // 4, index,
+choice, purpose); `word` is the word with the number token % 4. The token with the largest logit + g
+is a sample from softmax(logits).
 
-The numba version (`sampling/cpu_philox`), the numpy version here and the Triton version (`op`) give
-the same bits.
+The numba version (`sampling/cpu_philox`), the numpy version (this file) and the Triton version
+(`op`) are bitwise identical.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,23 +33,24 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 
 CACHED_LANES = 8192
-"""Lanes per pass, few enough to stay in a core's cache: three times as fast as all at once."""
+"""Lanes (of four tokens) per pass. Their data fits in a core's cache: three times as fast as one
+pass over all lanes."""
 
-ONE, ROOT_HALF, MANTISSA = 0x3F800000, 0x3F3504F3, 0x7FFFFF  # 1 and sqrt(1/2), as bits
+ONE, ROOT_HALF, MANTISSA = 0x3F800000, 0x3F3504F3, 0x7FFFFF  # bits of 1 and sqrt(1/2); a mask
 NEAR_ONE = np.float32(1 - 2.0**-24)
-SERIES = (0.2857142857, 0.4, 0.6666666667)  # 2/7, 2/5, 2/3
+SERIES = (0.2857142857, 0.4, 0.6666666667)  # 2/7, 2/5, 2/3: coefficients of 2 artanh(s)
 LOG_2 = 0.6931471806
 
 SAMPLE = 0
-"""Purpose (the counter's last word) of drawing tokens; other uses need another number."""
+"""Purpose (the counter's last word) of noise for sampling tokens. Other uses need other numbers."""
 
 
 def philox_reference(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor:
-    """Return four random words from 4 counter and 2 key words: int64 tensors that broadcast."""
+    """Return four random words [4, ...] from 4 counter and 2 key words, broadcastable int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
-        # A product may wrap at 2^63: its bits are still right, and the mask removes the sign.
+        # A product may overflow int64. Its low 64 bits stay right; the mask removes the sign.
         left, right = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c2 = (right >> 32) & WORD ^ c1 ^ k0, (left >> 32) & WORD ^ c3 ^ k1
         c1, c3 = right & WORD, left & WORD
@@ -60,18 +61,23 @@ def philox_reference(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor
 def philox(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
     """numpy version of `philox_reference`, with words 0 and 2 separate from words 1 and 3.
 
-    even: counter words 0 and 2, odd: 1 and 3, both [2, R, n]; key: [2, R, 1]. Returns the random
-    words in the form of `even` and `odd`.
+    Args:
+        even: counter words 0 and 2, [2, R, n].
+        odd: counter words 1 and 3, [2, R, n].
+        key: [2, R, 1].
+
+    Returns:
+        Random words 0 and 2, and random words 1 and 3, [2, R, n] each.
     """
     shape = np.broadcast_shapes(even.shape, odd.shape)
     steps = np.array(KEY_STEPS, np.uint32)[:, None, None]
     multipliers = np.array(MULTIPLIERS, np.uint64)[:, None, None]
-    buffers = np.empty((2, *shape), np.uint64)  # double buffer: a round reads the last product
+    buffers = np.empty((2, *shape), np.uint64)  # two, because a round reads the previous product
     words = np.empty(shape, np.uint32)
     for number in range(NUM_ROUNDS):
         product = buffers[number % 2]
         np.multiply(even, multipliers, out=product)
-        # Each side takes its high word from the other side's product.
+        # The new even words need the high halves of the other product, so the order is reversed.
         halves = product.view(np.uint32).reshape(*shape, 2)[::-1]
         even = np.bitwise_xor(halves[..., 1], odd, out=words)
         even ^= key
@@ -87,7 +93,7 @@ def gumbel_noise(
     num_tokens: int,
     purpose: int = SAMPLE,
 ) -> Tensor:
-    """Return noise [R, num_tokens] float32 of R draws with these seeds, indices and choices [R]."""
+    """Return noise [R, num_tokens] float32 for R rows with seeds, indices and choices [R]."""
     num_lanes = -(-num_tokens // 4)
     counters = np.stack((choices, indices, np.full_like(indices, purpose))).astype(np.uint32)
     keys = np.stack((seeds & np.uint64(WORD), seeds >> np.uint64(32))).astype(np.uint32)
@@ -104,7 +110,7 @@ def load_cpu_kernels() -> None:
 
 @cache
 def _cpu_kernel() -> Callable[[Floats, Words, Words], None] | None:
-    """Return the compiled `gumbel_noise_reference` (same bits), or None if there is no numba."""
+    """Return the numba version of `gumbel_noise_reference`, or None if numba is not installed."""
     return (
         cast("Callable[[Floats, Words, Words], None]", _cpu_kernels().gumbel_noise)
         if has_numba()
@@ -137,12 +143,12 @@ def gumbel_noise_reference(noise: Floats, counters: Words, keys: Words) -> None:
 def gumbel_(words: Floats) -> Floats:
     """Convert random words, as float32, to Gumbel noise, in place.
 
-    Uses only sums, products and quotients, each rounded separately, so any device that computes
-    them in this order gets the same bits. Library logarithms differ between devices.
+    The function uses only additions, subtractions, multiplications and divisions, each rounded
+    separately, because these are bitwise identical on all devices. Library logarithms are not.
     """
-    # A word close to 2^32 is rounded up to it; without the minimum its noise would be -inf.
+    # A word close to 2^32 is rounded up to 2^32; without the minimum, its noise would be infinite.
     uniform = np.minimum(np.multiply(np.add(words, 0.5, out=words), 2.0**-32, out=words), NEAR_ONE)
-    # log1p: with r = 1 - u rounded, -log(1 - u) = -log(r) u / (1 - r), or u if r is 1.
+    # As in log1p: with r = 1 - u rounded, -log(1 - u) = -log(r) u / (1 - r), or u if r is 1.
     rest = 1 - uniform
     lost = 1 - rest
     gone = lost == 0
@@ -157,7 +163,7 @@ def gumbel_(words: Floats) -> Floats:
 def _log_(x: Floats, spare: Floats) -> Floats:
     """Compute the natural logarithm in place; x must be positive and not denormal.
 
-    x = 2^n m with m about 1, and log(m) = 2 artanh(s) with s = (m - 1) / (m + 1).
+    x = 2^n m with m near 1, so log(x) = n log(2) + 2 artanh(s) with s = (m - 1) / (m + 1).
     """
     bits = x.view(np.int32)
     bits += ONE - ROOT_HALF

@@ -1,11 +1,11 @@
-"""One pass over the vocabulary that finds the few tokens that sampling filters may keep.
+"""Finds the few tokens that sampling filters may keep, in one pass over the vocabulary.
 
-Most tokens are far too unlikely to pass any filter. So the pass (`_scan_kernel`) stores the maximum
-of every sub-block of 64 tokens. These maxima give a lower bound of a filter's threshold: the k-th
-largest maximum is at most the k-th largest logit, and the same holds for sums of probabilities.
-Only tokens at or above that bound are then collected (`_compact_kernel`), from sub-blocks whose
-maximum reaches it. For a flat distribution nearly all tokens are collected, which is slower but
-still exact.
+Most tokens are far too unlikely to pass any filter. Therefore the pass (`_scan_kernel`) stores the
+maximum of every sub-block of 64 tokens. These maxima give a lower bound of a filter's threshold:
+the k-th largest maximum is at most the k-th largest logit, and there is a similar bound for sums of
+probabilities. Then `_compact_kernel` collects only the tokens at or above the bound, and reads only
+sub-blocks whose maximum reaches the bound. For a flat distribution, nearly all tokens are
+collected; this is slower, but the result is still exact.
 
 The order of a row's sums does not depend on other rows.
 """
@@ -20,23 +20,23 @@ from penstock.kernels.triton_common.launch import check, jit, launch, power_of_2
 
 SUB = 64  # tokens per sub-block
 SEGMENT = 4096  # tokens per program
-TILE = 512  # values per iteration of a search
+TILE = 512  # values per iteration of a search loop
 
 ROW_VECTORS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-"""Per-row parameters. They are slices of one tensor, so their alignment depends on R, and a kernel
-must not be specialized on it."""
+"""Parameters with one value per row. They are slices of one tensor, so the alignment of their
+addresses depends on R. A kernel must not be specialized on this alignment."""
 
 
 @jit
 def key_of(value):
-    """Map float32 to integers in the same order: -inf to -2139095041, inf to 0x7F800000."""
+    """Map floats to integers of the same order, from -2139095041 (-inf) to 0x7F800000 (inf)."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @jit
 def value_of(key):
-    """Return the float32 whose `key_of` is `key`."""
+    """Return the float32 that `key_of` maps to `key`."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -46,17 +46,18 @@ def kth_largest_key(
     values,  # [count] float32
     count,
     low,  # smallest key that may be returned
-    high,  # largest key; returned if no smaller one qualifies
+    high,  # largest key; returned if no smaller key qualifies
     target,
     top,  # the largest value, or any larger number
-    floor,  # "oddity" only: smaller values have weight 0
-    centre,  # "oddity" only: keys are distances from it
-    BY: tl.constexpr,  # a value's weight is 1 with "rank", exp(value - top) otherwise
+    floor,  # for "oddity" only: smaller values have weight 0
+    centre,  # for "oddity" only: the keys are `key_of(|value - centre|)`
+    BY: tl.constexpr,  # "rank": a value's weight is 1; "mass", "oddity": exp(value - top)
     TILE: tl.constexpr,
 ):
-    """Find the smallest key such that the weight above it is `< target`, by 16-way search.
+    """Return the smallest key such that values with larger keys have a total weight < `target`.
 
-    With "oddity" (distance from `centre`, for typical_p) the condition is `<= target`.
+    With "oddity" (distance from `centre`, for typical_p), the condition is a total weight <=
+    `target`. Each iteration divides the range of keys by 16.
     """
     way = tl.arange(0, 16)
     while low < high:
@@ -85,10 +86,10 @@ def kth_largest_key(
 
 @jit(unspecialized=("temperature",))
 def _scan_kernel(
-    logits,  # [R, V] float32, rows logits_stride apart
-    temperature,  # [R] float32; 0 (greedy) divides by 1
-    sub_max,  # [R, subs] float32: maximum of each sub-block, divided by the temperature
-    segment_max,  # [R, segments] float32, divided by the temperature
+    logits,  # [R, V] float32 with a row stride of logits_stride
+    temperature,  # [R] float32; 0 (greedy) counts as 1
+    sub_max,  # [R, subs] float32: largest logit / temperature of each sub-block
+    segment_max,  # [R, segments] float32: largest logit / temperature of each segment
     segment_sum,  # [R, segments] float32: sum of exp(logit / temperature - segment_max)
     broken,  # [R, segments] int32: 1 if a logit is NaN or Inf
     logits_stride,
@@ -97,7 +98,7 @@ def _scan_kernel(
     SUB: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Compute the maxima and the sum of one segment. Grid: (R, segments)."""
+    """Compute the maxima and the sum of exponentials of one segment. Grid: (R, segments)."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_segments = tl.num_programs(1)
     sub = tl.arange(0, SEGMENT // SUB)
@@ -121,7 +122,7 @@ def _scan_kernel(
 
 @jit
 def load_candidates(row, segment, vocab_size, near, SUB: tl.constexpr, SEGMENT: tl.constexpr):
-    """Load a segment of a row of logits, [SEGMENT]; -inf in sub-blocks that are not `near`."""
+    """Load a segment of a row of logits, [SEGMENT]; use -inf for sub-blocks that are not `near`."""
     sub = tl.arange(0, SEGMENT // SUB)
     token = segment * SEGMENT + sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
     logit = tl.load(row + token, mask=near[:, None] & (token < vocab_size), other=float("-inf"))
@@ -130,7 +131,7 @@ def load_candidates(row, segment, vocab_size, near, SUB: tl.constexpr, SEGMENT: 
 
 @jit
 def min_p_floor(min_p, top):
-    """Return the smallest logit that `min_p` keeps, -inf if it is 0."""
+    """Return the smallest logit that `min_p` keeps; -inf if `min_p` is 0."""
     return tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)), float("-inf"))
 
 
@@ -149,7 +150,7 @@ def _compact_kernel(
     tokens,  # [R, V] int32: candidates' token ids; not written without TOKENS
     counts,  # [R] int32: number of candidates; 0 if no filter but min_p applies
     tops,  # [R] float32: the largest logit / temperature
-    bounds,  # [R] float32: lower bound of what the filters may keep
+    bounds,  # [R] float32: lower bound of the logits / temperature that the filters may keep
     logits_stride,
     vocab_size,
     num_segments,
@@ -213,7 +214,7 @@ def _compact_kernel(
 
 @dataclass(frozen=True, slots=True)
 class VocabMaxima:
-    """Results of `scan` for R rows; the last four fields: see `_scan_kernel`."""
+    """Results of `scan` for R rows. `_scan_kernel` describes the fields."""
 
     logits: Tensor  # [R, V] float32
     temperature: Tensor  # [R] float32
@@ -234,14 +235,15 @@ class Candidates:
     values: Tensor  # [R, V] float32: logits / temperature
     tokens: Tensor  # [R, V] int32: token ids; [R, 0] unless requested
     counts: Tensor  # [R] int32: number of candidates; 0 if no filter needs them
-    tops: Tensor  # [R] float32: the row's largest value
-    bounds: Tensor  # [R] float32: lower bound of what the filters may keep
+    tops: Tensor  # [R] float32: the largest logit / temperature
+    bounds: Tensor  # [R] float32: lower bound of the logits / temperature that filters may keep
 
 
 def scan(logits: Tensor, temperature: Tensor, bans: bool) -> VocabMaxima:
-    """Compute the maxima and sums of logits [R, V] float32 by segment. Triton only.
+    """Compute `VocabMaxima` of logits [R, V] float32. Triton only.
 
-    temperature: [R] float32, where 0 counts as 1; bans: -inf marks a banned token, not an error.
+    temperature: [R] float32, where 0 counts as 1.
+    bans: -inf marks a banned token and is no error.
     """
     check("logits", logits, ("R", "V"), (torch.float32,))
     num_rows, vocab_size = logits.shape
@@ -277,7 +279,7 @@ def scan(logits: Tensor, temperature: Tensor, bans: bool) -> VocabMaxima:
 def compact(
     maxima: VocabMaxima, cuts: FilterParams, typical_p: Tensor, with_tokens: bool
 ) -> Candidates:
-    """Collect each row's tokens that `cuts`, and then `typical_p` [R] float32, may keep."""
+    """Collect the tokens of each row that the filters `cuts` and `typical_p` [R] may keep."""
     logits, (num_rows, vocab_size) = maxima.logits, maxima.logits.shape
     check("top_k", cuts.top_k, (num_rows,), (torch.int64,), like=logits)
     for name, each in (("top_p", cuts.top_p), ("min_p", cuts.min_p), ("typical_p", typical_p)):

@@ -1,15 +1,17 @@
-"""CPU step graphs: a step of single tokens as one call instead of hundreds.
+"""CPU step graphs: run a step of single tokens as one call instead of hundreds.
 
-If every operation is a call of its own, threads are woken, Python runs and memory idles between
-the calls: a fifth of the time of a single-token step. A step graph holds the same operations in a
-table that is built once per model. All threads run through it together, with a barrier after each
-operation (`thread_barrier`). Threads that wait at a barrier prefetch weights of the next product.
+If every operation is a separate call, a fifth of the time of a single-token step is lost between
+the calls: threads are woken, Python code runs, and memory is idle. A step graph holds the same
+operations in a table that is built once per model. All threads execute the table together, with a
+barrier after each operation (`thread_barrier`). Threads that wait at a barrier prefetch weights of
+the next product.
 
 Operations read and write buffers: float32 matrices with one row per token, all in one array (the
-arena). They call the same inner loops as the separate operations (`linear/cpu_f32_avx512`,
-`linear/cpu_f32_amx_bf16x6`, `attention/cpu_paged`, ...), so a row has the same bits with and
-without a step graph. The exception is gates, since torch's exponential gives other bits, unless
-the separate operations use the batch-invariant gates (`silu_and_mul_batch_invariant`).
+arena). The operations call the same inner loops as the separate calls (`linear/cpu_f32_avx512`,
+`linear/cpu_f32_amx_bf16x6`, `attention/cpu_paged`, ...), so the results are bitwise identical with
+and without a step graph. Gates are the exception, because torch's exponential rounds differently:
+their results are identical only if the separate calls use the batch-invariant gates
+(`silu_and_mul_batch_invariant`).
 """
 
 from collections.abc import Sequence
@@ -52,38 +54,40 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.integer[Any]]
 
 MAX_GROUP = 15
-"""Largest number of query heads per KV head; larger groups need other attention loops."""
+"""Largest number of query heads per KV head that the attention loops of a step graph support."""
 
 
 class UnsupportedGraph(Exception):
-    """A step graph cannot represent an operation; the message names it."""
+    """A step graph cannot represent an operation; the message names the operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A contiguous matrix [rows, width] in the arena."""
 
-    at: int  # index of its first element in the arena
+    at: int  # index of the buffer's first element in the arena
     width: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """Parameters of attention over rows of query heads, then key heads, then value heads."""
+    """Parameters of attention. An input row has query heads, then key heads, then value heads."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    angles: Buffer | None  # [rows, 2 R] cosines and sines, see `rope`; None: no rotary embedding
-    interleaved: bool  # rotary pairs are adjacent features instead of half a head apart
-    window: int  # positions of the sliding window; 0: none
+    angles: Buffer | None  # [rows, 2 R] cosines, then sines, see `rope`; None: no rotary embedding
+    interleaved: bool  # rotary pairs are adjacent features; False: features half a head apart
+    window: int  # number of positions in the sliding window; 0: no window
     scores: ScoreMod
 
 
 class GraphBuilder:
     """Builds a step graph, one operation after another, in the order of execution.
 
-    most_rows: maximum tokens per step; cache: [L, 2, N, H, S, D], float32 or bfloat16 on a CPU.
+    Args:
+        most_rows: maximum number of tokens per step.
+        cache: KV cache [L, 2, N, H, S, D], float32 or bfloat16, on a CPU.
     """
 
     def __init__(self, most_rows: int, cache: Tensor) -> None:
@@ -92,28 +96,28 @@ class GraphBuilder:
         self._rows = most_rows + -most_rows % ALIGNMENT
         self._cache = cache
         self._size = 0
-        self._num_ints = 2  # the two of TOKENS
+        self._num_ints = 2  # TOKENS uses the first two
         self._table: list[list[int]] = []
         self._numbers: list[tuple[float, float]] = []
         self._kept: list[Any] = []
         self._buffers: dict[tuple[str, int, ExpertLayout | None], Buffer] = {}
 
     def alloc(self, width: int, layout: ExpertLayout | None = None) -> Buffer:
-        """Allocate a buffer; with `layout`, one with rows for each expert's tokens."""
+        """Allocate a buffer with one row per token or, with `layout`, rows sorted by expert."""
         found = Buffer(self._size, width)
         rows = self._rows if layout is None else layout.num_rows(self._rows)
         self._size += rows * (width + -width % 16)
         return found
 
     def scratch(self, name: str, width: int, layout: ExpertLayout | None = None) -> Buffer:
-        """Return the shared buffer of this name and shape, for short-lived values."""
+        """Return the shared buffer of this name, width and layout, for short-lived values."""
         key = (name, width, layout)
         if key not in self._buffers:
             self._buffers[key] = self.alloc(width, layout)
         return self._buffers[key]
 
     def expert_layout(self, num_experts: int, top_k: int) -> ExpertLayout:
-        """Allocate the layout of one choice of experts."""
+        """Allocate the layout for one MoE layer's choice of experts."""
         at = self._num_ints
         self._num_ints += 2 * num_experts + self._rows * top_k
         return ExpertLayout(at, at + 2 * num_experts, num_experts, top_k)
@@ -127,10 +131,10 @@ class GraphBuilder:
         added: Buffer | None = None,
         groups: slice | None = None,
     ) -> None:
-        """Append out = RMS norm of x, after x += `added` if that is given.
+        """Append `out = RMS norm of x`, preceded by `x += added` if `added` is given.
 
-        groups: a row is divided into parts as long as the weight [D], and only these parts are
-        normalised, each separately. Cannot be combined with `added`.
+        groups: rows are divided into parts of D features, for weight [D]. Each part in `groups` is
+        normalised separately; other parts are skipped. Cannot be combined with `added`.
         """
         dim = len(weight)
         some = groups or slice(0, 1)
@@ -151,13 +155,13 @@ class GraphBuilder:
         return y.width % ALIGNMENT == 0 and product.depth == x.width
 
     def linear(self, x: Buffer, product: Any, y: Buffer) -> None:
-        """Append y = x Wᵀ + b, `product` being a packed linear layer."""
+        """Append `y = x Wᵀ + b`, where `product` is the packed linear layer."""
         self._add_linears(x, [product], y, [TOKENS], None)
 
     def expert_linears(
         self, x: Buffer, products: Sequence[Any], y: Buffer, layout: ExpertLayout
     ) -> None:
-        """Append `linear` of every expert on its rows; x and y are buffers with this layout."""
+        """Append one product per expert, for the rows of that expert. x and y have `layout`."""
         self._add_linears(x, products, y, layout.all_rows(), layout)
 
     def _add_linears(
@@ -203,12 +207,12 @@ class GraphBuilder:
         )  # fmt: skip
 
     def _add_each(self, rows: list[RowRange], operations: Sequence[tuple[int, ...]]) -> None:
-        """Append operations, each on its own rows, with a single barrier after the last."""
+        """Append operations, one per range of `rows`, with a single barrier after the last."""
         for number, (own, fields) in enumerate(zip(rows, operations, strict=True)):
             self._write(*fields, rows=own, goes_on=number + 1 < len(rows))
 
     def attend(self, heads: Buffer, how: AttentionParams, layer: int, out: Buffer) -> None:
-        """Append rotary embedding, the write of keys and values to the cache, and attention."""
+        """Append one operation: rotary embedding, cache write of keys and values, and attention."""
         num_sides, _, num_kv_heads, block_size, head_dim = self._cache.shape[1:]
         if (num_sides, num_kv_heads, head_dim) != (2, how.num_kv_heads, how.head_dim):
             raise UnsupportedGraph(
@@ -229,21 +233,22 @@ class GraphBuilder:
         )  # fmt: skip
 
     def gate(self, x: Buffer, kind: str, out: Buffer, layout: ExpertLayout | None = None) -> None:
-        """Append out = f(first half of x) * (second half of x).
+        """Append `out = f(first half of x) * (second half of x)`.
 
-        kind: a key of GATES; layout: the layout of x and out, if they have one.
+        kind: the name of f, a key of GATES.
+        layout: the layout of x and out if their rows are sorted by expert.
         """
         assert x.width == 2 * out.width
         rows = layout.all_rows() if layout else [TOKENS]
         self._add_each(rows, [(GATE, x.at, out.width, out.at, GATES[kind])] * len(rows))
 
     def add(self, x: Buffer, more: Buffer) -> None:
-        """Append x += more."""
+        """Append `x += more`."""
         assert x.width == more.width
         self._write(ADD, x.at, x.width, more.at)
 
     def gemv(self, x: Buffer, weight: Tensor, out: Buffer) -> None:
-        """Append out = x Wᵀ for a small W that is not packed."""
+        """Append `out = x Wᵀ` for a small, unpacked W."""
         assert weight.shape == (out.width, x.width)
         address = self._address(weight.contiguous())
         self._write(SCORE, x.at, x.width, address, out.width, out.at)
@@ -251,9 +256,10 @@ class GraphBuilder:
     def topk_softmax(
         self, logits: Buffer, layout: ExpertLayout, normalise: bool, weights: Buffer
     ) -> None:
-        """Append the choice of each token's experts (plain softmax, see `route`) and their sorting.
+        """Append two operations: choose each token's experts, then sort the choices by expert.
 
-        Writes the weights, and overwrites the logits.
+        The first writes `weights` and overwrites `logits`. Only softmax routing without groups and
+        bias is supported (see `route`).
         """
         num_experts, top_k = layout.num_experts, layout.top_k
         assert (logits.width, weights.width) == (num_experts, top_k)
@@ -263,7 +269,7 @@ class GraphBuilder:
         self._write(SORT, layout.at, num_experts, top_k, layout.choices)
 
     def permute(self, x: Buffer, layout: ExpertLayout, out: Buffer) -> None:
-        """Append the copy of each token's row to its experts' rows in `out`, which has `layout`."""
+        """Append a copy of each token's row to the rows of its choices in `out` (with `layout`)."""
         assert x.width == out.width
         self._write(GATHER, x.at, x.width, out.at, layout.choices, layout.top_k)
 
@@ -276,9 +282,10 @@ class GraphBuilder:
         shared: Buffer | None = None,
         gate: Buffer | None = None,
     ) -> None:
-        """Append out = sum of each token's expert outputs `made` (with `layout`) by their weights.
+        """Append `out` = weighted sum of each token's expert outputs `made` (with `layout`).
 
-        shared: output of a shared expert, which is added; gate: its gate, applied as a sigmoid.
+        shared: output of a shared expert, added to the sum.
+        gate: output of the shared expert's gate; `shared` is multiplied by the sigmoid of `gate`.
         """
         assert made.width == out.width
         assert out.width % 16 == 0
@@ -299,19 +306,19 @@ class GraphBuilder:
                 following = table[number, NEXT] = -1
         numbers = np.array(self._numbers, np.float32)
         storage = torch.zeros(self._size + ALIGNMENT)
-        start = -storage.data_ptr() // 4 % 16  # aligns buffers to cache lines
+        start = -storage.data_ptr() // 4 % 16  # so that buffers begin at a cache line
         arena = storage[start : start + self._size]
         num_slots = self._cache[0, 0, :, 0, :, 0].numel()
         ints = np.zeros(self._num_ints, np.int64)
         return CpuStepGraph(table, numbers, ints, arena, _flat(self._cache), num_slots, self._kept)
 
     def _by_head(self, values: Tensor | None, num_heads: int, none: float) -> int:
-        """Return the address of one value per head: `none` each if there are no values."""
+        """Return the address of one float32 per head; each is `none` if `values` is None."""
         given = torch.full((num_heads,), none) if values is None else values.float().contiguous()
         return self._address(given)
 
     def _address(self, tensor: Tensor) -> int:
-        """Return the address of float32 weights, which are kept alive with the graph."""
+        """Return the address of a float32 tensor, and keep the tensor alive with the graph."""
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
             raise UnsupportedGraph(f"weights of {tensor.dtype} on {tensor.device}")
         self._kept.append(tensor)
@@ -331,7 +338,7 @@ class GraphBuilder:
 
 
 def _flat(cache: Tensor) -> npt.NDArray[Any]:
-    """Return a cache as a flat array; bfloat16 as uint16 with the same bits."""
+    """Return a flat view of a KV cache; bfloat16 is reinterpreted as uint16."""
     flat = cache.view(-1)
     if flat.dtype == torch.float32:
         return flat.numpy()
@@ -344,26 +351,26 @@ class CpuStepGraph:
 
     table: npt.NDArray[np.int64]  # [operations, FIELDS]
     numbers: Floats  # [operations, 2] float parameters
-    ints: npt.NDArray[np.int64]  # integers that change per step, see `RowRange`, `ExpertLayout`
+    ints: npt.NDArray[np.int64]  # integers set in each step: see `RowRange` and `ExpertLayout`
     arena: Tensor  # memory of all buffers
     cache: npt.NDArray[Any]  # flat KV cache
-    num_slots: int  # of the cache
-    kept: list[Any]  # owners of the memory whose addresses are in the table
+    num_slots: int  # number of token slots of the cache
+    kept: list[Any]  # owners of the memory that the addresses in `table` point to
 
     def view(self, buffer: Buffer, num_rows: int) -> Tensor:
-        """Return the first rows of a buffer: [num_rows, width]."""
+        """Return a view of the first `num_rows` rows of a buffer, [num_rows, width]."""
         return self.arena[buffer.at :][: num_rows * buffer.width].view(num_rows, buffer.width)
 
     def run(self, slots: Ints, context_lens: Ints, block_tables: Ints) -> None:
-        """Compute one token of each of T sequences.
+        """Run the operations for one token of each of T sequences.
 
         Args:
-            slots: [T] slot of each token's keys and values.
-            context_lens: [T] number of positions that the token attends to, itself included.
-            block_tables: [T, M].
+            slots: [T] cache slots where each token's keys and values are written.
+            context_lens: [T] number of positions that each token attends to, itself included.
+            block_tables: [T, M] numbers of each sequence's cache blocks.
 
         Raises:
-            IndexError: a slot is outside of the cache.
+            IndexError: if a slot is outside of the cache.
         """
         if not 0 <= slots.min() <= slots.max() < self.num_slots:
             raise IndexError(f"slots: {slots.tolist()}, expected from 0 to {self.num_slots} - 1")
@@ -376,7 +383,7 @@ class CpuStepGraph:
 
 
 def load_cpu_kernels(cache: torch.dtype) -> None:
-    """Load the interpreter for this cache dtype, compiling it if it is not in the cache on disk."""
+    """Load the interpreter for a KV cache dtype; compile it if it is not in the cache on disk."""
     _interpreter(cache == torch.bfloat16)
 
 

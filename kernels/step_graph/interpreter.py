@@ -55,7 +55,7 @@ from penstock.kernels.step_graph.opcodes import (
 _f32_avx512_columns: Any = cpu_f32_avx512.compute_columns
 _f32_amx_columns: Any = (
     cpu_f32_avx512.compute_columns
-)  # placeholders: these two are not called without AMX
+)  # a placeholder, like the next name: both are called only with AMX
 _int8_amx_columns: Any = cpu_f32_avx512.compute_columns
 
 HAS_AMX = has_amx()
@@ -66,12 +66,12 @@ if HAS_AMX:
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
 
-_LINE = 16  # float32 per cache line
+_LINE = 16  # number of float32 in a cache line
 
 
 @inner()
 def _norm(op: Longs, eps: float, arena: Floats, num_rows: int, me: int, count: int) -> None:
-    """Opcode NORM, see `GraphBuilder.norm`."""
+    """Execute opcode NORM, see `GraphBuilder.norm`."""
     groups, dim, more = op[3], op[4], arena if op[8] >= 0 else arena[:0]
     weight, spare = _floats(op[5], dim), np.empty(16, np.float32)
     first, last = _partition(num_rows * groups, me, count)
@@ -85,7 +85,7 @@ def _norm(op: Longs, eps: float, arena: Floats, num_rows: int, me: int, count: i
 def _linear(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Opcode PRODUCT, see `GraphBuilder.linear`."""
+    """Execute opcode PRODUCT, see `GraphBuilder.linear`."""
     num_inputs, num_outputs = op[2], op[8]
     x, y = arena[op[1] + first_row * num_inputs :], arena[op[7] + first_row * num_outputs :]
     panels, bias = _floats(op[3], op[4]), _floats(op[5], op[6])
@@ -106,7 +106,7 @@ def _linear(
 def _quantize(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Opcode QUANTIZE: activations of an INT8 linear layer."""
+    """Execute opcode QUANTIZE: quantize the activations of an INT8 linear layer."""
     width = op[2]
     x = arena[op[1] + first_row * width :][: num_rows * width].reshape(num_rows, width)
     bytes_at = first_row * width
@@ -119,7 +119,7 @@ def _quantize(
 def _int8_linear(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Opcode INT8_PRODUCT, see `GraphBuilder.linear`."""
+    """Execute opcode INT8_PRODUCT, see `GraphBuilder.linear`."""
     num_outputs = op[9]
     qvalues = arena[op[1] :].view(np.uint8)[first_row * op[2] :]
     y, factors = arena[op[8] + first_row * num_outputs :], arena[op[10] + first_row :]
@@ -138,7 +138,7 @@ def _attend(
     op: Longs, scale: float, cap: float, arena: Floats, cache: Any, slots: Longs, contexts: Longs,
     tables: Any, me: int, count: int,
 ) -> None:  # fmt: skip
-    """Opcode ATTEND: threads take turns at pairs of a token and a KV head."""
+    """Execute opcode ATTEND; pairs of a token and a KV head are assigned to threads in turn."""
     num_heads, num_kv_heads, head_dim, block_size = op[2], op[3], op[4], op[5]
     num_rows, group, all_heads = len(slots), num_heads // num_kv_heads, num_heads + 2 * num_kv_heads
     query = arena[op[1] :][: num_rows * all_heads * head_dim].reshape(num_rows, all_heads, head_dim)
@@ -175,7 +175,7 @@ def _attend(
 
 @inner()
 def _rotate(op: Longs, arena: Floats, heads: Any, t: int, head: int) -> None:
-    """Apply the rotary embedding to a KV head's queries and key, in place."""
+    """Apply the rotary embedding to one KV head's queries and key of token `t`, in place."""
     num_heads, num_kv_heads, rotary_dim = op[2], op[3], op[8]
     if op[7] < 0:
         return
@@ -194,7 +194,7 @@ def _rotate(op: Longs, arena: Floats, heads: Any, t: int, head: int) -> None:
 def _gate(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Opcode GATE, see `GraphBuilder.gate`."""
+    """Execute opcode GATE, see `GraphBuilder.gate`."""
     inner, scratch = op[2], gate_scratch()
     first, last = _partition(inner // 16, me, count)
     for t in range(first_row, first_row + num_rows):
@@ -208,7 +208,7 @@ def _gate(
 
 @inner()
 def _add(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
-    """Opcode ADD, see `GraphBuilder.add`."""
+    """Execute opcode ADD, see `GraphBuilder.add`."""
     first, last = _partition(num_rows * op[2], me, count)
     x, more = arena[op[1] + first : op[1] + last], arena[op[3] + first : op[3] + last]
     for i in range(len(x)):
@@ -217,7 +217,7 @@ def _add(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
 
 @inner()
 def _prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> int:
-    """Prefetch the next cache line of this thread's weights; return the number of lines so far."""
+    """Prefetch the next cache line of this thread's weights; return `num_prefetched` + 1."""
     if op[0] == INT8_PRODUCT:
         first, last = _partition(op[9] // ALIGNMENT, me, count)
         at = first * op[2] * ALIGNMENT + num_prefetched * 64
@@ -232,7 +232,7 @@ def _prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> in
 
 
 MAX_PREFETCHED_LINES = (1 << 20) // 64
-"""Most cache lines to prefetch: 1 MiB, half of a core's L2 cache."""
+"""Maximum number of cache lines to prefetch: 1 MiB, half of a core's L2 cache."""
 
 
 @inner()
@@ -240,10 +240,13 @@ def _compute(
     op: Longs, eps: float, cap: float, ints: Longs, arena: Floats, cache: Any, slots: Longs,
     contexts: Longs, tables: Any, rotation: int, me: int, count: int,
 ) -> None:  # fmt: skip
-    """Compute this thread's part of an operation.
+    """Execute this thread's part of an operation.
 
-    eps, cap: the operation's two float parameters; rotation: number of products since the last
-    barrier. The parts of a small product are uneven; rotating them evens out several products.
+    Args:
+        eps: the operation's first float parameter.
+        cap: the operation's second float parameter.
+        rotation: number of products since the last barrier. The threads' parts of a small product
+            differ in size; the rotation gives each thread different parts of successive products.
     """
     kind, first, num_rows, thread = op[0], ints[op[FIRST]], ints[op[COUNT]], (me + rotation) % count
     if kind == NORM:
@@ -268,7 +271,7 @@ def _compute(
 def _moe_op(
     op: Longs, ints: Longs, arena: Floats, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """`_compute` for the opcodes of mixtures of experts."""
+    """Execute this thread's part of a mixture-of-experts operation."""
     if op[0] == SCORE:
         expert_loops.gemv(op, arena, num_rows, me, count)
     elif op[0] == CHOOSE:
@@ -283,7 +286,7 @@ def _moe_op(
 
 @inner()
 def _next_matmul(table: Any, ints: Longs, number: int) -> int:
-    """Return the first product from `number` on that has rows; -1 if `number` is -1."""
+    """Return the first operation from `number` on that has rows; -1 if `number` is -1."""
     while number >= 0 and ints[table[number, COUNT]] == 0:
         number += 1
     return number
@@ -294,10 +297,10 @@ def _barrier_and_prefetch(
     barrier: Longs, table: Any, ints: Longs, number: int, times: int, num_prefetched: int,
     me: int, count: int,
 ) -> int:  # fmt: skip
-    """Wait until all threads have arrived `times` times, prefetching the next product's weights.
+    """Wait until all threads have reached barrier number `times`; prefetch weights while waiting.
 
-    num_prefetched: cache lines of that product that were prefetched before. Returns their new
-    number.
+    num_prefetched: number of cache lines of the next product that are already prefetched. Return
+    the new number.
     """
     arrive(barrier)
     following, looks = _next_matmul(table, ints, table[number, NEXT]), 0
@@ -312,16 +315,16 @@ def _barrier_and_prefetch(
 
 def _run(
     table: Any,  # [operations, FIELDS]
-    numbers: Any,  # [operations, 2]
+    numbers: Any,  # [operations, 2] float parameters
     ints: Longs,
     arena: Floats,
     cache: Any,  # flat KV cache
-    slots: Longs,  # [T]
-    contexts: Longs,  # [T]
-    tables: Any,  # [T, M]
+    slots: Longs,  # [T], see `CpuStepGraph.run`
+    contexts: Longs,  # [T] context lengths
+    tables: Any,  # [T, M] block tables
     num_threads: int,
 ) -> None:
-    """Run all operations of a step graph, see `CpuStepGraph`."""
+    """Run all operations of a step graph; `CpuStepGraph` describes the arguments."""
     barrier = np.zeros(BARRIER_WORDS, np.int64)
     for _thread in numba.prange(num_threads):
         me, count = join(barrier, num_threads)

@@ -1,8 +1,8 @@
-"""Cases of `make aot`, which compiles the Triton kernels ahead of time, without their GPUs.
+"""Cases for `make aot`, which compiles the Triton kernels ahead of time, without a GPU.
 
-Every file with a Triton kernel yields its cases. A case calls the real launcher with tensors on the
-"meta" device, so the kernel is compiled with the tiles, the alignment and the other options that
-the launcher would choose.
+Every file with a Triton kernel defines `aot_cases`. A case calls the real launcher with tensors on
+the "meta" device, so the kernel is compiled with the tiles, the alignment and the other options
+that the launcher chooses for these tensors.
 """
 
 from collections.abc import Callable
@@ -28,20 +28,20 @@ E4M3_CHIPS = tuple(chip for chip in CHIPS if chip.converts_e4m3)
 
 @dataclass(frozen=True, slots=True)
 class AotCase:
-    """One call of a launcher, in the configuration of an existing model.
+    """One call of a launcher, with the shapes and dtypes of an existing model.
 
     The call must launch every kernel that `products` and `streams` name.
     """
 
-    name: str  # of the configuration, such as "llama 8b, bf16"
+    name: str  # name of the configuration, such as "llama 8b, bf16"
     call: Callable[[], object]
     products: tuple[str, ...] = ()  # names of kernels that must use tensor cores
     streams: tuple[str, ...] = ()  # names of kernels that must move 16 bytes per access
-    chips: tuple[DeviceInfo, ...] = CHIPS  # to compile for
+    chips: tuple[DeviceInfo, ...] = CHIPS  # chips to compile for
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return a tensor without memory, to be an argument of a case."""
+    """Return a tensor without data, on the "meta" device, as an argument for a case."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

@@ -1,8 +1,8 @@
 """Functions that the launchers of all Triton kernels share.
 
-Triton kernels run on CUDA and ROCm devices. With TRITON_INTERPRET=1 in the environment, the same
-launchers run the same kernels on the CPU, for tests: Triton interprets them with numpy. In all
-other cases, and if triton is not installed, a launcher runs its CPU version.
+Triton kernels run on CUDA and ROCm devices. For tests, TRITON_INTERPRET=1 in the environment makes
+the launchers run the kernels on the CPU, where Triton interprets the kernels with numpy. In all
+other cases, a launcher runs its CPU version for tensors on a CPU; triton need not be installed.
 """
 
 import os
@@ -23,7 +23,7 @@ try:
     from triton import language
 
     tl: Any = language
-except ImportError:  # not needed to serve on a CPU
+except ImportError:  # serving on a CPU does not need triton
     triton = None
 
     class Names:
@@ -34,7 +34,7 @@ except ImportError:  # not needed to serve on a CPU
     tl = Names
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels are interpreted on the CPU. Triton reads the variable when it is imported."""
+"""True if kernels are interpreted on the CPU. Triton reads the variable when it is imported."""
 
 
 def jit(function: Callable[..., Any] | None = None, *, unspecialized: Sequence[str] = ()) -> Any:
@@ -42,9 +42,10 @@ def jit(function: Callable[..., Any] | None = None, *, unspecialized: Sequence[s
 
     Args:
         function: the kernel, if the decorator is used without arguments.
-        unspecialized: names of integers that differ between steps and of tensors whose start is not
-            always aligned to 16 bytes. Otherwise Triton compiles the kernel again, while serving,
-            when an integer is first 1 or a multiple of 16, or a tensor is first unaligned.
+        unspecialized: names of arguments for which Triton must not specialize the kernel: integers
+            that differ between steps, and tensors that are not always aligned to 16 bytes. With
+            specialization, Triton would compile the kernel again while serving, when an integer is
+            1 or a multiple of 16, or a tensor is unaligned, for the first time.
     """
     if function is None:
         return lambda function: jit(function, unspecialized=unspecialized)
@@ -57,14 +58,14 @@ def jit(function: Callable[..., Any] | None = None, *, unspecialized: Sequence[s
 class DeviceInfo:
     """Properties of a device from which a launcher chooses its tiles."""
 
-    name: str  # sm_90, gfx942, interpreter
-    num_cores: int  # streaming multiprocessors, or compute units
-    shared_bytes: int  # largest shared memory of one program
+    name: str  # for example sm_90, gfx942 or interpreter
+    num_cores: int  # number of streaming multiprocessors (NVIDIA) or compute units (AMD)
+    shared_bytes: int  # maximum shared memory of one program, in bytes
     warp_size: int = 32
 
     @property
     def converts_e4m3(self) -> bool:
-        """True if Triton on this device converts to float8_e4m3fn correctly."""
+        """True if Triton converts to float8_e4m3fn correctly on this device."""
         return self.is_cuda and self.name not in ("sm_80", "sm_86")
 
     def warps(self, num_threads: int) -> int:
@@ -99,9 +100,10 @@ _recording: ContextVar[_Recording | None] = ContextVar("recording", default=None
 
 @contextmanager
 def record_launches(chip: DeviceInfo) -> Iterator[list[Launch]]:
-    """Record launches instead of executing them, with the tiles that launchers choose for `chip`.
+    """Record kernel launches instead of executing them; launchers choose tiles for `chip`.
 
-    Launchers then accept tensors on the "meta" device. Yields the list of launches.
+    Within this context, launchers accept tensors on the "meta" device. The context manager yields
+    the list of recorded launches.
     """
     launches: list[Launch] = []
     token = _recording.set(_Recording(chip, launches))
@@ -112,10 +114,10 @@ def record_launches(chip: DeviceInfo) -> Iterator[list[Launch]]:
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Return whether a launcher runs its Triton kernel for this tensor, not its CPU version.
+    """Return True if a launcher runs its Triton kernel for this tensor, False for its CPU version.
 
     Raises:
-        KernelFallbackError: it would run the CPU version, which `fallback.forbid_fallback` forbids.
+        KernelFallbackError: the CPU version would run, but `fallback.forbid_fallback` forbids it.
         RuntimeError: the tensor is on a GPU, but triton is not installed.
     """
     if tensor.is_cuda:
@@ -134,7 +136,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def device_info(tensor: Tensor) -> DeviceInfo:
-    """Return the device that a launcher chooses tiles for, given one of its tensors."""
+    """Return the device for which a launcher with the argument `tensor` chooses its tiles."""
     if (recording := _recording.get()) is not None:
         return recording.chip
     return _device_info(tensor.device) if tensor.is_cuda else INTERPRETER
@@ -156,11 +158,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     Args:
         kernel: the kernel.
         grid: number of programs per dimension.
-        arguments: its runtime arguments; it runs on the device of the first tensor.
-        options: its constexpr arguments, and Triton's options such as `num_warps`.
+        arguments: runtime arguments. The kernel runs on the device of the first tensor.
+        options: constexpr arguments of the kernel, and Triton's options such as `num_warps`.
 
     Raises:
-        TypeError: bfloat16 under the interpreter, which computes it wrongly.
+        TypeError: a tensor is bfloat16, for which Triton's interpreter gives wrong results.
     """
     if (recording := _recording.get()) is not None:
         recording.launches.append(Launch(kernel, arguments, options))
@@ -180,7 +182,7 @@ def run_kernel(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """Launch on `device`, made current first: Triton ignores the device of the arguments."""
+    """Make `device` current and launch: Triton ignores the device of the arguments."""
     with _current(device):
         kernel[grid](*arguments, **options)
 
@@ -205,14 +207,14 @@ def check(
 ) -> None:
     """Raise ValueError unless a tensor has a shape and dtype that a kernel can read.
 
-    Its last dimension must be contiguous.
+    The last dimension of the tensor must be contiguous.
 
     Args:
         name: name of the tensor, for the message.
         tensor: the tensor.
-        shape: for each dimension its size, or a letter that allows any size.
+        shape: for each dimension the required size, or a string if any size is allowed.
         dtypes: the allowed dtypes.
-        like: a tensor that must be on the same device, if any.
+        like: if given, `tensor` must be on the device of this tensor.
     """
     sizes = tensor.shape
     wrong = len(sizes) != len(shape) or any(

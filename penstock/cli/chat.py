@@ -27,7 +27,7 @@ from penstock.protos.inference_pb2_grpc import InferenceStub
 
 DEFAULT = "127.0.0.1:9000"
 SECONDS_TO_CONNECT = 10.0
-SECONDS_TO_RETURN = 60.0  # to reach a router again during an answer
+SECONDS_TO_RETURN = 60.0  # an interrupted answer is retried until this long after its last piece
 
 
 class ChatFailed(RuntimeError):
@@ -72,8 +72,8 @@ class Conversation:
     def send(self, question: str) -> Generator[str, None, None]:
         """Yield the answer to `question` piece by piece.
 
-        The question and the received part of the answer become part of the conversation, also if
-        the generator is closed early or fails. Without any answer the conversation is unchanged.
+        The question and the received part of the answer are added to the conversation, even if the
+        generator is closed early or fails. If nothing was received, the conversation is unchanged.
 
         Raises:
             ChatFailed: the answer could not be completed.
@@ -199,7 +199,7 @@ def _converse(talk: Conversation, name: str) -> int:
 
 
 def show(talk: Conversation, question: str, console: Console) -> None:
-    """Send a question and print the answer as it arrives; Ctrl-C stops it."""
+    """Send a question and print the answer as it arrives; Ctrl-C stops the answer."""
     console.print("[bold cyan]answer> [/]", end="")
     pieces = talk.send(question)
     try:

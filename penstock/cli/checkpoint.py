@@ -1,4 +1,4 @@
-"""Find or download the checkpoint that MODEL names, and check it before anything starts."""
+"""Finds or downloads the checkpoint of a model, and checks it before the cluster starts."""
 
 import os
 import re
@@ -22,7 +22,8 @@ class NoModel(ValueError):
 def find(model: str = BUNDLED) -> Path:
     """Return the folder of a checkpoint; download it first if `model` is a hub name.
 
-    `BUNDLED` is always the bundled model; write ./demo for a folder of that name.
+    The name `demo` (`BUNDLED`) always means the bundled model. To use a local folder with that
+    name, pass `./demo`.
 
     Raises:
         NoModel: the download failed.
@@ -51,7 +52,7 @@ def download(model: str, wanted: list[str], folder: Path | None = None) -> Path:
     Raises:
         NoModel: the download failed, and the cache has no copy.
     """
-    # Imported here: rarely needed, and slow.
+    # Imported here, because the import is slow and rarely needed.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -71,7 +72,7 @@ def check(folder: Path, with_weights: bool = True) -> None:
 
     Args:
         folder: the checkpoint folder.
-        with_weights: also check the weight files, which may exist only where they are loaded.
+        with_weights: also check the weight files; these may exist only on the workers' nodes.
 
     Raises:
         BadCheckpoint: a file is missing or broken.

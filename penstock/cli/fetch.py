@@ -1,6 +1,6 @@
 """Download a checkpoint from the hub: `python -m penstock.cli.fetch MODEL FOLDER`.
 
-The pods of the Helm chart run it, so that all of them have the checkpoint at the same path.
+The pods of the Helm chart run this command, so that each pod has the checkpoint at the same path.
 """
 
 import argparse

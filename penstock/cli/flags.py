@@ -33,7 +33,7 @@ ALSO = {
     "pp": ["--pipeline-parallel-size"],
     "labels": ["--label"],
 }
-"""Setting to further flag names, mostly those of vLLM."""
+"""Additional flag names of settings; most are vLLM's names."""
 
 EVERY_POOL = "pools.*"
 THE_MODEL = "models.*"
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 def read_spec(arguments: Sequence[str]) -> ClusterSpec:
     """Return the specification for `penstock serve`: the file's settings, overridden by flags.
 
-    Exits with code 2 if the flags cannot be parsed.
+    Exit with code 2 if the flags cannot be parsed.
 
     Raises:
         SpecError: the specification is invalid.
@@ -84,14 +84,14 @@ def _over_model(
 ) -> dict[str, Any]:
     """Apply the flags of the model to the only entry of `models`.
 
-    A path replaces the entry's name too, unless `name` is given, so that no checkpoint is served
-    under the name of another one.
+    If a path is given but no `name`, the entry gets the default name of the path. Otherwise the
+    checkpoint would be served under the name of another checkpoint.
     """
     models = content.get("models", {BUNDLED: {}})
     if not (name or settings):
         return content
     if not (isinstance(models, Mapping) and len(models) == 1):
-        return content  # refused by `parse`
+        return content  # invalid: `parse` raises the error
     ((own_name, own),) = models.items()
     if not (isinstance(own_name, str) and isinstance(own, Mapping)):
         return content
@@ -118,23 +118,23 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
 
 
 def _default_pools(ranks: dict[str, Any]) -> dict[str, Any]:
-    """Return the pools to use if none is given."""
+    """Return the pools to use if no pool is given."""
     if ranks.get("tp", 1) != 1 or ranks.get("pp", 1) != 1:
-        return {"mixed": {}}  # one machine may not have room for two such workers
+        return {"mixed": {}}  # one machine may lack room for two workers with several ranks
     return {role: {} for role in ROLES if getattr(DEFAULT_POOLS, role).replicas}
 
 
 def _with_default_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
-    """Add the default pools if flags only set bounds of some of them."""
+    """Add the default pools if the flags only set bounds of these pools."""
     default, bounded = _default_pools(ranks), content.get("pools", {})
     return merged({"pools": default}, content) if bounded.keys() <= default.keys() else content
 
 
 def _over_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
-    """Apply the flags for every pool to each pool."""
+    """Apply the flags that hold for every pool to each pool of `content`."""
     pools = content.get("pools", _default_pools(ranks))
     if not ranks or not isinstance(pools, dict):
-        return content  # `parse` reports what is wrong
+        return content  # if `pools` is invalid, `parse` raises the error
     over = {role: ranks for role, pool in pools.items() if isinstance(pool, dict)}
     return merged(content, {"pools": merged(pools, over)})
 

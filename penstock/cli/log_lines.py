@@ -1,4 +1,4 @@
-"""The log of `penstock serve` for machines: one line per event, as key=value or as JSON."""
+"""Machine-readable log of `penstock serve`: one line per event, as key=value pairs or JSON."""
 
 import json
 import math
@@ -17,7 +17,7 @@ PLAIN = re.compile(r"[^\s\"=\\]+")
 
 
 def keys_line(fields: Fields) -> str:
-    """Format fields as key=value. Values that need quotes are JSON strings; None is skipped."""
+    """Format fields as key=value pairs, without None; quote values as JSON strings if needed."""
     return " ".join(f"{key}={_word(value)}" for key, value in fields.items() if value is not None)
 
 
@@ -59,7 +59,7 @@ class EventLog:
         self._write_event(at, level, title, event, fields)
 
     def print_line(self, text: str) -> None:
-        """Write text meant for people as an event `said`, unless it is empty."""
+        """Write a line of text for people as an event named `said`; ignore an empty line."""
         if text.strip():
             self._write_event(None, "info", "", "said", {"message": text.strip()})
 

@@ -9,7 +9,7 @@ from penstock.cli.flags import Parser
 from penstock.cli.status import DEFAULT, MAX_BYTES, NoStatus, connect
 
 ROLES = ("prefill", "decode", "mixed")
-SECONDS_TO_ANSWER = 30.0  # longer than a router waits for its supervisor to record the role
+SECONDS_TO_ANSWER = 30.0  # exceeds a router's wait for the supervisor to record the role
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def change(url: str, key: str | None, worker: str, role: str) -> None:
     """Change a worker's role through a router.
 
     Raises:
-        NoStatus: the role was not changed, with the reason.
+        NoStatus: the role was not changed; the message gives the reason.
         ValueError: the URL is invalid.
     """
     connection, path = connect(url, SECONDS_TO_ANSWER)

@@ -32,7 +32,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED_BY_SIGNAL = 130
 SECONDS_TO_CONNECT = 5.0
 RAY_CHECK_SECONDS = 0.5
-ECHO_SECONDS = 0.5  # a second signal within this time is a copy sent to the process group
+ECHO_SECONDS = 0.5  # a second signal within this time is ignored, as a copy of the first
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         spec = flags.read_spec(arguments)
         folder = checkpoint.find(spec.checkpoint)
-        # With `pool_nodes`, the weights are only on the workers' nodes.
+        # Skip the weights with `pool_nodes`, because they are only on the workers' nodes.
         checkpoint.check(folder, with_weights=not spec.pool_nodes)
         check_ranks(spec, folder)
         # On an existing cluster the router may run on another machine: do not check its ports.
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class BadAddress(ValueError):
-    """An address cannot be listened on or connected to; the message says which."""
+    """An address cannot be listened on or connected to; the message names the address."""
 
 
 def check_ranks(spec: ClusterSpec, folder: Path) -> None:
@@ -90,7 +90,7 @@ def check_ports(spec: ClusterSpec) -> None:
 
 
 def check_ray(address: str) -> None:
-    """Check that a server listens at Ray's address, which Ray itself would retry for minutes.
+    """Check that a server listens at Ray's address; Ray itself would retry for minutes.
 
     Raises:
         BadAddress: the address is invalid, or nothing listens there.
@@ -113,15 +113,15 @@ def check_ray(address: str) -> None:
 
 
 class Interrupts:
-    """Handles SIGINT, SIGTERM and SIGHUP: the first stops in order, the second at once.
+    """Handles signals: the first starts a graceful shutdown, the second kills all processes.
 
-    Initially, the first signal raises KeyboardInterrupt. Other code may swallow that exception
-    while Ray starts, so `wanted` records that there was a signal.
+    SIGINT, SIGTERM and SIGHUP are handled. Initially, the first signal raises KeyboardInterrupt.
+    Other code may swallow this exception while Ray starts, so `wanted` also records the signal.
     """
 
     def __init__(self) -> None:
         self.first: Callable[[], object] = _interrupt
-        self.abandon: Callable[[], object] = _nothing  # kills everything that was started
+        self.abandon: Callable[[], object] = _nothing  # kills all processes of the cluster
         self._first_seen: float | None = None
 
     @property
@@ -131,7 +131,7 @@ class Interrupts:
 
     def install(self) -> None:
         for number in SIGNALS:
-            # Keep ignoring SIGHUP under nohup.
+            # Do not handle SIGHUP under nohup, which ignores this signal.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
@@ -159,7 +159,7 @@ def serve(spec: ClusterSpec, folder: Path, view: View) -> int:
     """Serve until stopped; return the exit code."""
     interrupts = Interrupts()
     interrupts.install()
-    # Imported here: Ray takes a second, and argument errors should appear before.
+    # Imported here: importing Ray takes a second, and argument errors must appear earlier.
     from penstock.cluster.placement.placement import PlacementError
     from penstock.cluster.processes.actor_handle import StartFailed
     from penstock.cluster.ray_session import RayFailed, RaySession
@@ -184,7 +184,7 @@ def serve(spec: ClusterSpec, folder: Path, view: View) -> int:
 
 
 class _Run:
-    """One run of the command, from Ray's start to its end."""
+    """One run of the command, from the start of Ray to the shutdown of Ray."""
 
     def __init__(
         self,
@@ -213,27 +213,27 @@ class _Run:
         )
 
     def supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-        """Run `work`, which stops in order once the event that it gets is set."""
-        self._interrupts.install()  # again: Ray has installed handlers of its own
+        """Run `work` with an event; setting this event makes `work` shut down gracefully."""
+        self._interrupts.install()  # install again, because Ray has installed its own handlers
         self._view("Ray", status_events.Ready(self._seconds))
         asyncio.run(self._supervise(work))
 
     async def _supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self._interrupts.first = lambda: loop.call_soon_threadsafe(stop.set)
-        if self._interrupts.wanted:  # while Ray started, and the exception was swallowed
+        if self._interrupts.wanted:  # a signal came while Ray started, but was swallowed
             raise KeyboardInterrupt
         watching = asyncio.create_task(self._watch_ray())
         try:
             await work(stop)
         finally:
-            self._interrupts.first = lambda: None  # already stopping
+            self._interrupts.first = lambda: None  # the shutdown is already running
             watching.cancel()
 
     async def _watch_ray(self) -> None:
         while self.session.is_alive():
             await asyncio.sleep(RAY_CHECK_SECONDS)
-        # Every call of Ray would now hang for a minute, including its shutdown.
+        # Ray is dead: every call of Ray, including ray.shutdown, would hang for a minute.
         self._view.close()
         print(
             "penstock serve: Ray died, so the cluster has ended",
@@ -244,7 +244,7 @@ class _Run:
         os._exit(1)
 
     def show(self, title: str, notice: status_events.StatusEvent) -> None:
-        """Show a status event, and how to use the cluster once it serves."""
+        """Show a status event; once the cluster serves, also print how to use it."""
         self._view(title, notice)
         if isinstance(notice, status_events.Serving) and self._spec.log_format == "text":
             for line in greeting(self._spec, self._folder, notice, self._seconds):

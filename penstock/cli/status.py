@@ -1,4 +1,4 @@
-"""Show the state of a cluster, as tables or as JSON."""
+"""Show the state of a cluster as tables or as JSON."""
 
 import argparse
 import http.client
@@ -20,7 +20,7 @@ Json: TypeAlias = dict[str, Any]
 DEFAULT = "http://127.0.0.1:8000"
 SECONDS_TO_ANSWER = 5.0
 MAX_BYTES = 16 << 20
-TRIES = 5  # with --watch: failures in a row before giving up
+TRIES = 5  # with --watch: consecutive failures before giving up
 
 
 class NoStatus(RuntimeError):
@@ -67,7 +67,7 @@ def watch(url: str, key: str | None, seconds: float) -> None:
 
 
 def fetch(url: str, key: str | None) -> Json:
-    """Return a router's status; raise `NoStatus`, or ValueError if the URL is invalid."""
+    """Return a router's status; raise `NoStatus` on failure, or ValueError for an invalid URL."""
     connection, path = connect(url)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -91,7 +91,7 @@ def fetch(url: str, key: str | None) -> Json:
 
 
 def connect(url: str, timeout: float = SECONDS_TO_ANSWER) -> tuple[http.client.HTTPConnection, str]:
-    """Return a connection to the host of `url`, not open yet, and the URL's path as a prefix.
+    """Return an unopened connection to the host of `url`, and the path (without a final slash).
 
     Raises:
         ValueError: the URL is invalid.

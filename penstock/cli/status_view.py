@@ -1,4 +1,4 @@
-"""A router's status as tables for 80 columns."""
+"""Renders a router's status as tables for a terminal with 80 columns."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,16 +13,16 @@ COLOURS = {
     "ready": "green",
     "draining": "yellow",
     "suspect": "yellow",
-    "waiting": "yellow",  # a router, for workers
+    "waiting": "yellow",  # a router that waits for workers
     "stuck": "red",
     "down": "red",
 }
-BAR = 8  # characters
+BAR = 8  # width of a bar, in characters
 NOTHING = "-"
 
 
 def page(status: Json, url: str, now: float) -> RenderableType:
-    """Return the page of a status (the JSON of `/status`); `now` is in seconds since 1970."""
+    """Render a status (the JSON of `/status`) as tables; `now` is in seconds since 1970."""
     sections: list[RenderableType] = [_head(status, url)]
     if len(status["routers"]) > 1:
         sections.append(_routers(status["routers"]))
@@ -119,7 +119,7 @@ def _workers(workers: Sequence[Json]) -> Table:
 
 
 def _roles(roles: Mapping[str, Json], now: float) -> Text:
-    """Return the roles that operators have set."""
+    """Return the roles that operators have set, one line per worker."""
     text = Text()
     for worker, given in sorted(roles.items()):
         since = duration(max(now - given["at"], 0.0))
@@ -143,7 +143,7 @@ def _numbers(numbers: Json | None) -> list[str | Text]:
 
 
 def _kv(blocks: Mapping[str, int]) -> Text:
-    """Return a bar of the KV blocks in use; leased and reserved ones have another colour."""
+    """Return a bar of the KV blocks in use; leased and reserved blocks have another colour."""
     total = sum(blocks.values())
     held = blocks["leased"] + blocks["reserved"]
     fraction = (blocks["used"] + held) / total if total else 0.0
@@ -158,7 +158,7 @@ def _kv(blocks: Mapping[str, int]) -> Text:
 
 
 def _scaling(scaling: Json, now: float) -> Text:
-    """Return why the pools have their sizes, and the last changes."""
+    """Return the reason for the size of each pool, and the last changes of pool sizes."""
     text = Text()
     for size in scaling["pools"]:
         text.append(f"{_why(size)}\n")
@@ -173,9 +173,9 @@ def _scaling(scaling: Json, now: float) -> Text:
 
 
 def _why(size: Json) -> str:
-    """Return why a pool has its size."""
+    """Return a line with the reason for the size of a pool."""
     pool, least, most = size["pool"], size["least"], size["most"]
-    if least == most:  # a fixed size
+    if least == most:  # the pool has a fixed size
         return f"{pool}, always {least}: {size['reason']}"
     held = f"; held by {size['held_by']}" if size["held_by"] else ""
     return f"{pool}, {least} to {most}: {size['reason']}{held}"

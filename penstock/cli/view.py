@@ -1,4 +1,4 @@
-"""Output of `penstock serve`: progress bars on a terminal, otherwise lines."""
+"""Output of `penstock serve`: progress bars on a terminal, otherwise lines of text."""
 
 from collections.abc import Callable
 from typing import Literal, TypeAlias
@@ -14,7 +14,7 @@ MB = 1e6
 
 
 def sentence(title: str, notice: status_events.StatusEvent) -> str:
-    """Return an event as a sentence; empty if there is nothing to print."""
+    """Return an event as a sentence; "" for an event that is not printed."""
     match notice:
         case status_events.Progress(stage, _, total):
             return f"{title}: {stage}" + (f" ({total / MB:.1f} MB)" if total else "")
@@ -39,7 +39,7 @@ def sentence(title: str, notice: status_events.StatusEvent) -> str:
 
 
 class Lines:
-    """Prints a line whenever something changes.
+    """Prints status events as lines of text.
 
     Args:
         print_line: called with each line.
@@ -79,7 +79,7 @@ class _Seconds(ProgressColumn):
 
 
 class Bars:
-    """Shows a progress bar for each process until all are ready, then prints like `Lines`."""
+    """Shows a progress bar per process until the cluster is ready, then prints like `Lines`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -105,7 +105,7 @@ class Bars:
             self._update_bar(title, notice)
             return
         if self._open and isinstance(notice, status_events.Waiting):
-            return  # the bar shows the seconds
+            return  # print nothing: the bar already shows the seconds
         if isinstance(notice, status_events.Serving | status_events.Draining):
             self.close()
         self._lines(title, notice)
@@ -143,7 +143,7 @@ View: TypeAlias = Lines | Bars | EventLog
 
 
 def make_view(log_format: Literal["text", "keys", "json"]) -> View:
-    """Return the view for a log format; bars only if standard output is a terminal."""
+    """Return the view for a log format; use bars only if standard output is a terminal."""
     if log_format != "text":
         return EventLog(log_format, _print)
     console = Console()

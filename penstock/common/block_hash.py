@@ -1,15 +1,15 @@
-"""The content hash of a KV block, by which equal prefixes are recognized.
+"""Content hashes of KV blocks, used to recognize equal prefixes.
 
 The hash of a full block covers three things:
 
 - the block's token ids, as little-endian int32;
-- the hash of its parent, the block before it, and through it every earlier token of the sequence;
-- the salt, which takes the parent's place for the first block. Sequences share blocks only under
-  the same salt, so it separates tenants and adapters.
+- the hash of the previous block (the parent), and thereby every earlier token of the sequence;
+- the salt, used in place of the parent for the first block. Only sequences with equal salts share
+  blocks, so different salts separate tenants and adapters.
 
-Model weights and dtype are not part of it: hashes are only comparable between caches whose layout
-fingerprints are equal. Two implementations must agree bit for bit, so `block_hash` is BLAKE2b with
-a 16-byte digest, keyed by the parent's hash; `root_hash` is the unkeyed BLAKE2b of the salt.
+Model weights and dtype are not part of the hash: compare hashes only between caches with equal
+layout fingerprints. `block_hash` is BLAKE2b with a 16-byte digest, keyed by the parent's hash;
+`root_hash` is the unkeyed BLAKE2b of the salt. Other implementations must produce equal hashes.
 """
 
 import sys
@@ -22,7 +22,7 @@ HASH_BYTES = 16
 
 
 def root_hash(salt: bytes) -> bytes:
-    """Return the parent hash of every first block under `salt`."""
+    """Return the hash of `salt`, used as parent hash of the first block of a sequence."""
     return blake2b(salt, digest_size=HASH_BYTES).digest()
 
 
@@ -30,7 +30,7 @@ def block_hash(parent: bytes, tokens: npt.NDArray[np.int32]) -> bytes:
     """Return the 16-byte hash of a full block.
 
     Args:
-        parent: hash of the block before it, or `root_hash(salt)` for the first block.
+        parent: hash of the previous block, or `root_hash(salt)` for the first block.
         tokens: [block_size] int32 token ids.
     """
     return blake2b(_packed(tokens), digest_size=HASH_BYTES, key=parent).digest()
@@ -39,7 +39,7 @@ def block_hash(parent: bytes, tokens: npt.NDArray[np.int32]) -> bytes:
 def extend_chain(
     hashes: list[bytes], salt: bytes, tokens: npt.NDArray[np.int32], block_size: int
 ) -> None:
-    """Append the hashes of the full blocks of `tokens` that `hashes` does not cover yet.
+    """Append to `hashes` the hashes of the full blocks of `tokens` that are still missing.
 
     Args:
         hashes: hashes of the first `len(hashes)` blocks of the sequence; extended in place.

@@ -1,8 +1,8 @@
 """Sampling parameters: one validated record of how a request's tokens are generated.
 
-The record is the same everywhere: protocol adapters construct it, `validate` checks it, `resolve`
-fills what depends on the prompt, and router, scheduler, sampler and simulator read it. Names and
-defaults are vLLM's, except that `max_tokens` defaults to what the context leaves.
+All components use this record: protocol adapters construct it, `validate` checks it, `resolve`
+fills in the values that depend on the prompt, and router, scheduler, sampler and simulator read it.
+Names and defaults are vLLM's, except that `max_tokens` defaults to the space left in the context.
 """
 
 import struct
@@ -14,7 +14,7 @@ UINT64_MAX = 2**64 - 1
 
 
 def _float32(value: float) -> float:
-    """Round to float32, in which parameters travel to workers."""
+    """Round to float32, the precision in which parameters are sent to workers."""
     rounded: float = struct.unpack("f", struct.pack("f", value))[0]
     return rounded
 
@@ -28,8 +28,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (_float32(0.01), 10.0),
 }
-"""Inclusive ranges. NaN and infinities are in none of them. All bounds are float32 values, so that
-a value within its range is within it after rounding to float32, too."""
+"""Inclusive ranges; NaN and infinities are outside every range. All bounds are float32 values, so
+that a value within its range is still in range after rounding to float32."""
 
 MAX_LOGIT_BIAS = 100.0
 MAX_LENGTH_PENALTY = 5.0
@@ -43,7 +43,7 @@ BEAM_SEARCH_VALUES: Mapping[str, Collection[object]] = {
     "typical_p": (1.0,),
     "seed": (None,),
 }
-"""Parameters that a beam search ignores, since it draws no tokens, and the values they may have."""
+"""Parameters that a beam search ignores, because it does not sample, and their allowed values."""
 
 
 class InvalidParameterError(ValueError):
@@ -63,12 +63,12 @@ class InvalidParameterError(ValueError):
 class SamplingLimits:
     """Upper bounds on the sizes of sampling parameters."""
 
-    max_choices: int = 64  # n, best_of, and beams
-    max_beam_tokens: int = 8192  # of all answers of a beam search together
+    max_choices: int = 64  # limit of `n`, of `best_of`, and of the number of beams
+    max_beam_tokens: int = 8192  # sum over all answers of a beam search
     max_stop_strings: int = 16
-    max_stop_chars: int = 256  # of one stop string
+    max_stop_chars: int = 256  # characters of one stop string
     max_stop_tokens: int = 256
-    max_logit_bias: int = 1024  # entries
+    max_logit_bias: int = 1024  # number of entries
     max_bad_words: int = 64
     max_bad_word_chars: int = 256
     max_bad_word_tokens: int = 32
@@ -80,12 +80,12 @@ class SamplingParams:
     """How the tokens of a request are generated and when its answers end.
 
     `min_tokens` and `max_tokens` count the whole answer: when an answer is continued on another
-    worker or in another call, the tokens it already has are included.
+    worker or in another call, the tokens generated before are included.
 
     Attributes:
         n: number of answers (choices) to return.
-        best_of: number of answers to generate, of which the `n` likeliest are returned; for a beam
-            search the number of beams. None: `n`.
+        best_of: number of answers to generate; the `n` likeliest are returned. For a beam search,
+            the number of beams. None: `n`.
         temperature: 0 is greedy.
         top_p: 1 keeps all tokens.
         top_k: 0 or -1 keeps all tokens.
@@ -93,25 +93,25 @@ class SamplingParams:
         typical_p: locally typical sampling, as in transformers; 1 keeps all tokens.
         presence_penalty: subtracted once from the logits of tokens that the answer contains.
         frequency_penalty: subtracted for each occurrence in the answer.
-        repetition_penalty: divides positive logits of tokens in prompt or answer, multiplies
-            negative ones; 1 changes nothing.
+        repetition_penalty: for tokens in prompt or answer, positive logits are divided by this and
+            negative logits are multiplied by this; 1 changes nothing.
         logit_bias: added to the logits, by token id.
-        bad_words_token_ids: token sequences whose last token may not follow the ones before it.
+        bad_words_token_ids: banned token sequences: the last token may not follow the others.
         allowed_token_ids: the only tokens that may be generated; None: all.
-        seed: of the counter-based noise. None: `resolve` sets it; a sampler takes None as 0.
-        max_tokens: largest length of an answer; None: what the context leaves.
-        min_tokens: no end token and no stop string ends an answer before this length.
-        stop_token_ids: token ids that end an answer. On a worker they include the model's own end
-            tokens, unless `ignore_eos` is set; see `with_end_tokens`.
+        seed: seed of the noise. None: `resolve` sets a seed; the sampler treats None as 0.
+        max_tokens: maximum length of an answer; None: the space left in the context.
+        min_tokens: end tokens and stop strings do not end an answer before this length.
+        stop_token_ids: token ids that end an answer. On a worker, the model's own end tokens are
+            included, unless `ignore_eos` is set; see `with_end_tokens`.
         ignore_eos: the model's own end tokens do not end an answer.
-        logprobs: return the log probability of each token, and this many of the likeliest others;
-            None: no log probabilities.
+        logprobs: number of most likely tokens per position whose log probabilities are returned, in
+            addition to the generated token's; None: no log probabilities.
         prompt_logprobs: like `logprobs`, for the prompt's tokens.
-        stop: strings that end an answer. The router matches them; workers do not see them.
+        stop: strings that end an answer; matched by the router and not sent to workers.
         include_stop_str_in_output: keep the matched stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
-        use_beam_search: search instead of drawing tokens.
-        length_penalty: for beam search: scores are divided by the length to this power.
+        use_beam_search: use a beam search instead of sampling.
+        length_penalty: for beam search: scores are divided by length ** `length_penalty`.
         early_stopping: for beam search, as in transformers: False, True or "never".
     """
 
@@ -144,31 +144,31 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Number of answers that are generated, or of beams, in order to return `n`."""
+        """Number of answers (in a beam search: beams) to generate; the best `n` are returned."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_generated(self) -> int:
-        """Number of answers that a worker returns: a beam search already returns the best `n`."""
+        """Number of answers that a worker returns: `n` for a beam search, else `num_sequences`."""
         return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def is_ranked(self) -> bool:
-        """Whether no answer is known before all have ended."""
+        """Whether answers are ranked, so that no answer can be returned before all have ended."""
         return self.use_beam_search or self.num_sequences > self.n
 
     def answer_limit(self, num_prompt: int, max_model_len: int) -> int:
-        """Return the largest length of an answer in a context of `max_model_len` tokens."""
+        """Return the maximum length of an answer in a context of `max_model_len` tokens."""
         free = max_model_len - num_prompt
         return free if self.max_tokens is None else min(self.max_tokens, free)
 
     # ------------------------------------------------------------ validation
 
     def validate(self, limits: SamplingLimits, vocab_size: int) -> None:
-        """Check all parameters, and their combinations.
+        """Check all parameters and their combinations.
 
         Raises:
-            InvalidParameterError: a parameter is out of its range; the first one found is named.
+            InvalidParameterError: a parameter is invalid; the error names the first one found.
         """
         _check_ranges(self, limits)
         _check_token_lists(self, limits, vocab_size)
@@ -199,14 +199,15 @@ class SamplingParams:
         seed: int,
         default_max_tokens: int | None = None,
     ) -> Self:
-        """Return these parameters, already validated, with `max_tokens` and `seed` set.
+        """Return a copy with `max_tokens` and `seed` filled in; call `validate` first.
 
         Args:
             num_prompt: tokens of the prompt, less than `max_model_len`.
             max_model_len: tokens of prompt and answer together.
-            limits: bound the answers of a beam search.
-            seed: the seed to use if none is set.
-            default_max_tokens: `max_tokens` to use if it is not set, as far as the context allows.
+            limits: `max_beam_tokens` caps the `max_tokens` filled in for a beam search.
+            seed: value for `seed` if it is not set.
+            default_max_tokens: value for `max_tokens` if it is not set, capped to the space left in
+                the context. None: all of that space.
 
         Raises:
             InvalidParameterError: `max_tokens` or `min_tokens` do not fit into the context.
@@ -228,11 +229,11 @@ class SamplingParams:
         return replace(self, max_tokens=max_tokens, seed=seed)
 
     def for_worker(self) -> Self:
-        """Return what a worker needs of resolved parameters, in the one form that the wire has.
+        """Return the resolved parameters in the normalized form that is sent to a worker.
 
-        The router selects the best `n` of `best_of` answers and matches stop strings, so `best_of`
-        becomes `n` and ranked answers have log probabilities. What only concerns the text (`stop`,
-        `include_stop_str_in_output`, `skip_special_tokens`) stays, but does not travel.
+        The router selects the best `n` of `best_of` answers. When sampling, `best_of` therefore
+        becomes the worker's `n`, and log probabilities are requested for the ranking. `stop`,
+        `include_stop_str_in_output` and `skip_special_tokens` are kept here, but not sent.
         """
         if not (self.use_beam_search or self.best_of is not None or self.top_k < 0):
             return self
@@ -247,9 +248,9 @@ class SamplingParams:
         return replace(self, **changed)
 
     def with_end_tokens(self, end_token_ids: Collection[int]) -> Self:
-        """Return these parameters with the model's end tokens among `stop_token_ids`.
+        """Return these parameters with the model's end tokens added to `stop_token_ids`.
 
-        They stay as they are if `ignore_eos` is set.
+        If `ignore_eos` is set, no tokens are added.
         """
         ends = () if self.ignore_eos else end_token_ids
         stops = tuple(dict.fromkeys((*self.stop_token_ids, *ends)))
@@ -265,7 +266,7 @@ def check_token_ids(name: str, tokens: Collection[int], vocab_size: int) -> None
 
 
 def check_bad_words(words: Sequence[str], limits: SamplingLimits) -> None:
-    """Check `bad_words` before they are tokenized; raises `InvalidParameterError`."""
+    """Check `bad_words` before tokenization; raise `InvalidParameterError` if invalid."""
     if len(words) > limits.max_bad_words:
         raise InvalidParameterError(
             f"bad_words takes at most {limits.max_bad_words} words", "bad_words"
@@ -316,9 +317,9 @@ def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_siz
 
 
 def _check_token_choice(params: SamplingParams, limits: SamplingLimits, vocab_size: int) -> None:
-    """Check that bad words and allowed tokens leave a token to generate."""
+    """Check bad words and allowed tokens, and that not every allowed token is banned."""
     words, most = params.bad_words_token_ids, limits.max_bad_word_tokens
-    if len(words) > 2 * limits.max_bad_words:  # a word has one form or two
+    if len(words) > 2 * limits.max_bad_words:  # each word has one or two token sequences
         raise InvalidParameterError(
             f"bad_words takes at most {limits.max_bad_words} words", "bad_words"
         )

@@ -1,32 +1,32 @@
-"""WorkerLoad: how busy a worker is, as it reports to routers after every step.
+"""The load that a worker reports to routers after every step.
 
-The engine produces it, the wire carries it, and routing, status pages, metrics, the autoscaler and
-the simulator read it.
+The engine produces the record. Routing, status pages, metrics, the autoscaler and the simulator
+read the record.
 """
 
 from typing import NamedTuple
 
 
 class WorkerLoad(NamedTuple):
-    """A worker's load. Totals are since the start of its process; an idle new worker has zeros.
+    """A worker's load. Totals count from the start of the worker's process.
 
-    A NamedTuple is built in half the time of a frozen dataclass, and a router builds one for every
-    step of every worker.
+    A NamedTuple, because a router creates one for every step of every worker, and creating a frozen
+    dataclass takes twice as long.
 
     Attributes:
-        queued: sequences that wait for a row of the running batch.
+        queued: sequences that wait to join the running batch.
         queued_tokens: prompt tokens not yet computed, of queued and running sequences.
         running: sequences in the running batch.
         free_blocks: KV blocks without content.
-        cached_blocks: KV blocks that only the prefix cache holds; they are reused at once.
+        cached_blocks: KV blocks held only by the prefix cache; free for reuse at any time.
         leased_blocks: KV blocks kept for sequences that have yielded.
-        reserved_blocks: KV blocks that a transfer writes.
+        reserved_blocks: KV blocks into which a KV transfer writes.
         used_blocks: KV blocks of running sequences.
-        unwritten_slots: token slots of the used blocks that hold nothing.
+        unwritten_slots: token slots of the used blocks that hold no token yet.
         last_step_seconds: duration of the last step.
         num_steps: total of steps.
-        step_counts: total of steps by duration: one entry for each bound of the worker's
-            histogram (the upper end of a bucket), and a last one for longer steps.
+        step_counts: total of steps for each bucket of the worker's histogram of step durations, in
+            ascending order; the last bucket is for steps longer than every bound.
         step_seconds: total duration of all steps.
         prompt_seconds: total duration of the steps that computed prompt tokens.
         prompt_tokens_computed: total of prompt tokens run through the model.
@@ -34,8 +34,8 @@ class WorkerLoad(NamedTuple):
         preemptions: total of sequences put back into the queue for lack of KV blocks.
         bytes_received: total of KV bytes received from other workers.
         bytes_sent: total of KV bytes sent to other workers.
-        expert_imbalance: recent load of the busiest expert relative to the mean, for a mixture of
-            experts; 0 if unknown.
+        expert_imbalance: recent load of the busiest expert divided by the mean load of all experts;
+            0 if unknown.
     """
 
     queued: int = 0
@@ -61,17 +61,17 @@ class WorkerLoad(NamedTuple):
 
     @property
     def held_blocks(self) -> int:
-        """KV blocks that no other sequence can take: used, leased or reserved."""
+        """Number of used, leased or reserved KV blocks, which no other sequence can take."""
         return self.used_blocks + self.leased_blocks + self.reserved_blocks
 
     @property
     def num_blocks(self) -> int:
-        """All KV blocks of the worker."""
+        """Number of all KV blocks of the worker."""
         return self.held_blocks + self.cached_blocks + self.free_blocks
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks that is held, from 0 to 1."""
+        """Held KV blocks as a fraction of all KV blocks, from 0 to 1."""
         return self.held_blocks / max(self.num_blocks, 1)
 
 

@@ -26,7 +26,7 @@ class SnapshotCollector(Collector):
         self._frontend = frontend
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # avoids a snapshot at registration
+        return ()  # so that registration takes no snapshot
 
     def collect(self) -> Iterator[Metric]:
         state, tally, config = (
@@ -58,10 +58,10 @@ class AdminApi:
         return json_response(status_json(self._frontend.take_snapshot()))
 
     async def role(self, request: Request) -> Response:
-        """Give a worker a role; its running sequences continue, or move if it becomes prefill.
+        """Assign a role to a worker; decoding requests move away if the new role is prefill.
 
-        Responds with 200 once the supervisor has recorded the role, and with 503 and Retry-After
-        if the supervisor does not confirm it.
+        The response is 200 once the supervisor has recorded the role, and 503 with Retry-After if
+        the supervisor does not confirm the role in time.
         """
         config = self._frontend.config
         header = request.headers.get("authorization")
@@ -72,7 +72,7 @@ class AdminApi:
 
 
 def status_json(state: ClusterState) -> Json:
-    """Return a state as JSON with the names of its fields, except for worker statistics."""
+    """Convert a state to JSON; keys are the field names, except in worker statistics."""
     status = asdict(state)
     for worker, entry in zip(state.workers, status["workers"], strict=True):
         entry["numbers"] = None if worker.numbers is None else _worker_stats_json(worker.numbers)

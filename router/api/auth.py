@@ -8,7 +8,7 @@ from penstock.router.errors import Code, ServingError
 
 
 class ApiKeys:
-    """The configured API keys; without any, all calls are allowed.
+    """The configured API keys; if there are none, all calls are allowed.
 
     Keys are compared in constant time.
     """
@@ -20,7 +20,8 @@ class ApiKeys:
     def tenant_names(self) -> dict[str, str]:
         """Return the metric name of each tenant: `key-N` for the N-th key.
 
-        Tenant ids are not used in metrics, since a weak key could be guessed from its hash.
+        Tenant ids are hashes of keys. Metrics do not contain them, because a weak key could be
+        guessed from its hash.
         """
         if not self._digests:
             return {"": "anonymous"}
@@ -46,7 +47,7 @@ class ApiKeys:
     def check_operator(self, header: str | None, is_loopback: bool) -> None:
         """Raise FORBIDDEN unless the caller may change the cluster.
 
-        With keys configured, an operator's key is needed; without keys, the server must be bound
+        If keys are configured, the call needs an operator's key; otherwise the server must be bound
         to loopback.
         """
         _, _, key = (header or "").partition(" ")
@@ -60,7 +61,7 @@ class ApiKeys:
 
 
 OPERATOR_PREFIX = "admin-"
-"""Prefix of operator keys, which may also change the cluster."""
+"""Prefix of the API keys with which operators may change the cluster."""
 
 
 def _tenant(digest: bytes) -> str:

@@ -1,4 +1,4 @@
-"""HTTP connections with limits that uvicorn lacks: size and time of a request's head."""
+"""HTTP connections with limits that uvicorn lacks, on the size and time of a request's head."""
 
 import asyncio
 from typing import Any
@@ -18,7 +18,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     @classmethod
     def with_limits(cls, max_head_bytes: int, head_seconds: float) -> type["BoundedConnection"]:
-        """Return a subclass with the given limits; uvicorn takes a class and creates instances."""
+        """Return a subclass with the given limits; uvicorn creates the instances."""
         bounds = {"max_head_bytes": max_head_bytes, "head_seconds": head_seconds}
         return type(cls.__name__, (cls,), bounds)
 

@@ -48,7 +48,7 @@ STATUSES: Mapping[Code, grpc.StatusCode] = {
 
 
 def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
-    """Return a server with all services registered, not yet bound to a port."""
+    """Return a server with all services, not yet bound to a port, and its health service."""
     config = frontend.config
     keys = ApiKeys(config.api_keys)
     server = grpc.aio.server(
@@ -69,7 +69,7 @@ def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, health.aio.HealthSe
 
 
 async def set_health(service: health.aio.HealthServicer, why_not: str) -> None:
-    """Set the health status; `why_not` is the reason for NOT_SERVING, or empty."""
+    """Set the health status: NOT_SERVING if there is a reason `why_not`, else SERVING."""
     status = health_pb2.HealthCheckResponse
     value = status.NOT_SERVING if why_not else status.SERVING
     for name in ("", SERVICE):

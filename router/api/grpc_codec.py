@@ -72,7 +72,7 @@ def to_generation_request(
     time_left: float | None,
     tenant: str,
 ) -> GenerationRequest:
-    """Return the protocol-independent form of a request; `time_left` is in seconds."""
+    """Decode a `GenerateRequest`; `time_left`: seconds until the call's deadline, if any."""
     bounds = [] if time_left is None else [max(time_left, 0.001)]
     if request.timeout_seconds:
         bounds.append(request.timeout_seconds)
@@ -94,7 +94,7 @@ def _resume_states(entries: Sequence[pb.ResumeState]) -> dict[int, ResumeState]:
 
 
 def to_reply(delta: Delta) -> pb.GenerateReply:
-    """Return a delta as a message."""
+    """Encode a delta as a message."""
     reply = pb.GenerateReply(
         choice=delta.choice,
         position=delta.position,

@@ -144,7 +144,8 @@ async def read_body(request: Request, bounds: RequestBounds) -> bytes:
     """Return the body of a request with content type JSON.
 
     Raises:
-        ServingError: INVALID or TOO_LARGE, also if the body arrives too slowly.
+        ServingError: TOO_LARGE if the body is too large; INVALID if the content type is not JSON,
+            or if the body is incomplete or late.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

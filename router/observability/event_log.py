@@ -1,4 +1,4 @@
-"""Log events of a router about requests and workers, and filtering of error messages."""
+"""Logs a router's requests and worker changes; hides unsafe error messages from clients."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ NOT_CLIENT_SAFE = re.compile(r"[\n\\]|/\w|0x|File ")
 def client_safe_message(message: str) -> str:
     """Return a worker's error message if it is safe for clients, else a generic message.
 
-    Safe messages are one short line without paths and addresses; others go to the log only.
+    A safe message is one short line without paths and addresses. Other messages are only logged.
     """
     if message and len(message) < 400 and not NOT_CLIENT_SAFE.search(message):
         return message

@@ -22,7 +22,7 @@ from penstock.router.observability.snapshot import (
 from penstock.router.routing.placement.disaggregation import ALL_DECISIONS
 
 Samples = Iterable[tuple[Sequence[str], float]]
-# Upper bounds of the buckets, counts per bucket, sum of the values.
+# A tuple: upper bounds of the buckets, counts per bucket, sum of the values.
 HistogramSample = tuple[Sequence[float], Sequence[int], float]
 
 
@@ -110,7 +110,7 @@ def worker_metrics(workers: Sequence[WorkerState]) -> Iterator[Metric]:
 
 
 def worker_stats_metrics(workers: Sequence[tuple[str, WorkerStats]]) -> Iterator[Metric]:
-    """Yield the metrics that workers report."""
+    """Yield the metrics from the load reports of the workers."""
     yield gauge(
         "penstock_kv_blocks",
         "Number of KV blocks of the worker by state; the states sum to all blocks.",
@@ -130,7 +130,7 @@ def worker_stats_metrics(workers: Sequence[tuple[str, WorkerStats]]) -> Iterator
         (
             ([name], each.load.expert_imbalance)
             for name, each in workers
-            if each.load.expert_imbalance  # 0: unknown, or no experts
+            if each.load.expert_imbalance  # 0: the value is unknown, or there are no experts
         ),
     )
     counters: Sequence[tuple[str, str, Callable[[WorkerStats], int]]] = (

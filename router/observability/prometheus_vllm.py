@@ -1,6 +1,6 @@
 """The metrics of `prometheus` under vLLM's names and labels, for existing vLLM dashboards.
 
-The label `engine` is a worker's name, or the router's name for metrics that only a router has.
+The label `engine` is a worker's name or, for metrics of the router, the router's name.
 Metrics that vLLM has renamed are exported under both names. Metrics of features that Penstock does
 not have (speculation, adapters, swapping) are left out.
 """

@@ -1,22 +1,22 @@
-"""Decision when a router reports that it is ready. Pure: no clock, no I/O."""
+"""Decides when a router reports that it is ready. Pure code: no clock, no I/O."""
 
 from collections.abc import Collection
 
 PARTIAL_SECONDS = 30.0
-"""How long a new router waits for a second kind of worker once the first is ready."""
+"""Seconds that a new router waits for workers of the other role once a worker is ready."""
 
 
 class Readiness:
     """Readiness of a router, from the roles of its ready workers.
 
-    A router is ready if any worker is: without prefill workers, decode workers do all the work, and
-    the other way round. But a router that has just started in a cluster with pools of both kinds
-    first waits for one of each. An earlier burst would be placed on the worker that
-    happened to start first, and stay there until its last token.
+    A router is ready if any worker is ready, because workers of one role can do all the work.
+    However, a new router in a cluster with prefill and decode pools first waits for a worker of
+    each role, for at most `PARTIAL_SECONDS`. Otherwise an early burst of requests would be placed
+    on the worker that happened to start first, and would stay there until the last token.
 
     Args:
         waits_for_both: the cluster always has at least one prefill and one decode worker.
-        wakes_workers: queued requests start workers, so a router is ready without any.
+        wakes_workers: queued requests start workers, so a router is ready without workers.
     """
 
     def __init__(self, waits_for_both: bool, wakes_workers: bool) -> None:
@@ -29,8 +29,8 @@ class Readiness:
 
         Args:
             ready_roles: role of each ready worker: prefill, decode or mixed.
-            num_workers: workers that are connected, ready or not.
-            now: seconds on a clock that never goes back.
+            num_workers: number of connected workers, ready or not.
+            now: seconds on a monotonic clock.
         """
         if self._wakes_workers:
             return ""

@@ -32,7 +32,7 @@ class Histogram:
     """A histogram of values.
 
     Args:
-        bounds: inclusive upper bounds of the buckets, ascending; one more bucket is unbounded.
+        bounds: inclusive upper bounds of the buckets, ascending; a last bucket has no bound.
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -50,12 +50,12 @@ class Histogram:
 
 @dataclass(slots=True)
 class _ChoiceTimer:
-    """Times and newest tokens of one choice."""
+    """Delivery times and newest tokens of one choice."""
 
-    first: float  # time of its first delivery
-    last: float  # time of its newest delivery
+    first: float  # time of the first delivery
+    last: float  # time of the newest delivery
     newest: ev.Deliver
-    first_position: int  # token index of its first delivery; above 0 if resumed
+    first_position: int  # token index of the first delivery; above 0 if resumed
 
     @property
     def num_tokens(self) -> int:
@@ -67,11 +67,11 @@ class _ChoiceTimer:
 class _OpenRequest:
     """A request that has not ended."""
 
-    tenant_name: str  # in metrics
+    tenant_name: str  # the name that metrics use
     request: ev.Request
     arrived_at: float
-    submitted_at: float | None = None  # when it was first submitted to a worker
-    first_token_at: float | None = None  # when its first token was delivered
+    submitted_at: float | None = None  # time of the first submission to a worker
+    first_token_at: float | None = None  # time of delivery of the first token
     timers: dict[int, _ChoiceTimer] = field(default_factory=dict)  # by choice
 
     @property
@@ -80,10 +80,10 @@ class _OpenRequest:
 
     @property
     def reason(self) -> str:
-        """Finish reason, stop or length.
+        """The finish reason: "stop" or "length".
 
-        A choice without a finish reason was ended by a stop string; an answer without tokens had
-        max_tokens 0.
+        A choice without a finish reason was ended by a stop string. A request without any tokens
+        had a max_tokens of 0.
         """
         finishes = {stretch.newest.finish for stretch in self.timers.values()}
         return "stop" if finishes and ev.Finish.LENGTH not in finishes else "length"
@@ -91,15 +91,15 @@ class _OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """Summary of a request for the log. Times are in seconds since its arrival."""
+    """Summary of a request for the log. Times are in seconds since arrival."""
 
     request: ev.Request
-    tenant: str  # its name in metrics
+    tenant: str  # the name that metrics use
     reason: str
-    num_tokens: int  # of its answer
-    queued: float | None  # until it was first submitted; None: it never was
+    num_tokens: int  # delivered tokens of all choices
+    queued: float | None  # seconds until the first submission; None: never submitted
     first_token: float | None
-    seconds: float  # until its end
+    seconds: float  # seconds until the end of the request
 
 
 class RequestMetrics:
@@ -128,7 +128,7 @@ class RequestMetrics:
         # Generated tokens of ended requests, by tenant name.
         self._generated_by_tenant = dict.fromkeys((*tenant_names.values(), OTHER_TENANT), 0)
         self._open_requests: dict[int, _OpenRequest] = {}
-        self._transfers: dict[int, tuple[int, float]] = {}  # request -> (attempt, start)
+        self._transfers: dict[int, tuple[int, float]] = {}  # by request: (attempt, start time)
 
     @property
     def prompt_tokens(self) -> int:
@@ -136,7 +136,7 @@ class RequestMetrics:
         return sum(self.prompt_tokens_by_tenant.values())
 
     def generated_by_tenant(self) -> dict[str, int]:
-        """Return generated tokens by tenant name, those of open requests included."""
+        """Return generated tokens by tenant name, including the tokens of open requests."""
         tokens = dict(self._generated_by_tenant)
         for one in self._open_requests.values():
             tokens[one.tenant_name] += one.num_tokens
@@ -156,7 +156,7 @@ class RequestMetrics:
             self.queue.add(now - one.arrived_at)
 
     def delivered(self, commands: Iterable[ev.Command], now: float) -> None:
-        """Record the tokens that one event delivers. Runs for every event, so it must be fast."""
+        """Record the tokens of the `Deliver` commands. This runs for every event: keep it fast."""
         gaps: list[float] = []
         for command in commands:
             if type(command) is not ev.Deliver or not command.tokens:
@@ -173,7 +173,8 @@ class RequestMetrics:
                 gaps.append(now - stretch.last)
                 stretch.last = now
                 stretch.newest = command
-        # Most gaps of one step are equal, since the previous tokens also came in one step.
+        # Sequences of one batch usually got their previous tokens at the same time as well, so most
+        # gaps are equal: add each distinct gap once, with its count.
         for gap, number in Counter(gaps).items():
             self.between_tokens.add(gap, number)
 
@@ -184,7 +185,7 @@ class RequestMetrics:
             self.prefill.add(now - one.submitted_at)
 
     def ended(self, request: int, status: ev.Status, now: float) -> FinishedRequest | None:
-        """Record the end of a request; return None if it is unknown."""
+        """Record the end of a request; return its summary, or None if the request is unknown."""
         one = self._open_requests.pop(request, None)
         self._transfers.pop(request, None)
         if one is None:
@@ -214,11 +215,11 @@ class RequestMetrics:
                 self.per_token.add((stretch.last - stretch.first) / (stretch.num_tokens - 1))
 
     def sent(self, command: ev.Send, now: float) -> None:
-        """Record that a KV transfer is started."""
+        """Record the start of a KV transfer."""
         self._transfers[command.request] = (command.to_attempt, now)
 
     def received(self, event: ev.Received, now: float) -> None:
-        """Record that a KV transfer has completed; ignore an old one."""
+        """Record the completion of a KV transfer; ignore the event if the transfer is old."""
         moving = self._transfers.get(event.request)
         if moving is not None and moving[0] == event.attempt:
             del self._transfers[event.request]

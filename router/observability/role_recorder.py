@@ -1,6 +1,6 @@
-"""Role changes at one router: each takes effect once the supervisor has recorded it.
+"""Role changes at one router. A change takes effect once the supervisor has recorded it.
 
-The supervisor outlives its routers, so a recorded role outlives the router that received it.
+The supervisor outlives its routers, so a recorded role is kept if the router exits.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ class RoleRecorder:
 
     def __init__(self, on_change: Callable[[str, str], None]) -> None:
         self.assignments: Assignments = {}
-        # Sends an assignment to the supervisor, which calls `merge` once it has recorded it.
-        # None if no supervisor runs this router: roles then take effect at once.
+        # Sends an assignment to the supervisor. Once the role is recorded, `merge` is called.
+        # None: no supervisor runs this router, and roles take effect at once.
         self.send: Callable[[str, Assignment], None] | None = None
         self._on_change = on_change
         self._updated = asyncio.Event()  # replaced whenever `assignments` changes
 
     def merge(self, assignments: Assignments) -> None:
-        """Merge in assignments that the supervisor holds; the newest one of each worker counts."""
+        """Merge the supervisor's assignments into `assignments`; keep the newest of each worker."""
         before, self.assignments = self.assignments, merged(self.assignments, assignments)
         for worker, assignment in self.assignments.items():
             if before.get(worker) != assignment:
@@ -45,9 +45,10 @@ class RoleRecorder:
         self._updated = asyncio.Event()
 
     async def record(self, worker: str, role: str) -> None:
-        """Give a worker a role, and return once the supervisor holds it.
+        """Assign a role to a worker, and wait until the supervisor has recorded the role.
 
-        Raises UNAVAILABLE if the supervisor does not confirm within SECONDS_TO_RECORD.
+        Raises:
+            ServingError: UNAVAILABLE if no confirmation arrives within SECONDS_TO_RECORD.
         """
         assignment = successor(self.assignments.get(worker), role, time.time())
         given = {worker: assignment}

@@ -24,7 +24,7 @@ Assignments = Mapping[str, Assignment]
 
 
 def merged(*sources: Assignments) -> dict[str, Assignment]:
-    """Return the newest assignment of each worker; ties are broken by role, the same everywhere."""
+    """Return the newest assignment of each worker; ties are broken by the role name."""
     newest: dict[str, Assignment] = {}
     for source in sources:
         for worker, assignment in source.items():
@@ -35,15 +35,15 @@ def merged(*sources: Assignments) -> dict[str, Assignment]:
 
 
 def successor(held: Assignment | None, role: str, now: float) -> Assignment:
-    """Return an assignment of `role` at `now` (seconds since 1970), but newer than `held`.
+    """Return an assignment of `role` with time `now` (seconds since 1970), or later if needed.
 
-    The clock that stamped `held` may be ahead of `now`.
+    The result must be newer than `held`, whose time may be from a clock that is ahead.
     """
     return Assignment(role, now if held is None else max(now, math.nextafter(held.at, math.inf)))
 
 
 def covers(held: Assignments, given: Assignments) -> bool:
-    """Return whether `held` contains every assignment of `given`, or a newer one of its worker."""
+    """Return whether `held` has, for each worker in `given`, the same assignment or a newer one."""
     return merged(held, given) == held
 
 
@@ -54,7 +54,7 @@ class RoleRegistry:
         self.assignments: Assignments = {}
 
     def merge(self, reported: Assignments) -> bool:
-        """Merge in the assignments of a router; return False if that router lacks newer ones."""
+        """Merge the assignments of a router; return False if that router lacks newer ones."""
         self.record(reported)
         return self.assignments == reported
 

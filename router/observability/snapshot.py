@@ -15,7 +15,7 @@ from penstock.router.worker_links.worker_link import WorkerLink
 
 DOWN = "down"
 SILENT = (DOWN, "suspect")
-"""States of a worker without recent statistics."""
+"""Worker states without recent statistics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,22 @@ class StepTimes:
     """Histogram of a worker's step times since its start."""
 
     bounds: Sequence[float]  # upper bounds of the buckets in seconds, ascending
-    counts: Sequence[int]  # steps per bucket, and a last one for longer steps
+    counts: Sequence[int]  # steps per bucket; a last entry counts longer steps
     seconds: float  # total duration of all steps
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """A worker's last reported load, and the sizes to interpret it."""
+    """A worker's last reported load, and the sizes that are needed to interpret the load."""
 
     load: WorkerLoad
     max_sequences: int  # largest number of running sequences
-    block_size: int  # tokens
+    block_size: int  # tokens per block
     step_bounds: Sequence[float] = ()  # seconds, ascending: see `WorkerLoad.step_counts`
 
     @property
     def kv_waste(self) -> float:
-        """Share of the token slots in used blocks that are empty."""
+        """Fraction of the token slots in used blocks that is empty."""
         slots = self.load.used_blocks * self.block_size
         return self.load.unwritten_slots / slots if slots else 0.0
 
@@ -56,14 +56,14 @@ class WorkerStats:
 
     @property
     def prompt_tokens(self) -> int:
-        """Total of prompt tokens, computed or found in the prefix cache."""
+        """Number of prompt tokens since the worker's start, computed or from the prefix cache."""
         return self.load.prompt_tokens_computed + self.load.prompt_tokens_cached
 
     @property
     def steps(self) -> StepTimes:
         """The histogram of steps; a single bucket if counts and bounds do not match."""
         bounds, counts = list(self.step_bounds), list(self.load.step_counts)
-        if len(counts) != len(bounds) + 1:  # raising would lose all workers' metrics
+        if len(counts) != len(bounds) + 1:  # an exception would hide the metrics of all workers
             return StepTimes((), (self.load.num_steps,), self.load.step_seconds)
         return StepTimes(bounds, counts, self.load.step_seconds)
 
@@ -73,9 +73,9 @@ class WorkerState:
     """A worker of this router's configuration, connected or not."""
 
     worker: str
-    role: str  # prefill, decode or mixed; empty before its first Welcome
+    role: str  # prefill, decode or mixed; empty before the first Welcome
     state: str  # ready, suspect, stuck, draining or down
-    requests: int  # of this router: running, queued, leased or incoming
+    requests: int  # requests of this router: running, queued, leased or incoming
     numbers: WorkerStats | None  # None: no recent load report
 
     @property
@@ -89,13 +89,13 @@ class PoolState:
     """The workers of one role and their queue."""
 
     pool: str
-    workers: int  # configured, connected or not
+    workers: int  # number of configured workers, connected or not
     ready: int
-    running: int  # sequences
+    running: int  # number of running sequences
     waiting: int  # requests queued at all routers and at the workers
-    waiting_tokens: int  # their prompt tokens
-    queued: int  # part of `waiting` at this router
-    queued_tokens: int
+    waiting_tokens: int  # prompt tokens of the waiting requests
+    queued: int  # waiting requests that are queued at this router
+    queued_tokens: int  # prompt tokens of the requests that are queued at this router
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +103,17 @@ class PoolScaling:
     """Autoscaling state of a pool."""
 
     pool: str
-    least: int  # lower and upper limit of the number of workers
-    most: int
-    desired: int  # number of workers
+    least: int  # lower limit of the number of workers
+    most: int  # upper limit of the number of workers
+    desired: int  # target number of workers
     pending: int  # workers that are starting or restarting
-    draining: int  # workers
+    draining: int  # number of draining workers
     reason: str
     held_by: str  # limit that prevents a change; empty: none
-    given_up: int = 0  # workers that failed to start; each is retried
-    # Number of workers that its load requires, by term: queue and occupancy.
+    given_up: int = 0  # workers that failed to start and will be retried
+    # Number of workers that the pool's load requires, by scaling term: queue, occupancy.
     terms: Mapping[str, float] = field(default_factory=dict)
-    waits: Sequence[str] = ()  # per starting or draining worker: what for, how long
+    waits: Sequence[str] = ()  # starting and draining workers: reason and duration of the wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +135,9 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
-    """Expected cost of a KV transfer, from recent ones; all 0 before the first."""
+    """Expected time of a KV transfer, from recent transfers; 0 before the first transfer."""
 
-    fixed_seconds: float = 0.0  # of each transfer
+    fixed_seconds: float = 0.0  # time that does not depend on the size
     bytes_per_second: float = 0.0
     bytes_per_token: float = 0.0
 
@@ -152,21 +152,21 @@ class RouterState:
     grpc: str = ""
     streams: int = 0  # requests that have not ended
     waiting: int = 0  # requests that are not assigned to a worker
-    waiting_tokens: int = 0  # prompt tokens of new requests among them
-    queued: Mapping[str, int] = field(default_factory=dict)  # `waiting` by pool
-    queued_tokens: Mapping[str, int] = field(default_factory=dict)  # by pool
+    waiting_tokens: int = 0  # prompt tokens of requests that were never placed
+    queued: Mapping[str, int] = field(default_factory=dict)  # waiting requests by pool
+    queued_tokens: Mapping[str, int] = field(default_factory=dict)  # waiting tokens by pool
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """The cluster as one router sees it. Totals are since the start of that router."""
+    """The cluster as one router sees it. Totals are since the start of the router."""
 
     model: str
     version: str
-    not_ready: str  # reason; empty: it is ready
+    not_ready: str  # why the router is not ready; empty: it is ready
     streams: int  # requests that have not ended
     waiting: int  # requests that are not assigned to a worker
-    waiting_tokens: int  # prompt tokens of new requests among them
+    waiting_tokens: int  # prompt tokens of requests that were never placed
     pools: Sequence[PoolState]
     workers: Sequence[WorkerState]
     finished: Mapping[str, int]  # requests by finish reason
@@ -178,10 +178,10 @@ class ClusterState:
     prompt_tokens: int  # of all accepted requests
     scaling: Scaling
     prompt_tokens_by_tenant: Mapping[str, int] = field(default_factory=dict)  # of accepted requests
-    roles: Mapping[str, Assignment] = field(default_factory=dict)  # by worker, from operators
-    placed: Mapping[str, int] = field(default_factory=dict)  # prompts by decision
+    roles: Mapping[str, Assignment] = field(default_factory=dict)  # by worker, set by operators
+    placed: Mapping[str, int] = field(default_factory=dict)  # prompts by `PrefillDecision`
     kv_transfer_cost: TransferCost = TransferCost()
-    # This router, and the others as last reported by the supervisor.
+    # This router now, and the other routers as last reported by the supervisor.
     routers: Sequence[RouterState] = ()
 
 
@@ -266,7 +266,7 @@ def _routers(
 def snapshot_workers(
     links: Sequence[WorkerLink], statuses: Sequence[WorkerStatus], roles: Assignments
 ) -> list[WorkerState]:
-    """Return all configured workers by name; `numbers` is None for down and silent ones."""
+    """Return all configured workers, sorted by name; without `numbers` if down or suspect."""
     by_name = {status.worker: status for status in statuses}
     links = sorted(links, key=lambda link: link.worker)
     return [_worker(link, by_name.get(link.worker), roles.get(link.worker)) for link in links]
@@ -288,11 +288,11 @@ def snapshot_pools(
     names: Sequence[str],
     others: Sequence[RouterState] = (),
 ) -> list[PoolState]:
-    """Return the pools of all workers and those in `names`, sorted by name.
+    """Return the pools that have workers or are in `names`, sorted by name.
 
-    Requests queued at the router count as waiting for every pool without room for them, or for the
-    prefill pool if all have room. Requests that have yielded wait for the decode pool. Prompt
-    tokens count only for the pool that computes prompts.
+    Requests queued at the router count as waiting for each pool that has no room for them. If all
+    pools have room, they count for the prefill pool. Requests that have yielded count for the
+    decode pool. Prompt tokens count only for the pool that computes prompts.
 
     Args:
         workers: all configured workers.
@@ -315,7 +315,7 @@ def snapshot_pools(
 
 
 def _with_others(pool: PoolState, others: Sequence[RouterState]) -> PoolState:
-    """Add the requests that wait for a pool at other routers."""
+    """Return `pool` with the requests added that wait for this pool at other routers."""
     queued = sum(each.queued.get(pool.pool, 0) for each in others)
     tokens = sum(each.queued_tokens.get(pool.pool, 0) for each in others)
     return replace(pool, waiting=pool.waiting + queued, waiting_tokens=pool.waiting_tokens + tokens)

@@ -20,7 +20,7 @@ class ResumeState:
     """Tokens of one choice that the client has from an earlier call."""
 
     tokens: Sequence[int] = ()
-    finish: str = ""  # "stop" or "length"; empty: it has not ended
+    finish: str = ""  # "stop" or "length"; empty: the choice had not ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class GenerationRequest:
     prompt: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timeout: float | None = None  # seconds
-    default_max_tokens: int | None = None  # if the client gave none; None: what the context leaves
+    default_max_tokens: int | None = None  # if max_tokens is absent; None: rest of the context
     tenant: str = ""
     request_id: str = ""
-    resume_from: Mapping[int, ResumeState] = field(default_factory=dict)  # by choice
+    resume_from: Mapping[int, ResumeState] = field(default_factory=dict)  # known tokens by choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def check_bad_words(words: Sequence[str], bounds: RequestBounds) -> None:
 def resolve_sampling(
     request: GenerationRequest, model: ModelLimits, bounds: RequestBounds
 ) -> SamplingParams:
-    """Return the validated and resolved sampling parameters; raise INVALID if one is invalid."""
+    """Return validated sampling parameters with defaults filled in; raise INVALID on failure."""
     try:
         request.sampling.validate(bounds, model.vocab_size)
         return request.sampling.resolve(

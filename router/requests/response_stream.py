@@ -19,18 +19,19 @@ class ClientDisconnectedError(Exception):
     """The client has disconnected, or no longer needs the answer."""
 
 
-@dataclass(slots=True)  # not frozen, which takes 3 times as long: one is built per token
+# Not frozen: a Delta is created per token, and a frozen dataclass takes 3 times as long to create.
+@dataclass(slots=True)
 class Delta:
     """New tokens of one choice and the text that they add."""
 
-    index: int  # of the request in its call
+    index: int  # index of the request in its call
     choice: int
-    position: int  # token index of the first token
+    position: int  # token index of the first new token
     tokens: Sequence[int]
     text: str
     logprobs: Sequence[worker_pb2.TokenLogprobs | None]
     finish: str = ""  # "stop" or "length" in the last delta
-    stop: str | int | None = None  # the stop string or the client's stop token that ended it
+    stop: str | int | None = None  # the client's stop string or stop token that ended the choice
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
@@ -51,8 +52,8 @@ def merge(deltas: Sequence[Delta]) -> Delta:
 class ResponseStream:
     """The answers of one call, as an asynchronous iterator of deltas.
 
-    Unread deltas of a choice are merged. If too many tokens are unread the call fails, so that a
-    slow reader never blocks the router.
+    Consecutive unread deltas of a choice are merged. If too many tokens are unread, the call fails,
+    so that a slow reader never blocks the router.
 
     Args:
         max_unread: largest number of unread tokens.
@@ -60,8 +61,8 @@ class ResponseStream:
     """
 
     def __init__(self, max_unread: int, on_cancel: Callable[[Sequence[int]], None]) -> None:
-        self.seeds: list[int] = []  # by request
-        # By index, from the prompt's second token on; complete before the first delta.
+        self.seeds: list[int] = []  # seed of each request of the call
+        # Prompt logprobs by request index, from token 1 on. Complete before the first delta.
         self.prompt_logprobs: dict[int, list[worker_pb2.TokenLogprobs]] = {}
         self._max_unread = max_unread
         self._on_cancel = on_cancel
@@ -72,7 +73,7 @@ class ResponseStream:
         self._wake = asyncio.Event()
 
     def add_request(self, request: int, seed: int) -> None:
-        """Add a request of the call; requests are added in order of their index."""
+        """Add a request of the call; requests must be added in order of their index."""
         self._open_requests.add(request)
         self.seeds.append(seed)
 
@@ -97,7 +98,7 @@ class ResponseStream:
             )
 
     def request_ended(self, request: int, error: ServingError | None) -> None:
-        """Note the end of a request; an error ends the whole call."""
+        """Record the end of a request; an error ends the whole call."""
         self._open_requests.discard(request)
         if error is not None:
             self.fail(error)
@@ -133,7 +134,7 @@ class ResponseStream:
         return delta
 
     def fail(self, error: Exception) -> None:
-        """End the call with an error, which the reader gets after the unread deltas."""
+        """Cancel the open requests and end the call with an error; unread deltas come first."""
         if self._error is None:
             self._error = error
         left, self._open_requests = sorted(self._open_requests), set()
@@ -143,11 +144,11 @@ class ResponseStream:
 
 
 class BestOfRanker:
-    """A buffer that holds a request's choices until all have ended and returns the likeliest.
+    """A buffer of a request's choices that returns the likeliest ones once all have ended.
 
     Choices are ranked by the mean log probability of their tokens, as in `best_of` of OpenAI and
     TGI, so that short answers have no advantage. A beam search already returns exactly the
-    requested number of choices, best first; these are not ranked again.
+    requested number of choices, best first; its choices are not ranked again.
     """
 
     def __init__(self, num_choices: int, num_returned: int, with_logprobs: bool) -> None:
@@ -157,7 +158,7 @@ class BestOfRanker:
         self._with_logprobs = with_logprobs
 
     def add(self, delta: Delta) -> list[Delta]:
-        """Add a delta; once all choices have ended return the best ones, renumbered from 0."""
+        """Add a delta; when all choices have ended, return the best ones, renumbered from 0."""
         self._deltas[delta.choice].append(delta)
         self._num_open -= bool(delta.finish)
         if self._num_open:
@@ -185,9 +186,9 @@ class RequestOutput:
         index: index of the request in its call.
         detokenizers: one per choice.
         stop_tokens: stop token ids that the client gave.
-        on_stop_string: called with a choice and its length when a stop string has ended it.
+        on_stop_string: called with a choice and its number of tokens when a stop string matches.
         ranker: selects the likeliest choices; None: all choices are returned.
-        finished_before: per choice, how it ended in an earlier call; None: it did not.
+        finished_before: end of each choice in an earlier call; None: not ended.
     """
 
     def __init__(
@@ -218,12 +219,12 @@ class RequestOutput:
                 self._push(ended)
 
     def deliver_prompt(self, what: DeliverPrompt) -> None:
-        """Store logprobs of the next prompt tokens; all arrive before the first delta."""
+        """Store logprobs of the next prompt tokens; all of them arrive before the first delta."""
         known = self.stream.prompt_logprobs.setdefault(self._index, [])
         known.extend(what.logprobs)  # type: ignore[arg-type]  # carried in the wire's form
 
     def deliver(self, what: Deliver) -> None:
-        """Deliver new tokens; tokens after a stop string are dropped and the choice ends."""
+        """Deliver new tokens; a stop string ends the choice, and later tokens are dropped."""
         if self._is_finished[what.choice]:
             return
         stopped = what.finish is Finish.STOP

@@ -1,4 +1,4 @@
-"""Resuming answers of an interrupted call: validation, and restoring the text state."""
+"""Resumes answers of an interrupted call: validates them and restores the detokenizers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class FinishedChoice:
 
     num_tokens: int
     finish: str
-    stop: str | int | None = None  # the stop string or the client's stop token that ended it
+    stop: str | int | None = None  # the client's stop string or stop token that ended the choice
 
 
 def check_resume_state(
@@ -68,7 +68,7 @@ def resume(
     model: ModelLimits,
     texts: Sequence[IncrementalDetokenizer],
 ) -> list[FinishedChoice | None]:
-    """Feed the known tokens to the detokenizers `texts`; return how each choice ended, or None."""
+    """Feed the known tokens to the detokenizers `texts`; return the end of each choice, or None."""
     if not request.resume_from:
         return [None] * len(texts)
     ends = frozenset() if params.ignore_eos else model.eos_tokens

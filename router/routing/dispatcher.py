@@ -1,8 +1,8 @@
 """The dispatcher of a router: converts events into commands for all requests and workers.
 
 `Dispatcher.handle` is the only entry point. `WorkerEventHandler` handles the messages of workers,
-`Placer` places queued requests and moves running ones, and a `RequestState` holds the state of one
-request. All of it is pure: no I/O and no clock.
+`Placer` places queued requests and moves running requests, and a `RequestState` holds the state of
+one request. These classes are pure: they do no I/O and read no clock.
 """
 
 from collections import Counter
@@ -49,11 +49,11 @@ class DispatcherLimits:
     """Limits on queues, waiting times and recovery."""
 
     max_queued: int = 1024  # requests that were never placed on a worker
-    max_queued_tokens: int = 4_000_000  # prompt tokens of these requests
+    max_queued_tokens: int = 4_000_000  # prompt tokens of requests that were never placed
     ttft_slo_seconds: float = 0.0  # see `slo_order`; 0: prompts are ordered by arrival
-    no_worker_timeout_seconds: float = 60.0  # then requests end with UNAVAILABLE
+    no_worker_timeout_seconds: float = 60.0  # then waiting requests fail
     max_recovering_per_worker: int = 4  # requests of lost workers recomputed at a time
-    max_gaps: int = 3  # gaps in token positions; then the worker's stream is closed
+    max_gaps: int = 3  # gaps in token positions after which a worker's stream is closed
     bounds: LivenessBounds = field(default_factory=LivenessBounds)
 
 
@@ -65,14 +65,14 @@ class WorkerStatus:
     incarnation: str
     role: str
     state: str  # ready, suspect, stuck or draining
-    num_requests: int  # of this router: running, queued, leased or incoming
+    num_requests: int  # requests of this router: running, queued, leased or incoming
     load: WorkerLoad
 
 
 class Dispatcher:
-    """The decisions of a router: converts events into commands.
+    """The decision logic of a router: converts events into commands.
 
-    The argument `now` of its methods is the time in seconds on any monotonic clock.
+    The argument `now` of the methods is the time in seconds on any monotonic clock.
     """
 
     def __init__(self, policy: Policy, limits: DispatcherLimits | None = None) -> None:
@@ -187,7 +187,7 @@ class Dispatcher:
 
     @property
     def short_of(self) -> Collection[str]:
-        """Roles without a worker that has room for the next queued request."""
+        """Roles that have no worker with room for the next queued request."""
         return self._placer.short_of()
 
     @property
@@ -197,17 +197,17 @@ class Dispatcher:
 
     @property
     def num_prefill_decisions(self) -> Mapping[str, int]:
-        """Number of prompts by `str(PrefillDecision)`: where they were computed, and why."""
+        """Number of prompts by `str(PrefillDecision)`, for example "apart: unmeasured"."""
         return self._placer.num_prefill_decisions
 
     @property
     def num_rebalanced(self) -> int:
-        """Number of times a request was moved away from a worker that had no room for it."""
+        """Number of times a request was moved away from a worker without room."""
         return self._placer.num_rebalanced
 
     @property
     def transfer_costs(self) -> TransferCostModel:
-        """Cost model of KV transfers, fitted to recent ones."""
+        """Model of the duration of KV transfers, fitted to recent transfers."""
         return self._registry.transfer_costs
 
     @property

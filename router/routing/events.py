@@ -14,7 +14,7 @@ from penstock.common.worker_load import NO_LOAD, WorkerLoad
 
 
 class Finish(IntEnum):
-    """Why a choice ended; the values are those of worker.proto."""
+    """Why a choice ended; the numbers are those of `Finish` in worker.proto."""
 
     NONE = 0
     STOP = 1
@@ -27,7 +27,7 @@ class Status(Enum):
     OK = "ok"
     CANCELLED = "cancelled"  # the client has disconnected; no error is sent
     DEADLINE = "deadline"
-    INVALID = "invalid"  # it can never fit on any worker
+    INVALID = "invalid"  # the request can never fit on any worker
     OVERLOADED = "overloaded"  # the queue is full; the client may retry after `retry_after`
     UNAVAILABLE = "unavailable"  # no worker is connected
     INTERNAL = "internal"
@@ -39,16 +39,16 @@ class Request:
 
     id: int
     prompt: Sequence[int]
-    params: SamplingParams  # as workers get them, see `SamplingParams.for_worker`
+    params: SamplingParams  # in the form for workers: see `SamplingParams.for_worker`
     num_choices: int = 1
     num_beams: int = 0  # width of the beam search; 0: tokens are sampled
     max_tokens: int = 16
     tenant: str = ""
     priority: int = 0
     salt: bytes = b""
-    deadline: float = float("inf")  # clock time, as `now`
-    log: Sequence[Sequence[int]] = ()  # tokens that the client has, one list per choice
-    ended: Sequence[bool] = ()  # per choice: it had ended in an earlier call
+    deadline: float = float("inf")  # seconds on the dispatcher's clock
+    log: Sequence[Sequence[int]] = ()  # tokens that the client already has, one list per choice
+    ended: Sequence[bool] = ()  # per choice: whether it ended in an earlier call
     external_id: str = ""
 
     @property
@@ -64,17 +64,17 @@ class WorkerInfo:
     worker: str
     incarnation: str
     role: str  # prefill, decode or mixed
-    layout: str  # two workers can exchange KV blocks only if equal
+    layout: str  # two workers can exchange KV blocks only if their layouts are equal
     block_size: int
     num_blocks: int
     max_model_len: int
     max_sequences: int
-    step_bounds: tuple[float, ...] = ()  # buckets of `WorkerLoad.step_counts`, in seconds
+    step_bounds: tuple[float, ...] = ()  # bucket bounds of `WorkerLoad.step_counts` in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEndpoint:
-    """Address and secret with which a source connects to a destination, which creates them."""
+    """Address and secret that a destination creates so that a source can connect to it."""
 
     worker: str
     incarnation: str
@@ -83,7 +83,7 @@ class TransferEndpoint:
 
 
 class NewToken(NamedTuple):
-    """One generated token of a worker's step. A tuple for speed: one is built per token."""
+    """One generated token of a worker's step. A tuple, because tuples are fast to create."""
 
     request: int
     attempt: int
@@ -91,7 +91,7 @@ class NewToken(NamedTuple):
     position: int  # token index in the answer, from 0
     token: int
     finish: Finish = Finish.NONE
-    logprobs: object = None  # a `TokenLogprobs` message, passed through
+    logprobs: object = None  # a `TokenLogprobs` message, passed on unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ class ScoredPrompt:
 
     request: int
     attempt: int
-    position: int  # of the first token, in the prompt
-    logprobs: Sequence[object]  # `TokenLogprobs` messages, passed through
+    position: int  # prompt position of the first token
+    logprobs: Sequence[object]  # `TokenLogprobs` messages, passed on unchanged
 
 
 # ------------------------------------------------------------------ events
@@ -140,21 +140,21 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The stream has ended, or the worker's process is known to have exited."""
+    """The stream to a worker has ended, or the worker's process is known to have exited."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """The worker drains: its requests must move to other workers."""
+    """A worker drains: its requests must move to other workers."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class RoleChanged:
-    """An operator gives a worker a role, which overrides the role that it reports."""
+    """An operator has assigned a role to a worker; the role that it reports no longer applies."""
 
     worker: str
     role: str  # prefill, decode or mixed
@@ -174,7 +174,7 @@ class Stepped:
     worker: str
     tokens: Sequence[NewToken]
     load: WorkerLoad | None = None
-    ended: Sequence[tuple[int, int, str]] = ()  # failed: (request, attempt, reason)
+    ended: Sequence[tuple[int, int, str]] = ()  # failed requests: (request, attempt, reason)
     prompts: Sequence[ScoredPrompt] = ()
 
 
@@ -190,7 +190,7 @@ class Yielded:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A destination has reserved blocks; it already holds positions [0, `have`)."""
+    """A destination has reserved blocks, and already has the KV of positions [0, `have`)."""
 
     worker: str
     request: int
@@ -224,7 +224,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A worker does not take a request: it is full, or (`is_permanent`) too small for it."""
+    """A worker rejects a request: the worker is full or, if `is_permanent`, too small."""
 
     worker: str
     request: int
@@ -235,7 +235,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Periodic event: deadlines, worker timeouts and throttled re-placements are checked."""
+    """A periodic event: the dispatcher checks deadlines and worker timeouts, and moves requests."""
 
 
 Event: TypeAlias = (
@@ -262,7 +262,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A lease at a worker, from which a destination can receive positions [0, `kv_len`)."""
+    """A lease at a worker, from which a destination can receive KV of positions [0, `kv_len`)."""
 
     worker: str
     incarnation: str
@@ -273,16 +273,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Run a request on a worker, with everything that it needs to compute from the tokens."""
+    """Run a request on a worker. The tokens are sufficient; a source only saves computation."""
 
     worker: str
     request: Request
     attempt: int
     log: Sequence[Sequence[int]]  # tokens so far, one list per choice
-    finished: Sequence[bool]  # per choice: it has ended
-    source: Source | None  # None: compute everything
-    yield_after: int  # new tokens before the worker yields; 0: never
-    prompt_known: int = 1  # logprobs of prompt positions below it are known, if requested
+    finished: Sequence[bool]  # per choice: whether it has ended
+    source: Source | None  # None: compute all tokens
+    yield_after: int  # the worker yields after this many new tokens; 0: never
+    prompt_known: int = 1  # logprobs of prompt positions [1, prompt_known) are known
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,11 +296,11 @@ class Yield:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the blocks of a lease, from position `have` on, to a destination."""
+    """Send the KV blocks of a lease, from position `have` on, to a destination."""
 
     worker: str
     request: int
-    attempt: int  # of the lease
+    attempt: int  # attempt of the lease
     endpoint: TransferEndpoint
     to_attempt: int
     epoch: int
@@ -309,7 +309,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Release a request, or one choice of it, in whatever state the worker holds it."""
+    """Release a request, or one of its choices, on a worker, in any state."""
 
     worker: str
     request: int
@@ -318,7 +318,7 @@ class Drop:
 
 
 class Deliver(NamedTuple):
-    """New tokens for the client: each position of each choice once and in order."""
+    """New tokens for the client; each position of each choice is delivered once and in order."""
 
     request: int
     choice: int
@@ -330,7 +330,7 @@ class Deliver(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DeliverPrompt:
-    """Logprobs of the next prompt tokens: each position once and in order, from position 1."""
+    """Logprobs of the next prompt tokens; each position is delivered once, in order, from 1 on."""
 
     request: int
     logprobs: Sequence[object]
@@ -338,12 +338,12 @@ class DeliverPrompt:
 
 @dataclass(frozen=True, slots=True)
 class EndRequest:
-    """The request has ended; nothing is delivered for it afterwards."""
+    """End a request for its client; nothing is delivered for the request afterwards."""
 
     request: int
     status: Status
     message: str = ""
-    retry_after: float | None = None  # seconds
+    retry_after: float | None = None  # seconds after which the client should retry
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +353,7 @@ class CloseStream:
     worker: str
     incarnation: str
     reason: str
-    stuck: bool = False  # it is alive but completes no steps: the supervisor must replace it
+    stuck: bool = False  # the worker is alive but completes no steps, and must be replaced
 
 
 Command: TypeAlias = (

@@ -26,27 +26,27 @@ from penstock.router.routing.submission import Submission
 from penstock.router.routing.token_log import AppendResult, TokenLog
 
 MAX_LOSSES = 2
-"""Workers lost while running a request after which the request fails instead of moving on."""
+"""A request fails after this many workers were lost while they ran it."""
 
 
 class Phase(Enum):
-    """State of a request, derived from its `RequestState`; w is its worker, v the next one."""
+    """Phase of a request, derived from its `RequestState` by `phase_of`."""
 
-    QUEUED = "queued"  # on no worker
-    RUNNING = "running"  # w runs it
-    YIELDED = "yielded"  # w keeps its blocks; it is on no other worker
-    WAITING = "waiting"  # w keeps its blocks; v has it, but has not sent Ready
-    TRANSFERRING = "moving"  # a KV transfer from w to v is in progress
+    QUEUED = "queued"  # the request is on no worker
+    RUNNING = "running"  # a worker runs the request
+    YIELDED = "yielded"  # the worker has stopped the request but keeps its KV blocks
+    WAITING = "waiting"  # submitted to the next worker, which has not sent Ready
+    TRANSFERRING = "moving"  # the KV blocks are being sent to the next worker
     DONE = "done"
 
 
 class RequestState:
     """State of one request from arrival to end.
 
-    The phase is derived (`phase_of`) from three fields: `running` is the submission at its worker
-    w, `lease` the blocks that w keeps after it has yielded, and `pending` the submission at the
-    next worker v. If `running` and `pending` are both set, a live migration is in progress: w
-    continues until v is Ready.
+    `phase_of` derives the phase from three fields: `running` is the submission to the worker that
+    runs the request, `lease` describes the KV blocks that a worker keeps after it has yielded, and
+    `pending` is the submission to the next worker. If both `running` and `pending` are set, a live
+    migration is in progress: the running worker continues until the next worker is Ready.
     """
 
     def __init__(self, request: Request) -> None:
@@ -56,15 +56,15 @@ class RequestState:
         self.running: Submission | None = None
         self.pending: Submission | None = None
         self.lease: Source | None = None
-        self.live_migration_failed = False  # another worker could not use its blocks
+        self.live_migration_failed = False  # do not try another live migration
         self.num_losses = 0
         self.status: Status | None = None
         # Set by `Placer`:
-        self.decode_target: str | None = None  # worker on which it continues after prefill
-        self.unfit_workers: set[str] = set()  # workers on which it can never fit
+        self.decode_target: str | None = None  # worker for the request after the current one yields
+        self.unfit_workers: set[str] = set()  # workers on which the request can never fit
         self.arrived_at = 0.0  # clock seconds
-        self.submitted_at = 0.0  # when it was last submitted, in clock seconds
-        self.num_rebalances = 0  # times it was taken back from a full worker
+        self.submitted_at = 0.0  # clock time of the last submission, in seconds
+        self.num_rebalances = 0  # times the request was taken back from a full worker
         self.transfer: tuple[int, float] | None = None  # running KV transfer: (tokens, start time)
 
     @property
@@ -74,7 +74,7 @@ class RequestState:
 
     @property
     def can_migrate_live(self) -> bool:
-        """Whether another worker can take over while it runs: it has one choice and has started."""
+        """Whether the request can move while it runs: it has one choice and at least one token."""
         is_movable = self.request.num_choices == 1 and not self.live_migration_failed
         return is_movable and self.running is not None and self.running.started
 
@@ -85,13 +85,13 @@ class RequestState:
 
     @property
     def computing(self) -> Submission | None:
-        """The submission that can compute now; a destination cannot before its blocks arrive."""
+        """The submission that its worker can compute now; None during a KV transfer."""
         if self.running is not None or self.pending is None or self.pending.epoch is None:
             return self.running or self.pending
         return None
 
     def update_runnable(self, now: float) -> None:
-        """Update `runnable_since` of both submissions; call after every state change."""
+        """Update `runnable_since` of `running` and `pending`; call after every state change."""
         for hold in (self.running, self.pending):
             if hold is not None:
                 hold.runnable_since = (
@@ -99,14 +99,14 @@ class RequestState:
                 )
 
     def workers(self) -> list[str]:
-        """Return the workers that run it, will run it or keep its blocks."""
+        """Return the workers that run the request, will run it or keep its KV blocks."""
         held = [hold.worker for hold in (self.running, self.pending) if hold is not None]
         return held if self.lease is None else [*held, self.lease.worker]
 
     # -------------------------------------------------------------- tokens
 
     def append(self, worker: str, token: NewToken, out: list[Command]) -> AppendResult:
-        """Append a token if it is the next one and comes from the current attempt."""
+        """Append a token if it is the next one of its choice and not from an old attempt."""
         here = self.running
         if here is None or token.attempt != here.attempt or here.worker != worker:
             return self._append_from_pending(worker, token, out)
@@ -117,7 +117,7 @@ class RequestState:
         if taken is AppendResult.STATE_CHANGED:
             here.started = True
             if self.token_log.is_complete:
-                self.running = None  # a worker releases a finished request by itself
+                self.running = None  # no Drop: the worker releases a finished request by itself
                 self.end(Status.OK, "", out)
         return taken
 
@@ -138,7 +138,7 @@ class RequestState:
     ) -> AppendResult:
         if self.pending is None or not self.pending.matches(worker, token.attempt):
             return AppendResult.DUPLICATE
-        if self.running is not None:  # pending worker started without blocks: it is behind
+        if self.running is not None:  # the pending worker recomputes and is behind
             self._fail_live_migration(out)
             return AppendResult.MOVED
         self._promote_pending(out)
@@ -167,10 +167,10 @@ class RequestState:
     # -------------------------------------------------------------- placing
 
     def assign(self, info: WorkerInfo, yield_after: int, out: list[Command]) -> None:
-        """Submit the request to a worker, with its lease as source if that worker can use it."""
+        """Submit the request to a worker, with the lease as source if its blocks fit there."""
         lease = self.lease
         if lease and (lease.worker == info.worker or lease.layout != info.layout):
-            self._drop_lease(out)  # on the same worker the prefix cache keeps its blocks
+            self._drop_lease(out)  # on the same worker, the prefix cache still has the blocks
         hold = self._submit(info, self.lease, yield_after, out)
         if self.lease is None:
             self.running = hold
@@ -178,13 +178,13 @@ class RequestState:
             self.pending = hold
 
     def start_live_migration(self, info: WorkerInfo, out: list[Command]) -> None:
-        """Submit the request to a worker that takes over; its Ready makes the running one yield."""
+        """Submit the running request to a second worker; when it is Ready, the first must yield."""
         assert self.running is not None
         kv_len = self.token_log.num_known - 1  # the last token's own KV is not computed yet
         self.pending = self._submit(info, self.running.lease(kv_len), 0, out)
 
     def request_yield(self, out: list[Command]) -> None:
-        """Send Yield to the running worker, once."""
+        """Send Yield to the running worker, unless Yield was already sent."""
         if self.running is not None and not self.running.yielding:
             self.running.yielding = True
             out.append(Yield(self.running.worker, self.request.id, self.running.attempt))
@@ -227,9 +227,9 @@ class RequestState:
         self.running = None
         self.lease = here.lease(kv_len) if kv_len else None
         if not (kv_len or here.started):
-            self.decode_target = None  # it has computed nothing: place it again
+            self.decode_target = None  # nothing was computed: choose the workers again
         if self.pending is not None:
-            # Its Submit lacks the newest tokens: submit again, with the exact `kv_len`.
+            # The pending Submit lacks the newest tokens: cancel it; `Placer` submits again.
             self.decode_target = self.pending.worker
             self.cancel_pending(out)
 
@@ -248,10 +248,10 @@ class RequestState:
             self._restart(hold, out)
 
     def check_source(self, out: list[Command]) -> bool:
-        """Restart the pending submission without a source if the source of its transfer is lost.
+        """Restart the pending submission without a source if its source was lost in a transfer.
 
-        Acts at the second call that finds the source lost, since the blocks may already have been
-        sent. Return True if it restarted the submission.
+        The first call that finds the source lost only marks the submission, because all blocks may
+        already have been sent; the second call restarts it. Return True on a restart.
         """
         hold = self.pending
         if hold is None or hold.epoch is None or self.lease is not None:
@@ -263,12 +263,12 @@ class RequestState:
         return False
 
     def _restart(self, hold: Submission, out: list[Command]) -> None:
-        """Submit again to the pending worker, without a source."""
+        """Replace the pending submission by a new one to the same worker, without a source."""
         self.cancel_pending(out)
         self.running = self._submit(hold.info, None, 0, out)
 
     def received(self, worker: str, attempt: int, epoch: int, out: list[Command]) -> bool:
-        """Handle Received; return False if it concerns an old transfer."""
+        """Handle Received; return False if the message belongs to an old transfer."""
         if (
             self.pending is None
             or not self._is_pending(worker, attempt)
@@ -279,7 +279,7 @@ class RequestState:
         return True
 
     def failed(self, worker: str, attempt: int, out: list[Command]) -> bool:
-        """Handle Failed; return True if the pending worker reported it."""
+        """Handle Failed; return True if the pending worker reported the failure."""
         if self._is_pending(worker, attempt):
             if self.running is None:
                 self._promote_pending(out)
@@ -287,7 +287,7 @@ class RequestState:
                 self._fail_live_migration(out)
             return True
         if self.lease and self.lease.worker == worker and self.lease.attempt == attempt:
-            self._drop_lease(out)  # the destination detects the failure and recomputes
+            self._drop_lease(out)  # the destination will detect the failure and recompute
         return False
 
     def _is_running(self, worker: str, attempt: int) -> bool:
@@ -307,7 +307,7 @@ class RequestState:
     # -------------------------------------------------------------- failures
 
     def rejected(self, worker: str, attempt: int, out: list[Command]) -> bool:
-        """Handle Rejected; return False if it concerns an old attempt."""
+        """Handle Rejected; return False if the message belongs to an old attempt."""
         if self._is_pending(worker, attempt):
             self.pending = None
             return True
@@ -318,7 +318,7 @@ class RequestState:
         return True
 
     def aborted(self, worker: str, attempt: int, reason: str, out: list[Command]) -> bool:
-        """Handle a failure on the worker; return False if it concerns an old attempt."""
+        """Handle a failure on the worker; return False if the failure is of an old attempt."""
         if self._is_pending(worker, attempt):
             if self.running is not None:
                 self._fail_live_migration(out)
@@ -331,7 +331,7 @@ class RequestState:
         return True
 
     def worker_lost(self, worker: str, out: list[Command]) -> bool:
-        """Forget a lost worker; return True if it was running this request."""
+        """Remove a lost worker from this state; return True if that worker ran the request."""
         if self.lease is not None and self.lease.worker == worker:
             self.lease = None
         if self.pending is not None and self.pending.worker == worker:

@@ -6,7 +6,7 @@ from penstock.router.routing.events import Source, WorkerInfo
 
 
 class Submission:
-    """A submission of a request to a worker: the running one, or the one that runs next."""
+    """One submission of a request to a worker, which runs the request now or is to run it next."""
 
     __slots__ = (
         "attempt",
@@ -24,13 +24,13 @@ class Submission:
         self.info = info
         self.worker = info.worker
         self.attempt = attempt
-        # The worker yields without a Yield command, after the first tokens.
+        # The worker yields by itself after its first tokens, without a Yield command.
         self.yields_after_prefill = yields_after_prefill
-        self.started = False  # one of its tokens was accepted
+        self.started = False  # a token of this submission was accepted
         self.yielding = False  # a Yield command was sent
-        self.epoch: int | None = None  # of its incoming KV transfer, from its Ready message
-        self.source_lost = False  # the transfer's source was already gone at the last check
-        self.runnable_since = inf  # clock time from which the worker can compute it
+        self.epoch: int | None = None  # of the KV transfer to this worker; None: not started
+        self.source_lost = False  # the last check found the transfer's source lost
+        self.runnable_since = inf  # clock time since which the worker can run this; inf: it cannot
 
     def matches(self, worker: str, attempt: int) -> bool:
         """Return whether a message of `worker` about `attempt` refers to this submission."""

@@ -1,4 +1,4 @@
-"""The token log of a request: its answers so far, from which any worker can continue it."""
+"""The token log of a request: the answers so far, from which any worker can continue."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -18,20 +18,20 @@ class AppendResult(Enum):
     """Result of appending a token to a log."""
 
     APPENDED = 0  # appended, with no other change
-    STATE_CHANGED = 1  # appended; also the attempt's first token or the end of a choice
-    MOVED = 2  # the request's state changed; for prompt logprobs also if they were appended
-    DUPLICATE = 3  # ignored: already known, or of an old attempt
+    STATE_CHANGED = 1  # appended; the token is the attempt's first one or ends a choice
+    MOVED = 2  # the request's state changed; no token, but perhaps prompt logprobs were appended
+    DUPLICATE = 3  # ignored: the token is already known or of an old attempt
     GAP = 4  # refused: earlier positions are missing, or the choice does not exist
 
 
 class TokenLog:
-    """The tokens of each choice of a request, and which choices have ended."""
+    """The tokens of each choice of a request, and a flag per choice: whether it has ended."""
 
     __slots__ = ("_request", "answers", "finished", "prompt_known")
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self.prompt_known = 1  # logprobs of prompt positions below it are known, if requested
+        self.prompt_known = 1  # logprobs of prompt positions [1, prompt_known) are known
         self.answers: list[list[int]] = [[] for _ in range(request.num_choices)]
         for answer, known in zip(self.answers, request.log, strict=False):
             answer.extend(known)
@@ -69,7 +69,7 @@ class TokenLog:
         return AppendResult.APPENDED
 
     def stop_choice(self, choice: int, length: int) -> bool:
-        """End a choice after `length` tokens; return False if it had already ended."""
+        """End a choice after `length` tokens; return False if the choice had already ended."""
         if choice >= len(self.answers) or self.finished[choice]:
             return False
         del self.answers[choice][length:]
@@ -94,7 +94,7 @@ class TokenLog:
 
     @property
     def num_remaining(self) -> int:
-        """Largest number of tokens that any open choice may still get."""
+        """Largest number of tokens that may still be generated for an open choice."""
         lengths = [
             len(answer)
             for answer, ended in zip(self.answers, self.finished, strict=True)
@@ -103,7 +103,7 @@ class TokenLog:
         return self._request.max_tokens - min(lengths, default=self._request.max_tokens)
 
     def copy(self) -> tuple[Sequence[Sequence[int]], Sequence[bool]]:
-        """Return the answers so far, and which have ended, for a Submit to the next worker."""
+        """Return the answers so far, and whether each has ended, for a new Submit."""
         if self._request.num_beams:  # a beam search restarts from the prompt
             return tuple(() for _ in self.answers), tuple(False for _ in self.answers)
         return tuple(tuple(answer) for answer in self.answers), tuple(self.finished)

@@ -1,4 +1,4 @@
-"""Handling of worker events: updates of requests and worker views, and resulting commands."""
+"""Handles worker events: updates requests and worker views, and creates the resulting commands."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -33,7 +33,7 @@ Commands: TypeAlias = list[Command]
 class Counters:
     """Totals since the start of the router."""
 
-    num_failovers: int = 0  # requests restarted on another worker after a loss
+    num_failovers: int = 0  # requests restarted because their worker was lost
     num_transfers: int = 0  # completed KV transfers
     num_transfers_failed: int = 0
     num_gaps: int = 0
@@ -41,7 +41,7 @@ class Counters:
 
 
 class WorkerEventHandler:
-    """The handlers of worker events, which update requests and worker views."""
+    """Handlers of worker events. They update requests and worker views and append commands."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class WorkerEventHandler:
     # -------------------------------------------------------------- workers
 
     def worker_up(self, event: WorkerUp, out: Commands, now: float) -> None:
-        self._remove_worker(event.info.worker, out, now)  # a new stream starts without state
+        self._remove_worker(event.info.worker, out, now)  # a new stream starts without requests
         self._registry.add(event.info, event.load, now)
         self._timeouts.workers_changed(self._registry, now)
         self._placer.dirty = True
@@ -195,11 +195,12 @@ class WorkerEventHandler:
             self._placer.reconcile(state, out, now)
 
     def _note_transfer(self, state: RequestState, event: Ready, now: float) -> None:
-        """Record size and start of a KV transfer, for the transfer cost model."""
+        """Record the size and start time of a KV transfer, for the `TransferCostModel`."""
         pending, view = state.pending, self._registry.get(event.worker)
         if pending is None or pending.epoch != event.epoch or state.lease is None or view is None:
             return
-        # Waiting for free blocks is not a transfer cost: a prompt computed there waits, too.
+        # If the worker has a queue, the time before Ready was spent waiting for free blocks. A
+        # prompt computed there would also have waited, so this time does not count as transfer.
         since = now if view.load.queued else state.submitted_at
         state.transfer = (max(state.lease.kv_len - event.have, 0), since)
 
@@ -234,7 +235,10 @@ class WorkerEventHandler:
     def _state_of(
         self, event: Yielded | Ready | Received | Failed | Rejected, out: Commands, now: float
     ) -> RequestState | None:
-        """Return the request of an event; if it has ended, drop what the worker holds for it."""
+        """Return the state of an event's request; None if the request has ended.
+
+        If Yielded or Ready arrives for an ended request, send Drop to release its blocks.
+        """
         view = self._touch(event.worker, now)
         if view is None:
             return None

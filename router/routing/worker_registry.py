@@ -8,10 +8,10 @@ from penstock.router.routing.events import WorkerInfo
 from penstock.router.routing.placement.cost_model import PrefillRate, TransferCostModel
 
 PENALTY_SECONDS = 30.0
-"""Time in which the placement penalty of a worker that was lost decays to 0."""
+"""Seconds in which the placement penalty of a worker that was lost decays to 0."""
 PREFILL_SLOT_STEPS = 2.0
-"""With queueing at the router, a worker's backlog in steps: the current one and the next, so that
-it never idles."""
+"""If prompts queue at the router, a worker gets another prompt while its backlog is below this many
+steps: the current step and the next one, so that the worker never idles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class LivenessBounds:
 
     suspect_after: float = 2.0
     lost_after: float = 10.0
-    lost_steps: float = 20.0  # limits are at least this many of the worker's last step times
-    stuck_after: float = 45.0  # without a completed step while it has work
+    lost_steps: float = 20.0  # lost_after and stuck_after are at least this many step times
+    stuck_after: float = 45.0  # without a completed step while the worker has work
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ResourceUsage:
 class WorkerView:
     """State of one worker from its Welcome message to its loss.
 
-    Policies only read it; `WorkerRegistry`, `Placer` and `WorkerEventHandler` change it.
+    Policies only read a view; `WorkerRegistry`, `Placer` and `WorkerEventHandler` change it.
     """
 
     def __init__(
@@ -47,31 +47,31 @@ class WorkerView:
         role: str | None = None,
         queues_at_router: bool = False,
     ) -> None:
-        self.queues_at_router = queues_at_router  # prompts wait there until it can start them
+        self.queues_at_router = queues_at_router  # prompts queue at the router, not here
         self.info = info
         self.name = info.worker
-        self.role = info.role if role is None else role  # the role for placement
-        self.assigned_role = role  # by an operator; None: the reported role holds
+        self.role = info.role if role is None else role  # the role that placement uses
+        self.assigned_role = role  # assigned by an operator; None: the reported role applies
         self.load = load
         self.prefill_rate = PrefillRate(load)
         self.last_received = now
         self.lost_at = lost_at  # when a worker of this name was last lost; -inf: never
-        self.last_progress = now  # when it last completed a step or sent tokens
+        self.last_progress = now  # when the worker last completed a step or sent tokens
         self.suspect = False
         self.draining = False
-        self.stuck = False  # known to be stuck, and no step has completed since
-        self.backed_off_at: float | None = None  # it rejected a request since its last load report
+        self.stuck = False  # found to be stuck; reset when a step completes
+        self.backed_off_at: float | None = None  # time of a rejection since the last load report
         self.num_gaps = 0
-        self.num_assigned = 0  # requests since it connected
-        # By request id; None: the worker only holds a lease.
+        self.num_assigned = 0  # requests placed here since the worker connected
+        # Usage by request id; None: the worker only keeps KV blocks under a lease.
         self.requests: dict[int, ResourceUsage | None] = {}
-        self.num_sequences = 0  # totals of `requests`
-        self.num_blocks = 0
-        self.new_tokens = 0  # to be computed, placed since the last load report
-        self.new_sequences = 0
-        self.unseen_tokens = 0  # placed before that report, but not yet counted in it
-        self.num_foreign_sequences = 0  # of other routers, at the last load report
-        self.num_foreign_blocks = 0
+        self.num_sequences = 0  # total of `requests`
+        self.num_blocks = 0  # total of `requests`
+        self.new_tokens = 0  # tokens to compute that were placed since the last load report
+        self.new_sequences = 0  # placed since the last load report
+        self.unseen_tokens = 0  # placed before the last load report, but not counted in it
+        self.num_foreign_sequences = 0  # of other routers, estimated at the last load report
+        self.num_foreign_blocks = 0  # of other routers, estimated at the last load report
         self._update_foreign()
         self._update_sort_keys()
 
@@ -81,22 +81,22 @@ class WorkerView:
 
     @property
     def is_shedding(self) -> bool:
-        """Whether an operator made it a prefill worker, so that its decodes must move away."""
+        """Whether an operator made this a prefill worker: decoding requests must move away."""
         return self.assigned_role == "prefill"
 
     @property
     def is_usable(self) -> bool:
-        """Whether it may get new work."""
+        """Whether the worker may get new work."""
         return not (self.suspect or self.draining or self.stuck)
 
     @property
     def can_wait_for(self) -> bool:
-        """Whether requests may wait for it: a suspect worker may come back."""
+        """Whether requests may wait for the worker: a suspect worker may come back."""
         return not (self.draining or self.stuck)
 
     @property
     def is_backed_off(self) -> bool:
-        """Whether it has just rejected a request because it was full."""
+        """Whether the worker has just rejected a request because it was full."""
         return self.backed_off_at is not None
 
     @property
@@ -110,12 +110,12 @@ class WorkerView:
 
     @property
     def backlog_tokens(self) -> int:
-        """Number of prompt tokens that it must compute before it can start a new prompt."""
+        """Number of prompt tokens that the worker must compute before it starts a new prompt."""
         return self.load.queued_tokens + self.new_tokens + self.unseen_tokens
 
     @property
     def has_prefill_slot(self) -> bool:
-        """Whether its backlog is small enough for another prompt."""
+        """Whether the worker's backlog is small enough for another prompt."""
         backlog = self.backlog_tokens
         if not self.queues_at_router or not backlog:
             return True
@@ -126,20 +126,20 @@ class WorkerView:
 
     @property
     def num_busy(self) -> int:
-        """Number of its sequences, those of other routers included."""
+        """Number of the worker's sequences, including those of other routers."""
         reported = self.load.running + self.load.queued + self.new_sequences
         return max(self.num_sequences, reported)
 
     def resource_usage(self, num_tokens: int, num_sequences: int) -> ResourceUsage:
-        """Return what a request with `num_tokens` known tokens takes here."""
+        """Return the capacity that a request with `num_tokens` tokens so far takes here."""
         blocks = -(-(num_tokens + num_sequences) // self.info.block_size)
         return ResourceUsage(num_sequences, blocks)
 
     def has_capacity(self, num_tokens: int, num_sequences: int) -> bool:
-        """Return whether it has room for a request with `num_tokens` known tokens.
+        """Return whether the worker has room for a request with `num_tokens` tokens so far.
 
-        A worker without sequences of this router always has, so that other routers cannot keep
-        this one out.
+        Unless it is backed off, a worker without sequences of this router always has room, so that
+        other routers cannot keep this router out.
         """
         if self.is_backed_off:
             return False
@@ -151,11 +151,11 @@ class WorkerView:
         return num_sequences <= self.info.max_sequences and num_blocks <= self.info.num_blocks
 
     def penalty(self, now: float) -> float:
-        """Return the placement penalty: 1 just after a loss, decaying to 0."""
+        """Return the placement penalty, which decays from 1 (just after a loss) to 0."""
         return max(0.0, 1.0 - (now - self.lost_at) / PENALTY_SECONDS)
 
     def set_usage(self, request: int, usage: ResourceUsage | None) -> None:
-        """Record what a request takes here; None: only a lease."""
+        """Record the capacity that a request takes here; None: the worker only keeps a lease."""
         self.remove(request)
         self.requests[request] = usage
         if usage is not None:
@@ -173,21 +173,21 @@ class WorkerView:
             self._update_sort_keys()
 
     def note_assigned(self, num_tokens: int, num_sequences: int) -> None:
-        """Count a request that was just placed here until the next load report."""
+        """Count a request that was just placed here, until a load report counts it."""
         self.num_assigned += 1
         self.new_tokens += num_tokens
         self.new_sequences += num_sequences
         self._update_sort_keys()
 
     def update_load(self, load: WorkerLoad, now: float) -> None:
-        """Take in a load report."""
+        """Update the view from a load report."""
         if load.num_steps != self.load.num_steps:
             self.last_progress = now
             self.stuck = False
         self.load = load
         self.prefill_rate.add(load)
         self.backed_off_at = None
-        # The report does not count requests that arrived during the step that it describes.
+        # A load report does not count requests that arrived during its step.
         seen = not self.queues_at_router or load.running + load.queued >= self.num_sequences
         self.unseen_tokens = 0 if seen else self.new_tokens
         self.new_tokens = 0
@@ -203,9 +203,10 @@ class WorkerView:
         self.by_utilization = (busy / info.max_sequences, filled, num_assigned, self.name)
 
     def _update_foreign(self) -> None:
-        """Estimate the usage of other routers from the load report.
+        """Estimate the capacity that other routers use, from the last load report.
 
-        Requests that this router has just dropped may count as foreign until the next report.
+        Requests that this router has just dropped may count as another router's until the next
+        report.
         """
         load = self.load
         self.num_foreign_sequences = max(0, load.running + load.queued - self.num_sequences)
@@ -226,17 +227,17 @@ class WorkerRegistry:
 
     Args:
         bounds: time limits after which a worker is suspect, lost or stuck.
-        queues_at_router: prompts wait at the router, and a worker gets only its next work.
+        queues_at_router: prompts queue at the router, and a worker gets about two steps of work.
     """
 
     def __init__(self, bounds: LivenessBounds, queues_at_router: bool = False) -> None:
         self._bounds = bounds
         self.queues_at_router = queues_at_router
         self._views: dict[str, WorkerView] = {}
-        self._roles: dict[str, str] = {}  # assigned by operators, also for workers not connected
+        self._roles: dict[str, str] = {}  # assigned by operators, by worker name
         self.transfer_costs = TransferCostModel()
         self._lost_at: dict[str, float] = {}
-        # Lost while stuck: (incarnation, completed steps) by name.
+        # Workers lost while stuck: (incarnation, completed steps), by name.
         self._stuck_workers: dict[str, tuple[str, int]] = {}
         self._checked_at: float | None = None
 
@@ -255,7 +256,7 @@ class WorkerRegistry:
         lost_at = self._lost_at.get(info.worker, float("-inf"))
         role = self._roles.get(info.worker)
         view = WorkerView(info, load, now, lost_at, role, self.queues_at_router)
-        # A worker that was stuck stays so over a new stream until it completes a step.
+        # A stuck worker that reconnects is still stuck if it has completed no step.
         view.stuck = self._stuck_workers.pop(info.worker, None) == (
             info.incarnation,
             load.num_steps,
@@ -269,7 +270,7 @@ class WorkerRegistry:
         return self._roles
 
     def assign(self, worker: str, role: str) -> WorkerView | None:
-        """Assign a role to a worker and to its replacements of the same name."""
+        """Assign a role to a worker and to later workers of the same name."""
         self._roles[worker] = role
         view = self._views.get(worker)
         if view is not None:
@@ -287,11 +288,11 @@ class WorkerRegistry:
         self._lost_at[worker] = now
 
     def back_off(self, worker: str, now: float) -> None:
-        """Treat a worker as full until its next load report, or for `suspect_after` seconds."""
+        """Treat a worker as full until its next load report, at most for `suspect_after`."""
         self._views[worker].backed_off_at = now
 
     def no_larger_than(self, worker: str) -> list[str]:
-        """Return the workers that are no larger than this one in any dimension."""
+        """Return the workers that are at most as large as `worker` in every dimension."""
         size = _size(self._views[worker].info)
         return [
             name
@@ -300,7 +301,7 @@ class WorkerRegistry:
         ]
 
     def check_liveness(self, now: float) -> tuple[list[WorkerView], list[WorkerView]]:
-        """Return the workers that have just become suspect, and those silent beyond their limit."""
+        """Return two lists: workers that have just become suspect, and workers that are lost."""
         self._discount_own_pause(now)
         suspects: list[WorkerView] = []
         silent: list[WorkerView] = []
@@ -310,7 +311,7 @@ class WorkerRegistry:
                 view.backed_off_at is not None
                 and now - view.backed_off_at > self._bounds.suspect_after
             ):
-                view.backed_off_at = None  # an idle worker sends no load reports
+                view.backed_off_at = None  # an idle worker sends no load report to reset this
             if silence > self._silence_bound(view, self._bounds.lost_after):
                 silent.append(view)
             elif silence > self._bounds.suspect_after and not view.suspect:
@@ -321,16 +322,16 @@ class WorkerRegistry:
     def find_stuck(
         self, busy_since: Callable[[WorkerView], float | None], now: float
     ) -> list[WorkerView]:
-        """Return the workers that respond but have completed no step within their limit.
+        """Return the workers that respond and have work, but completed no step in time.
 
         Args:
-            busy_since: returns since when a worker has had runnable work; None if it has none.
+            busy_since: returns the time since which a worker has had runnable work, or None.
             now: clock seconds.
         """
         found = []
         for view in self._views.values():
             if view.suspect or view.stuck or not view.num_sequences:
-                view.last_progress = now  # silent, already known as stuck, or idle
+                view.last_progress = now  # no limit while the worker is silent, stuck or idle
                 continue
             bound = self._silence_bound(view, self._bounds.stuck_after)
             if now - view.last_progress > bound:
@@ -346,7 +347,7 @@ class WorkerRegistry:
         return max(minimum, self._bounds.lost_steps * view.load.last_step_seconds)
 
     def _discount_own_pause(self, now: float) -> None:
-        """Do not count time in which the router itself was stopped as silence of the workers."""
+        """Do not count a pause of the router itself as silence of the workers."""
         slept = 0.0 if self._checked_at is None else now - self._checked_at
         self._checked_at = now
         if slept > self._bounds.suspect_after:

@@ -13,7 +13,7 @@ FINISHES = {finish.value: finish for finish in ev.Finish}
 
 
 def decode_welcome(welcome: pb.Welcome) -> ev.WorkerInfo:
-    """Return the properties that a worker reports in its Welcome message."""
+    """Decode a Welcome message into a `WorkerInfo`."""
     return ev.WorkerInfo(
         worker=welcome.worker,
         incarnation=welcome.incarnation,
@@ -28,10 +28,10 @@ def decode_welcome(welcome: pb.Welcome) -> ev.WorkerInfo:
 
 
 def decode_step(worker: str, step: pb.Step) -> ev.Stepped:
-    """Return a Step message as an event.
+    """Decode a Step message into a `Stepped` event.
 
     Raises:
-        ValueError: the columns differ in length.
+        ValueError: the arrays of the message differ in length.
     """
     logprobs: dict[int, object] = {entry.row: entry for entry in step.logprobs}
     tokens = [
@@ -97,7 +97,7 @@ DECODERS: Mapping[str, Callable[[str, Any], ev.Event]] = {
     "failed": _decode_failed,
     "rejected": _decode_rejected,
     "draining": _decode_draining,
-    # Block events are meant for a prefix index; until it exists they only count as heartbeats.
+    # There is no prefix index yet that would use block events: treat them as heartbeats.
     "stored": _decode_heartbeat,
     "evicted": _decode_heartbeat,
     "heartbeat": _decode_heartbeat,
@@ -105,7 +105,7 @@ DECODERS: Mapping[str, Callable[[str, Any], ev.Event]] = {
 
 
 def decode_event(worker: str, message: pb.ToRouter) -> ev.Event:
-    """Return a worker's message as an event.
+    """Decode a worker's message into an event.
 
     Raises:
         ValueError: the message has an unexpected type or invalid values.
@@ -120,7 +120,7 @@ def decode_event(worker: str, message: pb.ToRouter) -> ev.Event:
 
 
 def encode_submit(command: ev.Submit) -> pb.ToWorker:
-    """Return a Submit command as a message; its log omits open choices without tokens."""
+    """Encode a Submit command as a message; the log omits open choices without tokens."""
     request = command.request
     submit = pb.Submit(
         request=request.id,
@@ -148,7 +148,7 @@ def encode_submit(command: ev.Submit) -> pb.ToWorker:
 
 def _encode_yield(command: ev.Yield) -> pb.ToWorker:
     message = pb.ToWorker()
-    body: pb.Yield = getattr(message, "yield")  # `yield` is a Python keyword
+    body: pb.Yield = getattr(message, "yield")  # `message.yield` is a syntax error
     body.CopyFrom(pb.Yield(request=command.request, attempt=command.attempt))
     return message
 
@@ -184,5 +184,5 @@ ENCODERS: Mapping[type, Callable[[Any], pb.ToWorker]] = {
 
 
 def encode_command(command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> pb.ToWorker:
-    """Return a command as a message; the worker link sets the message number."""
+    """Encode a command as a message; the worker link sets the message number."""
     return ENCODERS[type(command)](command)

@@ -24,14 +24,14 @@ class WorkerLinks:
         self._identity = identity
         self._post = post
         self._links: dict[str, WorkerLink] = {}
-        self._welcomes: dict[str, worker_pb2.Welcome] = {}  # of workers whose stream is open
+        self._welcomes: dict[str, worker_pb2.Welcome] = {}  # of connected workers
 
     def __len__(self) -> int:
         """Return the number of workers with an open stream."""
         return len(self._welcomes)
 
     def model_limits(self, own: ModelLimits) -> ModelLimits:
-        """Return the smaller of the model's own limits `own` and those of the connected workers."""
+        """Return the smallest of the model's own limits `own` and the connected workers' limits."""
         welcomes = self._welcomes.values()
         return ModelLimits(
             own.name,
@@ -45,7 +45,7 @@ class WorkerLinks:
         return list(self._links.values())
 
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
-        """Connect to exactly these workers (name to `host:port`) and stop all other links."""
+        """Connect to the workers in `addresses` (name to `host:port`); stop all other links."""
         gone = [link for name, link in self._links.items() if addresses.get(name) != link.address]
         for link in gone:
             del self._links[link.worker]
@@ -57,13 +57,13 @@ class WorkerLinks:
                 )
 
     def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> None:
-        """Send a command to the worker that it names; drop it if that worker is not connected."""
+        """Send a command to its worker; discard the command if the worker is not connected."""
         link = self._links.get(command.worker)
         if link is not None:
             link.send(command)
 
     def close(self, worker: str, reason: str) -> str:
-        """Close the stream to a worker; its link then reconnects.
+        """Close the stream to a worker; the worker's link then reconnects.
 
         Returns:
             The worker's address, or an empty string if no worker of this name is configured.
@@ -87,7 +87,7 @@ class WorkerLinks:
         self._welcomes[welcome.worker] = welcome
 
     def _compare_layouts(self, welcome: worker_pb2.Welcome) -> None:
-        """Log a warning if a new worker cannot exchange KV blocks with the connected ones."""
+        """Log a warning if a new worker cannot exchange KV blocks with a connected worker."""
         other = next((w for w in self._welcomes.values() if w.layout != welcome.layout), None)
         if other is not None:
             log.warning(

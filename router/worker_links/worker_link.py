@@ -24,7 +24,7 @@ HEARTBEAT_SECONDS = 0.5
 IDLE_HEARTBEAT_SECONDS = 2.0  # to an idle worker; workers close a stream after 5 s of silence
 CONNECT_SECONDS = 10.0  # from opening the call to the worker's Welcome message
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 2.0  # between attempts to connect
-MAX_UNSENT = 65536  # queued messages; one more closes the stream
+MAX_UNSENT = 65536  # largest number of queued messages; one more closes the stream
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -34,12 +34,12 @@ OPTIONS: Sequence[tuple[str, int]] = (
 
 
 class LinkBroken(Exception):
-    """The stream must be closed; the message is the reason."""
+    """Raised if the stream must be closed; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterIdentity:
-    """How a router identifies itself to workers."""
+    """Name, incarnation and token with which a router identifies itself to workers."""
 
     router: str
     incarnation: str
@@ -49,8 +49,8 @@ class RouterIdentity:
 class WorkerLink:
     """A connection to one worker that reconnects until `stop` is called.
 
-    For each stream it posts `WorkerUp` when the stream is open, then the worker's messages as
-    events, and `WorkerLost` when the stream ends.
+    For each stream, the link posts `WorkerUp` when the stream is open, then the worker's messages
+    as events, and `WorkerLost` when the stream ends.
 
     Args:
         worker: expected name of the worker; a worker with another name is refused.
@@ -71,8 +71,8 @@ class WorkerLink:
     ) -> None:
         self.worker = worker
         self.address = address
-        self.info: ev.WorkerInfo | None = None  # of the last stream, kept after its end
-        self.load: WorkerLoad | None = None  # last reported; None while not connected
+        self.info: ev.WorkerInfo | None = None  # from the last Welcome message
+        self.load: WorkerLoad | None = None  # last reported load; None while not connected
         self._identity = identity
         self._post = post
         self._on_welcome = on_welcome
@@ -81,12 +81,12 @@ class WorkerLink:
         self._wake = asyncio.Event()
         self._is_up = False
         self._is_wanted = True
-        self._close_reason = ""  # reason passed to `close`; empty: stay open
+        self._close_reason = ""  # reason passed to `close`; empty: `close` was not called
         self._stream: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._reconnect_loop(), name=f"link to {worker}")
 
     def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> None:
-        """Queue a command. Without a stream it is dropped: the worker then holds no requests."""
+        """Queue a command; without a stream, discard it, since the worker then has no requests."""
         if not self._is_up or self._close_reason:
             return
         if len(self._unsent) >= MAX_UNSENT:
@@ -194,7 +194,7 @@ class WorkerLink:
             call.cancel()
             await asyncio.wait((writer,))
             if not writer.cancelled():
-                writer.exception()  # mark as retrieved: the same error ended `_read`
+                writer.exception()  # mark the error as retrieved: `_read` has raised it as well
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         expected = 2
@@ -231,8 +231,8 @@ class WorkerLink:
     def _heartbeat_interval(self) -> float:
         """Return the seconds until the next heartbeat.
 
-        Idle workers get fewer, since most of a thousand workers may be idle and each heartbeat
-        takes router time.
+        Idle workers get fewer heartbeats: most of a thousand workers may be idle, and each
+        heartbeat takes time at the router.
         """
         load = self.load
         is_idle = load is not None and not (

@@ -1,7 +1,8 @@
 """Compile all Triton kernels ahead of time: `python -m tests.aot [MODULE...]` (e.g. `norm.op`).
 
-Needs no GPU. Writes `report.json` and `table.txt` to `build/aot`, and caches the compiled kernels
-there. Fails if a kernel breaks one of `rules`, does not compile, or is in no case.
+The command needs no GPU. It writes `report.json` and `table.txt` to `build/aot`, and caches the
+compiled kernels there. It fails if a kernel breaks a rule of `tests.aot.rules`, does not compile,
+or is launched by no case.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ COLUMNS = ("kernel", "case", "chip", "regs", "spill", "shared", "warps", "tensor
 
 
 def modules(names: list[str]) -> list[str]:
-    """Return the modules that have AOT cases; `names` selects some. Raises SystemExit."""
+    """Return the modules `names`, or all modules that have AOT cases; exit if a name is unknown."""
     files = sorted((ROOT / "kernels").rglob("*.py"))
     paths = [path for path in files if "def aot_cases(" in path.read_text()]
     found = [".".join(path.relative_to(ROOT / "kernels").with_suffix("").parts) for path in paths]

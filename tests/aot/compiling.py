@@ -44,7 +44,7 @@ class Artefact:
     shared_bytes: int
     num_warps: int
     tensor_core: int  # number of tensor core instructions
-    read_bytes: dict[int, int]  # bytes that the code's loads read, by bytes per load
+    read_bytes: dict[int, int]  # bytes that load instructions read, by bytes per load
 
     @property
     def wide_share(self) -> float:
@@ -128,7 +128,7 @@ def _count(code: Counter[str], pattern: re.Pattern[str]) -> int:
 
 
 def _reads(code: Counter[str], pattern: re.Pattern[str]) -> dict[int, int]:
-    """Sum the bytes that loads of each width read."""
+    """Sum the bytes that load instructions read, by bytes per load."""
     found: Counter[int] = Counter()
     for name, number in code.items():
         if pattern.match(name):

@@ -25,7 +25,7 @@ NUM_PROCESSES = 2
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One case to compile for one chip."""
+    """One AOT case, to be compiled for one chip."""
 
     module: str  # import name of a module with `aot_cases`
     case: int  # index in `aot_cases`
@@ -119,7 +119,7 @@ def _compiled(job: Job, case: AotCase, launch: Launch) -> Report:
 
 
 def _innermost(error: BaseException) -> str:
-    """Format the first cause; Triton's outer errors quote the whole source of their functions."""
+    """Format the innermost cause, because Triton's outer errors quote the whole source."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"
@@ -142,7 +142,7 @@ def _launches(case: AotCase, chip: DeviceInfo) -> list[Launch]:
 
 
 def forgotten(module: str) -> list[str]:
-    """Return the kernels of a module that none of its cases launches."""
+    """Return the kernels of a module that no case of this module launches."""
     launched = {
         kernel_name(launch.kernel)
         for case in cases_of(module)

@@ -1,4 +1,4 @@
-"""Rules for compiled kernels: no spills, shared memory, tensor cores, wide loads."""
+"""Rules for compiled kernels: spills, shared memory, use of tensor cores, and wide loads."""
 
 from penstock.kernels.triton_common.aot import AotCase
 from penstock.kernels.triton_common.launch import DeviceInfo

@@ -1,4 +1,4 @@
-"""AOT compilation: each rule reports a kernel that breaks it and accepts the corrected kernel."""
+"""AOT compilation: each rule reports a broken kernel and accepts the corrected kernel."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 def cluster() -> Iterator[Any]:
     """A Ray cluster of a head without GPUs and two nodes with two GPUs each."""
     with tempfile.TemporaryDirectory(prefix="pk-") as folder, pytest.MonkeyPatch.context() as patch:
-        # A private folder, since Ray stores the address of a cluster there, one per machine.
+        # Use a private folder, because Ray stores the address of the machine's last cluster there.
         patch.setenv("RAY_TMPDIR", folder)
         Path(folder, "ray").mkdir()
         found = Cluster(
@@ -48,7 +48,7 @@ def spec_of(pool: PoolSpec) -> ClusterSpec:
 
 
 def nodes_of(one: WorkerPlacement) -> list[str]:
-    """Return the node of each stage as placed by Ray; the placement group is removed again."""
+    """Return the node on which Ray places each stage; remove the placement group again."""
     group = placement_group(list(one.bundles), one.strategy)
     try:
         assert group.wait(60)

@@ -70,7 +70,7 @@ def raylet_of(running: Serving, resource: str) -> psutil.Process:
 
 
 def kill_node(raylet: psutil.Process) -> None:
-    """Kill Ray's processes of a node and all that they host at once, like the loss of a machine."""
+    """Kill a node's Ray processes and everything that they host, like the loss of a machine."""
     for each in (*raylet.children(recursive=True), raylet):
         with suppress(psutil.NoSuchProcess):
             each.kill()
@@ -89,7 +89,7 @@ def test_killed_node_is_replaced_and_its_streams_continue(folder: Path) -> None:
         expected = [streamed(running, number) for number in range(4)]
         with ThreadPoolExecutor(len(expected)) as pool:
             streams = [pool.submit(streamed, running, number) for number in range(len(expected))]
-            # Two streams each, or three and one if a load report was late: both are fine.
+            # Each worker has two streams, or one worker has three if a load report was late.
             wait_for(lambda: min(num_running(running)) > 0, "streams on both")
             kill_node(raylet_of(running, "victim,1"))
             assert [each.result() for each in streams] == expected

@@ -1,6 +1,7 @@
 """A cluster whose pools have different block sizes and limits.
 
-KV transfers convert between block sizes, and answers equal those of one default engine.
+KV transfers convert between block sizes, and answers equal those of an engine with default
+settings.
 """
 
 import tempfile
@@ -36,13 +37,13 @@ NUM_NEW = 24
 
 
 def prompt(length: int, start: int) -> list[int]:
-    """Return token ids, which differ by `start`."""
+    """Return a prompt of token ids, which differ for each `start`."""
     return [100 + (start * 31 + position * 7) % 400 for position in range(length)]
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Serving]:
-    # Not `tmp_path`: its paths are too long for the sockets inside.
+    # Unix socket paths in pytest's tmp_path would be too long.
     with tempfile.TemporaryDirectory(prefix="pk-") as name:
         file = Path(name, "cluster.yaml")
         file.write_text(yaml.safe_dump(FILE))

@@ -56,7 +56,7 @@ RATES = [
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    # Not `tmp_path`: its paths are too long for the sockets inside.
+    # Unix socket paths in pytest's tmp_path would be too long.
     with tempfile.TemporaryDirectory(prefix="pk-") as name:
         yield Path(name)
 
@@ -132,10 +132,10 @@ def test_every_series_returns_data(cluster: Serving, prometheus: httpx.Client) -
 def chart_queries() -> tuple[list[str], list[str]]:
     """Return the queries of the chart's dashboard, alerts and scaler for the scraped release.
 
-    A condition is turned into a number, which exists whether the condition holds or not.
+    A condition is changed into the number 0 or 1, so that it has a value even if it does not hold.
 
     Returns:
-        Queries for all models, and those for models with experts only.
+        Queries that have data with any model, and queries that need a model with experts.
     """
     keda = {"autoscaler": "keda", "prometheusAddress": "http://prometheus"}
     pools = {"decode": {"maxReplicas": 2}}

@@ -1,4 +1,4 @@
-"""A worker of two ranks: it serves, recovers from a lost rank, and cleans up at its end."""
+"""A worker of two ranks: it serves, recovers from a lost rank, and cleans up when it ends."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ def complete(running: Serving) -> list[str]:
 @pytest.mark.timeout(1800)
 def test_worker_of_two_ranks_recovers_from_a_killed_and_a_stopped_rank() -> None:
     before = shared_memory()
-    with tempfile.TemporaryDirectory(prefix="pk-") as name:  # short, for the sockets inside
+    with tempfile.TemporaryDirectory(prefix="pk-") as name:  # short, for Unix sockets
         folder = Path(name)
         arguments = [str(MODEL), "--tp", "2", "--kv-cache-mib", "64", "--step-timeout-seconds", "8"]
         arguments += ["--crash-dump-dir", str(folder / "bundles")]
@@ -45,7 +45,7 @@ def test_worker_of_two_ranks_recovers_from_a_killed_and_a_stopped_rank() -> None
             running.wait_until_said("mixed worker 0: rank 1: its process died")
             running.wait_until_said("mixed worker 0: ready after", times=2)
             assert complete(running) == answer
-            # Stop one rank, so that the other blocks in a collective: both are replaced.
+            # Suspend one rank: the other rank blocks in a collective, and both are replaced.
             stopped = running.find("mixed worker 0, rank 1")
             stopped.suspend()
             with suppress(httpx.HTTPStatusError):  # the request may time out during a slow start

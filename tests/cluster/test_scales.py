@@ -1,6 +1,6 @@
-"""A pool follows its load, on nodes that Ray's autoscaler adds: one worker, two, one, none, one.
+"""A pool follows its load, on nodes that Ray's autoscaler adds and removes.
 
-Every stream stays complete.
+The pool has one worker, then two, one, none and one again. Every stream stays complete.
 """
 
 import json
@@ -39,7 +39,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def nodes(folder: Path) -> Nodes:
-    """A head without other nodes; its autoscaler may add one for the router and two for workers."""
+    """A head node, whose autoscaler may add one node for the router and two for workers."""
     made = Nodes(folder)
     made.add_scaled_head({"router": 1, "mixed": 2})
     return made
@@ -125,7 +125,7 @@ def test_pool_and_its_nodes_follow_the_load_and_no_stream_drops(
         running.wait_until_said('"decision": "mixed: 1 to 2: ')
         wait_for(lambda: size(running) == (2, 2), "a second worker")
         assert num_nodes(running) == 2
-        # Two clients continue, for which one worker is enough: the other worker drains meanwhile.
+        # Two clients continue. One worker is enough for them, so the other worker drains.
         running.wait_until_said('"decision": "mixed: 2 to 1: ')
         wait_for(lambda: size(running) == (1, 1), "one worker again")
         stopped = True

@@ -1,4 +1,4 @@
-"""`penstock serve` end to end: start, requests, lost workers and routers, a clean end."""
+"""`penstock serve` end to end: start, requests, lost workers and routers, clean shutdown."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ READY = "is served after"
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    # Not `tmp_path`: its paths are too long for the sockets inside.
+    # Unix socket paths in pytest's tmp_path would be too long.
     with tempfile.TemporaryDirectory(prefix="pk-") as name:
         yield Path(name)
 
@@ -47,8 +47,8 @@ def ports() -> list[int]:
 
 @pytest.fixture(scope="module")
 def started() -> Iterator[Serving]:
-    """A cluster with two routers, shared by several tests, which may kill its processes."""
-    ports = free_ports(2, run=2)  # those of the second router follow those of the first
+    """A cluster with two routers, shared by several tests; a test may kill its processes."""
+    ports = free_ports(2, run=2)  # the second router's ports follow the first's
     arguments = [*ARGUMENTS, "--routers", "2", "--deterministic"]
     with (
         tempfile.TemporaryDirectory(prefix="pk-") as name,
@@ -60,7 +60,7 @@ def started() -> Iterator[Serving]:
 
 @pytest.fixture
 def shared(started: Serving) -> Serving:
-    """The shared cluster, once processes killed by earlier tests have been replaced."""
+    """The shared cluster, after processes killed by earlier tests have been replaced."""
     wait_for(lambda: is_whole(started), "both routers to be ready with both workers")
     return started
 
@@ -177,10 +177,10 @@ def read(stub: Any, request: pb.GenerateRequest) -> tuple[list[int], str]:
 
 
 async def resume_after(addresses: list[str], request: pb.GenerateRequest, kill: Any) -> Any:
-    """Return the answer of a client whose router is killed in mid-stream, and how often it resumed.
+    """Kill a client's router in mid-stream; return the whole answer and the number of resumptions.
 
-    The client's receive window is about a kilobyte, so that the stream cannot end before the
-    kill, even if this process is slow.
+    The client's receive window is about a kilobyte, so that the stream cannot end before the kill,
+    even if this process is slow.
     """
     window = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
     tokens: list[int] = []

@@ -23,7 +23,7 @@ from tests.support.serving import PATIENCE, serving
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 MODEL = SHIPPED.parent / "demo-small"
-NODES = ("a1", "a2", "b1", "b2")  # zone and number in the zone
+NODES = ("a1", "a2", "b1", "b2")  # letter of the zone, and number in the zone
 
 
 def node(name: str) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Zones:
 @pytest.fixture(scope="module")
 def zones() -> Iterator[Zones]:
     with tempfile.TemporaryDirectory(prefix="pk-") as folder, pytest.MonkeyPatch.context() as patch:
-        # A private folder, since Ray stores the address of a cluster there, one per machine.
+        # Use a private folder, because Ray stores the address of the machine's last cluster there.
         patch.setenv("RAY_TMPDIR", folder)
         Path(folder, "ray").mkdir()
         found = Zones()

@@ -1,4 +1,4 @@
-"""Block hashes: the inputs that they depend on, and their exact bits."""
+"""Block hashes: their inputs, and their exact values."""
 
 import sys
 
@@ -29,7 +29,7 @@ def test_hash_covers_tokens_parent_and_salt() -> None:
     chains = [chain_of([1, 2, 2, 3], 2), chain_of([2, 3, 2, 3], 2), chain_of([1, 2, 3, 4], 2)]
     chains.append(chain_of([1, 2, 2, 3], 2, salt=b"x"))
     digests = [digest for chain in chains for digest in chain]
-    assert len(set(digests)) == 7  # only the first block of chains 0 and 2 is the same
+    assert len(set(digests)) == 7  # chains 0 and 2 share only their first block
     assert {len(digest) for digest in digests} == {HASH_BYTES}
 
 

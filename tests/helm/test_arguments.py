@@ -61,7 +61,7 @@ def test_the_driver_reads_its_configuration(name: str, mode: str, tmp_path: Path
     grace = driver(found)["terminationGracePeriodSeconds"]
     assert grace > spec.router.drain_seconds
     for worker in plan_placements(spec, []):
-        # A node of the pool has one unit of its resource per rank.
+        # Each node of the pool provides one unit of the pool's resource per rank.
         assert all(bundle[worker.role] == worker.tp for bundle in worker.bundles)
 
 
@@ -181,7 +181,8 @@ def test_init_containers_wait_for_the_head_with_a_valid_health_check(mode: str) 
         if each["name"] == "wait-for-head"
     }
     all_roles = {"driver", "router", "prefill", "decode"}
-    expected = {"driver"} if mode == "kuberay" else all_roles  # KubeRay adds them to its pods
+    # With KubeRay, the operator adds this container to all pods but the driver's.
+    expected = {"driver"} if mode == "kuberay" else all_roles
     assert set(waiting) == expected
     for each in waiting.values():
         (script,) = each["args"]

@@ -202,8 +202,8 @@ OF_WORKERS = (
 def exported_series(job: str, routers: int) -> list[dict[str, str]]:
     """Return the series that `routers` routers of one cluster export.
 
-    All routers export the same values for workers and pools. Of the other metrics, only the first
-    router has values above 0, so that sums do not depend on the number of routers.
+    All routers export the same values for workers and pools. For all other metrics, only the first
+    router exports values above 0, so that sums do not depend on the number of routers.
     """
     found = []
     for at, name in enumerate(sorted(METRICS)):
@@ -236,7 +236,7 @@ def test_expressions_do_not_depend_on_the_number_of_routers(tmp_path: Path) -> N
     exprs += [expr for _, expr in chart.drawn()]
     checks: list[dict[str, object]] = []
     for expr in exprs:
-        number = re.sub(" (==|>) ", r" \1 bool ", expr)  # conditions as 0 or 1
+        number = re.sub(" (==|>) ", r" \1 bool ", expr)  # conditions give 0 or 1
         both = [number.replace('"rel-penstock"', f'"{job}"') for job in ("one", "two")]
         one, two = (f"({each})" for each in both)
         has_data = f"count({one}) > bool 0"

@@ -1,4 +1,4 @@
-"""The rendered chart satisfies the Kubernetes schemas and our own rules; a mutated one does not."""
+"""A rendered chart satisfies the Kubernetes schemas and our own rules; a mutated chart does not."""
 
 import re
 import shutil
@@ -48,7 +48,7 @@ def test_image_is_built_in_two_stages_from_the_files_of_the_package() -> None:
     copied = [line for line in last if line.startswith("COPY ")]
     assert copied
     assert all(line.startswith("COPY --from=build ") for line in copied)
-    # The build context has only listed paths, and all packages are listed.
+    # The build context contains only listed paths, so all packages must be listed.
     ignored = (chart.ROOT / ".dockerignore").read_text().splitlines()
     assert ignored[0] == "*"
     packages = [each.resolve() for each in (chart.ROOT / "penstock").iterdir() if each.is_symlink()]
@@ -89,7 +89,7 @@ def test_pod_monitor_scrapes_the_router_pods() -> None:
     found = chart.objects(chart.render(chart.merged(chart.of_mode("kuberay"), values)))
     assert chart.problems(found) == []
     (endpoint,) = chart.one(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
-    # Alerts and dashboard select by this label.
+    # Alerts and the dashboard select series by this label.
     assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "rel-penstock"}]
     assert endpoint["authorization"]["credentials"]["name"] == "penstock-scraper"
 
@@ -134,7 +134,7 @@ def test_workers_prefer_nodes_near_other_workers(mode: str) -> None:
     assert term["podAffinityTerm"]["topologyKey"] == zone
     assert affinities["prefill"] == {**affinity, "podAffinity": {soft: [own, term]}}
     assert not any(affinities[other] for other in ("head", "router", "driver", "mixed"))
-    # The term selects the pods of workers and no others.
+    # The affinity term selects the pods of workers and no other pods.
     selected = {
         role
         for role, pod in chart.pods(found)
@@ -144,7 +144,7 @@ def test_workers_prefer_nodes_near_other_workers(mode: str) -> None:
 
 
 def selects(selector: chart.Object, labels: chart.Object) -> bool:
-    """Return whether Kubernetes would match `labels` (only equality and one NotIn)."""
+    """Return whether Kubernetes would match `labels`; supports only equality and one NotIn."""
     (excluded,) = selector["matchExpressions"]
     assert excluded["operator"] == "NotIn"
     return labels.get(excluded["key"]) not in excluded["values"] and all(
@@ -264,7 +264,7 @@ def test_mutated_template_is_detected(
 
 
 def problems_of(copy: Path, mode: str) -> list[str]:
-    """Return the problems of example 8b (it uses most features), rendered with the chart `copy`."""
+    """Return the problems of the chart `copy` with example 8b, which uses most features."""
     from helm_python import HelmError
 
     values = chart.merged(chart.example("8b"), chart.of_mode(mode))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed"
 class SharedCache:
     """A disk cache shared by two simulated processes.
 
-    Threads stand in for processes: an flock belongs to an open file, not to a process.
+    Threads stand in for processes, because an flock belongs to an open file, not to a process.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ def test_two_processes_divide_the_compilation_and_both_load_all_groups(tmp_path:
 
 
 def test_importing_the_step_graph_interpreter_compiles_nothing(tmp_path: Path) -> None:
-    """It must not compile loops of other groups, which another process may be compiling."""
+    """The import must not compile loops of other groups, which another process may be compiling."""
     if not has_avx512():
         pytest.skip("step graphs need AVX-512")
     code = (

@@ -1,4 +1,4 @@
-"""Norms, rotary embeddings and gated activations, compared with their references."""
+"""Compares norms, rotary embeddings and gated activations with their references."""
 
 import math
 from collections.abc import Callable

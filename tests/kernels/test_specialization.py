@@ -97,9 +97,9 @@ def test_calls_of_all_sizes_use_the_same_specialized_kernels(name: str) -> None:
     "kv_shape", [(4, 2, 99, 8, 16, 128), (2, 2, 50, 5, 8, 80), (3, 1, 99, 1, 64, 576)]
 )
 def test_block_moves_use_only_kernels_compiled_at_warm_up(kv_shape: tuple[int, ...]) -> None:
-    """For every range of KV heads that another worker may have."""
+    """Test all ranges of KV heads that another worker may have."""
     kv = meta(*kv_shape)
-    with mock.patch("penstock.kernels.kv_cache.checksum.int", create=True):  # meta: no values
+    with mock.patch("penstock.kernels.kv_cache.checksum.int", create=True):  # meta has no values
         warm = specializations(lambda: warm_up_block_moves(kv))
     for count in SIZES:
         found = specializations(lambda: copy_blocks(kv, ints(count), ints(count)))  # noqa: B023
@@ -128,7 +128,7 @@ def runner_of(name: str, folder: Path, deterministic: bool) -> DeviceRunner:
 
 @torch.inference_mode()
 def compute_chunks(runner: DeviceRunner, lengths: Sequence[int]) -> None:
-    """Compute a step of prefill chunks, without a CUDA graph and its static inputs."""
+    """Run a step of prefill chunks, without a CUDA graph and its static inputs."""
     total, count, longest = sum(lengths), len(lengths), max(lengths)
     runner._compute(
         DeviceBatch(

@@ -33,8 +33,8 @@ WORKER: dict[str, Any] = {
 ROUTER_OPTIONS: dict[str, Any] = {
     "worker_token": TOKEN,
     "worker_timeout_seconds": 120.0,
-}  # generous, since the machine may be busy
-# A router can send only about 1 KB to a client that does not read, so its stream stays open.
+}  # long timeouts, because the machine may be busy
+# With this window, a router can send only about 1 KB to a client that does not read.
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 
 REQUESTS = [
@@ -96,7 +96,7 @@ async def read(
     into: Received,
     resume: asyncio.Event | None = None,
 ) -> Received:
-    """Collect the whole answer; with `resume`, pause after six tokens until it is set."""
+    """Collect the whole answer; if `resume` is given, wait for this event after six tokens."""
     async for reply in client.generate(request):
         into.add(reply)
         if resume is not None and into.num_tokens > 5:
@@ -147,7 +147,7 @@ async def test_clients_resume_at_the_other_router_and_its_own_streams_are_unaffe
         reads = [Received() for _ in REQUESTS]
         other_reads = [Received() for _ in REQUESTS]
         clients = [ResumingClient(stubs) for _ in REQUESTS]
-        # The clients of these calls never resume.
+        # The clients of these calls never read a reply.
         abandoned_calls = [stubs[0].Generate(REQUESTS[0]) for _ in range(6)]
         for call in abandoned_calls:
             await call.read()
@@ -174,7 +174,7 @@ async def test_clients_resume_at_the_other_router_and_its_own_streams_are_unaffe
         assert status_at_kill["workers"][0]["numbers"]["running"] > len(REQUESTS) + 1, (
             "too few requests were running at the kill"
         )
-        # All blocks of the killed router are freed, also those of the abandoned calls.
+        # The worker frees all blocks of the killed router, including those of the abandoned calls.
         status_after = await until(lambda: status_of(second), is_empty)
         assert status_after["failovers"] == baseline["failovers"] == 0
 

@@ -205,7 +205,7 @@ async def test_submit_refuses_all_requests_if_one_is_invalid(config: RouterConfi
 
 
 def test_router_does_not_import_heavy_libraries() -> None:
-    """Importing the server loads none of the engine's libraries, so that it starts quickly."""
+    """The server's import loads none of the engine's libraries, so that routers start quickly."""
     heavy = ("torch", "ray", "transformers", "pandas", "numba")
     code = f"import sys, penstock.router.server; print(sys.modules.keys() & {set(heavy)})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
     "pad_token_id": None,
     "head_dim": 14,
     "sliding_window": WINDOW,
-    # Experts.
+    # Mixture of experts.
     "num_experts": 5,
     "num_local_experts": 5,
     "n_routed_experts": 5,
@@ -47,13 +47,13 @@ SMALL: dict[str, Any] = {
     "shared_expert_intermediate_size": 34,
     "shared_intermediate_size": 34,
     "first_k_dense_replace": 1,
-    # Latent attention.
+    # Multi-head latent attention (MLA).
     "q_lora_rank": 26,
     "kv_lora_rank": 20,
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
     "v_head_dim": 14,
-    # Text encoders.
+    # Text encoders, used as decoders.
     "is_decoder": True,
     "type_vocab_size": 2,
     "embedding_size": 20,
@@ -159,9 +159,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def is_looked_over(kind: str) -> bool:
-    """Return True if the class supports attention backends and keeps no state but the KV cache."""
+    """Return True if the transformers backend should support models of type `kind`.
+
+    Their class must support attention backends and keep no state but the KV cache.
+    """
     found = getattr(transformers, ARCHITECTURES[kind])
-    hybrid = kind == "granitemoehybrid"  # is configured here with attention layers only
+    hybrid = kind == "granitemoehybrid"  # the configuration used here has attention layers only
     stateful = found._is_stateful and not hybrid
     return bool(found._supports_attention_backend and not stateful and kind not in UNMADE)
 
@@ -178,7 +181,7 @@ KINDS: dict[str, str] = {name: kind for kind, name in ARCHITECTURES.items()}
 
 
 def small_config(kind: str) -> Any:
-    """Return a small configuration of `model_type` `kind`."""
+    """Return a small configuration whose `model_type` is `kind`."""
     return _shrunk(transformers.CONFIG_MAPPING[kind], SPECIAL.get(kind, {}))
 
 
@@ -187,7 +190,7 @@ def _shrunk(kind: Any, special: dict[str, Any]) -> Any:
     usual = _usual(kind)
     own = {kind.attribute_map.get(name, name): value for name, value in SMALL.items()}
     values = {name: value for name, value in own.items() if name in fields}
-    if "kv_lora_rank" in fields:  # MLA: one KV head per head, partly rotated
+    if "kv_lora_rank" in fields:  # MLA: as many KV heads as query heads; RoPE on part of each head
         values |= {"num_key_value_heads": 4}
         values |= {"head_dim": 6} if "head_dim" in fields else {}
     for name in ("layer_types", "mlp_layer_types"):
@@ -224,7 +227,7 @@ def _usual(kind: Any) -> Any:
 
 
 def make_model(kind: str, seed: int = 0) -> Any:
-    """Return a float32 model with random weights, including biases and norms."""
+    """Return a float32 model with random weights; biases and norm weights are random too."""
     torch.manual_seed(seed)
     kinds = {"dtype": torch.float32, "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(small_config(kind), **kinds).eval()

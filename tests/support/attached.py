@@ -1,4 +1,4 @@
-"""Test client of a worker's stream: sends a router's messages and records what it receives."""
+"""A test router: sends messages on a worker's stream and records the worker's messages."""
 
 import asyncio
 from collections import defaultdict
@@ -21,7 +21,7 @@ def greedy(max_tokens: int, **other: Any) -> wire.SamplingParams:
 
 
 class Attached:
-    """One stream to a worker; `answers` and `load` are updated while it is open."""
+    """A stream to one worker; `answers` and `load` are updated while the stream is open."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
         self._channel = grpc.aio.insecure_channel(
@@ -35,7 +35,7 @@ class Attached:
         self.heard: list[wire.ToRouter] = []
         # Keys are (request, attempt), or (request, attempt, choice) for choices above 0.
         self.answers: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self.positions: dict[tuple[int, ...], int] = {}  # next position of each answer
+        self.positions: dict[tuple[int, ...], int] = {}  # next token index of each answer
         self.finishes: dict[tuple[int, ...], int] = {}
         self.rejected: dict[tuple[int, int], str] = {}  # (request, attempt) -> reason
         self.load = wire.Load()
@@ -48,7 +48,7 @@ class Attached:
         self, router: str = "router", protocol: int = 1, beat: float = 0.2
     ) -> "Attached":
         """Send Hello and wait for Welcome. Raises AioRpcError if the worker refuses."""
-        with suppress(asyncio.InvalidStateError):  # refused: the read below raises the reason
+        with suppress(asyncio.InvalidStateError):  # refused: the read below raises the error
             await self.say(hello=wire.Hello(protocol=protocol, router=router, incarnation="i"))
         first = await self.call.read()
         assert first is not grpc.aio.EOF
@@ -60,7 +60,7 @@ class Attached:
         return self
 
     async def say(self, number: int | None = None, **body: Any) -> None:
-        async with self._writing:  # a call takes one write at a time
+        async with self._writing:  # gRPC allows one write at a time per call
             self.number = self.number + 1 if number is None else number
             await self.call.write(wire.ToWorker(number=self.number, **body))
 
@@ -94,7 +94,7 @@ class Attached:
         return self.answers[key]
 
     async def message(self, kind: str, request: int | None = None) -> Any:
-        """Wait for the first message of a kind (and request) and return its body."""
+        """Wait for the first message of type `kind` (for `request`, if given); return its body."""
 
         def find() -> Any:
             for message in self.heard:
@@ -112,7 +112,7 @@ class Attached:
         await self._channel.close()
 
     async def _beat(self, seconds: float) -> None:
-        with suppress(asyncio.InvalidStateError):  # the worker has ended the stream
+        with suppress(asyncio.InvalidStateError):  # raised once the worker has ended the stream
             while True:
                 await asyncio.sleep(seconds)
                 await self.say(heartbeat=wire.Heartbeat())
@@ -146,7 +146,7 @@ class Attached:
         columns = (step.request, step.attempt, step.choice, step.position, step.token, step.finish)
         for request, attempt, choice, position, token, finish in zip(*columns, strict=True):
             key = (request, attempt, choice) if choice else (request, attempt)
-            due = self.positions.get(key, position)  # not 0 after a resumed log
+            due = self.positions.get(key, position)  # a resumed answer does not start at 0
             assert position == due, "a position is missing or repeated"
             self.positions[key] = due + 1
             self.answers[key].append(token)

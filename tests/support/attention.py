@@ -1,4 +1,4 @@
-"""Compare paged-attention kernels with the reference, with tiles small enough to test all edges."""
+"""Compare paged-attention kernels with the reference, with tiles so small that edge cases occur."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,7 +27,7 @@ PARTS, CHUNKS, FIXED = Tiles(16, 16, 4, 1), Tiles(32, 16, 4, 1), Tiles(16, 16, 4
 
 @contextmanager
 def small_tiles(tiles: ModuleType = triton_launch) -> Iterator[None]:
-    """Use tiles so small that tests cover their edges, and poison newly allocated tensors."""
+    """Use small tiles, so that tests cover tile edges, and fill new tensors with NaN."""
     with ExitStack() as stack:
         for name, value in (
             ("SPLIT", SPLIT),
@@ -84,8 +84,8 @@ def exactly(
 def within_bounds(batch: Batch, num_blocks: int) -> Batch:
     """Return the batch with valid block tables, for tests of broken kernels.
 
-    Meaningless entries, and an additional column, are set to a block of no sequence: a broken
-    kernel that reads them gets poison instead of accessing memory out of bounds.
+    Unused entries, and one additional column, are set to a block that belongs to no sequence. A
+    broken kernel that reads such an entry gets NaN instead of accessing memory out of bounds.
     """
     starts, contexts, tables = batch
     spare = np.setdiff1d(np.arange(num_blocks), tables)[0]
@@ -114,10 +114,10 @@ def check_one_path(
     window: int = 0,
     scores: ScoreMod = PLAIN,
 ) -> None:
-    """Check attention with `one_path=True` against the reference, and bitwise for pieces.
+    """Check attention with `one_path=True` against the reference, and pieces against the whole.
 
-    `pieces` are (first token, length) of the first sequence. Computed alone, each must have the
-    same bits as in the whole.
+    `pieces` are (first token, length) of parts of the first sequence. The result of a piece that is
+    computed alone must be bitwise identical to that part of the whole result.
     """
     query, layer, batch = make_case(lengths, (1, 3, 16), 16)
     _, contexts, tables = batch
@@ -134,9 +134,9 @@ def check_one_path(
 
 
 def shared_batch(num_tokens: int, prefix: int, contexts: list[int]) -> tuple[Batch, int]:
-    """Return a batch of single tokens with a shared prefix, and its number of blocks.
+    """Return a batch with one token per sequence and a shared prefix, and its number of blocks.
 
-    The first `prefix` positions of all sequences are in the same blocks of 16.
+    The first `prefix` positions of all sequences are stored in the same blocks of 16 positions.
     """
     (starts, lens, tables), num_blocks = make_batch(
         [(1, contexts[i % len(contexts)]) for i in range(num_tokens)], 16, 0
@@ -154,7 +154,7 @@ def check_prefix(
     window: int = 0,
     one_path: bool = False,
 ) -> None:
-    """Check cascade attention: `shared` positions are read once for all, and results match."""
+    """Check that cascade attention reads `shared` positions once, and that results are correct."""
     batch, num_blocks = shared_batch(num_tokens, prefix, contexts)
     layer = torch.randn(2, num_blocks, 1, 16, 16)
     poison(layer, batch)
@@ -167,7 +167,7 @@ def check_prefix(
 
 
 def alike(found: Tensor, expected: Tensor) -> None:
-    """Check that two tensors are bitwise equal."""
+    """Check that two tensors are equal, without tolerance."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -178,7 +178,7 @@ def compare(found: Tensor, expected: Tensor) -> None:
 
 @contextmanager
 def as_if_on_a_device() -> Iterator[None]:
-    """Pad the work items to their upper bound, as on a GPU, where the host must not sync."""
+    """Pad work items to their upper bound, as on a GPU, where reading their number needs a sync."""
     listed = triton_launch.make_work_items
 
     def to_the_bound(counts: Tensor, firsts: Tensor, bound: int) -> triton_launch.WorkItems:

@@ -11,7 +11,7 @@ from penstock.kernels.triton_common.launch import jit, launch, tl
 
 @jit
 def _hoarder(x, out, SIZE: tl.constexpr):
-    """Add a vector [SIZE] and its reverse in one program: needs too many registers per warp."""
+    """Add a vector [SIZE] and its reverse in one program: a warp needs too many registers."""
     at = tl.arange(0, SIZE)
     tl.store(out + at, tl.load(x + at) + tl.load(x + SIZE - 1 - at))
 

@@ -1,7 +1,6 @@
 """Render the Helm chart and check it against schemas and our own rules.
 
-The problems of a render are a list of lines, so that tests of a correct and of a broken chart can
-compare the same thing.
+Problems are returned as a list of lines, which is empty for a correct chart.
 """
 
 import copy
@@ -38,7 +37,7 @@ def merged(*layers: Mapping[str, Any]) -> Object:
 
 
 def of_mode(mode: str) -> Object:
-    """Return the values that a mode needs."""
+    """Return the chart values for this cluster mode."""
     ray = {"authSecret": "ray-token"} if mode == "standalone" else {}
     return {"cluster": {"mode": mode}, "ray": ray}
 
@@ -49,7 +48,7 @@ def example(name: str) -> Object:
 
 
 def render(values: Mapping[str, Any], chart: Path = CHART) -> dict[str, str]:
-    """Render the chart's templates, by path. Raises the engine's errors."""
+    """Return the rendered text of each template, by path. Raises the template engine's errors."""
     from helm_python import Chart
 
     loaded = Chart.load(chart)
@@ -122,7 +121,7 @@ def drawn() -> Iterator[tuple[str, str]]:
 
 
 def schema_problems(found: Sequence[Object], version: str) -> list[str]:
-    """Return what Kubernetes `version`, or the schema of a custom resource, would reject."""
+    """Check objects against the schemas of Kubernetes `version` and of custom resources."""
     loose = [
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role}, "spec": pod["spec"]}
         for role, pod in pods(found)
@@ -146,7 +145,8 @@ def _refusals(text: str, version: str) -> tuple[str, ...]:
     import kubernetes_validate
     from kubernetes_validate import utils
 
-    if not hasattr(utils.schema_contents, "cache_info"):  # uncached it reads megabytes per object
+    # Without this cache, each validated object would read megabytes of schemas.
+    if not hasattr(utils.schema_contents, "cache_info"):
         utils.schema_contents = functools.cache(utils.schema_contents)
         utils.all_versions = functools.cache(utils.all_versions)
     try:
@@ -192,7 +192,7 @@ def _strict(schema: Any, is_root: bool = False) -> Any:
 
 
 def rule_problems(found: Sequence[Object]) -> list[str]:
-    """Return violations of our own rules, which Kubernetes would accept."""
+    """Return violations of our own rules, which the Kubernetes schemas do not cover."""
     problems = []
     for role, pod in pods(found):
         spec = pod["spec"]
@@ -262,7 +262,7 @@ def _main_problems(role: str, spec: Object, volumes: Mapping[str, Object]) -> It
 
 
 def _readiness_problems(role: str, probe: Object) -> Iterator[str]:
-    """Check that a router is ready when it can queue, a worker when it decoded a token recently."""
+    """Check that a router's readiness probe tests its queue, and a worker's tests decoding."""
     asked = " ".join(probe.get("exec", {}).get("command", []))
     if role == "router" and probe.get("httpGet", {}).get("path") != "/health":
         yield "has a readinessProbe that does not check its queue"
@@ -297,7 +297,7 @@ def _writer_problems(found: Sequence[Object]) -> Iterator[str]:
 
 
 def _reach_problems(found: Sequence[Object]) -> Iterator[str]:
-    """Check that Services, budgets and policies select the intended pods and no others."""
+    """Check that Services, budgets and policies select the intended pods and no other pods."""
     labels = {role: pod["metadata"]["labels"] for role, pod in pods(found)}
     for each in found:
         kind, spec = each["kind"], each.get("spec", {})
@@ -320,7 +320,7 @@ def _reach_problems(found: Sequence[Object]) -> Iterator[str]:
 
 
 def _policy_problems(name: str, spec: Object) -> Iterator[str]:
-    """Check that pods of the release reach each other, and others only the routers' ports."""
+    """Check that the release's pods reach each other, and that other pods reach only routers."""
     inside = [{"podSelector": spec["podSelector"]}]
     for rule in spec.get("ingress", []):
         ports = {each.get("port") for each in rule.get("ports", [])}

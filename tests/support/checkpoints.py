@@ -1,4 +1,4 @@
-"""Small checkpoints with random weights, made with transformers: unusual shapes for each family."""
+"""Small checkpoints with random weights and unusual shapes, for each model family."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +85,7 @@ DEEPSEEK = {
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    # Llama 2: as many KV heads as heads.
+    # Llama 2: as many KV heads as query heads.
     "llama2": lambda: transformers.LlamaConfig(**COMMON | {"num_key_value_heads": 4}),
     "llama3": lambda: transformers.LlamaConfig(
         **COMMON | {"head_dim": 20, "rope_parameters": LLAMA3_ROPE, "attention_bias": True}
@@ -169,9 +169,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         swiglu_limit=1.5,
         rope_parameters=YARN_ROPE | {"truncate": False},
     ),
-    # Falcon 7B: one KV head, one norm.
+    # Falcon 7B: one KV head, one norm per layer.
     "falcon-7b": lambda: transformers.FalconConfig(**OLDER, multi_query=True),
-    # Falcon 40B: several KV heads, two norms.
+    # Falcon 40B: several KV heads, two norms per layer.
     "falcon-40b": lambda: transformers.FalconConfig(
         **OLDER | {"num_attention_heads": 6},
         new_decoder_architecture=True,
@@ -186,7 +186,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-in-turn": lambda: transformers.FalconConfig(
         **OLDER, multi_query=False, parallel_attn=False, bias=True
     ),
-    # Falcon RW: ALiBi biases, rounded; the slopes are not exact in bfloat16.
+    # Falcon RW: rounded ALiBi biases; the slopes are not exact in bfloat16.
     "falcon-rw": lambda: transformers.FalconConfig(
         **OLDER | {"hidden_size": 72, **heads(12)},
         alibi=True,
@@ -272,15 +272,15 @@ transformers.utils.logging.disable_progress_bar()
 
 
 def make_model(family: str, seed: int = 0) -> Any:
-    """Return a float32 transformers model with random weights, including biases and norms."""
+    """Return a float32 transformers model; all its weights, biases and norms are random."""
     config = (FAMILIES | OTHERS)[family]()
     torch.manual_seed(seed)
-    # The grouped matrix product for experts rejects odd shapes.
+    # The other implementation, a grouped matrix product, rejects odd shapes.
     kinds = {"dtype": torch.float32, "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, **kinds).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Large enough that the next token depends on distant ones and answers vary.
+            # Weights are large, so that the next token depends on distant tokens and answers vary.
             norm = "norm" in name or ".ln_" in name
             around = 1.0 if norm and name.endswith("weight") else 0.0
             parameter.normal_(around, 0.1 if norm else 0.25)
@@ -293,7 +293,8 @@ def make_model(family: str, seed: int = 0) -> Any:
 def make_checkpoint(folder: Path, family: str = "llama2", seed: int = 0, **save: Any) -> Any:
     """Write a complete checkpoint folder with tokenizer and chat template; return the model.
 
-    `save` is passed to `save_pretrained`; `max_shard_size="40KB"` gives several weight files.
+    `save` holds arguments for `save_pretrained`; `max_shard_size="40KB"` gives several weight
+    files.
     """
     model = make_model(family, seed)
     model.save_pretrained(folder, **save)

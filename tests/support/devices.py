@@ -19,16 +19,16 @@ DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if ON_GPU else ()))
 
 
 def runs_kernels() -> bool:
-    """Return True if kernels run on `DEVICE`; constant within a process."""
+    """Return True if Triton kernels run on `DEVICE`. The result is constant within a process."""
     return ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Make interpreted matrix products independent of an element's place in the tile.
+    """Make interpreted matrix products independent of an element's position in its tile.
 
-    Each product is summed from the first input to the last. The interpreter's default is numpy's
-    product, whose order of summation varies with the place.
+    Each element is summed in order, from the first input to the last. By default, the interpreter
+    uses numpy's product, whose summation order varies with the position.
     """
     if ON_GPU:
         yield

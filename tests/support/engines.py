@@ -19,7 +19,7 @@ def tokens_of(result: StepResult) -> list[tuple[Key, int]]:
 
 
 def run_out(engine: Engine) -> dict[Key, list[int]]:
-    """Step until no work is left; return the tokens of each sequence."""
+    """Run steps until no work is left; return the tokens of each sequence."""
     answers: dict[Key, list[int]] = {}
     while (result := engine.step()).output is not None:
         for key, token in tokens_of(result):
@@ -28,6 +28,6 @@ def run_out(engine: Engine) -> dict[Key, list[int]]:
 
 
 def run_greedy(engine: Engine, prompt: list[int], num_tokens: int) -> list[int]:
-    """Return one greedy answer; end-of-sequence tokens do not stop it."""
+    """Return one greedy answer; end-of-sequence tokens are ignored."""
     engine.submit(greedy_sequence("one", prompt, num_tokens))
     return run_out(engine)["one"]

@@ -1,7 +1,8 @@
-"""A small correct model of a worker, following `docs/lifecycle.md`, for tests of the router.
+"""A small model of a correct worker (see `docs/lifecycle.md`), for tests of the router.
 
-It queues, runs, yields, keeps leases, reserves, receives and rejects. Each block is represented by
-the tokens whose KV it would hold, so that a transfer of wrong blocks is detected.
+The fake worker queues, runs, yields, reserves and rejects submissions, keeps leases, and receives
+KV transfers. Each block is represented by the tokens whose KV it would hold, so that a transfer of
+wrong blocks is detected.
 """
 
 import zlib
@@ -35,7 +36,7 @@ STOP_ONE_IN = 13
 
 
 def next_token(prompt: Sequence[int], answer: Sequence[int], choice: int) -> tuple[int, bool]:
-    """Return the reference model's next token, and whether it ends the answer."""
+    """Return the reference model's next token, and whether this token ends the answer."""
     token = zlib.crc32(repr((tuple(prompt), tuple(answer), choice)).encode()) % 9973
     return token, token % STOP_ONE_IN == 0
 
@@ -56,7 +57,7 @@ def reference(request: Request) -> list[list[int]]:
 
 @dataclass
 class Held:
-    """One submission; `form` is "queued", "running", "reserved" or "leased"."""
+    """A submission that the worker holds; `form` is "queued", "running", "reserved" or "leased"."""
 
     submit: Submit
     answers: list[list[int]]
@@ -65,32 +66,32 @@ class Held:
     num_new: int = 0
     yield_asked: bool = False
     epoch: int = 0
-    kv: tuple[int, ...] = ()  # of a lease: tokens whose blocks are kept
-    sending: int = 0  # transfers that read the lease
-    found: list[NewToken] = field(default_factory=list)  # all draws; a search sends late
+    kv: tuple[int, ...] = ()  # if leased: tokens of the kept blocks
+    sending: int = 0  # number of transfers that read the lease
+    found: list[NewToken] = field(default_factory=list)  # all tokens, sent last by a search
 
     def tokens(self) -> tuple[int, ...]:
         return (*self.submit.request.prompt, *self.answers[0])
 
     def limit(self) -> int:
-        """Return the number of new tokens after which it yields; 0: never."""
+        """Return the number of new tokens before the submission yields, or 0 if it never yields."""
         request = self.submit.request
         return 0 if request.num_beams and len(request.prompt) == 1 else self.submit.yield_after
 
     def num_kept(self) -> int:
-        """Return the positions that its lease keeps; the last token's KV is not computed yet."""
+        """Return the number of positions in a lease; the last token's KV is not computed yet."""
         if self.submit.request.num_beams:
             return len(self.submit.request.prompt) - 1
-        # Choices that have diverged are not one token list.
+        # Several choices have different tokens, so no common KV is kept.
         return len(self.tokens()) - 1 if len(self.answers) == 1 else 0
 
 
 @dataclass
 class Transfer:
-    """A transfer in progress."""
+    """A KV transfer in progress."""
 
     send: Send
-    kv: tuple[int, ...] | None  # None: the lease was gone
+    kv: tuple[int, ...] | None  # None: the lease no longer existed
 
 
 Name = tuple[int, int]  # request, attempt
@@ -104,7 +105,7 @@ class FakeWorker:
         self.held: dict[Name, Held] = {}
         self.inbox: deque[Command] = deque()
         self.outbox: deque[Event] = deque()
-        self.transfers: list[Transfer] = []  # to this worker
+        self.transfers: list[Transfer] = []  # KV transfers to this worker
         self._max_queued = max_queued
         self._last_epoch = 0
         self.stuck = False  # accepts messages but computes no steps
@@ -135,7 +136,7 @@ class FakeWorker:
     # -------------------------------------------------------------- commands
 
     def obey(self) -> Send | None:
-        """Execute the next command; return a Send, whose transfer the caller simulates."""
+        """Execute the next command. A Send is returned, and the caller simulates its transfer."""
         command = self.inbox.popleft()
         match command:
             case Submit():
@@ -187,7 +188,7 @@ class FakeWorker:
     # -------------------------------------------------------------- steps
 
     def step(self) -> None:
-        """Admit waiting requests, draw a token for each running choice, then yield where due."""
+        """Admit queued submissions, sample a token per running choice, then yield where due."""
         self._admit()
         self.num_steps += 1
         tokens: list[NewToken] = []
@@ -249,7 +250,7 @@ class FakeWorker:
         self.outbox.append(Stepped(self.name, [], None, [(*name, reason)]))
 
     def garble(self) -> bool:
-        """Inject a fault: skip a position in a queued token message. False if there is none."""
+        """Skip a position in a queued token message (a fault); return False if none is queued."""
         for number, event in enumerate(self.outbox):
             if isinstance(event, Stepped) and event.tokens:
                 first, *rest = event.tokens
@@ -261,7 +262,7 @@ class FakeWorker:
     # -------------------------------------------------------------- blocks
 
     def reclaim(self, name: Name) -> None:
-        """Reclaim a lease, as under memory pressure, unless a transfer reads it."""
+        """Reclaim a lease, as under memory pressure, unless a transfer is reading it."""
         if not self.held[name].sending:
             del self.held[name]
 

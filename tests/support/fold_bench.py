@@ -1,4 +1,4 @@
-"""A batcher with a hash model, run to its end, and helpers that build its input."""
+"""Run a batcher with a hash model to its end, and build sequences for it."""
 
 from dataclasses import fields
 from typing import Any
@@ -71,7 +71,7 @@ _SAMPLING = {each.name for each in fields(SamplingParams)}
 def beams(
     key: Key, prompt: list[int], width: int, max_tokens: int = 4, **other: Any
 ) -> NewSequence:
-    """Return a beam search of `width`.
+    """Return a sequence that runs a beam search with `width` beams.
 
     `other` holds fields of the sequence or of its sampling parameters.
     """
@@ -96,8 +96,8 @@ class Bench:
         self.finishes: dict[Key, FinishReason] = {}
         self.finished: list[Key] = []
         self.num_tokens = 0
-        self.num_draws = 0  # one per sampling row and step
-        self.num_copies = 0  # blocks copied
+        self.num_draws = 0  # tokens sampled: one per sampling row and step
+        self.num_copies = 0  # number of copied blocks
         self.peak_used = 0
 
     def submit(self, new: NewSequence) -> None:
@@ -155,7 +155,7 @@ class Bench:
 
 
 def hand_over(prefill: Bench, decode: Bench, prompt: list[int], max_tokens: int) -> NewSequence:
-    """Prefill on one bench, then submit the rest to the other with the lease as its source."""
+    """Prefill on one bench, then decode on the other, with the lease as the source of KV blocks."""
     prefill.batcher.submit(sequence("p", prompt, max_tokens, yield_after=1))
     prefill.run()
     event = prefill.batcher.events()[-1]

@@ -1,7 +1,7 @@
-"""Two batchers over hash models, and a router's view of the requests that they run.
+"""Two workers, each a batcher with a hash model, and a router's view of their requests.
 
-Each answer proves that the right blocks, slots and cached prefixes were read; `check` and `close`
-test the remaining invariants.
+A correct answer proves that the right blocks, slots and cached prefixes were read; `check` and
+`close` test the remaining invariants.
 """
 
 from dataclasses import dataclass, field, replace
@@ -33,20 +33,20 @@ from penstock.workers.scheduling.sequence import (
 
 @dataclass(eq=False)
 class FoldWorker:
-    """A worker: a batcher with its models and its steps in flight."""
+    """A worker: a batcher with its hash models and its planned steps."""
 
     batcher: Batcher
     model: HashModel
     beams: HashModelBeams
-    plan: StepPlan | None = None  # in flight; reads and writes its slots at commit
-    next: StepPlan | None = None  # planned after it
-    abandoned: dict[Key, Ints] = field(default_factory=dict)  # dropped, but still written
+    plan: StepPlan | None = None  # step in flight; its slots are read and written at commit
+    next: StepPlan | None = None  # step planned after `plan`
+    abandoned: dict[Key, Ints] = field(default_factory=dict)  # blocks still being written
     dropped: set[Key] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class Asked:
-    """A request as its router sees it; lists have one entry per choice."""
+    """A request as seen by its router; lists have one entry per choice."""
 
     number: int
     prompt: list[int]
@@ -59,7 +59,7 @@ class Asked:
     ended: list[bool]
     known: int = 1  # prompt positions below this have logprobs
     attempt: int = 0
-    state: str = "submitted"  # then receiving, yielded, done
+    state: str = "submitted"  # submitted, receiving, yielded or done
     lease: tuple[FoldWorker, Key, int] | None = None  # worker, key, kv_len
 
     @property
@@ -68,7 +68,7 @@ class Asked:
 
     @property
     def open(self) -> list[int]:
-        """Choices that have not ended."""
+        """The choices that have not ended."""
         return [choice for choice, ended in enumerate(self.ended) if not ended]
 
 
@@ -79,14 +79,14 @@ class Transfer:
     source: FoldWorker
     lease: Key
     blocks: Ints
-    read: list[int]  # contents at the start
+    read: list[int]  # contents of `blocks` at the start
     to: FoldWorker
     key: Key
     into: Ints
 
 
 class FoldWorld:
-    """Actions of a router and of two workers; asserts all invariants."""
+    """Two workers and their router, with the actions of a test; asserts all invariants."""
 
     def __init__(self, limits: SchedulerConfig) -> None:
         self.limits = limits
@@ -101,10 +101,10 @@ class FoldWorld:
         self.asked: list[Asked] = []
         self.transfers: list[Transfer] = []
         self.num_arrived = 0
-        self.num_scored = 0  # prompt tokens
+        self.num_scored = 0  # prompt tokens that got logprobs
         self.num_copies = 0  # copy-on-write block copies
-        self.num_forks = 0  # rows that drew their first token from another row's logits
-        self.num_moved = 0  # beams that continued from another beam
+        self.num_forks = 0  # rows whose first token comes from another row's logits
+        self.num_moved = 0  # beams that continued from another beam's tokens
         self.num_ahead = 0  # steps planned while another was in flight
 
     def those(self, *states: str) -> list[Asked]:
@@ -114,7 +114,7 @@ class FoldWorld:
         return [asked for asked in self.those("yielded") if asked.lease]
 
     def cuttable(self) -> list[Asked]:
-        """Return the requests of which one choice can be cut while the request continues."""
+        """Return the requests that would continue if one of their choices were cut."""
         those = self.those("submitted", "receiving")
         return [
             asked for asked in those if len(asked.open) > 1 and not asked.params.use_beam_search
@@ -156,7 +156,7 @@ class FoldWorld:
         return True
 
     def submit_again(self, asked: Asked, at: FoldWorker, yield_after: int) -> None:
-        """Resubmit a yielded request; it is recomputed from its tokens."""
+        """Resubmit a yielded request without a source, so that its KV is recomputed."""
         asked.attempt += 1
         self._submit(asked, at, yield_after, source_len=0)
 
@@ -196,7 +196,7 @@ class FoldWorld:
     # ------------------------------------------------------------ workers
 
     def plan(self, worker: FoldWorker) -> None:
-        """Plan a step; if one is in flight, plan the one after it."""
+        """Plan a step. If a step is in flight, plan the next one, unless it is planned already."""
         if worker.next is not None:
             return
         batcher = worker.batcher
@@ -218,7 +218,7 @@ class FoldWorld:
             worker.next = None
 
     def commit(self, worker: FoldWorker) -> None:
-        """Compute and commit the step in flight."""
+        """Run the hash model on the step in flight, and commit the step."""
         if worker.plan is None:
             return
         plan, table = worker.plan, worker.batcher.table
@@ -275,7 +275,7 @@ class FoldWorld:
             self.commit(worker)
 
     def step_ahead(self, worker: FoldWorker, num_steps: int) -> None:
-        """Run steps with overlap: each step is planned before the one in flight is committed."""
+        """Run steps with overlap: each step is planned before the previous step is committed."""
         for _ in range(num_steps):
             self.plan(worker)
             self.plan(worker)
@@ -290,7 +290,7 @@ class FoldWorld:
             self._by_key(key).state = "done"
 
     def send(self, asked: Asked) -> None:
-        """Start the transfer that the request waits for, or fail it if the lease is gone."""
+        """Start the transfer that the request waits for; fail the transfer if the lease is gone."""
         to, size = asked.at, self.limits.block_size
         into = to.batcher.reserved_blocks(asked.key)
         try:
@@ -330,7 +330,7 @@ class FoldWorld:
 
     def settle(self, worker: FoldWorker) -> None:
         for key, blocks in worker.abandoned.items():
-            worker.model.poison(blocks)  # written until now, so they must not have been reused
+            worker.model.poison(blocks)  # still being written until now, so not reused
             worker.batcher.transfer_drained(key)
         worker.abandoned = {}
 
@@ -364,7 +364,7 @@ class FoldWorld:
             assert load.free_blocks + load.cached_blocks == self.limits.num_blocks
 
     def _run_out(self, worker: FoldWorker) -> None:
-        # The first request advances in every step, and each other one may overtake it once.
+        # The first request advances in every step; every other request may overtake it once.
         longest = self.limits.max_model_len
         most = 2 + 2 * sum(
             len(asked.prompt)
@@ -394,7 +394,7 @@ class FoldWorld:
     def _submit(self, asked: Asked, at: FoldWorker, yield_after: int, source_len: int) -> None:
         asked.at, asked.state = at, "submitted"
         if asked.params.prompt_logprobs is not None and asked.known < len(asked.prompt):
-            source_len = 0  # its prompt must be computed again for the logprobs
+            source_len = 0  # recompute the whole prompt for its logprobs
         logs = {choice: asked.logs[choice] for choice in asked.open}
         new = _sequence(asked.key, asked.prompt, asked.params, logs)
         new = replace(
@@ -448,7 +448,7 @@ class FoldWorld:
 def _sequence(
     key: Key, prompt: list[int], params: SamplingParams, logs: dict[int, list[int]] | None = None
 ) -> NewSequence:
-    """Return the sequence to submit; `logs` holds the tokens per choice (none for beam search)."""
+    """Return the sequence to submit; `logs` holds each choice's tokens (unused in beam search)."""
     if params.use_beam_search:
         logs = {choice: [] for choice in range(params.num_sequences)}
     first, *others = [Sibling(choice, prompt + log) for choice, log in (logs or {0: []}).items()]

@@ -1,4 +1,4 @@
-"""A test router that prefills on one worker and moves requests to another."""
+"""A test router that prefills on one worker and moves requests to another worker."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -27,7 +27,7 @@ class HandOvers:
         await self.decode.close()
 
     async def mixed(self, prompt: list[int], num_tokens: int, **params: Any) -> list[int]:
-        """Return the answer of the decode worker alone, without a cached prefix."""
+        """Return the answer of the decode worker, which also prefills, without a cached prefix."""
         request = next(_requests)
         given = greedy(num_tokens, **params)
         await self.decode.submit(request, prompt, given, salt=b"mixed %d" % next(_salts))
@@ -45,7 +45,7 @@ class HandOvers:
         return Moving(self, request, prompt, given, salt, yielded.kv_len)
 
     async def half_done(self, prompt: list[int], num_tokens: int, after: int) -> "Moving":
-        """Run a request on the prefill worker for `after` tokens, then yield it, as in a drain."""
+        """Yield a request after `after` or more tokens on the prefill worker, as in a drain."""
         request, salt = next(_requests), b"half done %d" % next(_salts)
         given = greedy(num_tokens)
         await self.prefill.submit(request, prompt, given, salt=salt)
@@ -58,7 +58,7 @@ class HandOvers:
 
 @dataclass
 class Moving:
-    """A request that has yielded on the prefill worker (attempt 1) and moves on as attempt 2."""
+    """A request that yielded on the prefill worker (attempt 1) and is resubmitted as attempt 2."""
 
     pools: HandOvers
     request: int

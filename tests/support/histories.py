@@ -17,7 +17,7 @@ class Table:
 
 
 def table(num_rows: int, vocab_size: int, seed: int = 0) -> Table:
-    """Return a table of short prompts and answers of random tokens."""
+    """Return a table of short prompts and answers with random tokens."""
     numbers = np.random.default_rng(seed)
     num_prompt = numbers.integers(1, 9, num_rows).astype(np.int32)
     answers = numbers.integers(0, 9, num_rows).astype(np.int32)

@@ -11,7 +11,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def close(found: Tensor, expected: Tensor, scale: float = 1.0) -> None:
-    """Check that `found` equals `expected` (float64) up to a few ulps of its dtype."""
+    """Check that `found` equals `expected` (float64), up to a few ulps of `found`'s dtype."""
     assert found.shape == expected.shape
     eps = torch.finfo(found.dtype).eps
     torch.testing.assert_close(

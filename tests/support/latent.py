@@ -13,7 +13,7 @@ from tests.support.attention import alike, compare, small_tiles, within_bounds
 from tests.support.batches import Batch, make_batch, poison
 from tests.support.devices import DEVICE, exact_products
 
-Sizes = tuple[int, int, int, int, int]  # heads, query, rope and value dims, rank
+Sizes = tuple[int, int, int, int, int]  # num_heads, query_dim, rope_dim, value_dim, latent rank
 
 SMALL: Sizes = (3, 5, 4, 7, 11)
 
@@ -21,7 +21,7 @@ SMALL: Sizes = (3, 5, 4, 7, 11)
 def make_case(
     lengths: list[tuple[int, int]], sizes: Sizes = SMALL, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor, Batch]:
-    """Return query, KV layer, up-projection and batch."""
+    """Return query, KV layer, up-projection and batch, with random contents."""
     num_heads, query_dim, rope_dim, value_dim, rank = sizes
     batch, num_blocks = make_batch(lengths, 16, seed=len(lengths))
     batch = within_bounds(batch, num_blocks)
@@ -61,7 +61,8 @@ def check(
 ) -> None:
     """Check MLA attention against the reference.
 
-    absorbs: whether prefill chunks use the absorbed form or are expanded first.
+    Args:
+        absorbs: prefill chunks use the absorbed form (True) or are expanded first (False).
     """
     case = make_case(lengths, sizes, dtype)
     with small_tiles(), mock.patch.object(file, "_absorbed_is_cheaper", return_value=absorbs):
@@ -69,10 +70,10 @@ def check(
 
 
 def check_one_path(lengths: list[tuple[int, int]], pieces: list[tuple[int, int]]) -> None:
-    """Check attention with `one_path=True` against the reference, and bitwise for pieces.
+    """Check MLA with `one_path=True` against the reference, and pieces against the whole.
 
-    `pieces` are (first token, length) of the first sequence. Computed alone, each must have the
-    same bits as in the whole.
+    `pieces` are (first token, length) of parts of the first sequence. The result of a piece that is
+    computed alone must be bitwise identical to that part of the whole result.
     """
     query, layer, up, batch = make_case(lengths)
     _, contexts, tables = batch

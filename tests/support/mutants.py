@@ -1,4 +1,4 @@
-"""Mutation tests: replace a module by a copy with a mistake in its source."""
+"""Mutation tests: replace a module by a copy that has a mistake in its source."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -44,9 +44,9 @@ NOTHING: Change = ("SPLIT", "SPLIT")
 
 
 def mutant_of(module: ModuleType, change: Change, folder: Path) -> ModuleType:
-    """Return a copy of the module with every occurrence of the text replaced.
+    """Return a copy of the module in which `change` replaced every occurrence of a source text.
 
-    Raises AssertionError if the source does not contain it.
+    Raises AssertionError if the source does not contain the text.
     """
     old, new = change
     source = Path(str(module.__file__)).read_text()
@@ -65,7 +65,7 @@ def mutant_of(module: ModuleType, change: Change, folder: Path) -> ModuleType:
 
 @contextmanager
 def swapped(place: ModuleType, mutant: ModuleType, *names: str) -> Iterator[None]:
-    """Replace these names of `place` by the mutant's."""
+    """Replace the attributes `names` of `place` by those of the mutant, within the block."""
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(place, name, getattr(mutant, name)))
@@ -74,13 +74,13 @@ def swapped(place: ModuleType, mutant: ModuleType, *names: str) -> Iterator[None
 
 @contextmanager
 def noticed() -> Iterator[None]:
-    """Expect a failed comparison: an undetected mutant fails the test."""
+    """Expect the comparison in the block to fail; fail the test if the mutant is not detected."""
     with pytest.raises(AssertionError, match=r"not close|not equal|NaN|expected"):
         yield
 
 
 def under_kernel(compare: Callable[[], None], change: Change, folder: Path) -> None:
-    """Run `compare` with a changed copy of the attention kernels."""
+    """Run `compare` with a mutant of the attention kernels."""
     mutant = mutant_of(triton_kernels, change, folder)
     with swapped(triton_launch, mutant, "attend_tiles", "merge_partitions"):
         compare()

@@ -1,7 +1,7 @@
 """A router in a process that can import only the packages of `requirements-router.txt`.
 
-`python -m tests.support.only_router` is `python -m penstock.loadtests.micro.standalone_router`
-under that restriction: it also imports every module of the product that an image for routers runs.
+`python -m tests.support.only_router` runs `penstock.loadtests.micro.standalone_router` under this
+restriction, and imports every module of the product that a router image needs.
 """
 
 import re
@@ -39,7 +39,7 @@ def distribution_name(requirement: str) -> str:
 
 
 def installed_with(names: Iterable[str]) -> set[str]:
-    """Return these distributions and their installed dependencies."""
+    """Return the distributions `names` with all their installed dependencies."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -49,7 +49,7 @@ def installed_with(names: Iterable[str]) -> set[str]:
         try:
             needed = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
-            continue  # only for another platform or Python
+            continue  # needed only on another platform or Python version
         found.add(name)
         waiting += [distribution_name(each) for each in needed if "extra ==" not in each]
     return found

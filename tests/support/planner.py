@@ -14,7 +14,7 @@ BLOCK_SIZE = 16
 
 
 class Planner:
-    """Sequences in scattered blocks of a cache that is just large enough, and their step plans."""
+    """Makes step plans for sequences in scattered blocks of a cache of minimal size."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], max_new: int, seed: int = 0) -> None:
         self.tokens = [list(prompt) for prompt in prompts]
@@ -77,7 +77,7 @@ def generate(
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Return greedy answers of `max_new` tokens, and their logits [max_new, vocab_size].
 
-    The cache starts full of NaN, like a block that was released by a sequence with NaN.
+    The cache is filled with NaN at first, as if a sequence with NaN had used its blocks before.
     """
     planner = Planner(prompts, max_new)
     cache = make_cache(decoder, planner.num_blocks)

@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill uninitialized tensors with NaN or the largest integer, also those made by launchers."""
+    """Fill uninitialized tensors, also those of launchers, with NaN or the largest integer."""
     before = torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)

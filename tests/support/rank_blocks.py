@@ -1,6 +1,6 @@
 """Workers without a model: ranks in this process, each with its shard of one KV cache.
 
-KV transfers between them use real rank pairs; nothing is computed.
+KV transfers between these workers use real rank pairs. No model is run.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def rectangles(mesh: Mesh, heads: int) -> list[LayerHeadRange]:
 
 
 class Blocks:
-    """The ranks of a worker; `heads` 0 stands for MLA with one cache row per position."""
+    """The ranks of a worker; `heads` = 0 means MLA with one cache row per position."""
 
     def __init__(
         self, seed: int, mesh: Mesh, size: int, heads: int = 4, seconds: float = SECONDS
@@ -68,14 +68,14 @@ def cut(whole: torch.Tensor, part: LayerHeadRange) -> torch.Tensor:
 
 
 def positions(whole: torch.Tensor, blocks: Sequence[int], start: int, stop: int) -> torch.Tensor:
-    """Return the contents [layers, sides, heads, positions, features] of blocks, in their order."""
+    """Return positions [start, stop) of `blocks`: [layers, sides, heads, positions, features]."""
     return whole[:, :, list(blocks)].movedim(2, 3).flatten(3, 4)[:, :, :, start:stop]
 
 
 def moved(
     target: "Blocks", source: "Blocks", ours: Sequence[int], theirs: Sequence[int], length: int
 ) -> torch.Tensor:
-    """Return the target's expected cache after a transfer of positions 0 to `length`."""
+    """Return the target's expected cache after a transfer of positions [0, length)."""
     flat = target.before[:, :, list(ours)].movedim(2, 3).flatten(3, 4).clone()
     flat[:, :, :, :length] = positions(source.before, theirs, 0, length)
     whole = target.before.clone()
@@ -85,7 +85,7 @@ def moved(
 
 @dataclass
 class Sides:
-    """A sender and a served receiver, and the results reported by both."""
+    """A sender and a served receiver, with the transfer results and the epochs that were read."""
 
     source: KvSender
     destination: KvReceiver
@@ -103,7 +103,7 @@ class Sides:
         await self.source.send(self.peer, outgoing, lambda: self.read.append(epoch))
 
     async def verdict(self, num: int = 1) -> TransferResult:
-        """Wait for `num` results and return the last of them."""
+        """Wait until `num` results were reported; return number `num`, counted from 1."""
         await eventually(lambda: len(self.verdicts) >= num)
         return self.verdicts[num - 1]
 
@@ -131,7 +131,7 @@ async def sides(source: Blocks, destination: Blocks, name: str = "d") -> AsyncIt
 
 
 class Held:
-    """Blocks all calls of one object's method until `open` is called."""
+    """Blocks all calls of one method of an object until `open` is called."""
 
     def __init__(self, owner: object, method: str) -> None:
         self.num_calls = 0

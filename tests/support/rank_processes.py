@@ -20,8 +20,8 @@ PATIENCE = 240.0
 class RankProcesses:
     """Runs each case in as many processes as the mesh has ranks; rank 0 returns the result.
 
-    The processes are replaced after a case in which a rank did not answer, so that it cannot hang
-    the next case.
+    After a case in which a rank did not answer, all processes are replaced, so that the hung rank
+    cannot block the next case.
     """
 
     processes: list[BaseProcess]
@@ -29,7 +29,7 @@ class RankProcesses:
     hung: bool = False
 
     def answers(self, model: Path, mesh: tuple[int, int, int], **config: Any) -> Answers:
-        """Return the answers of a worker with this mesh, after all its ranks have ended."""
+        """Return the answers of a worker with this mesh, after all its ranks have finished."""
         found = self.made_by(answer, model, mesh, **config)
         assert isinstance(found, Answers)
         return found
@@ -41,7 +41,7 @@ class RankProcesses:
         self.begin(model, mesh, use, **config)
         found = [self.hear(rank) for rank in range(mesh[0] * mesh[1])]
         failures = [each for each in found if isinstance(each, Exception)]
-        if failures:  # if one fails, the others lose it: report all errors
+        if failures:  # a failed rank makes the other ranks fail too: report all errors
             raise RuntimeError("; ".join(map(str, failures)))
         return found[0]
 
@@ -133,7 +133,7 @@ def _lead(
         meeting.close()
     try:
         found = use(engine)
-        if model.with_suffix(".wait").exists():  # the test kills a rank meanwhile
+        if model.with_suffix(".wait").exists():  # until the test kills a rank
             pipe.send("answering")
             while True:
                 answer(engine)

@@ -142,14 +142,14 @@ def rank_config(model: Path, mesh: tuple[int, int, int] = (1, 1, 1), **more: Any
         "block_size": 4,
         "max_sequences": 8,
         "max_batched_tokens": 16,
-        "ranks_seconds": 200.0,  # only ends hangs: compiling may delay a collective
+        "ranks_seconds": 200.0,  # ends hangs only: a rank that compiles may delay a collective
     }
     return WorkerConfig(name="ranks", model=model, tp=tp, pp=pp, ep=ep, **(sizes | more))
 
 
 @dataclass
 class Answers:
-    """Per prompt: the greedy answer and its logits [tokens, vocab_size]."""
+    """The greedy answer to each prompt, and its logits [tokens, vocab_size]."""
 
     tokens: list[list[int]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
@@ -161,7 +161,7 @@ NUM_NEW = 8
 
 
 def answer(engine: Engine) -> Answers:
-    """Answer all prompts at once, in steps of a few tokens."""
+    """Answer all prompts in one batch, in steps of a few tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW, logprobs=VOCAB_SIZE)
     for number, prompt in enumerate(PROMPTS):
         engine.submit(NewSequence(number, prompt, len(prompt), params))
@@ -184,7 +184,7 @@ GAP = 1e-3
 
 
 def agree(found: Answers, expected: Answers) -> None:
-    """Check that answers agree up to the first position where two tokens are nearly equal."""
+    """Check that answers agree up to the first position where two logits are nearly equal."""
     for ours, theirs, mine, right in zip(
         found.tokens, expected.tokens, found.logits, expected.logits, strict=True
     ):
@@ -198,7 +198,8 @@ def agree(found: Answers, expected: Answers) -> None:
 
 def in_threads(num_ranks: int, work: Callable[[int, LocalStore], T]) -> list[T]:
     """Run `work(rank, store)` for every rank, each in a thread of this process."""
-    from penstock.workers.parallel.rendezvous import LocalStore  # grpc: absent on some machines
+    # Imported here because rendezvous imports grpc, which some machines lack.
+    from penstock.workers.parallel.rendezvous import LocalStore
 
     store = LocalStore()
 

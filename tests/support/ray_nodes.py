@@ -30,9 +30,9 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 2)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # as in the chart's pods
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as in the pods of the chart
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
-    # Not pytest's tmp_path: Unix socket paths below it would be too long.
+    # Unix socket paths in pytest's tmp_path would be too long.
     with tempfile.TemporaryDirectory(prefix="pn-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for below in ("t", "ray"):
@@ -42,7 +42,7 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Nodes:
-    """Ray nodes started by `ray start`; tests find and end them through their TMPDIR."""
+    """Ray nodes started by `ray start`; tests find and end their processes through TMPDIR."""
 
     def __init__(self, folder: Path) -> None:
         self.port, self._client = free_ports(2)
@@ -57,7 +57,7 @@ class Nodes:
         bin_folder: Path = Path(sys.executable).parent,
     ) -> None:
         common = ["--node-ip-address=127.0.0.1", f"--object-store-memory={OBJECT_STORE}"]
-        # Any free ports: Ray's default range for workers may include the ports chosen here.
+        # Let Ray use any free ports: its default range may include the ports chosen here.
         common += ["--min-worker-port=0", "--max-worker-port=0"]
         command = [str(bin_folder / "ray"), "start", *arguments, *common]
         more = {
@@ -79,13 +79,13 @@ class Nodes:
         self.add("--head", *own, *more, env=env)
 
     def add_worker(self, **resources: int) -> None:
-        """Add a node with these resources; by default one each of router, prefill and decode."""
+        """Add a node with `resources`; by default one unit each of router, prefill and decode."""
         given = json.dumps(resources or {"router": 1, "prefill": 1, "decode": 1})
         arguments = ("--num-cpus=2", "--num-gpus=0", f"--resources={given}")
         self.add(f"--address=127.0.0.1:{self.port}", *arguments)
 
     def add_router(self, bin_folder: Path) -> None:
-        """Add a node for routers whose Python and packages are those of another environment."""
+        """Add a node for routers that uses the Python and packages of another environment."""
         arguments = ("--num-cpus=1", "--num-gpus=0", '--resources={"router": 1}')
         self.add(f"--address=127.0.0.1:{self.port}", *arguments, bin_folder=bin_folder)
 
@@ -93,9 +93,9 @@ class Nodes:
         """Start a head with Ray's autoscaler v2.
 
         `kinds` holds the maximum number of nodes by kind. Each node has a CPU and one unit of the
-        resource named like its kind, and is removed when idle. The node provider is Ray's fake one,
-        whose nodes are local processes. `ray.cluster_utils.AutoscalingCluster` would also end other
-        Ray processes.
+        resource named like its kind, and is removed when idle. Ray's fake node provider runs the
+        nodes as local processes. `ray.cluster_utils.AutoscalingCluster` is not used, because it
+        would also end other Ray processes.
         """
         config = self._folder / "autoscaler.json"
         config.write_text(json.dumps(self._scaling(kinds)))
@@ -121,8 +121,7 @@ class Nodes:
         }
         types[HEAD] = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
         provider = {
-            # By module name: Ray's wheel lacks the defaults file that belongs to the provider's
-            # short name.
+            # Ray's wheel lacks the defaults file for the provider's short name: give its module.
             "type": "external",
             "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
             "gcs_address": f"127.0.0.1:{self.port}",

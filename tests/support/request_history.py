@@ -1,4 +1,4 @@
-"""Drive one request's state machine event by event, and build one in each state."""
+"""Drives a request's state machine event by event, and builds a state machine in each state."""
 
 from collections.abc import Callable
 

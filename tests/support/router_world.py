@@ -1,6 +1,6 @@
 """Clients and fake workers around one `Dispatcher`, in virtual time.
 
-Streams keep their order; all other events happen in whatever order a test chooses. Invariants are
+Messages of one stream stay in order; a test chooses the order of all other events. Invariants are
 checked after every event.
 """
 
@@ -53,10 +53,10 @@ def info_of(worker: str, role: str, incarnation: str = "1", **changes: object) -
 
 @dataclass
 class Client:
-    """The tokens that one client has received, and where its stop strings match."""
+    """One client: the tokens that it has received, and where its stop strings cut its answers."""
 
     request: Request
-    cuts: dict[int, int]  # choice -> length at which it is cut
+    cuts: dict[int, int]  # choice -> length at which a stop string cuts the answer
     answers: list[list[int]] = field(default_factory=list)
     ended: EndRequest | None = None
     closed: set[int] = field(default_factory=set)  # choices with a finish reason
@@ -94,13 +94,13 @@ class World:
         self._limits = limits
         self.dispatcher = Dispatcher(LeastLoaded(), limits)
         self.workers: dict[str, FakeWorker] = {}
-        self.linked: set[str] = set()  # workers whose stream is open for the router
+        self.linked: set[str] = set()  # workers to which the router has an open stream
         self.clients: dict[int, Client] = {}
         self.now = 0.0
         self.num_garbled = 0
         self.num_stuck = 0  # workers reported as stuck
-        self.over: set[tuple[int, int]] = set()  # superseded attempts
-        self.placed: dict[tuple[int, int], str] = {}  # attempt -> worker
+        self.over: set[tuple[int, int]] = set()  # (request, attempt) of superseded attempts
+        self.placed: dict[tuple[int, int], str] = {}  # (request, attempt) -> worker
         self.history: list[tuple[Event, float, list[Command]]] = []
         self._num_births = 0
         for info in infos:
@@ -139,7 +139,7 @@ class World:
             self.tell(cut)
 
     def _what_may_be_taken(self, event: Event) -> set[tuple[int, int, int]] | None:
-        """Return (request, choice, position) of each valid token of a Stepped event, else None."""
+        """Return (request, choice, position) of the valid tokens of a Stepped event, else None."""
         match event:
             case Yielded():
                 self.over.add((event.request, event.attempt))
@@ -175,12 +175,12 @@ class World:
         old = self.workers.get(hang.worker)
         if old is None:
             return
-        if hang.stuck:  # its supervisor replaces it
+        if hang.stuck:  # the supervisor replaces a stuck worker
             self.num_stuck += 1
             self._num_births += 1
             self.workers[hang.worker] = old.reborn(f"born {self._num_births}")
             return
-        self.workers[hang.worker] = old.reborn(old.info.incarnation)  # it releases its sequences
+        self.workers[hang.worker] = old.reborn(old.info.incarnation)  # all sequences are dropped
         self.workers[hang.worker].stuck = old.stuck
 
     # -------------------------------------------------------------- clients
@@ -249,7 +249,7 @@ class World:
         self.tell(WorkerLost(name))
 
     def birth(self, info: WorkerInfo) -> None:
-        """Start a new worker; an older one of the same name is dead."""
+        """Start a new worker, which replaces any older worker of the same name."""
         self._num_births += 1
         worker = FakeWorker(info).reborn(f"born {self._num_births}")
         self.workers[info.worker] = worker
@@ -272,7 +272,7 @@ class World:
                 worker.outbox.append(Heartbeat(worker.name))
         self.tell(Tick())
 
-    # -------------------------------------------------------------- the end
+    # -------------------------------------------------------------- end of a test
 
     def settle(self, rng: Random) -> None:
         """Run all possible actions, without further faults, until none is left."""

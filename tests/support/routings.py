@@ -1,4 +1,4 @@
-"""A Hypothesis strategy for ways to route tokens to experts."""
+"""A Hypothesis strategy for settings of MoE routing."""
 
 from hypothesis import strategies as st
 
@@ -7,7 +7,7 @@ from penstock.kernels.moe.routing import Routing
 
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[Routing, int]:
-    """Draw a routing and a number of experts that it is valid for."""
+    """Generate routing settings, and a number of experts for which the settings are valid."""
     num_groups, size = draw(st.integers(1, 6)), draw(st.integers(2, 5))
     top_groups = draw(st.integers(1, num_groups))
     routing = Routing(

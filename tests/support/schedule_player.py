@@ -31,13 +31,13 @@ class Schedule:
     max_batched_tokens: int = 64
     num_blocks: int | None = None  # None: enough for all requests
     arrivals: tuple[int, ...] = ()  # step at which each request arrives; empty: 0
-    moved: dict[int, int] = field(default_factory=dict)  # steps until drop and resume
+    moved: dict[int, int] = field(default_factory=dict)  # request -> steps until dropped, resumed
     shared: bool = True  # prompts share the prefix cache
     threads: int = 1
 
 
 def play(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> Bits:
-    """Answer the requests and return their bits; the engine is empty afterwards."""
+    """Run the requests; return their results, to be compared bitwise. The engine ends up empty."""
     player = _Player(engine, requests, schedule)
     with threads(schedule.threads):
         while player.left:
@@ -47,7 +47,7 @@ def play(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> Bit
 
 
 def few_requests(vocab_size: int) -> list[Request]:
-    """Return three requests with logprobs: long; forked and sampled; short."""
+    """Return three requests with logprobs: one long, one forked and sampled, and one short."""
     tokens = np.random.default_rng(3).integers(4, vocab_size, 90).tolist()
     greedy = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
     drawn = replace(greedy, temperature=0.8, top_p=0.9, seed=5)
@@ -63,12 +63,12 @@ CROWD = Schedule(max_batched_tokens=11, arrivals=(0, 2, 25), moved={0: 9, 2: 4})
 
 
 def run_all_schedules(engine: Engine) -> list[Bits]:
-    """Run `few_requests` under four schedules, whose results must be equal.
+    """Run `few_requests` under four schedules, whose results must be bitwise identical.
 
-    1. Each alone, its prompt in at most two chunks.
-    2. All together (`CROWD`): small chunks, two requests dropped and resumed.
-    3. One after the other, with the first one's prompt cached.
-    4. All together, with too few blocks, so that some are preempted.
+    1. Each request alone, with its prompt in at most two chunks.
+    2. All requests together (`CROWD`) in small chunks; two of them are dropped and resumed.
+    3. One request after another, with the first prompt cached.
+    4. All requests together, with too few blocks, so that some are preempted.
     """
     requests = few_requests(engine.spec.vocab_size)
     alone = {
@@ -88,7 +88,7 @@ def run_all_schedules(engine: Engine) -> list[Bits]:
 
 
 def run_all_schedules_after_warm_up(engine: Engine) -> list[Bits]:
-    """Run `run_all_schedules` after the check that a worker makes at its start."""
+    """Run the check that a worker makes when it starts, then `run_all_schedules`."""
     check_batch_invariance(engine)
     return run_all_schedules(engine)
 

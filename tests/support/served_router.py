@@ -40,14 +40,14 @@ class Served:
 
     @property
     def worker(self) -> StubWorker:
-        """The only worker."""
+        """The router's only worker."""
         (worker,) = self.workers
         return worker
 
 
 @contextlib.asynccontextmanager
 async def serving(config: RouterConfig, *workers: StubWorker) -> AsyncIterator[Served]:
-    """Run a router on free ports; it is ready when all given workers have streams."""
+    """Run a router on free ports; it is ready once it has a stream to each given worker."""
     async with contextlib.AsyncExitStack() as stack:
         for worker in workers:
             await stack.enter_async_context(worker)

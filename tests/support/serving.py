@@ -16,15 +16,15 @@ PATIENCE = 480.0  # seconds until a wait fails; generous for busy machines
 
 
 def wait_for(happened: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
-    """Wait until `happened()` is true; after `patience` seconds fail with `what`."""
+    """Wait until `happened()` is true; after `patience` seconds, fail with the message `what`."""
     deadline = time.monotonic() + patience
     while not happened():
         assert time.monotonic() < deadline, f"waited {patience:g} s for {what}"
         time.sleep(0.05)
 
 
-# Prefix of a command. It restores SIGINT, which shells ignore in background jobs. A `preexec_fn`
-# would fork this process, and gRPC's threads can abort a fork.
+# Prefix that restores SIGINT, which shells ignore in background jobs. Unlike a `preexec_fn`, this
+# prefix does not fork the test process, where gRPC's threads can abort a fork.
 INTERRUPTIBLE = ("env", "--default-signal=INT")
 
 
@@ -32,9 +32,10 @@ class Serving:
     """A running `penstock serve`.
 
     Args:
-        arguments: of the command, without ports.
+        arguments: arguments of the command, without ports.
         ports: HTTP and gRPC port.
-        folder: for its output and temporary files; a short path, as Unix sockets lie below it.
+        folder: folder for output and temporary files; its path must be short, because Unix sockets
+            are created below it.
     """
 
     def __init__(self, arguments: list[str], ports: Sequence[int], folder: Path) -> None:
@@ -75,7 +76,7 @@ class Serving:
         return False
 
     def find(self, title: str) -> psutil.Process:
-        """Wait for the process with that title and return it."""
+        """Wait for the process with this title and return it."""
         found: list[psutil.Process] = []
 
         def happened() -> bool:
@@ -90,11 +91,11 @@ class Serving:
         os.killpg(self.process.pid, number)
 
     def wait(self) -> int:
-        """Wait until it ends and return its exit code."""
+        """Wait until the command ends and return its exit code."""
         return self.process.wait(PATIENCE)
 
     def left_behind(self) -> dict[str, list[object]]:
-        """Return the processes, open ports and files that remain after its end."""
+        """Return the processes, open ports and files that remain after the command has ended."""
         return {
             "processes": [each.cmdline() for each in self.processes()],
             "ports": [port for port in (self.http, self.grpc) if is_open(port)],
@@ -102,7 +103,7 @@ class Serving:
         }
 
     def end(self) -> None:
-        """Kill all its processes."""
+        """Kill all processes of this run."""
         for each in self.processes():
             with suppress(psutil.NoSuchProcess):
                 each.kill()
@@ -120,7 +121,7 @@ def serving(arguments: list[str], ports: Sequence[int], folder: Path) -> Iterato
 
 
 def is_open(port: int) -> bool:
-    """Return True if a process listens on that port of loopback."""
+    """Return True if a process listens on this port of 127.0.0.1."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 

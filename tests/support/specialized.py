@@ -1,4 +1,4 @@
-"""Specializations of Triton kernels: different ones are compiled separately."""
+"""Specializations of Triton kernels. Triton compiles a kernel once per specialization."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,14 +26,14 @@ def _specialization(launch: Launch) -> tuple[Any, ...]:
 
 
 def _kind(parameter: Any, value: object) -> object:
-    """Return the part of an argument that Triton compiles in.
+    """Return the properties of an argument for which Triton specializes a kernel.
 
-    For a tensor: whether it is aligned to 16 bytes. For an integer: its width, whether it is 1, and
-    whether it is a multiple of 16.
+    For a tensor: its dtype, and whether it is aligned to 16 bytes. For an integer: its width,
+    whether it is 1, and whether it is a multiple of 16.
     """
     free = parameter.do_not_specialize
     if isinstance(value, Tensor):
-        # Allocations are aligned to more than 16 bytes; only a view may not be.
+        # Allocations are aligned to more than 16 bytes; only a view may be unaligned.
         aligned = value.storage_offset() * value.itemsize % 16 == 0
         return value.dtype, free or aligned
     if isinstance(value, int) and not isinstance(value, bool):

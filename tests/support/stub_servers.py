@@ -24,13 +24,13 @@ STARTED_WITHIN = 30.0  # seconds
 class Behaviour:
     """Behaviour of the stub, and a record of its requests."""
 
-    per_message: int = 1  # tokens in a message
+    per_message: int = 1  # tokens per message
     refuse: int = 0  # refuse every n-th request; 0: none
     break_after: int | None = None  # messages before an error ends the answer
     crash_after: int | None = None  # messages before the handler raises an exception
     end_after: int | None = None  # messages before a truncated answer ends without error
-    skip: bool = False  # skip a position
-    shorter_by: int = 0  # leave out this many of the max_tokens
+    skip: bool = False  # skip one token position
+    shorter_by: int = 0  # end answers this many tokens before max_tokens
     hang: bool = False  # never answer
     usage: bool = True
     vocab_size: int = 1000
@@ -54,7 +54,7 @@ class Behaviour:
             self.under_way -= 1
 
     def messages(self, asked: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield (position, tokens, last) of each message of an answer."""
+        """Yield (position, number of tokens, is the last) for each message of an answer."""
         length = asked - self.shorter_by
         for position in range(0, length, self.per_message):
             count = min(self.per_message, length - position)
@@ -186,7 +186,7 @@ def grpc_stub(behaviour: Behaviour) -> Iterator[str]:
         ready.set()
         await done.wait()
         await server.stop(grace=None)
-        # Calls that are still ending would be destroyed with the loop, which gRPC reports.
+        # Wait for calls that are still ending: gRPC logs calls destroyed with the loop.
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(rest)
 

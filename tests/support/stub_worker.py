@@ -5,9 +5,9 @@
     ...
     await worker.stop()
 
-It answers every prompt with the tokens of `answer` and an end token, one token per step; choice c
-omits the first c tokens. `worker.go.clear()` pauses the steps; `worker.submits`, `worker.drops` and
-`worker.holding` show its state.
+The stub answers every prompt with the tokens of `answer` and an end token, one token per step.
+Choice c omits the first c tokens. `worker.go.clear()` pauses the steps; `worker.submits`,
+`worker.drops` and `worker.holding` show the stub's state.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Run:
     answer: Sequence[int]
     position: int  # position of the next token
     num_new: int = 0
-    is_running: bool = True  # False: waits for a transfer, or under a lease
+    is_running: bool = True  # False: waits for a KV transfer, or is kept under a lease
     choice: int = 0
     others: list["Run"] = field(default_factory=list)  # other choices of the submission
     has_ended: bool = False
@@ -71,7 +71,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         name: name of the worker.
         role: prefill, decode or mixed.
         answer: returns the answer's tokens for a prompt.
-        peers: stubs by name; share it between stubs that transfer KV to each other.
+        peers: dict of stubs by name; stubs that transfer KV to each other get the same dict.
         token: bearer token that a router must send.
         step_seconds: pause between steps.
     """
@@ -106,9 +106,9 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             eos_tokens=[END_TOKEN],
             vocab_size=1024,
         )
-        self.go = asyncio.Event()  # steps run while it is set
+        self.go = asyncio.Event()  # steps run while this event is set
         self.go.set()
-        self.reject: pb.Rejected | None = None  # if set, the reply to every Submit
+        self.reject: pb.Rejected | None = None  # if set, sent in reply to every Submit
         self.hellos: list[pb.Hello] = []
         self.submits: list[pb.Submit] = []
         self.drops: list[pb.Drop] = []
@@ -313,5 +313,5 @@ def prompt_logprobs(token: int) -> pb.TokenLogprobs:
 
 
 def _logprobs(token: int) -> tuple[float, Sequence[tuple[int, float]]]:
-    """Return logprobs in which the chosen token is the best one."""
+    """Return logprobs in which the chosen token is the most likely token."""
     return -0.25, [(token, -0.25)] + [(FIRST_PLAIN_TOKEN + i, -1.0 - i) for i in range(20)]

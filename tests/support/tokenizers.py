@@ -24,7 +24,10 @@ def _special() -> list[AddedToken]:
 
 
 def byte_level() -> Tokenizer:
-    """Like GPT-2, Llama 3 and Qwen: bytes as printable characters; BOS by the post-processor."""
+    """Return a tokenizer like those of GPT-2, Llama 3 and Qwen.
+
+    Bytes are mapped to printable characters; the post-processor adds BOS.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,7 +56,7 @@ def _pieces() -> dict[str, int]:
 
 
 def byte_fallback() -> Tokenizer:
-    """Like Llama 2: sentencepiece's sign for spaces, and byte fallback for missing pieces."""
+    """Return a tokenizer like Llama 2's, with a visible sign for spaces, and byte fallback."""
     vocab = _pieces()
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
@@ -70,7 +73,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """Like T5: the decoder is Metaspace alone."""
+    """Return a tokenizer like T5's, whose only decoder is Metaspace."""
     tokenizer = Tokenizer(models.BPE(_pieces(), [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()

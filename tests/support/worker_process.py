@@ -1,8 +1,10 @@
 """A worker as a separate process: `python -m tests.support.worker_process CONFIG`.
 
-CONFIG is a WorkerConfig as JSON with three more keys. `slow_gather`: seconds to delay each message
-of a KV transfer. `hang_after`: steps after which one hangs, under a watchdog. `meeting`: address of
-the rendezvous server, for ranks other than 0, which rank 0 starts as further processes.
+CONFIG is a WorkerConfig as JSON, with three more keys:
+
+    slow_gather: seconds by which each message of a KV transfer is delayed
+    hang_after: number of steps after which a step hangs; a watchdog is started
+    meeting: address of the rendezvous server; rank 0 sets it for the other ranks that it starts
 
 The process prints its address. It ends when its stdin is closed; after SIGTERM it drains, prints
 "drained" and ends.
@@ -130,7 +132,7 @@ async def lead(config: WorkerConfig, given: dict[str, Any], num_steps: int | Non
     for other in others:
         await other.wait()
     if asked.done():
-        os._exit(0)  # a thread still blocks on stdin
+        os._exit(0)  # a normal exit would wait for the thread that reads stdin
 
 
 def hang(num_steps: int) -> None:

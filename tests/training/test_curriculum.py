@@ -1,4 +1,4 @@
-"""The second course practises weak families more, and mastered ones still a little."""
+"""The second training course gives weak question families more weight than mastered families."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from training.tasks import FAMILIES, Message
 
 
 def answers_of(known: str, conversations: Sequence[list[Message]]) -> list[str]:
-    """Return correct answers to the family `known`, and "no" to all others."""
+    """Return correct answers to questions of family `known`, and "no" to other questions."""
     answers = {str(e.messages()): e.answer for e in FAMILIES[known].practice(48)}
     return [answers.get(str(conversation), "no") for conversation in conversations]
 

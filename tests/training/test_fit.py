@@ -27,7 +27,7 @@ RECIPE = Recipe(steps=12, minutes=1, rows=2, length=64, long_rows=1, long_length
 
 
 def tiny_run(seed: int) -> tuple[Llama, list[int], Progress]:
-    """Train a tiny model; return it, the steps at which it was saved, and its progress."""
+    """Train a tiny model; return the model, the steps at which it was saved, and its progress."""
     torch.manual_seed(seed)
     model = Llama(TINY)
     saved: list[int] = []

@@ -23,7 +23,7 @@ SHAPE = LlamaShape(
 
 
 def random_model() -> Llama:
-    """Return a model with random weights; freshly initialised ones may be zero."""
+    """Return a model with random weights, because a new model may have zeros."""
     torch.manual_seed(1)
     model = Llama(SHAPE)
     for weight in model.parameters():

@@ -1,4 +1,4 @@
-"""The model card contains the measured scores, and claims only those above the bound."""
+"""The model card contains the measured scores, and claims only scores above the bound."""
 
 from __future__ import annotations
 

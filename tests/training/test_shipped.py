@@ -1,4 +1,4 @@
-"""The bundled models: they load in `transformers` and reach the scores on their cards."""
+"""The bundled models load in `transformers` and reach the scores on their model cards."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_card_repeats_the_scores(name: str) -> None:
 
 
 def claimed() -> list[str]:
-    """Return the families that the demo's card claims."""
+    """Return the question families that the demo's model card claims."""
     return [score.family for score in evaluate.read_scores(MODELS / "demo") if score.is_claimed]
 
 

@@ -1,4 +1,4 @@
-"""Task families: seeded examples, disjoint training and held-out sets, answer checks."""
+"""Question families: seeded examples, disjoint training and held-out sets, answer checks."""
 
 from __future__ import annotations
 

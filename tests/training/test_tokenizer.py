@@ -1,4 +1,4 @@
-"""The tokenizer: texts round-trip, and digits and names always have the same tokens."""
+"""The tokenizer: texts round-trip, a digit is one token, and names always get the same tokens."""
 
 from __future__ import annotations
 

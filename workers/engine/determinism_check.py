@@ -1,8 +1,9 @@
-"""Start-up check of deterministic mode: results must not depend on chunking or batch.
+"""Checks deterministic mode at start-up: results must not depend on chunking or batch.
 
-Whether a library's kernels are batch invariant cannot be known for every machine. So one prompt is
-computed whole, then in chunks beside another prompt, then its beginning token by token: the keys
-and values written, and the logits, must be bitwise equal.
+Whether the kernels of a library are batch invariant depends on the machine. The check therefore
+computes one prompt whole, then in chunks together with another prompt, and finally the first tokens
+of the prompt one by one. The KV must be bitwise identical each time, and so must the logits of the
+first two runs.
 """
 
 from collections.abc import Sequence
@@ -18,14 +19,14 @@ from penstock.workers.engine.engine import Engine, StepResult
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import NewSequence, StepPlan
 
-CHUNK_TOKENS, PREFIX_TOKENS = 37, 9  # tokens
+CHUNK_TOKENS, PREFIX_TOKENS = 37, 9  # tokens per chunk; tokens computed one by one
 _TWO = SamplingParams(temperature=0.0, max_tokens=2)
 
 
 def check_batch_invariance(engine: Engine) -> None:
-    """Raise ValueError if a token's bits depend on the chunks of its prompt or on other sequences.
+    """Raise ValueError if results depend on the chunks of a prompt or on other sequences.
 
-    Call before `warm_up`, which replaces the scheduler that was used here.
+    Call this before `warm_up`, which replaces the scheduler that the check has changed.
     """
     length = max(1, min(engine.limits.max_batched_tokens, engine.limits.max_model_len - 2))
     prompt, other = (_prompt(engine, length, first) for first in (7, 11))
@@ -53,11 +54,11 @@ def _prompt(engine: Engine, length: int, first: int) -> list[int]:
 def _bits(
     engine: Engine, prompts: Sequence[list[int]], max_batched_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute prompts with two answer tokens each; return the bits of the first prompt.
+    """Run prompts with two answer tokens each; return KV and logits of the first prompt.
 
     Returns:
-        Keys and values of the last layer, [tokens, sides, heads, D], and the logits that its tokens
-        were drawn from, [2, vocab_size].
+        KV of the last layer, [tokens, sides, heads, D], and the logits from which the two answer
+        tokens were sampled, [2, vocab_size].
     """
     limits = replace(
         engine.limits, max_sequences=len(prompts), max_batched_tokens=max_batched_tokens
@@ -77,7 +78,7 @@ def _bits(
 
 
 def _written(engine: Engine, plan: StepPlan, of: npt.NDArray[np.bool_]) -> Tensor:
-    """Return the last layer's KV of the sequences in mask `of`: [tokens, sides, heads, D]."""
+    """Return [tokens, sides, heads, D], the new KV of the last layer for sequences in mask `of`."""
     slots = torch.from_numpy(plan.slots[of.repeat(np.diff(plan.query_starts))].astype(np.int64))
     block_size = engine.limits.block_size
     return engine.cache.data[-1][:, slots // block_size, :, slots % block_size].cpu()

@@ -1,8 +1,8 @@
 """The engine: scheduler, model and sampler as one object.
 
-It belongs to one thread; `step` runs one step and returns its result. An `OverlapStepper` calls the
-parts of a step itself, `compute` and `sample` on a second thread. A sequence that fails is ended
-alone; an exception of the model ends the engine.
+All methods are called from one thread, except that an `OverlapStepper` calls `compute` and `sample`
+from a second thread. `step` runs a complete step and returns its result. If a sequence fails, only
+that sequence ends; if the model raises an exception, the engine stops.
 """
 
 import time
@@ -51,7 +51,7 @@ from penstock.workers.scheduling.sequence import (
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """Reserved blocks [n] of positions [have, stop), to be written by a KV transfer."""
+    """Blocks [n] that are reserved for positions [have, stop) and written by a KV transfer."""
 
     key: Key
     have: int
@@ -75,7 +75,7 @@ class StepResult:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
     beam_results: list[BeamResult] = field(default_factory=list)
-    failed: list[Key] = field(default_factory=list)  # ended because of logits that are not finite
+    failed: list[Key] = field(default_factory=list)  # ended because their logits were not finite
     yielded: list[Yielded] = field(default_factory=list)
     reserved: list[Receiving] = field(default_factory=list)
     finished: list[Key] = field(default_factory=list)
@@ -90,17 +90,17 @@ class LaunchedStep:
     """A step that was launched on a device."""
 
     plan: StepPlan
-    tokens: Tensor | None  # [S] on the device; None: drawn on the host
-    wait: Callable[[], Sampled]  # waits for its tokens; callable from any thread
-    began: float  # seconds, `time.perf_counter`
+    tokens: Tensor | None  # [S] on the device; None: sampled on the host
+    wait: Callable[[], Sampled]  # waits for the step's tokens; callable from any thread
+    began: float  # start time in seconds, from `time.perf_counter`
 
 
 class Engine:
-    """One model on one or several ranks. This process is rank 0; the others run a `Follower`.
+    """One model on one or several ranks. This process is rank 0; other ranks run a `Follower`.
 
     `progress` is called with (done, total) bytes of weights, `on_stage` with the name of each
-    start-up stage. `store` is the rendezvous of several ranks; `decoder` a model that is loaded
-    already. Raises ValueError, with the reason in one line, if the engine cannot start.
+    start-up stage. `store` is the rendezvous if there are several ranks; `decoder` is a model that
+    is already loaded. Raises ValueError, with a message of one line, if the engine cannot start.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Engine:
         self.model = model_fingerprint(config.model)
         self.layout = runtime.layout(self.model)
         self.deterministic = config.deterministic
-        self._plan_writer = runtime.connect_as_leader(store)  # to the other ranks, if there are any
+        self._plan_writer = runtime.connect_as_leader(store)  # to other ranks; None: there are none
         self.movers = runtime.movers(self._plan_writer)
         self.batcher = Batcher(self.limits)
         self._expert_balance = ExpertBalance(runtime.expert_counts())
@@ -127,7 +127,7 @@ class Engine:
         self.on_device = isinstance(self._runner, DeviceRunner)
         ahead = self.on_device if config.plan_ahead is None else config.plan_ahead
         self.plans_ahead = ahead and config.pp == 1
-        self._in_flight: deque[StepPlan] = deque()  # steps sent to the ranks, not committed
+        self._in_flight: deque[StepPlan] = deque()  # steps sent to the ranks, but not committed
         self._live: dict[Key, NewSequence] = {}  # sequences that have not ended or yielded
         self._beam_searches = BeamSearches()
         self._has_canary = False  # whether `_live` contains a canary
@@ -140,7 +140,7 @@ class Engine:
     # ------------------------------------------------------------ commands
 
     def submit(self, new: NewSequence) -> None:
-        """Queue a sequence. Raises NeverFits or QueueFull if it is refused."""
+        """Queue a sequence. Raises NeverFits or QueueFull if the sequence is refused."""
         self.batcher.submit(new)
         self._live[new.key] = new
         if new.params.use_beam_search:
@@ -149,7 +149,7 @@ class Engine:
             )
 
     def submit_canary(self) -> None:
-        """Queue a canary. Raises QueueFull if it is refused."""
+        """Queue a canary. Raises QueueFull if the canary is refused."""
         self.submit(make_canary())
         self._has_canary = True
 
@@ -164,16 +164,16 @@ class Engine:
         self._live.pop(key, None)
 
     def request_yield(self, key: Key) -> None:
-        """Yield a sequence at the next step boundary, leasing its blocks; ignore an unknown key."""
+        """Yield a sequence and lease its blocks at its next step boundary; ignore unknown keys."""
         self.batcher.request_yield(key)
 
     # ------------------------------------------------------------ steps
 
     def step(self) -> StepResult:
-        """Plan, compute and commit one step, if there is anything to compute."""
+        """Plan, run and commit one step, if there is anything to compute."""
         started = time.perf_counter()
         result = StepResult()
-        # One step in flight per pipeline stage, so that no stage idles.
+        # Keep one step in flight per pipeline stage, so that no stage is idle.
         while len(self._in_flight) < self.limits.num_stages and (plan := self.plan(result)):
             self._broadcast(plan)
             self._in_flight.append(plan)
@@ -196,28 +196,28 @@ class Engine:
         return plan
 
     def plan_ahead(self) -> StepPlan | None:
-        """Plan the step behind the one that computes; None if that must be committed first."""
+        """Plan another step while one is in flight; None if that step must be committed first."""
         return self.batcher.plan(time.perf_counter())
 
     def compute(self, plan: StepPlan) -> Tensor:
-        """Run the model; return logits [S + P, vocab_size]: sampling rows, then scored tokens."""
+        """Run the model; return logits [S + P, vocab_size] of sampling rows, then scored tokens."""
         if not any(plan is each for each in self._in_flight):
             self._broadcast(plan)
         self._gap_seconds = time.perf_counter() - self._sampled_at
         return self._runner.run(plan)
 
     def _broadcast(self, plan: StepPlan) -> None:
-        """Send the plan to the other ranks, which compute it too."""
+        """Send the plan to the other ranks, which run the same step."""
         if self._plan_writer is not None:
             self._plan_writer.write(encode(plan))
 
     def stop(self) -> None:
-        """Let the other ranks end. Call after the last step."""
+        """End the other ranks. Call this after the last step."""
         if self._plan_writer is not None:
             self._plan_writer.end()
 
     def sample(self, plan: StepPlan, logits: Tensor) -> Sampled:
-        """Draw the tokens of a step; every step before must be committed."""
+        """Sample the tokens of a step; all earlier steps must have been committed."""
         rows, table = plan.sampling_rows, self.batcher.table
         indices = self._indices(plan)
         sampled = self._sampler.sample(logits[: len(rows)], rows, indices, table)
@@ -229,10 +229,10 @@ class Engine:
         return sampled
 
     def launch(self, plan: StepPlan, before: LaunchedStep | None) -> LaunchedStep:
-        """Launch a step on the device, and its sampling too if that needs nothing from the host.
+        """Launch a step on the device, and its sampling too if sampling needs no data of the host.
 
-        Otherwise the tokens are drawn before this returns, and every step before must be committed.
-        `before` is the step launched before; a plan made ahead reads its tokens (not None).
+        Otherwise sample on the host before returning; then all earlier steps must be committed. A
+        plan with `ahead` reads the tokens of `before`, the step that was launched before this one.
         """
         began = time.perf_counter()
         drawn = before.tokens if plan.ahead and before is not None else None
@@ -248,7 +248,7 @@ class Engine:
         return LaunchedStep(plan, tokens, lambda: self._finish_launch(arriving), began)
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return a context whose device work runs after all that the engine launched before."""
+        """Return a context; device work launched in it runs after all earlier engine work."""
         return self._streams.computing()
 
     def _finish_launch(self, arriving: AsyncTokenCopy) -> Sampled:
@@ -257,7 +257,7 @@ class Engine:
         return Sampled(tokens, finite, [None] * len(tokens))
 
     def _indices(self, plan: StepPlan) -> Ints:
-        """Return [S] answer indices of the tokens to draw; steps before may be uncommitted."""
+        """Return [S] the answer index of each token to sample; earlier steps may be uncommitted."""
         rows, table = plan.sampling_rows, self.batcher.table
         lengths = plan.context_lens[plan.samples]
         if len(plan.forks):
@@ -266,11 +266,11 @@ class Engine:
         return indices
 
     def commit(self, plan: StepPlan, sampled: Sampled, seconds: float, result: StepResult) -> None:
-        """Record the results of a step, which took `seconds`, and add them to `result`."""
+        """Record the results of a step that took `seconds`, and add them to `result`."""
         rows = plan.sampling_rows
         if not sampled.finite.all():
             keys = self.batcher.table.keys[rows[~sampled.finite]].tolist()
-            # Report each key once, for all its choices, and only if it has not ended meanwhile.
+            # Report each key once for all its choices, and only if its sequence has not ended.
             result.failed = [key for key in keys if self._live.pop(key, None) is not None]
             for key in result.failed:
                 self.batcher.fail(key)
@@ -292,7 +292,7 @@ class Engine:
             self._times.add(seconds, with_prompts=len(plan.tokens) > len(plan.rows))
 
     def _exclude_canary(self, plan: StepPlan, output: StepOutput) -> bool:
-        """Take a canary's prompt off the totals; return whether it was alone in the step."""
+        """Subtract a canary's prompt from the totals; return True if the step ran nothing else."""
         if CANARY not in output.keys:
             self._has_canary = CANARY in self._live
             return False
@@ -319,7 +319,7 @@ class Engine:
 
     @property
     def gap_seconds(self) -> float:
-        """Seconds between the end of the step before and the begin of the newest one."""
+        """Seconds between the end of the previous step and the start of the newest step."""
         return self._gap_seconds
 
     @property
@@ -334,8 +334,8 @@ class Engine:
     def warm_up(self, captured: ProgressCallback = lambda done, total: None) -> None:
         """Do one-time work, such as compiling kernels, before requests and KV transfers need it.
 
-        On a GPU, first capture the graphs of decode steps, calling `captured` with (done, total).
-        Call before the first submission: the scheduler is replaced.
+        On a GPU, also capture the CUDA graphs of decode steps; `captured` gets (done, total). Call
+        this before the first submission, because it replaces the scheduler.
         """
         device = self._runner.decoder.device
         with self.computing():
@@ -353,7 +353,7 @@ class Engine:
     def _advance_beams(
         self, sampled: Sampled, candidates: Candidates, rows: Ints, logits: Tensor
     ) -> Sampled:
-        """Choose the next beams of every search; rows: [S], logits: [S + P, V]."""
+        """Choose the next beams of every beam search; rows: [S], logits: [S + P, V]."""
         at, table = sampled.beams, self.batcher.table
         beams, tokens, parents = rows[at], sampled.tokens, rows.copy()
         keys = table.keys[beams]
@@ -395,7 +395,7 @@ class Engine:
     def _handle_event(self, event: SchedulerEvent, result: StepResult) -> None:
         match event:
             case Admitted(key, row, choice):
-                with self.computing():  # copy to the device in the stream of the steps
+                with self.computing():  # so that the copies run in the stream of the steps
                     self._sampler.admit(row, self._live[key].params, choice)
             case Reserved(key, have):
                 stop, blocks = self._live[key].source_len, self.batcher.reserved_blocks(key)

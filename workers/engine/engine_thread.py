@@ -1,7 +1,7 @@
-"""The engine's thread: takes commands, and passes step results to the event loop.
+"""Runs the engine in its own thread, which takes commands and reports the results of steps.
 
-Neither side waits for the other: a command is a function in an inbox, applied before the next step;
-a step's result is passed to the event loop in one call.
+The event loop and this thread never wait for each other. A command is a function in an inbox; the
+thread calls it before the next step. The result of a step is passed to the event loop in one call.
 """
 
 import asyncio
@@ -50,10 +50,10 @@ class EngineThread:
     """A thread that runs an engine.
 
     Args:
-        engine: used by this thread only from now on.
-        deliver: called on the event loop with each step's result and the load after it.
+        engine: the engine; from now on only this thread may use it.
+        deliver: called on the event loop with each step's result and the load after that step.
         fatal: called on the event loop with the exception that ended the engine.
-        timer: runs while there is something to compute; None: no watchdog.
+        timer: watchdog timer; it runs while there is something to compute. None: no watchdog.
     """
 
     def __init__(
@@ -79,19 +79,19 @@ class EngineThread:
         self._put(_Command(run, None))
 
     def call(self, run: Callable[[Engine], T]) -> asyncio.Future[T]:
-        """Queue a function like `post`; return a future of its result. For the event loop only."""
+        """Queue a function like `post`; return a future of its result. Call on the event loop."""
         answer: asyncio.Future[T] = self._loop.create_future()
         self._put(_Command(run, answer))
         return answer
 
     def stop(self) -> None:
-        """End the thread after the step in flight, without waiting for it."""
+        """Let the thread end after the step in flight; return without waiting for the thread."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
     def join(self, seconds: float) -> None:
-        """Wait at most `seconds` for the thread to end. Blocks: not for the event loop."""
+        """Block until the thread has ended, at most `seconds`. Do not call on the event loop."""
         self._thread.join(seconds)
 
     def _put(self, command: _Command) -> None:
@@ -108,7 +108,7 @@ class EngineThread:
                 result = steps.advance(bool(commands))
                 if result.output is not None:
                     pulse.progressed(self._engine.longest_step)
-                # If a step computes, its result will carry the new load.
+                # If a step is in flight, its result will report the new load.
                 if not result.empty or (commands and not steps.busy):
                     self._call_on_loop(self._deliver, result, self._engine.load())
                 steps.plan_next()
@@ -143,11 +143,11 @@ class EngineThread:
                 error = raised
             if command.reply is not None:
                 answers.append(_Reply(command.reply, value, error))
-        if answers:  # now, not after the step
+        if answers:  # reply now, not after the step
             self._call_on_loop(_resolve_all, answers)
 
     def _call_on_loop(self, function: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # the event loop is closed
+        with suppress(RuntimeError):  # raised if the event loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
 

@@ -1,4 +1,4 @@
-"""The model runner: computes a step's ragged batch in one run of the model."""
+"""The model runner: computes the logits of a step's ragged batch in one run of the model."""
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ class ModelRunner:
         decoder: the model.
         cache: this rank's KV cache.
         deterministic: use attention that is batch invariant.
-        num_positions: initial rows of the rotary tables, which grow when a step needs more.
+        num_positions: initial number of rows of the rotary tables; the tables grow on demand.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
-        """Copy the plan's blocks, compute its tokens and write their keys and values.
+        """Run the model for a step: copy blocks, compute the tokens and write their KV.
 
         Args:
-            plan: of the step.
-            drawn: [T] tokens of a plan made ahead, which has none yet.
+            plan: the plan of the step.
+            drawn: [T] tokens of the step, if the plan was made ahead and has no tokens yet.
 
         Returns:
             [S + P, vocab_size] float32 logits of the plan's sampling rows, then of its scored
@@ -76,14 +76,14 @@ class ModelRunner:
         return self.decoder(tokens, self._inputs(plan), self.cache.data)
 
     def _select_logit_rows(self, plan: StepPlan, made: Tensor) -> Tensor:
-        """Select the rows of `made` [T, ...] whose logits are needed: sampling, then scored."""
+        """Select the rows of `made` [T, ...] that need logits: sampling rows, then scored rows."""
         last = plan.query_starts[1:][plan.samples] - 1
         if len(last) == len(made) and not len(plan.scored):
             return made
         return made[self._put(np.concatenate((last, plan.scored)))]
 
     def _append_forks(self, plan: StepPlan, logits: Tensor) -> Tensor:
-        """Insert a copy of the leader's logits for each fork, after those of the sampling rows."""
+        """For each fork, insert a copy of its leader's logits after the logits of sampling rows."""
         if not len(plan.forks):
             return logits
         num_samples = len(logits) - len(plan.scored)
@@ -122,7 +122,7 @@ class ModelRunner:
     def _grow_rope_tables(self, needed: int) -> tuple[Tensor, ...]:
         """Return the rotary tables, enlarged to at least `needed` positions."""
         if self._rope_tables and needed > len(self._rope_tables[0]):
-            # Grown on demand: for a model with a long context, all positions would take a gigabyte.
+            # The tables grow on demand, because tables for a long context would take a gigabyte.
             size = 1 << (needed - 1).bit_length()
             self._rope_tables = self._make_rope_tables(size)
         return self._rope_tables

@@ -3,15 +3,15 @@
 from bisect import bisect_left
 
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""Upper bounds of the histogram's buckets, in seconds; a last bucket takes longer steps."""
+"""Upper bounds of the histogram's buckets, in seconds; a last bucket counts longer steps."""
 
 
 LONGEST_DECAY = 0.98
-"""Factor by which `StepTimes.longest` shrinks at each step that is not longer."""
+"""`StepTimes.longest` is multiplied by this at each step that is not longer."""
 
 
 class StepTimes:
-    """Times of all steps since the start. For the engine's thread only.
+    """Times of all steps since the start. Only the engine's thread may use this object.
 
     Args:
         longest: initial value of `longest`, in seconds.
@@ -30,5 +30,5 @@ class StepTimes:
         self._counts[bisect_left(STEP_BOUNDS, seconds)] += 1
 
     def counts(self) -> tuple[int, ...]:
-        """Return the number of steps in each bucket of `STEP_BOUNDS`, then of longer ones."""
+        """Return the number of steps in each bucket of `STEP_BOUNDS`, then of all longer steps."""
         return tuple(self._counts)

@@ -1,13 +1,13 @@
-"""Running the engine's steps: one at a time, or planning the next one while one computes.
+"""Runs the engine's steps, one at a time or with overlap.
 
-Overlap needs a second thread, which runs the model and samples, while the engine's thread plans,
-commits and applies commands. A step planned ahead begins as soon as the step before has drawn its
-tokens, without waiting for the engine's thread. It samples only once that step is committed, since
-penalties and similar settings read the answer so far.
+With overlap, a second thread runs the model and samples, while the engine's thread plans, commits
+and applies commands. A step planned ahead starts as soon as the tokens of the previous step have
+been sampled, without waiting for the engine's thread. It samples only after the previous step has
+been committed, because penalties and similar settings read the answer so far.
 
-A GPU computes asynchronously. There the engine's thread also launches the steps: one planned ahead
-is queued on the device behind the running one and reads that one's tokens on the device. The second
-thread only waits for tokens to arrive.
+On a GPU, which computes asynchronously, the engine's thread also launches the steps. A step planned
+ahead is queued on the device after the running step and reads the tokens of the running step there.
+The second thread only waits for tokens to arrive on the host.
 """
 
 import threading
@@ -28,7 +28,7 @@ class _Computed:
 
 
 class SyncStepper:
-    """Stepper that runs each step from begin to end within `advance`."""
+    """Stepper that runs each step from start to end within `advance`."""
 
     busy = False
 
@@ -43,10 +43,10 @@ class SyncStepper:
         return result
 
     def plan_next(self) -> None:
-        """Do nothing: there is no step in flight to plan behind."""
+        """Do nothing, because no step is in flight between calls of `advance`."""
 
     def stop(self) -> None:
-        """Do nothing: there is no second thread to end."""
+        """Do nothing, because there is no second thread."""
 
 
 def make_stepper(engine: Engine, changed: threading.Condition) -> "SyncStepper | OverlapStepper":
@@ -57,16 +57,16 @@ def make_stepper(engine: Engine, changed: threading.Condition) -> "SyncStepper |
 
 
 class OverlapStepper:
-    """Stepper that computes steps on a second thread.
+    """Stepper that runs the model on a second thread.
 
-    The methods are for the engine's thread; all but `stop` return without waiting for a step.
-    `changed` is notified when a step has been computed.
+    Only the engine's thread may call the public methods. All methods except `stop` return without
+    waiting for a step. `changed` is notified when a step has been computed.
     """
 
     def __init__(self, engine: Engine, changed: threading.Condition) -> None:
         self._engine = engine
         self._changed = changed
-        self._pending: deque[StepPlan] = deque()  # planned, not begun
+        self._pending: deque[StepPlan] = deque()  # planned, not started
         self._computing: StepPlan | None = None
         self._computed: deque[_Computed] = deque()  # computed, not committed
         self._error: BaseException | None = None
@@ -76,20 +76,20 @@ class OverlapStepper:
 
     @property
     def due(self) -> bool:
-        """True if a step is to be committed or has failed. Call with `changed` held."""
+        """True if a step can be committed or has failed. Call this while holding `changed`."""
         return bool(self._computed) or self._error is not None
 
     @property
     def busy(self) -> bool:
-        """True if a step computes, or will without another command, or is to be committed."""
+        """True if a step is pending, is running, or has been computed but not committed."""
         return self._num_uncommitted() > 0
 
     def advance(self, commanded: bool) -> StepResult:
-        """Commit a computed step, and plan the next one if none is left to compute.
+        """Commit a computed step, if there is one, and plan the next step if no step is left.
 
         Args:
-            commanded: commands were applied since the last call, so the next step may differ from
-                the one planned ahead, which is withdrawn.
+            commanded: True if commands were applied since the last call. A step planned ahead is
+                then withdrawn, because the commands may change the next step.
         """
         if self._error is not None:
             raise self._error
@@ -108,12 +108,12 @@ class OverlapStepper:
         return result
 
     def plan_next(self) -> None:
-        """Plan the step behind the one that computes, if it does not depend on its result."""
+        """Plan the next step while one is in flight, if the plan does not need its result."""
         if self._num_uncommitted() == 1:
             self._enqueue(self._engine.plan_ahead())
 
     def stop(self) -> None:
-        """End the second thread after the step that computes, and wait for it."""
+        """End the second thread after the step that it is running, and wait for the thread."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -126,13 +126,13 @@ class OverlapStepper:
     def _enqueue(self, plan: StepPlan | None) -> None:
         if plan is not None:
             with self._changed:
-                if plan.ahead and self._computed:  # the step before was computed meanwhile
+                if plan.ahead and self._computed:  # the previous step has been computed
                     plan.fill(self._computed[-1].sampled.tokens)
                 self._pending.append(plan)
                 self._changed.notify_all()
 
     def _withdraw_pending(self) -> None:
-        """Withdraw steps that have not begun, newest first, up to one that copies blocks."""
+        """Withdraw pending steps, newest first; stop before a step that copies blocks."""
         plans = []
         with self._changed:
             while self._pending and not len(self._pending[-1].copies):
@@ -170,21 +170,21 @@ class OverlapStepper:
             return self._computing
 
     def _wait_until_committed(self) -> None:
-        """Wait until the step before is committed: sampling reads the answers so far."""
+        """Wait for the commit of the previous step, because sampling reads the answers so far."""
         with self._changed:
             self._changed.wait_for(lambda: not self._computed or self._stopping)
 
 
 class DeviceStepper(OverlapStepper):
-    """Overlap stepper for a GPU: the engine's thread launches steps, the second one waits."""
+    """Overlap stepper for a GPU: the engine's thread launches steps, a second thread waits."""
 
     def __init__(self, engine: Engine, changed: threading.Condition) -> None:
-        self._launched: deque[LaunchedStep] = deque()  # their tokens have not arrived
+        self._launched: deque[LaunchedStep] = deque()  # steps whose tokens have not arrived
         self._newest: LaunchedStep | None = None
         super().__init__(engine, changed)
 
     def plan_next(self) -> None:
-        """Plan as `OverlapStepper` does, unless the newest step's tokens are drawn on the host."""
+        """Plan as `OverlapStepper` does, unless the newest step is sampled on the host."""
         if self._newest is not None and self._newest.tokens is not None:
             super().plan_next()
 

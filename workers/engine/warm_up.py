@@ -1,4 +1,4 @@
-"""Work that an engine does before it serves, so that no request pays for one-time costs."""
+"""Does one-time work before an engine serves, so that this work delays no request."""
 
 from collections.abc import Iterator
 
@@ -27,17 +27,17 @@ ALL_SAMPLING_OPTIONS = SamplingParams(
     max_tokens=2,
 )
 
-MIN_PROMPT_TOKENS = 64  # tokens
+MIN_PROMPT_TOKENS = 64  # length of the shortest prompt, except for one of 1 token
 
 
 def warm_up_sequences(limits: SchedulerConfig, compiles: bool) -> Iterator[NewSequence]:
-    """Yield sequences to compute one after another: the longest prompt of one step, and a decode.
+    """Yield the sequences to run, one after another; the first has the longest prompt of one step.
 
     Args:
-        limits: of the scheduler.
-        compiles: kernels are compiled at their first launch. The kernels of an MoE layer depend on
-            the number of tokens, so prompts of 1/2, 1/4, ... of the length follow, and a sequence
-            that uses all sampling options.
+        limits: limits of the scheduler.
+        compiles: True if kernels are compiled at their first launch. The kernels of an MoE layer
+            depend on the number of tokens, so prompts of 1/2, 1/4, ... of the first length follow.
+            The last sequence uses all sampling options.
     """
     most = max(1, min(limits.max_batched_tokens, limits.max_model_len - 2))
     yield _prompt(most, GREEDY)
@@ -51,7 +51,7 @@ def warm_up_sequences(limits: SchedulerConfig, compiles: bool) -> Iterator[NewSe
 
 
 def _prompt(length: int, params: SamplingParams) -> NewSequence:
-    """Return a sequence that finds no block in the prefix cache."""
+    """Return a sequence whose salt prevents the reuse of cached blocks."""
     key = f"warm-up of {length}"
     return NewSequence(key, [0] * length, length, params, salt=key.encode())
 
@@ -59,16 +59,16 @@ def _prompt(length: int, params: SamplingParams) -> NewSequence:
 def warm_up_block_moves(kv: Tensor) -> None:
     """Launch each kernel of KV transfers and forks once, copying block 0 onto itself.
 
-    A transfer of some layers or heads uses the same kernels if a head has a multiple of 128 bytes
-    in a block.
+    A transfer of only some layers or heads uses the same kernels if one head has a multiple of 128
+    bytes in a block.
 
     Args:
         kv: this rank's whole KV cache (see `kernels.kv_cache.block_copy`); no other code may write
-            its first block meanwhile.
+            block 0 during the call.
     """
     first = torch.zeros(1, dtype=torch.int32, device=kv.device)
     copy_blocks(kv, first.to(torch.int64), first.to(torch.int64))
     layers, heads = slice(0, kv.shape[0]), slice(0, kv.shape[3])
     staged = gather_blocks(kv, first, layers, heads)
     scatter_blocks(kv, first, layers, heads, staged)
-    checksum(staged)  # waits for all kernels launched before
+    checksum(staged)  # also waits for all kernels launched above

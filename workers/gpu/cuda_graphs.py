@@ -1,4 +1,4 @@
-"""Captured CUDA graphs of decode steps: one launch per step instead of hundreds."""
+"""Captured CUDA graphs of decode steps: a step needs one launch instead of hundreds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,19 +12,20 @@ from penstock.workers.gpu.inputs import DecodeInputs, DeviceBatch
 from penstock.workers.scheduling.sequence import StepPlan
 
 Compute = Callable[[DeviceBatch], Tensor]
-"""Maps a batch to hidden states [T, hidden_size]; only launches kernels and does not wait."""
+"""Maps a batch to hidden states [T, hidden_size]. Such a function only launches kernels; it does
+not wait for the device."""
 
 
 class Captures(Protocol):
-    """Interface that captures and replays work of a device; `CudaCaptures` implements it."""
+    """Interface for capturing and replaying GPU work; implemented by `CudaCaptures`."""
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        """Capture `compute` and return a function that replays it on the same memory."""
+        """Capture the kernels that `compute` launches, and return a function that replays them."""
         ...
 
 
 class CudaCaptures:
-    """Captures CUDA graphs that share one memory pool; only one of them may run at a time."""
+    """Captures CUDA graphs that share one memory pool; only one graph may run at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,7 +35,7 @@ class CudaCaptures:
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            compute()  # warm-up: compiles kernels and initialises libraries
+            compute()  # warm-up run: compiles kernels and initialises libraries
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as those of KV transfers, may use CUDA during the capture.
         with torch.cuda.graph(
@@ -48,11 +49,11 @@ class CudaCaptures:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     replay: Callable[[], None]
-    hidden: Tensor  # [rows, hidden_size], the first rows of the output buffer of all graphs
+    hidden: Tensor  # [rows, hidden_size]: first rows of the output buffer that all graphs share
 
 
 class DecodeGraphs:
-    """The captured decode steps of one runner."""
+    """The captured decode steps of one model runner."""
 
     def __init__(
         self, buckets: GraphBuckets, inputs: DecodeInputs, compute: Compute, captures: Captures
@@ -65,9 +66,9 @@ class DecodeGraphs:
         self._hidden: Tensor | None = None
 
     def capture(self, buckets: list[GraphBucket], progress: Callable[[int, int], None]) -> None:
-        """Capture a graph for each bucket, in order; the first must have the most rows.
+        """Capture a graph for each bucket, in order; the first bucket must have the most rows.
 
-        progress: called with the number of graphs captured so far, from 0, and their total.
+        progress: called with the number of graphs captured so far (at first 0) and their total.
         """
         progress(0, len(buckets))
         for number, rung in enumerate(buckets, 1):
@@ -75,9 +76,10 @@ class DecodeGraphs:
             progress(number, len(buckets))
 
     def run(self, plan: StepPlan, drawn: Tensor | None) -> Tensor | None:
-        """Run a step's graph and return its hidden states [B, hidden_size].
+        """Run a step's graph and return hidden states [B, hidden_size], valid until the next run.
 
-        They are valid until the next run. Returns None if no graph was captured for such a step.
+        Return None if no captured graph fits the step.
+
         drawn: see `DecodeInputs.fill`.
         """
         rung = self._buckets.bucket_for(plan)

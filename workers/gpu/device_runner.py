@@ -21,11 +21,11 @@ from penstock.workers.scheduling.sequence import StepPlan
 
 
 class DeviceRunner(ModelRunner):
-    """`ModelRunner` for a GPU; it returns tensors that the device has yet to compute.
+    """A `ModelRunner` for a GPU; it returns tensors before the device has computed them.
 
-    The last block of the cache is a scratch block, which no plan may use. A step overwrites the
-    previous step's hidden states and captured inputs, so all steps, and everything that is
-    computed from their logits, must be launched on one stream.
+    The last block of the cache is a scratch block; no plan may use it. A step overwrites the
+    hidden states and captured inputs of the previous step. Therefore all steps, and all kernels
+    that read a step's logits, must be launched on one stream.
     """
 
     def __init__(
@@ -47,12 +47,15 @@ class DeviceRunner(ModelRunner):
         progress: Callable[[int, int], None] = lambda done, total: None,
         buckets: list[GraphBucket] | None = None,
     ) -> None:
-        """Capture the decode steps of these buckets, largest first; None: of all buckets.
+        """Capture a decode step for each bucket.
 
-        Does nothing for a model of the `transformers` backend, whose steps may wait for the device
-        and therefore cannot be captured.
+        Return at once for a model of the `transformers` backend, because such a model's steps may
+        wait for the device and cannot be captured.
 
-        progress: called with the number of graphs captured so far, from 0, and their total.
+        Args:
+            captures: captures the steps.
+            progress: called with the number of graphs captured so far (at first 0) and their total.
+            buckets: buckets to capture, largest first; None: all buckets.
         """
         if not isinstance(self.decoder, Decoder):
             return
@@ -69,7 +72,7 @@ class DeviceRunner(ModelRunner):
         return self._compute(self._batch(plan, drawn)) if found is None else found
 
     def _batch(self, plan: StepPlan, drawn: Tensor | None) -> DeviceBatch:
-        """Copy the inputs of an uncaptured step into new tensors on the device."""
+        """Copy the inputs of a step without captured graph into new tensors on the device."""
         device = self._device
         return DeviceBatch(
             tokens=put(plan.tokens, device) if drawn is None else drawn,
@@ -83,7 +86,7 @@ class DeviceRunner(ModelRunner):
         )
 
     def _compute(self, batch: DeviceBatch) -> Tensor:
-        """Return hidden states [T, hidden_size]. Must only launch kernels, since it is captured."""
+        """Return hidden states [T, hidden_size]. It may only launch kernels, to allow capture."""
         layer, latent = self.cache.data[0], self._latent
         positions = batch.positions.to(torch.int64)
         where = (batch.query_starts, batch.context_lens, batch.block_tables, layer)

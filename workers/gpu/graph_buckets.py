@@ -1,8 +1,8 @@
-"""Graph buckets: which decode steps have a captured graph, and which graph a step takes. No torch.
+"""Graph buckets: the sizes for which decode steps are captured. Does not need torch.
 
-A captured graph has a fixed number of rows and a fixed longest context. A step takes the smallest
-graph that fits; its unused rows are padding. Steps that fit no graph (a prompt chunk among the
-decodes, too many rows) run uncaptured.
+A captured graph has a fixed number of rows (one per sequence) and a fixed longest context. A step
+runs with the smallest graph that fits; the graph's unused rows are padding. A step that fits no
+graph (because of a prompt chunk, or too many rows) runs uncaptured.
 """
 
 from bisect import bisect_left
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from penstock.workers.scheduling.sequence import StepPlan
 
 ROWS = (1, 2, 4, *range(8, 257, 8))
-"""Rows of graphs. A step with more rows than the largest computes long enough to hide launches."""
+"""Numbers of rows of graphs. Steps with more rows take so long that launch times are hidden."""
 
 FIRST_CONTEXT, CONTEXT_FACTOR = 8192, 8
-"""Longest contexts of graphs: 8192 positions, then times 8, up to the model's maximum. If all of
-them had the model's maximum, most programs of a step's attention grid would be idle."""
+"""Longest contexts of graphs: 8192 positions, then 8 times the previous one, up to the model's
+maximum. If all graphs had the model's maximum, most programs of an attention grid would be idle."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -24,7 +24,7 @@ class GraphBucket:
     """Number of rows and longest context of a captured graph."""
 
     rows: int
-    context: int  # longest context in positions, the new token included
+    context: int  # longest context in positions, including the new token
 
 
 class GraphBuckets:
@@ -35,18 +35,18 @@ class GraphBuckets:
         self.contexts = _up_to(_contexts(max_model_len), max_model_len)
 
     def buckets(self) -> list[GraphBucket]:
-        """Return all buckets, largest first: smaller graphs then reuse memory of larger ones."""
+        """Return all buckets, largest first: smaller graphs then reuse memory of larger graphs."""
         rungs = [GraphBucket(rows, context) for rows in self.rows for context in self.contexts]
         return sorted(rungs, reverse=True)
 
     def bucket_for(self, plan: StepPlan) -> GraphBucket | None:
-        """Return the bucket that this step takes, or None if it must run uncaptured."""
+        """Return the bucket for a step, or None if the step must run uncaptured."""
         if len(plan.tokens) != len(plan.rows) or len(plan.scored):
             return None
         return self.smallest(len(plan.rows), int(plan.context_lens.max()))
 
     def smallest(self, num_rows: int, context: int) -> GraphBucket | None:
-        """Return the smallest bucket that holds `num_rows` rows of this context, or None."""
+        """Return the smallest bucket for `num_rows` rows of up to `context` positions, or None."""
         rows, contexts = bisect_left(self.rows, num_rows), bisect_left(self.contexts, context)
         if rows == len(self.rows) or contexts == len(self.contexts):
             return None

@@ -1,4 +1,4 @@
-"""Inputs of decode steps at fixed addresses, from which captured graphs read them."""
+"""Inputs of decode steps in device buffers at fixed addresses; captured graphs read the buffers."""
 
 from dataclasses import dataclass
 
@@ -23,15 +23,15 @@ class DeviceBatch:
     query_starts: Tensor  # [B + 1]
     context_lens: Tensor  # [B]
     block_tables: Tensor  # [B, M]; entries past a sequence's blocks are ignored
-    max_query: int  # upper bound of a sequence's tokens in this batch
+    max_query: int  # upper bound of the number of tokens of a sequence in this batch
     max_context: int  # upper bound of `context_lens`
 
 
 class DecodeInputs:
     """Buffers on the device for the inputs of up to R rows of one token each.
 
-    Unused rows are padding: token 0 at position 0 of a separate sequence, in the scratch block,
-    which no real sequence uses. Their results are ignored.
+    Unused rows are padding: token 0 at position 0 of a separate sequence, in the scratch block. No
+    real sequence uses the scratch block. The results of padding rows are ignored.
     """
 
     def __init__(
@@ -39,7 +39,8 @@ class DecodeInputs:
     ) -> None:
         """Allocate the buffers.
 
-        num_columns: columns of the block table; scratch: number of the scratch block.
+        num_columns: number of columns of the block table.
+        scratch: number of the scratch block.
         """
         self._padding = padding(max_rows, block_size, scratch)
         self._scratch = scratch
@@ -49,7 +50,7 @@ class DecodeInputs:
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
 
     def batch(self, num_rows: int, max_context: int) -> DeviceBatch:
-        """Return the buffers of the first `num_rows` rows as a batch."""
+        """Return the first `num_rows` rows of the buffers as a batch."""
         vectors = self._vectors[:, :num_rows]
         return DeviceBatch(
             tokens=vectors[_TOKENS],
@@ -63,10 +64,12 @@ class DecodeInputs:
         )
 
     def fill(self, plan: StepPlan, num_rows: int, drawn: Tensor | None) -> None:
-        """Copy the plan into the first rows, followed by padding, without waiting for the device.
+        """Copy the plan into the first rows, and padding into the rest, without waiting.
 
-        plan: contains only decodes, at most `num_rows`; drawn: [B] the plan's tokens on the device,
-        if they are not in the plan yet.
+        Args:
+            plan: a plan of at most `num_rows` sequences, with one token each.
+            num_rows: number of rows of the graph.
+            drawn: [B] the sequences' tokens on the device, if `plan` does not have them yet.
         """
         device = self._vectors.device
         vectors, tables = packed(plan, self._padding, num_rows, self._scratch)
@@ -88,7 +91,7 @@ def padding(max_rows: int, block_size: int, scratch: int) -> Ints:
 def packed(
     plan: StepPlan, padding_rows: Ints, num_rows: int, scratch: int
 ) -> tuple[Ints, npt.NDArray[np.int32]]:
-    """Return a step's vectors [4, R] and block tables [num_rows, M], padded after its own rows."""
+    """Return a step's vectors [4, R] and block tables [num_rows, M], with padding rows added."""
     count = len(plan.rows)
     vectors = padding_rows.copy()
     for index, values in enumerate((plan.tokens, plan.positions, plan.slots, plan.context_lens)):

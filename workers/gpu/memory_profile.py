@@ -1,4 +1,4 @@
-"""Measures the GPU memory that steps and CUDA graphs need besides weights and KV cache."""
+"""Measures the GPU memory that steps and CUDA graphs need in addition to weights and KV cache."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,8 +14,8 @@ from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.scheduling.sequence import StepPlan
 
 LOGIT_COPIES = 6
-"""Float32 copies of a full batch's logits that exist at once while it is sampled with all filters
-(scaled logits, sorted values and their indices, probabilities, noise)."""
+"""Number of float32 copies of a full batch's logits that exist at once during sampling with all
+filters (scaled logits, sorted values and their indices, probabilities, noise)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class StepLimits:
 
 
 def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -> int:
-    """Return the bytes that the largest step, its sampling and all CUDA graphs need.
+    """Return the bytes that are needed by the largest step, by sampling and by all CUDA graphs.
 
     `decoder` must be on a CUDA device.
     """
     spec, device = decoder.spec, decoder.device
     ladder = GraphBuckets(sizes.num_sequences, sizes.model_len)
-    num_blocks = 2  # one to compute with and the scratch block; their contents do not matter
+    num_blocks = 2  # one block for all positions, and the scratch block; contents do not matter
     cache = KvCache(
         spec.num_layers, num_blocks, sizes.block_size, spec.kv_shape, decoder.dtype, device
     )
@@ -61,10 +61,10 @@ def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -
 
 
 def graph_bytes(free: list[int], num_graphs: int) -> int:
-    """Estimate the bytes of `num_graphs` graphs that share a pool.
+    """Estimate the bytes of `num_graphs` graphs that share a memory pool.
 
-    free: free memory before the first capture and after each of the first few, largest graph
-    first. The first graph allocates the pool; the others show the cost of a graph itself.
+    free: free memory before the first capture and after each of the first few captures, largest
+    graph first. The first graph allocates the pool; each other graph needs only its own memory.
     """
     if len(free) < 2:
         return 0
@@ -74,7 +74,7 @@ def graph_bytes(free: list[int], num_graphs: int) -> int:
 
 
 def largest_step(sizes: StepLimits) -> StepPlan:
-    """Return a plan of prompts, from position 0, that fills a step; all use block 0."""
+    """Return the plan of a full step of prompts from position 0; all sequences use block 0."""
     lengths: list[int] = []
     left = sizes.num_tokens
     while left and len(lengths) < sizes.num_sequences:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """Return the array as a tensor, for a GPU in pinned memory so that copies from it are async.
+    """Return the array as a tensor; for a GPU in pinned memory, to allow asynchronous copies.
 
-    torch does not reuse pinned memory until the device has read it.
+    torch does not reuse the pinned memory until the device has read the tensor.
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
@@ -22,32 +22,34 @@ def put(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 class AsyncTokenCopy:
-    """A copy of sampled tokens to the host that runs while the device computes.
+    """An asynchronous copy of sampled tokens to the host, parallel to the device's next kernels.
 
-    tokens: [S] int32; finite: [S] bool, False for invalid rows; copying: the CUDA stream for the
-    copy, None on a CPU.
+    Args:
+        tokens: [S] int32.
+        finite: [S] bool, False for invalid rows.
+        copying: CUDA stream for the copy; None on a CPU.
     """
 
     def __init__(
         self, tokens: Tensor, finite: Tensor, copying: "torch.cuda.Stream | None" = None
     ) -> None:
-        marked = torch.where(finite, tokens, _NOT_FINITE)  # so that one copy is enough
+        marked = torch.where(finite, tokens, _NOT_FINITE)  # one copy for tokens and `finite`
         self._event: torch.cuda.Event | None = None
         if copying is None:
             self._host = marked
             return
         drawn = torch.cuda.Event()
-        drawn.record()  # on the compute stream
+        drawn.record()  # on the current stream, which is the compute stream
         self._host = torch.empty(marked.shape, dtype=marked.dtype, pin_memory=True)
         with torch.cuda.stream(copying):
             copying.wait_event(drawn)
             self._host.copy_(marked, non_blocking=True)
-            marked.record_stream(copying)  # keeps its memory until the copy is done
+            marked.record_stream(copying)  # keeps the memory of `marked` until the copy is done
             self._event = torch.cuda.Event()
             self._event.record(copying)
 
     def wait(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Wait for the copy; return tokens [S] int32 (0 in invalid rows) and `finite` [S] bool."""
+        """Wait for the copy; return tokens [S] int32 (0 if invalid) and `finite` [S] bool."""
         if self._event is not None:
             self._event.synchronize()
         marked = self._host.numpy()

@@ -1,4 +1,4 @@
-"""CUDA streams of an engine. On a CPU there are none, and calls compute immediately."""
+"""CUDA streams of an engine. On a CPU there are no streams, and operations run immediately."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -9,12 +9,12 @@ from penstock.workers.gpu.pinned import AsyncTokenCopy
 
 
 class Streams:
-    """A stream that computes, and one that copies tokens to the host at the same time."""
+    """A stream for the model's kernels, and a parallel stream for copies of tokens to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self.asynchronous = device.type == "cuda"
         if self.asynchronous:
-            torch.cuda.synchronize(device)  # weights and cache come from the default stream
+            torch.cuda.synchronize(device)  # the default stream has created weights and cache
         self._computing = _stream(device)
         self._copying = _stream(device)
 
@@ -23,7 +23,7 @@ class Streams:
         return nullcontext() if self._computing is None else torch.cuda.stream(self._computing)
 
     def copy_to_host(self, tokens: Tensor, finite: Tensor) -> AsyncTokenCopy:
-        """Start copying sampled tokens [S] int32 to the host; `finite` [S] marks the valid rows."""
+        """Start copying sampled tokens [S] int32 to the host; `finite` [S] is True if valid."""
         return AsyncTokenCopy(tokens, finite, self._copying)
 
 

@@ -1,8 +1,8 @@
-"""Liveness of a worker, shown by its steps or, while it is idle, by a canary.
+"""Checks that a worker makes progress: by its steps or, while it is idle, by a canary.
 
-A canary is a sequence of one prompt token that generates two more. It is processed like any other
-sequence, but is not reported to routers or counted in totals. Pure code: times are seconds of a
-monotonic clock.
+A canary is a sequence of one prompt token that generates two tokens. It is processed like any other
+sequence, but is not reported to routers and not counted in totals. This module is pure code; times
+are in seconds of a monotonic clock.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 
 class CanaryKey(NamedTuple):
-    """Key with the fields of `SequenceKey`; no router's stream has session number 0."""
+    """Key of the canary, with the fields of `SequenceKey`; no router's stream is session 0."""
 
     session: int = 0
     request: int = 0
@@ -23,13 +23,13 @@ KEY = CanaryKey()
 
 
 def make_canary() -> NewSequence:
-    """Return a canary: token 0, which all models have, in a block that no other sequence reuses."""
+    """Return a canary of token 0, which all models have; its salt prevents sharing of its block."""
     params = SamplingParams(temperature=0.0, max_tokens=2)
     return NewSequence(KEY, [0], 1, params, salt=b"\0canary")
 
 
 class LivenessMonitor:
-    """Time of the worker's last successful step, and when to send a canary.
+    """Records the last successful step of the worker, and decides when to send a canary.
 
     Args:
         idle_seconds: time without a step after which a canary is sent.

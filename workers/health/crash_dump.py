@@ -1,6 +1,6 @@
-"""Crash dumps of a process that hung: the stacks of its threads and the scheduler's state.
+"""Writes crash dumps of a hung process: the stacks of its threads and the scheduler's state.
 
-Each dump is a folder; the newest ones are kept. They contain no tokens and no text of requests.
+Each dump is a folder; only the newest dumps are kept. Dumps contain no tokens and no request text.
 """
 
 import faulthandler
@@ -23,7 +23,7 @@ STACKS, STATE = "stacks.txt", "state.json"
 
 
 def default_folder() -> Path:
-    """Return the default folder of crash dumps; unlike the cluster's own files, it is kept."""
+    """Return the default folder of crash dumps; it is kept when the cluster's files are removed."""
     return Path(tempfile.gettempdir()) / f"penstock-crash-dumps-{os.getuid()}"
 
 
@@ -33,10 +33,10 @@ def write_crash_dump(
     facts: Mapping[str, Any],
     state_source: Callable[[], Mapping[str, Any]],
 ) -> Path:
-    """Write a crash dump and return its folder. Raises OSError if that fails.
+    """Write a crash dump and return its folder. Raises OSError if writing fails.
 
-    `state_source` may raise, since a thread may hang in the middle of a change of the state; then
-    the dump contains the error instead.
+    `state_source` may raise an exception, because a thread may hang in the middle of a change of
+    the state. The dump then contains the exception instead of the state.
     """
     folder = default_folder() if folder is None else folder
     _open_folder(folder)
@@ -61,7 +61,7 @@ def write_crash_dump(
 
 
 def _open_folder(folder: Path) -> None:
-    """Create the folder for this user only. Raises PermissionError if it is another user's."""
+    """Create the folder for this user only. Raises PermissionError if another user owns it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():

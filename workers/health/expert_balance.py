@@ -1,16 +1,16 @@
-"""Balance of an MoE model's expert choices, as one number of the worker load."""
+"""Measures how evenly the experts of an MoE model are chosen, for the worker load."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-SECONDS_BETWEEN_READS = 10.0  # reading the counts waits for the device
-MIN_CHOICES = 16  # mean number per expert; fewer are too few to judge
+SECONDS_BETWEEN_READS = 10.0  # long, because reading the counts waits for the device
+MIN_CHOICES = 16  # mean number of choices per expert below which no ratio is computed
 
 
 class ExpertBalance:
-    """Balance over the MoE layers of this rank, which counts the choices of all tokens.
+    """Balance of the experts in this rank's MoE layers, which count the choices of all tokens.
 
     Args:
         counts: for each layer, [E] how often each expert was chosen since the start.
@@ -23,10 +23,11 @@ class ExpertBalance:
         self._ratio = 0.0
 
     def ratio(self, now: float) -> float:
-        """Return the choices of a layer's busiest expert divided by the mean per expert.
+        """Return how often a layer's busiest expert was chosen, divided by the mean per expert.
 
-        Averaged over layers, for tokens computed between the last two reads: 1 if all experts are
-        chosen equally often, E if it is always the same one, 0 if not known yet.
+        The ratio is averaged over layers, for the tokens computed between the last two reads. It is
+        1 if all experts are chosen equally often, E if all choices are the same expert, and 0 if it
+        is not known yet.
 
         Args:
             now: time in seconds, of any clock.

@@ -1,8 +1,9 @@
 """Watchdog: detects that its process hangs, writes a crash dump and ends the process.
 
-Each activity that must make progress has a `ProgressTimer`, and a thread checks all of them. If one
-is late, the thread writes a crash dump (see `crash_dump`) and exits with `EXIT_HUNG`. A process
-that is stopped, or whose GIL is held forever, cannot detect that; others notice its silence.
+Each activity that must make progress has a `ProgressTimer`, and a thread checks all timers. If a
+timer is late, the thread writes a crash dump (see `crash_dump`) and exits with `EXIT_HUNG`. The
+watchdog cannot detect that its process is suspended or that the GIL is never released; then other
+processes notice that they get no messages.
 """
 
 import asyncio
@@ -22,20 +23,20 @@ EXIT_HUNG = 86
 """Exit code of a process that its watchdog has ended."""
 
 HANG_FACTOR = 5.0
-"""A step may take this many times as long as the longest recent one."""
+"""A step may take this many times as long as the longest recent step."""
 
-WRITE_SECONDS = 5.0  # limit for the crash dump, whose file system may hang too
-NOTIFY_SECONDS = 1.0  # for `notify` to take effect before the exit
-_NUM_CHECKS = 10  # within the shortest time limit
+WRITE_SECONDS = 5.0  # time limit for the crash dump, because the file system may hang too
+NOTIFY_SECONDS = 1.0  # time for `notify` to take effect before the exit
+_NUM_CHECKS = 10  # number of checks within the shortest time limit
 
 
 class ProgressTimer:
     """Timer of an activity that must make progress repeatedly, such as the engine's steps.
 
-    Updated by the activity's thread and read by the watchdog's.
+    The thread of the activity updates the timer, and the watchdog's thread reads it.
 
     Args:
-        name: of the activity, for messages.
+        name: name of the activity, for messages.
         floor: minimum of the time limit, in seconds.
     """
 
@@ -43,7 +44,7 @@ class ProgressTimer:
         self.name = name
         self._floor = floor
         self._predicted = 0.0
-        self._since: float | None = None  # None: no progress is due
+        self._since: float | None = None  # start time; None: the timer is stopped
 
     def begin(self) -> None:
         """Start the timer if it is not running."""
@@ -56,7 +57,7 @@ class ProgressTimer:
         self._since = time.monotonic()
 
     def idle(self) -> None:
-        """Stop the timer: no progress is due."""
+        """Stop the timer, because no progress is due."""
         self._since = None
 
     @property
@@ -65,12 +66,12 @@ class ProgressTimer:
         return max(self._floor, HANG_FACTOR * self._predicted)
 
     def extend(self, seconds: float) -> None:
-        """Do not count `seconds` in which the whole process was suspended."""
+        """Do not count `seconds` during which the whole process was suspended."""
         if self._since is not None:
             self._since += seconds
 
     def waited(self, now: float) -> float:
-        """Return the seconds that the timer has run; 0 if it is stopped."""
+        """Return the number of seconds that the timer has run; 0 if it is stopped."""
         since = self._since
         return 0.0 if since is None else now - since
 
@@ -83,10 +84,10 @@ class Watchdog:
     """A thread that checks timers from `start` until `stop`.
 
     Args:
-        name: of the process, for log and crash dump.
-        seconds: minimum of every timer's limit.
-        folder: of the crash dumps; None: `crash_dump.default_folder`.
-        notify: called with the reason, one line, before the exit, in the watchdog's thread.
+        name: name of the process, for log and crash dump.
+        seconds: minimum of every timer's time limit.
+        folder: folder of the crash dumps; None: `crash_dump.default_folder`.
+        notify: called in the watchdog's thread before the exit, with the reason in one line.
         end: ends the process; called with the exit code.
     """
 
@@ -116,7 +117,7 @@ class Watchdog:
         return pulse
 
     def start(self) -> None:
-        """Start to check. Call on the event loop, which is watched too."""
+        """Start the checks. Call this on the event loop, which gets a timer too."""
         self._event_loop_task = asyncio.create_task(
             self._report_progress(self.timer("the event loop"))
         )
@@ -159,7 +160,7 @@ class Watchdog:
         self._exit(EXIT_HUNG)
 
     def _write(self, why: str, late: ProgressTimer) -> Path | None:
-        """Write the crash dump; return its folder, or None if that fails or takes too long."""
+        """Write the crash dump; return its folder, or None if writing fails or takes too long."""
         written: list[Path] = []
 
         def write() -> None:

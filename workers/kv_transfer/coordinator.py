@@ -1,9 +1,10 @@
-"""Coordinator of a worker's KV transfers: connects router messages, the engine and the rank pairs.
+"""Coordinates a worker's KV transfers between router messages, the engine and the rank pairs.
 
-As destination: once blocks are reserved it opens an epoch and sends Ready to the router; the result
-goes to the scheduler and to the router (Received, or Failed and the prompt is computed here). As
-source: it pins a lease, sends its blocks and unpins it; if the lease cannot be sent, it informs the
-destination, or the router if the destination is unreachable. All methods run on the event loop.
+At the destination, when blocks are reserved, the coordinator opens an epoch and sends Ready to the
+router. It reports the result to the scheduler and to the router: Received, or Failed (then the
+prompt is computed here). At the source, the coordinator pins a lease, sends its blocks and unpins
+the lease. If the lease cannot be sent, the coordinator informs the destination, or the router if
+the destination is unreachable. All methods run on the event loop.
 """
 
 import asyncio
@@ -32,8 +33,8 @@ class KvTransfer:
     """Source and destination side of this worker's KV transfers.
 
     Args:
-        address: host:port at which other workers open the control channel to this one.
-        seconds: Timeout of each network operation and of a transfer without progress.
+        address: host:port at which other workers open the control channel to this worker.
+        seconds: Timeout of each network operation and of a transfer that makes no progress.
     """
 
     def __init__(
@@ -60,7 +61,8 @@ class KvTransfer:
     def source_len(self, source: wire.Source) -> int:
         """Return the number of positions that can be transferred from `source`.
 
-        0 if its cache layout differs, or if it is this worker, whose prefix cache has the blocks.
+        Return 0 if the cache layout of `source` differs. Also return 0 if `source` is this worker,
+        because its prefix cache already has the blocks.
         """
         own = (self._identity.worker, self._identity.incarnation)
         if source.layout != self._identity.layout or (source.worker, source.incarnation) == own:
@@ -106,7 +108,10 @@ class KvTransfer:
         session.put(wire.ToRouter(ready=ready))
 
     def _on_result(self, session: Session, key: SequenceKey, result: TransferResult) -> None:
-        """Report a transfer's result to engine and router; no rank writes its blocks any more."""
+        """Report the result of a transfer to the engine and the router.
+
+        Called when no rank writes the blocks of the transfer any more.
+        """
         about = {"request": key.request, "attempt": key.attempt, "epoch": result.epoch}
         if key not in session.held:
             self._engine.post(lambda engine: engine.batcher.transfer_drained(key))
@@ -126,7 +131,7 @@ class KvTransfer:
     # ------------------------------------------------------------ as source
 
     def send(self, session: Session, command: wire.Send) -> None:
-        """Start to send a lease's blocks, in a task of its own."""
+        """Start a task that sends the blocks of a lease."""
         task = asyncio.create_task(self._send_lease(session, command))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -141,7 +146,7 @@ class KvTransfer:
             else:
                 await self.sender.send(peer, outgoing, self._unpin(session, command))
         except Exception as error:
-            # The destination may still expect data, so the router has to end its transfer.
+            # The destination may still expect data, so the router must end the transfer there.
             log.warning("KV transfer %d to worker %s failed: %s", command.epoch, to.worker, error)
             failed = wire.Failed(
                 request=command.request,
@@ -152,7 +157,7 @@ class KvTransfer:
             session.put(wire.ToRouter(failed=failed))
 
     async def _pin_lease(self, session: Session, command: wire.Send) -> OutgoingTransfer | None:
-        """Pin the lease's blocks; None if the lease is gone or has no positions from `have` on."""
+        """Pin the lease's blocks; None if the lease is gone or has no positions after `have`."""
         key, have = session.key(command.request, command.attempt), command.have
         held = session.held.get(key)
         if held is None or not have < held.kv_len:
@@ -170,7 +175,7 @@ class KvTransfer:
             held.kv_len,
             blocks,
         )
-        # The lease may have been dropped meanwhile; the pin keeps its blocks until it is released.
+        # The lease may have been dropped during `pin`; its blocks are kept until `unpin`.
         outgoing.aborted = key not in session.held
         held.sends.append(outgoing)
         return outgoing

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WINDOW = 4  # maximum messages per pair announced but not yet sent; bounds staging memory
+WINDOW = 4  # most messages per pair that are announced but not sent; bounds staging memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Message:
 
 @dataclass(frozen=True, slots=True)
 class TransferRoutes:
-    """Routes of the blocks from this worker's ranks to the peer's, and the unit of transfer."""
+    """Routes of blocks from this worker's ranks to the peer's ranks, and the unit of transfer."""
 
     routes: Sequence[Route]
     unit: BlockShape  # smallest part of a block that is sent; divides the block sizes of both sides
@@ -61,7 +61,7 @@ class TransferRoutes:
 class PeerChannel:
     """Control channel and rank pairs from this worker to one destination.
 
-    Runs on the event loop. A broken channel cannot be repaired; create a new one.
+    All methods run on the event loop. A broken channel cannot be repaired; create a new channel.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PeerChannel:
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.peer = peer
-        self.broken = ""  # the reason, once the channel is broken
+        self.broken = ""  # reason why the channel is broken; empty: it is not broken
         self.num_users = 0  # transfers that use this channel
         self._on_idle = on_idle  # called when the channel may have become idle
         self._open_epochs: set[int] = set()  # epochs without an Outcome from the destination
@@ -93,11 +93,11 @@ class PeerChannel:
 
     @property
     def idle(self) -> bool:
-        """Whether the channel can be closed: no user, and no data that may still be in flight."""
+        """True if the channel can be closed: it has no users and no open epochs."""
         return not self.num_users and not self._open_epochs
 
     def begin(self, epoch: int) -> None:
-        """Record `epoch` as open until its Outcome arrives, or until `end` aborts it."""
+        """Record `epoch` as open until its Outcome arrives or `end` aborts the transfer."""
         self._open_epochs.add(epoch)
 
     async def wait_connected(self) -> TransferRoutes:
@@ -107,9 +107,10 @@ class PeerChannel:
     async def announce(
         self, pair: PairKey, header: wire.Header, piece: ranks_pb2.Piece
     ) -> asyncio.Future[int]:
-        """Announce a message; its future gets the bytes sent, once its blocks are no longer read.
+        """Announce a message, after waiting while `WINDOW` messages of the pair are pending.
 
-        Waits while `WINDOW` messages of the pair are pending.
+        Returns:
+            A future of the number of bytes sent, done when the blocks are no longer read.
         """
         window = self._windows[pair]
         await self._bounded(window.acquire(), "no credit from the destination")
@@ -123,7 +124,7 @@ class PeerChannel:
         return sent
 
     async def drain(self, sent: list[asyncio.Future[int]]) -> None:
-        """Wait until the messages' blocks are no longer read, even if the channel breaks."""
+        """Wait until no rank reads the blocks of these messages, even if the channel breaks."""
         if not sent:
             return
         _, late = await asyncio.wait(sent, timeout=self._seconds)
@@ -142,7 +143,7 @@ class PeerChannel:
     def close(self, reason: str) -> None:
         """Close the channel; calls that wait for it raise `PairBroken(reason)`.
 
-        Messages that ranks are already sending complete when those ranks report them.
+        A message that a rank is already sending is completed when this rank reports it.
         """
         if self.broken:
             return
@@ -232,7 +233,7 @@ class PeerChannel:
         elif credit.discard:
             _resolve(message.sent, 0)
         else:
-            # Send in the order of the credits: the destination receives in that order.
+            # Send in the order of the credits, because the destination receives in that order.
             self._sending[name] = message
             self._endpoints[message.pair].send(message.piece)
 
@@ -262,7 +263,7 @@ class PeerChannel:
         if message is None:
             return
         if outcome.broken:
-            _fail(message.sent, self.broken)  # `close` keeps the first reason
+            _fail(message.sent, self.broken)  # the first reason, if `close` was called before
         else:
             _resolve(message.sent, outcome.bytes)
 

@@ -1,4 +1,4 @@
-"""Endpoints of this worker's ranks in rank pairs: sends them moves and dispatches their reports."""
+"""Controls the rank pair endpoints of this worker's ranks: sends moves and dispatches reports."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,17 +12,17 @@ from penstock.protos import transfer_pb2
 from penstock.workers.kv_transfer.rank_mover import Mover, Movers, ReportCallback, rectangle_of
 from penstock.workers.kv_transfer.shards import BadShard, LayerHeadRange, check_same_coverage
 
-MAX_RANKS = 1024  # per worker
-MAX_VALUE_BYTES = 4096  # key and value of one entry in a pair's rendezvous store
+MAX_RANKS = 1024  # maximum number of ranks per worker
+MAX_VALUE_BYTES = 4096  # maximum size of key plus value in a pair's rendezvous store
 MAX_PEERS = 16
-"""Maximum number of connected source workers, and of destinations; idle ones are evicted."""
+"""Maximum number of connected sources, and of destinations; idle workers are disconnected."""
 
 PairKey = tuple[int, int]
 """(source rank, destination rank)."""
 
 
 def store_value(pair: PairKey, value: wire.Value) -> transfer_pb2.StoreValue:
-    """Convert an entry that a rank set in its pair's rendezvous store for the peer worker."""
+    """Convert a store entry that a rank has set into the message for the peer worker."""
     source, destination = pair
     return transfer_pb2.StoreValue(
         key=value.key, value=value.value, source_rank=source, destination_rank=destination
@@ -38,7 +38,7 @@ class RankEndpoint:
     mover: Mover
 
     def value(self, key: str, value: bytes) -> None:
-        """Pass on an entry that the other side set in the pair's rendezvous store."""
+        """Send the rank an entry that the other side set in the pair's rendezvous store."""
         message = wire.Value(key=key, value=value)
         self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, value=message))
 
@@ -49,12 +49,12 @@ class RankEndpoint:
         self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, receive=piece))
 
     def close(self) -> None:
-        """Close the endpoint; each pending piece still gets its report."""
+        """Close the endpoint; the rank still reports each pending piece."""
         self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, close=wire.Close()))
 
 
 class RankEndpoints:
-    """Opens endpoints on all ranks of this worker. Created and used on the event loop."""
+    """Opens endpoints on all ranks of this worker. Create and use it on the event loop."""
 
     def __init__(self, movers: Movers) -> None:
         self.shape = movers.own.shape
@@ -67,14 +67,14 @@ class RankEndpoints:
         loop = asyncio.get_running_loop()
 
         def forward_report(rank: int, report: wire.Report) -> None:
-            with suppress(RuntimeError):  # the event loop is closed: the worker is stopping
+            with suppress(RuntimeError):  # raised if the event loop is closed
                 loop.call_soon_threadsafe(self._dispatch_report, rank, report)
 
         for rank, mover in enumerate(self._movers):
             mover.listen(partial(forward_report, rank))
 
     def open(self, rank: int, takes: bool, on_report: ReportCallback) -> RankEndpoint:
-        """Open an endpoint of a new pair on `rank`, without waiting.
+        """Open an endpoint of a new pair on `rank`, without waiting for the rank.
 
         Args:
             takes: True for the destination's endpoint, False for the source's.
@@ -86,11 +86,11 @@ class RankEndpoints:
         return end
 
     def drain(self, rank: int, epoch: int) -> None:
-        """Stop `rank` from writing blocks of `epoch`; it reports the end through `on_drained`."""
+        """Make `rank` stop writing blocks of `epoch`; when it has stopped, call `on_drained`."""
         self._movers[rank].execute(wire.Move(rank=rank, settle=epoch))
 
     def holdings(self) -> list[transfer_pb2.Holding]:
-        """Return the layers and heads of each rank, as sent to peers."""
+        """Return the layers and heads of each rank, in the form that is sent to peers."""
         return [_holding(each) for each in self.rectangles]
 
     def _dispatch_report(self, rank: int, report: wire.Report) -> None:

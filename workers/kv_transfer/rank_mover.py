@@ -1,8 +1,8 @@
-"""One rank's part in KV transfers: executes moves on its shard of the blocks and reports results.
+"""Executes KV transfer moves on one rank's shard of the blocks, and reports the results.
 
-Rank 0 decides and sends each rank its moves, each for one endpoint of a rank pair. Received bytes
-are first verified in a staging buffer and then copied into blocks; data of an epoch that was
-settled (closed for writing) meanwhile is discarded.
+Rank 0 plans the moves and sends each rank its own moves; a move is for one endpoint of a rank pair.
+Received bytes are first verified in a staging buffer, then copied into blocks. If the epoch of the
+transfer has been closed for writing in the meantime, the bytes are discarded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ ReportCallback: TypeAlias = "Callable[[wire.Report], None]"
 
 
 class Mover(Protocol):
-    """A rank of this worker, as rank 0's KV transfer code uses it; no method blocks."""
+    """Interface through which rank 0's KV transfer code controls one rank of the worker.
+
+    No method blocks.
+    """
 
     @property
     def rectangle(self) -> LayerHeadRange: ...
@@ -65,7 +68,7 @@ class Movers:
 
 
 class WriteGate:
-    """Admits writers to a transfer's blocks until closed, then reports when the last has left."""
+    """Admits writers to a transfer's blocks until `close`, then reports when all have left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,10 +99,12 @@ class WriteGate:
 
 
 class RankMover:
-    """Executes the moves of this rank. Call it from one thread; each pair has a thread of its own.
+    """Executes the moves of this rank. All methods must be called from one thread.
+
+    Each pair has a thread of its own.
 
     Args:
-        host: Address on which its communicators listen.
+        host: Address on which the communicators of this rank listen.
         seconds: Timeout of each operation with a rank of another worker.
     """
 
@@ -111,7 +116,7 @@ class RankMover:
         self._host = host
         self._seconds = seconds
         self._pairs: dict[int, RankPair] = {}
-        self._gates: dict[int, WriteGate] = {}  # by epoch of an incoming transfer
+        self._gates: dict[int, WriteGate] = {}  # by the epoch of an incoming transfer
         self._on_report: ReportCallback = lambda report: None
 
     def listen(self, on_report: ReportCallback) -> None:
@@ -168,7 +173,7 @@ class RankMover:
     def _run(
         self, number: int, piece: wire.Piece, work: Callable[[RankPair, wire.Piece], str]
     ) -> None:
-        """Queue `work` behind the pair's earlier moves, and report its result exactly once."""
+        """Queue `work` after earlier moves of the pair, and report its result exactly once."""
         pair = self._pairs.get(number)
         if pair is None:
             self._report(number, piece, broken="the pair is closed")
@@ -191,7 +196,7 @@ class RankMover:
         self._on_report(wire.Report(end=number, moved=outcome))
 
     def _send(self, pair: RankPair, piece: wire.Piece) -> str:
-        """Send a piece and its trailer. Runs in the pair's thread."""
+        """Send a piece and its trailer. Call this in the pair's thread."""
         data = self._staging.gather(_blocks(piece), shard_of(piece), piece.unit)
         trailer = _trailer(piece, data)
         pair.send(data)
@@ -199,7 +204,10 @@ class RankMover:
         return ""
 
     def _receive(self, pair: RankPair, piece: wire.Piece, gate: WriteGate) -> str:
-        """Receive a piece in the pair's thread; return the problem with its bytes, or ""."""
+        """Receive a piece, in the pair's thread; return an error if the checksum is wrong.
+
+        Return "" if it is correct.
+        """
         shard = shard_of(piece)
         data = self._staging.empty(self.shape.cut(piece.unit).num_bytes(shard))
         trailer = torch.empty(3, dtype=torch.int64, device=data.device)
@@ -214,7 +222,7 @@ class RankMover:
         if not torch.equal(trailer, expected):
             return f"checksum mismatch in message {piece.index}"
         if not gate.enter():
-            return ""  # the epoch was settled meanwhile: discard the bytes
+            return ""  # the epoch has been closed for writing in the meantime: discard the bytes
         try:
             self._staging.scatter(_blocks(piece), shard, data, piece.unit)
         finally:
@@ -223,7 +231,7 @@ class RankMover:
 
 
 def make_piece(epoch: int, index: int, blocks: Ints, shard: Shard, unit: int) -> wire.Piece:
-    """Build the move of one message; `blocks` are the numbers of the blocks that it covers."""
+    """Build the `Piece` of one message; `blocks` are the numbers of the blocks that it covers."""
     rectangle = shard.rectangle
     return wire.Piece(
         epoch=epoch,

@@ -1,4 +1,4 @@
-"""State that the destination keeps: expected transfers and connected source workers."""
+"""State of the destination of KV transfers: expected transfers and connected source workers."""
 
 import asyncio
 from collections import Counter
@@ -20,12 +20,12 @@ from penstock.workers.scheduling.sequence import Ints
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTransfer:
-    """The contents of an incoming transfer: positions [start, stop), to be written to `blocks`."""
+    """Contents of an expected transfer: positions [start, stop), to be written to `blocks`."""
 
     router: str
     request: int
     attempt: int
-    source: tuple[str, str]  # worker that sends it, and its incarnation
+    source: tuple[str, str]  # name and incarnation of the sending worker
     start: int
     stop: int
     blocks: Ints
@@ -33,7 +33,7 @@ class ExpectedTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """Result of a transfer: complete if `reason` is empty, else failed and none of it is used."""
+    """Result of a transfer; if `reason` is not empty, it failed and none of its data is used."""
 
     epoch: int
     num_bytes: int
@@ -45,7 +45,7 @@ Outbox = asyncio.Queue[wire.FromDestination | None]
 
 @dataclass(slots=True, eq=False)
 class IncomingPeer:
-    """A connected source worker: its rank pairs and the queue of messages to it."""
+    """A connected source worker: its rank pairs and the queue of messages to send to it."""
 
     source: tuple[str, str]
     generation: int
@@ -68,11 +68,11 @@ class IncomingTransfer:
 
     expected: ExpectedTransfer
     done: Callable[[TransferResult], None]
-    deadline: float  # time of the event loop's clock; extended by each sign of progress
+    deadline: float  # in the event loop's time; extended at each progress
     incoming: IncomingPeer | None = None  # set by the first message from the source
-    coverages: list[Coverage] = field(default_factory=list)  # per rank; set together with incoming
-    pieces: dict[int, tuple[int, Shard]] = field(default_factory=dict)  # message index: rank, shard
-    receiving: Counter[int] = field(default_factory=Counter)  # pieces not yet reported, per rank
+    coverages: list[Coverage] = field(default_factory=list)  # one per rank; set with `incoming`
+    pieces: dict[int, tuple[int, Shard]] = field(default_factory=dict)  # by index: rank, shard
+    receiving: Counter[int] = field(default_factory=Counter)  # by rank: pieces not yet reported
     num_bytes: int = 0
 
     def begin(self, incoming: IncomingPeer, rectangles: list[LayerHeadRange]) -> None:

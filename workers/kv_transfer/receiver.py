@@ -1,8 +1,8 @@
 """Destination side of KV transfers: opens epochs and accepts connections from source workers.
 
-Everything runs on the event loop, so commands and messages are handled in one order; only the bytes
-are moved elsewhere, by the ranks (`rank_mover`). A failure on one rank fails the whole transfer. A
-transfer has ended once no rank writes into its blocks any more.
+All code here runs on the event loop, so commands and messages are handled one at a time. The bytes
+are received by the ranks (`rank_mover`). A failure on one rank fails the whole transfer. A transfer
+has ended when no rank writes into its blocks any more.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class _DrainingTransfer:
 
 
 class KvReceiver(transfer_pb2_grpc.TransferServicer):
-    """Receives KV transfers. Created and used on the event loop."""
+    """Receives KV transfers. Create and use it on the event loop."""
 
     def __init__(self, identity: WorkerIdentity, endpoints: RankEndpoints, seconds: float) -> None:
         self._identity = identity
@@ -73,9 +73,9 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
     # ------------------------------------------------------------ called by this worker
 
     def open(self, expected: ExpectedTransfer, done: Callable[[TransferResult], None]) -> int:
-        """Expect a transfer and return its new epoch.
+        """Open an epoch for an expected transfer and return the epoch.
 
-        `done` is called exactly once, on the event loop, when no rank writes its blocks any more.
+        `done` is called exactly once, on the event loop, when no rank writes the blocks any more.
         """
         epoch = next(self._epochs)
         deadline = self._loop.time() + self._seconds
@@ -151,7 +151,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         return introduction
 
     def _evict_idle_peer(self, worker: str) -> bool:
-        """Make room for `worker` by closing an idle source; return False if all are busy.
+        """Make room for `worker`: close an idle source. Return False if all sources are busy.
 
         A source is busy if an open transfer expects data from it.
         """
@@ -164,7 +164,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         return bool(idle)
 
     def _accept_peer(self, introduction: wire.Introduction) -> IncomingPeer:
-        """Open the rank pairs from a source, closing its earlier connection if it has one."""
+        """Open the rank pairs from a source; close an earlier connection of this source first."""
         earlier = self._incoming.get(introduction.worker)
         if earlier is not None:
             source_alive = earlier.source[1] == introduction.incarnation
@@ -218,9 +218,9 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             end.value(value.key, value.value)
 
     def _drop_peer(self, incoming: IncomingPeer, reason: str, source_alive: bool = False) -> None:
-        """Close a source's connection and fail the transfers that it was sending.
+        """Close a source's connection and fail the transfers that the source was sending.
 
-        Transfers expected from it that have not begun fail as well, unless `source_alive`.
+        Unless `source_alive`, also fail transfers that the source has not begun to send.
         """
         if incoming.is_closed:
             return
@@ -248,7 +248,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         discard = transfer is None or end is None or bool(problem)
         if transfer is not None and end is not None and not problem:
             transfer.deadline = self._loop.time() + self._seconds
-            # Receive in the order of the credits: the source sends in that order.
+            # Receive in the order of the credits, because the source sends in that order.
             end.receive(self._piece(header, transfer.expected, incoming.unit.block_size))
         credit = wire.Credit(epoch=header.epoch, index=header.index, discard=discard)
         incoming.outbox.put_nowait(wire.FromDestination(credit=credit))
@@ -315,7 +315,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             self._endpoints.drain(rank, epoch)
 
     def _on_drained(self, rank: int, epoch: int) -> None:
-        """Record that `rank` writes no more of `epoch`; after the last rank, report the result."""
+        """Record that `rank` no longer writes blocks of `epoch`; report after the last rank."""
         settling = self._draining.get(epoch)
         if settling is None:
             return

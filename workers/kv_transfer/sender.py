@@ -1,8 +1,9 @@
 """Source side of KV transfers: sends a lease's blocks over the channels to other workers.
 
-A header announces each message, and its bytes are sent after the destination's credit. A credit is
-binding: even if the transfer is aborted, the bytes are sent or the pair breaks. Each rank gathers
-and sends its own shard (`rank_mover`); the lease is unpinned once no rank reads its blocks.
+A header announces each message; the bytes of the message are sent after the destination's credit. A
+credit is binding: even if the transfer is aborted, the bytes are sent or the pair breaks. Each rank
+gathers and sends its own shard (`rank_mover`). The lease is unpinned when no rank reads its blocks
+any more.
 """
 
 import asyncio
@@ -28,21 +29,21 @@ MESSAGE_BYTES = 4 << 20  # maximum size of a message
 class OutgoingTransfer:
     """One transfer: positions [start, stop) of a sequence.
 
-    `blocks` are the pinned blocks that hold these positions; the first holds `start`.
+    `blocks` are the pinned blocks that hold these positions; the first block holds `start`.
     """
 
     router: str
     request: int
-    attempt: int  # the attempt at the destination
+    attempt: int  # attempt number at the destination
     epoch: int
     start: int
     stop: int
     blocks: Ints
-    aborted: bool = False  # set from outside to stop announcing further messages
+    aborted: bool = False  # set by other code to stop the announcement of messages
 
 
 class KvSender:
-    """Sends KV transfers. Created and used on the event loop."""
+    """Sends KV transfers. Create and use it on the event loop."""
 
     def __init__(self, identity: WorkerIdentity, endpoints: RankEndpoints, seconds: float) -> None:
         self._identity = identity
@@ -61,7 +62,7 @@ class KvSender:
     async def send(
         self, peer: Peer, outgoing: OutgoingTransfer, on_read: Callable[[], None]
     ) -> None:
-        """Send a transfer; `on_read` is always called once its blocks are no longer read.
+        """Send a transfer; always call `on_read` when no rank reads the blocks any more.
 
         Raises:
             PairBroken: The connection failed; the destination may still expect the transfer.
@@ -84,7 +85,7 @@ class KvSender:
         await link.end(outgoing.epoch, len(sent), aborted)
 
     async def refuse(self, peer: Peer, epoch: int) -> None:
-        """Inform the destination that a transfer is aborted; `PairBroken` if it is unreachable."""
+        """Send an abort to the destination. Raises `PairBroken` if it is unreachable."""
         link = await self._acquire(peer)
         try:
             await link.end(epoch, 0, aborted=True)
@@ -103,7 +104,7 @@ class KvSender:
         outgoing: OutgoingTransfer,
         sent: list[asyncio.Future[int]],
     ) -> None:
-        """Announce all messages, each as soon as its pair's window has room; append to `sent`."""
+        """Announce all messages, each when its pair's window has room; add futures to `sent`."""
         unit, size = ways.unit.block_size, self._endpoints.shape.block_size
         if outgoing.start % unit:
             return
@@ -122,11 +123,11 @@ class KvSender:
             self.bytes_by_pair[pair] += sent.result()
 
     async def _acquire(self, peer: Peer) -> PeerChannel:
-        """Return the channel to a worker, opened if needed; call `_release` on it afterwards."""
+        """Return the channel to a worker, and open it if needed; call `_release` after use."""
         link = self._find(peer)
         if link is None:
             await self._wait_for_slot()
-            # Another task may have opened it while this one waited.
+            # Another task may have opened the channel while this task waited.
             link = self._find(peer) or self._new_channel(peer)
         self._channels[peer.worker] = link
         link.num_users += 1
@@ -138,7 +139,7 @@ class KvSender:
         )
 
     def _find(self, peer: Peer) -> PeerChannel | None:
-        """Remove and return the usable channel to `peer`; close it if broken or outdated."""
+        """Remove and return the channel to `peer`, or close it if it is broken or outdated."""
         link = self._channels.pop(peer.worker, None)
         if link is not None and (link.broken or link.peer != peer):
             link.close(f"worker {peer.worker} has restarted or changed its address")
@@ -150,7 +151,7 @@ class KvSender:
         self._channel_idle.set()
 
     async def _wait_for_slot(self) -> None:
-        """Make room for one more channel; if all are busy, wait until one becomes idle."""
+        """Make room for one more channel; if all channels are busy, wait until one becomes idle."""
         try:
             async with asyncio.timeout(self._seconds):
                 while not self._evict():

@@ -1,9 +1,10 @@
 """Geometry of KV transfers: which rank sends which layers, heads and positions. No tensors, no I/O.
 
-A rank holds a rectangle of a sequence's KV, layers x KV heads, for all positions; MLA counts as one
-head as wide as its cache rows. A transfer is planned as the list of non-empty intersections of
-source and destination rectangles, each split into messages of a few megabytes. If the block sizes
-differ, blocks are sent in units: the greatest common divisor of the two sizes.
+A rank holds a rectangle (layers x KV heads) of a sequence's KV, for all positions. MLA counts as
+one head as wide as a cache row. A transfer is planned as the list of non-empty intersections of
+source and destination rectangles; each intersection is split into messages of a few megabytes. If
+the block sizes of source and destination differ, blocks are sent in units. The size of a unit is
+the greatest common divisor of the two block sizes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +41,7 @@ class LayerHeadRange:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Contents of one message: a rectangle over positions [start, stop) that begins at a unit."""
+    """Contents of one message: a rectangle over positions [start, stop), starting at a unit."""
 
     rectangle: LayerHeadRange
     start: int
@@ -62,11 +63,11 @@ class BlockShape:
     bytes_per_head: int
 
     def num_bytes(self, shard: Shard) -> int:
-        """Return the size of a message; a last block that is not full counts as a whole one."""
+        """Return the bytes of a message; a partly filled last block counts as a full block."""
         return shard.num_blocks(self.block_size) * shard.rectangle.area * self.bytes_per_head
 
     def cut(self, unit: int) -> "BlockShape":
-        """Return the shape of a unit of `unit` positions, which must divide the block size."""
+        """Return the shape of a unit of `unit` positions; `unit` must divide the block size."""
         return BlockShape(unit, self.bytes_per_head // self.block_size * unit)
 
 
@@ -82,10 +83,10 @@ class Route:
 def routes(
     sources: Sequence[LayerHeadRange], destinations: Sequence[LayerHeadRange]
 ) -> list[Route]:
-    """Return the non-empty intersections, at most one per pair of ranks.
+    """Return the non-empty intersections of rectangles, at most one per pair of ranks.
 
-    Source ranks that hold the same rectangle take turns over the destination ranks; each
-    destination rank receives its whole rectangle.
+    If several source ranks hold the same rectangle, these ranks serve the destination ranks in
+    turn. Each destination rank receives its whole rectangle.
     """
     holders: dict[LayerHeadRange, list[int]] = {}
     for rank, rectangle in enumerate(sources):
@@ -100,9 +101,9 @@ def routes(
 
 
 def check_same_coverage(ours: Sequence[LayerHeadRange], theirs: Sequence[LayerHeadRange]) -> None:
-    """Raise `BadShard` unless the ranks of both sides together hold the same layers and heads.
+    """Raise `BadShard` unless the ranks of each side together hold the same layers and heads.
 
-    Rectangles of one side must be disjoint or identical.
+    The rectangles of one side must be disjoint or identical.
     """
     held, peer_ranges = set(ours), set(theirs)
     real = all(each.contains(each) for each in peer_ranges)
@@ -126,8 +127,9 @@ def split(
 ) -> Iterator[Shard]:
     """Split a rectangle over positions [start, stop) into messages of at most `message_bytes`.
 
-    Layers are split only if one block of all layers is larger, and heads never, so one block of one
-    layer may exceed the limit. The parts are of even size, to avoid a small last message.
+    Layers are split only if one block of all layers is larger than the limit. Heads are never
+    split, so one block of one layer may exceed the limit. The parts have even sizes, to avoid a
+    small last message.
     """
     heads = rectangle.last_head - rectangle.first_head
     num_layers = rectangle.last_layer - rectangle.first_layer
@@ -163,7 +165,7 @@ class Coverage:
         self._unannounced = self._missing = (stop - start) * rectangle.area
 
     def announce(self, shard: Shard, num_bytes: int) -> None:
-        """Record a message; `BadShard` if it lies outside, overlaps or has a wrong size."""
+        """Record a message; raise `BadShard` if it is outside, overlaps or has a wrong size."""
         block_size = self.shape.block_size
         inside = self.start <= shard.start < shard.stop <= self.stop
         if not inside or not self.rectangle.contains(shard.rectangle):
@@ -186,7 +188,7 @@ class Coverage:
 
     @property
     def announced(self) -> bool:
-        """Whether messages for every position, layer and head have been announced."""
+        """True if messages for every position, layer and head have been announced."""
         return self._unannounced == 0
 
     @property

@@ -1,4 +1,4 @@
-"""Copies between a rank's paged KV cache and flat message buffers; identity of a worker."""
+"""Copies KV between a rank's paged cache and flat message buffers; defines `WorkerIdentity`."""
 
 from dataclasses import dataclass, field
 
@@ -23,11 +23,11 @@ class WorkerIdentity:
 
 
 class KvStaging:
-    """Packs rectangles of cache blocks into messages and back.
+    """Packs rectangles of cache blocks into messages, and unpacks messages into blocks.
 
     Args:
-        kv: This rank's cache, [layers, sides, blocks, KV heads, block_size, head_dim]. Sides are
-            K and V; MLA has one side and one head.
+        kv: This rank's cache, [layers, sides, blocks, KV heads, block_size, head_dim]. Sides are K
+            and V; MLA has one side and one head.
         rectangle: Layers and heads of the whole model that this rank holds.
     """
 
@@ -39,13 +39,13 @@ class KvStaging:
         self.shape = BlockShape(block_size, num_sides * block_size * head_dim * kv.element_size())
 
     def gather(self, blocks: Ints, shard: Shard, unit: int | None = None) -> torch.Tensor:
-        """Copy a message out of the `blocks` that hold it.
+        """Copy a message out of `blocks`, the blocks that hold its contents.
 
         Args:
-            unit: Positions per unit; a whole block if None.
+            unit: Positions per unit; None: the unit is a whole block.
 
         Returns:
-            [num_bytes] uint8, the bytes of [layers, sides, units, heads, unit, head_dim].
+            [num_bytes] uint8, the bytes of an array [layers, sides, units, heads, unit, head_dim].
         """
         unit = unit or self.shape.block_size
         layers, heads = self._slices(shard.rectangle)
@@ -93,8 +93,9 @@ class KvStaging:
         """Split the cache's blocks into units.
 
         Returns:
-            View of the cache, [layers, sides, blocks, heads, units per block, unit, head_dim]; and
-            for each unit of the message its block and its index in that block, [units] int64.
+            View of the cache, [layers, sides, blocks, heads, units per block, unit, head_dim]; the
+            block of each unit of the message, [units] int64; and the index of each unit in its
+            block, [units] int64.
         """
         block_size = self.shape.block_size
         first = shard.start % block_size // unit

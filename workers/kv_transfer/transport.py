@@ -1,7 +1,7 @@
-"""Rank pairs: a two-rank communicator (gloo or NCCL) and the thread that sends and receives on it.
+"""Rank pairs: a two-rank communicator (gloo or NCCL) and the thread that sends and receives.
 
 The two ranks find each other through a rendezvous store that is mirrored over the authenticated
-control channel, so no port is opened for it and no other process can join.
+control channel. The store therefore needs no port, and no other process can join.
 """
 
 import threading
@@ -83,8 +83,8 @@ class MirrorStore(Store):
 class RankPair:
     """One rank's endpoint of a directed pair. Its operations run in order, in its own thread.
 
-    Both sides must queue operations in the same order, which the credits on the control channel
-    ensure. An operation that fails or takes longer than `seconds` breaks the pair permanently.
+    Both sides must queue operations in the same order; the credits on the control channel ensure
+    this. An operation that fails or takes longer than `seconds` breaks the pair permanently.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RankPair:
         return self._connected
 
     def run(self, work: Callable[[], T]) -> Future[T]:
-        """Queue `work` for the pair's thread; the future raises `PairBroken` if it is closed."""
+        """Queue `work` for the pair's thread; the future of a closed pair raises `PairBroken`."""
 
         def guarded() -> T:
             with torch.inference_mode():
@@ -118,19 +118,22 @@ class RankPair:
         return self._thread.submit(guarded)
 
     def send(self, data: torch.Tensor) -> None:
-        """Send contiguous `data` and wait for it. Call in the pair's thread."""
+        """Send contiguous `data`; return when it has been sent. Call this in the pair's thread."""
         self._operate(lambda group: group.send([data], DESTINATION, 0))
 
     def receive(self, data: torch.Tensor) -> None:
-        """Receive into contiguous `data` and wait for it. Call in the pair's thread."""
+        """Receive into contiguous `data` and wait until it is filled. Call in the pair's thread."""
         self._operate(lambda group: group.recv([data], SOURCE, 0))
 
     def close(self) -> Future[None]:
-        """Close the pair from any thread, without waiting; done when queued work has finished."""
+        """Close the pair without waiting, from any thread.
+
+        Return a future that is done when all queued work has finished.
+        """
         if self._released is None:
             self._closed = True
             self.store.close()
-            # In a thread of its own: `abort` may block until a running operation has ended.
+            # Use a separate thread, because `abort` may block until a running operation has ended.
             threading.Thread(target=self._abort, daemon=True, name="pair-close").start()
             self._released = self._thread.submit(self._release)
             self._thread.shutdown(wait=False)

@@ -20,15 +20,15 @@ class StepInputs:
     """Inputs that all layers share in one step of T tokens; the model runner builds them."""
 
     positions: Tensor  # [T]
-    cos_sin: tuple[Tensor, ...]  # per rotary table: its rows for these tokens, [T, 2, R]
-    cache_rows: Tensor  # result of `slot_rows`: where to write this step's keys and values
-    plans: dict[int, AttentionPlan]  # by window size; empty for MLA
-    latent: MlaPlan | CpuPagedPlan | None  # for MLA only
+    cos_sin: tuple[Tensor, ...]  # per rotary table: the rows for the T tokens, [T, 2, R]
+    cache_rows: Tensor  # result of `slot_rows`: cache rows for this step's keys and values
+    plans: dict[int, AttentionPlan]  # attention plan per window size; empty for MLA
+    latent: MlaPlan | CpuPagedPlan | None  # attention plan for MLA; None for other attention
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Multi-head or grouped-query self-attention of one layer, with its projections."""
+    """Multi-head or grouped-query self-attention of one layer, including the projections."""
 
     qkv: Linear
     output: Linear | RowParallelLinear
@@ -40,16 +40,17 @@ class Attention:
     window: int
     scores: ScoreMod
     rotary: int | None  # index of the rotary table; None: no rotary embedding
-    interleaved: bool  # rotary pairs are adjacent features instead of half a head apart
-    clip: float  # limit to which queries, keys and values are clamped; 0: no clamp
-    biases: CachedAlibiBias | None  # set for rounded ALiBi biases (Falcon)
+    interleaved: bool  # rotary pairs are adjacent features; False: features half a head apart
+    clip: float  # queries, keys and values are clamped to [-clip, clip]; 0: no clamp
+    biases: CachedAlibiBias | None  # for rounded ALiBi biases (Falcon), otherwise None
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
-        """Write the tokens' keys and values to the cache and attend.
+        """Write the tokens' keys and values to the cache, and compute attention.
 
         Args:
             x: [T, hidden].
-            layer: This layer's cache, [2, N, H, S, D]; updated in place. D is `head_dim`, plus
+            step: inputs that all layers share.
+            layer: this layer's cache, [2, N, H, S, D]; updated in place. D is `head_dim`, plus
                 `biases.num_features` if `biases` is set.
 
         Returns:
@@ -78,7 +79,7 @@ class Attention:
     def ungroup(self) -> None:
         """Reorder the rows of `qkv` in place; call once after loading.
 
-        The checkpoint has, for each KV head, its query heads, its key and its value. `qkv` needs
+        In the checkpoint, each KV head's query heads, key and value follow each other. `qkv` needs
         all query heads, then all keys, then all values.
         """
         group = self.num_heads // self.num_kv_heads
@@ -89,5 +90,5 @@ class Attention:
                 rows.copy_(torch.cat([chunk.reshape(-1, *rows.shape[1:]) for chunk in chunks]))
 
     def _normalise(self, heads: Tensor, norm: Norm) -> None:
-        """Normalise in place, per head or over all heads, depending on the size of the weight."""
+        """Normalise `heads` in place, per head or over all heads; the weight's size decides."""
         norm.normalize_(heads.view(len(heads), -1, norm.weight.shape[0]))

@@ -8,21 +8,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class CachedAlibiBias:
-    """Adds the bias bfloat16(slope * j) of position j to a head's scores through its key.
+    """Adds the bias bfloat16(slope * j) to a head's score of position j, through the key.
 
-    The bias is stored as an extra feature of the key, and the query has a 1 there, so the plain
-    dot product includes it. Exact in caches of any floating dtype of at least 16 bits, except for
-    biases above float16's maximum (65,504) in a float16 cache.
+    The bias is stored as an extra feature of the key, and the query has a 1 in this feature, so
+    the plain dot product includes the bias. The bias is exact in caches of any floating dtype of at
+    least 16 bits, except for biases above float16's maximum (65,504) in a float16 cache.
     """
 
-    slopes: Tensor  # [H] bfloat16; there are as many KV heads as heads
-    num_features: int  # extra features per head: the bias, then zeros as padding
+    slopes: Tensor  # [H] bfloat16; there are as many KV heads as query heads
+    num_features: int  # number of extra features per head: the bias, then zeros as padding
 
     def append(self, heads: Tensor, positions: Tensor) -> Tensor:
         """Return a copy of `heads` with `num_features` more features per head.
 
         Args:
-            heads: [T, 3 H, D]: queries, keys, values.
+            heads: [T, 3 H, D]: H query heads, then H key heads, then H value heads.
             positions: [T].
 
         Returns:
@@ -32,7 +32,7 @@ class CachedAlibiBias:
         wide = heads.new_zeros((*heads.shape[:2], own + self.num_features))
         wide[:, :, :own] = heads
         wide[:, :num_heads, own] = 1
-        # All in bfloat16, as in transformers: positions above 256 are rounded as well.
+        # As in transformers, positions are bfloat16 too, so positions above 256 are rounded.
         biases = self.slopes * positions[:, None].to(torch.bfloat16)
         wide[:, num_heads : 2 * num_heads, own] = biases.to(heads.dtype)
         return wide

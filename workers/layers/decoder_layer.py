@@ -14,11 +14,11 @@ from penstock.workers.layers.norm import Norm
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Attention and feed-forward, each added to the residual stream.
+    """Attention and feed-forward; the output of each is added to the residual stream.
 
-    Each has a norm before it, after it or both, depending on the model family. With `parallel` both
-    read the same hidden states; a feed-forward without a norm of its own then reads the output of
-    `attention_norm`.
+    The model family determines the norms before and after attention and feed-forward. With
+    `parallel`, attention and feed-forward read the same hidden states; a feed-forward without a
+    norm of its own then reads the output of `attention_norm`.
     """
 
     attention_norm: Norm | None
@@ -30,12 +30,12 @@ class DecoderLayer:
     parallel: bool = False
 
     def __call__(self, hidden: Tensor, step: StepInputs, layer_cache: Tensor) -> None:
-        """Compute the layer in place.
+        """Run the layer, and update `hidden` and the cache in place.
 
         Args:
-            hidden: [T, hidden_size], the residual stream; updated in place.
-            step: Inputs that all layers share.
-            layer_cache: This layer's part of the KV cache; updated in place.
+            hidden: [T, hidden_size], the residual stream.
+            step: inputs that all layers share.
+            layer_cache: this layer's part of the KV cache.
         """
         x = hidden if self.attention_norm is None else self.attention_norm(hidden)
         if self.parallel:

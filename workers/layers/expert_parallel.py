@@ -1,15 +1,17 @@
 """Mixture of experts with the experts divided among the ranks of a stage (expert parallel).
 
 Every rank of a stage has the hidden states of all tokens. Ranks with the same experts form a group,
-and each group processes an even part of the tokens: it sends them to the groups that own their
-experts (all-to-all), sums the weighted results and adds the shared expert. An all-gather then gives
-every rank all parts. All ranks route all tokens, so each knows the message sizes in advance.
+and the groups divide the tokens evenly. Each group sends its tokens to the groups that own the
+chosen experts (all-to-all), sums the weighted results and adds the shared expert. An all-gather
+then sends all results to every rank. All ranks route all tokens, so each rank knows the message
+sizes in advance.
 
     tokens 0 1 2 3   group 0: 0 1 ──▶ experts' owners ──▶ weighted sum, shared expert ─┐
                      group 1: 2 3 ──▶ experts' owners ──▶ weighted sum, shared expert ─┴─▶ all ranks
 
-A token's results are summed in the order of its choices, as on a single rank. Within a group each
-rank has a slice of every expert's intermediate features; the partial results are summed at the end.
+A token's results are summed in the order of its choices, as on a single rank. Within a group, each
+rank has a slice of the intermediate features of each of the group's experts; the partial results
+are summed at the end.
 """
 
 from collections.abc import Sequence
@@ -28,21 +30,21 @@ from penstock.workers.parallel.mesh import MeshCoord, even_partition
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallelMoE:
-    """Mixture of E experts; this rank has some of them, or a slice of each of those."""
+    """Mixture of E experts; this rank has some of the experts, either complete or as slices."""
 
     router: Linear
-    bias: Tensor | None  # [E] float32, affects which experts are chosen but not their weights
+    bias: Tensor | None  # [E] float32, added when experts are chosen, but not to their weights
     routing: Routing
-    experts: tuple[Mlp, ...]  # this rank's experts, or its slices of them
+    experts: tuple[Mlp, ...]  # this rank's experts, or slices of experts
     shared: SharedExpert | None  # this rank's slice of the shared expert
-    stacks: dict[str, Tensor] | None  # if the checkpoint stacks all experts: [e, in, out]
+    stacks: dict[str, Tensor] | None  # [e, in, out], if the checkpoint stacks the experts
     coord: MeshCoord
     stage: ProcessGroup
-    owners: ProcessGroup | None  # one rank of each group; None if there is one group only
-    load: Tensor  # [E] int64: how many tokens each expert was chosen for since the start
+    owners: ProcessGroup | None  # one rank of each group; None if there is only one group
+    load: Tensor  # [E] int64: number of tokens for which each expert was chosen since the start
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute the layer: x [T, hidden], equal on all ranks, to [T, hidden]."""
+        """Map x [T, hidden], which is equal on all ranks, to [T, hidden]."""
         logits = self.router(x.to(self.router.weight.dtype))
         chosen, weights = route(logits, self.routing, self.bias)
         self.load.add_(torch.bincount(chosen.flatten(), minlength=len(self.load)))
@@ -57,7 +59,7 @@ class ExpertParallelMoE:
         return even_partition(num_tokens, coord.mesh.ep, coord.ep_rank if group is None else group)
 
     def _mix(self, x: Tensor, chosen: Tensor, weights: Tensor, mine: range) -> Tensor:
-        """Return the weighted sums of the experts' results for this group's tokens `mine`."""
+        """Return the weighted sums of expert outputs for the tokens `mine` of this group."""
         top_k = chosen.shape[1]
         here = slice(mine.start, mine.stop)
         order = chosen[here].flatten().argsort(stable=True)
@@ -71,7 +73,10 @@ class ExpertParallelMoE:
         return out
 
     def _compute(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Run the experts on rows [n, D]: this group's tokens per choice, sorted by expert."""
+        """Run the experts of all groups on `rows` [n, D].
+
+        `rows` has one row per token and choice of this group's tokens, sorted by expert.
+        """
         num_experts = len(self.load)
         counts = torch.stack([
             torch.bincount(chosen[span.start : span.stop].flatten(), minlength=num_experts)
@@ -94,8 +99,8 @@ class ExpertParallelMoE:
         """Run this rank's e experts.
 
         Args:
-            rows: [n, D], one group's rows after another's, each sorted by expert.
-            counts: [groups, e], the number of rows per group and expert.
+            rows: [n, D], the rows of all groups in order; each group's rows are sorted by expert.
+            counts: [groups, e] number of rows per group and expert.
         """
         made = torch.empty_like(rows)
         ends = counts.flatten().cumsum(0).view(counts.shape).tolist()
@@ -111,7 +116,7 @@ class ExpertParallelMoE:
         return made
 
     def _all_gather_sum(self, out: Tensor, num_tokens: int) -> Tensor:
-        """Sum each group's results over its ranks and return those of all groups: [T, D]."""
+        """Sum the partial results of each group's ranks; return all groups' results, [T, D]."""
         coord, most = self.coord, -(-num_tokens // self.coord.mesh.ep)
         if coord.mesh.ep == 1:
             return self.stage.all_reduce(out)

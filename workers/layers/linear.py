@@ -1,4 +1,4 @@
-"""Linear layers."""
+"""Linear layers of a model: fused, packed for a kernel, or divided among ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ from penstock.workers.parallel.groups import ProcessGroup
 
 @dataclass(slots=True, eq=False)
 class Linear:
-    """y = x Wᵀ + b. Several projections of one x are fused by concatenating the rows of W."""
+    """The layer y = x Wᵀ + b. Projections of the same x are fused by concatenating rows of W."""
 
-    weight: Tensor  # [sum(sizes), in]; empty if `packed` replaces it
+    weight: Tensor  # [sum(sizes), in]; empty if `packed` replaces the weights
     bias: Tensor | None  # [sum(sizes)]
-    sizes: tuple[int, ...]  # outputs of each projection
+    sizes: tuple[int, ...]  # number of outputs of each projection
     packed: PackedLinear | None = None  # the loaded weights, rearranged for a faster kernel
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -38,17 +38,17 @@ class Linear:
         self._drop_weight()
 
     def pack_onednn(self) -> None:
-        """Add a copy of the weights packed by oneDNN, which is faster for several rows."""
+        """Add a copy of the weights packed for oneDNN; oneDNN is faster for several rows."""
         if supports_onednn(self.weight):
             self.packed = pack_onednn(self.weight, self.bias)
 
     def pack_int8(self) -> None:
-        """Replace the weights by INT8 ones."""
+        """Replace the weights by weights quantized to INT8."""
         self.packed = pack_int8(self.weight, self.bias)
         self._drop_weight()
 
     def pack_batch_invariant(self) -> None:
-        """Replace the weights by the batch-invariant form, in which rows are independent."""
+        """Replace the weights by a form for batch-invariant results: see `kernels/linear`."""
         self.packed = pack_batch_invariant(self.weight, self.bias)
         self._drop_weight()
 
@@ -56,11 +56,11 @@ class Linear:
         self.weight = self.weight.new_empty(0, self.weight.shape[1])
 
     def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return views of the weights and biases to load into, by their names in the checkpoint.
+        """Return views of weights and biases, to be loaded, by their names in the checkpoint.
 
         Args:
-            names: One per projection; or a single one if the checkpoint has them fused as well, in
-                the same order.
+            names: one name per projection; or a single name if the projections are fused in the
+                checkpoint too, in the same order.
         """
         sizes = list(self.sizes) if len(names) > 1 else [sum(self.sizes)]
         weights = dict(zip(names, torch.split(self.weight, sizes), strict=True))
@@ -75,7 +75,7 @@ class Linear:
 class RowParallelLinear:
     """A linear layer whose input features are divided among ranks; an all-reduce sums the parts."""
 
-    linear: Linear  # a bias is on the first rank only, so that it is added once
+    linear: Linear  # only the first rank has the bias, so that the bias is added once
     group: ProcessGroup
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -21,25 +21,25 @@ from penstock.workers.layers.norm import Norm
 class LatentAttention:
     """MLA of one layer.
 
-    A query head has Q plain features and then P rotated ones. A cache row has R compressed features
-    and then P rotated ones, shared by all heads.
+    A query head has Q plain features, followed by P features with rotary embedding. A cache row has
+    R compressed features, followed by P features with rotary embedding, for all heads together.
     """
 
-    down: Linear  # to the query's latent (all query heads if `query_up` is None), and to R + P
+    down: Linear  # outputs: the query's latent (without `query_up`: all query heads), then R + P
     query_norm: Norm | None
     query_up: Linear | None
-    row_norm: Norm  # of a row's first R features
-    up: Tensor  # [H, Q + V, R]: makes a head's Q key and V value features from R
+    row_norm: Norm  # normalises the first R features of a cache row
+    up: Tensor  # [H, Q + V, R]: maps R features to a head's Q key features and V value features
     output: Linear | RowParallelLinear
     rope_dim: int  # P
-    interleaved: bool  # rotary pairs are adjacent features instead of half of P apart
+    interleaved: bool  # rotary pairs are adjacent features; False: features P / 2 apart
     scale: float
     packed_up: tuple[list[PackedLinear], list[PackedLinear]] | None = (
-        None  # parts of `up` for keys and values, per head, as `mla_attention_cpu` takes them
+        None  # the key and value parts of `up`, per head, as arguments of `mla_attention_cpu`
     )
 
     def pack_batch_invariant(self) -> None:
-        """Pack `up` for batch-invariant results on a CPU. Triton kernels follow the step's plan."""
+        """Pack `up` for batch-invariant results on a CPU. On a GPU, the step's plan is enough."""
         if runs_kernels(self.up.device):
             return
         output = self.output.linear if isinstance(self.output, RowParallelLinear) else self.output
@@ -51,11 +51,12 @@ class LatentAttention:
         )
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
-        """Write the tokens' rows to the cache and attend.
+        """Write the tokens' compressed rows to the cache, and compute attention.
 
         Args:
             x: [T, hidden].
-            layer: This layer's cache, [1, N, 1, S, R + P]; updated in place.
+            step: inputs that all layers share.
+            layer: this layer's cache, [1, N, 1, S, R + P]; updated in place.
 
         Returns:
             [T, hidden].

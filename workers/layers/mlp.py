@@ -10,9 +10,9 @@ from penstock.workers.layers.linear import Linear, RowParallelLinear
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """Feed-forward layer. A gated activation computes act(gate) * up from `gate_up`'s output."""
+    """Feed-forward layer. A gated activation maps the output of `gate_up` to act(gate) * up."""
 
-    gate_up: Linear  # only the up projection if there is no gate
+    gate_up: Linear  # gate and up projections; without a gate, only the up projection
     down: Linear | RowParallelLinear
     activation: Callable[[Tensor], Tensor]
 

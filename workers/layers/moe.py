@@ -17,7 +17,7 @@ class SharedExpert:
     """Expert that is applied to every token in addition to the token's routed experts."""
 
     mlp: Mlp
-    gate: Linear | None  # one output, whose sigmoid scales the expert's result
+    gate: Linear | None  # the expert's result is multiplied by the sigmoid of the gate's one output
 
     def __call__(self, x: Tensor) -> Tensor:
         made = self.mlp(x)
@@ -29,18 +29,18 @@ class MoE:
     """Mixture of E experts."""
 
     router: Linear
-    bias: Tensor | None  # [E] float32, affects which experts are chosen but not their weights
+    bias: Tensor | None  # [E] float32, added when experts are chosen, but not to their weights
     routing: Routing
     experts: tuple[Mlp, ...]
     shared: SharedExpert | None
-    stacks: dict[str, Tensor] | None  # if the checkpoint stacks all experts: [E, in, out]
+    stacks: dict[str, Tensor] | None  # [E, in, out], if the checkpoint stacks the experts
     grouped: ExpertWeights | None = (
-        None  # the same weights for the grouped GPU kernel, which computes all experts at once
+        None  # the same weights, for the GPU kernel that runs all experts in one launch
     )
-    batch_invariant: bool = False  # for `grouped`: a token's bits do not depend on other tokens
+    batch_invariant: bool = False  # with `grouped`: make a token's result independent of others
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Compute the layer: x [T, hidden] to [T, hidden]."""
+        """Map x [T, hidden] to [T, hidden]."""
         logits = self.router(x.to(self.router.weight.dtype))
         chosen, weights = route(logits, self.routing, self.bias)
         if self.grouped is not None:

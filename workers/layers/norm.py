@@ -38,13 +38,13 @@ class RmsNorm:
         rms_norm_(x, self.weight, self.eps)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return the tensors to load into, by their names in the checkpoint."""
+        """Return the tensors to be loaded, by their names in the checkpoint."""
         return {f"{name}.weight": self.weight}
 
 
 @dataclass(frozen=True, slots=True)
 class GemmaRmsNorm:
-    """RMS norm that multiplies by 1 + weight (Gemma)."""
+    """RMS norm that multiplies the normalised values by 1 + weight (Gemma)."""
 
     weight: Tensor  # [D]
     eps: float
@@ -69,7 +69,7 @@ class LayerNorm:
     weight: Tensor  # [D]
     bias: Tensor  # [D]
     eps: float
-    biased: bool = True  # whether the checkpoint has the bias; otherwise it is zero
+    biased: bool = True  # whether the checkpoint has the bias; False: the bias is zero
 
     def __call__(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)

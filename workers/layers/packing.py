@@ -1,4 +1,4 @@
-"""Packing of loaded weights: chooses the fastest form for each linear layer."""
+"""Packs loaded weights: replaces each linear layer's weights by the fastest form."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -37,10 +37,12 @@ def check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
 def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
     """Pack the linear layers of a loaded model in place.
 
-    MoE routers are not quantized: a rounding error there could select another expert.
+    MoE routers are not quantized, because a rounding error of a router could select another expert.
 
     Args:
-        model: Tree of dataclasses and tuples that contains every `Linear`.
+        model: a tree of dataclasses and tuples that contains every `Linear`.
+        quantization: "int8" or "none".
+        deterministic: use batch-invariant forms.
     """
     found = [linear for linear in linears(model) if linear.weight.numel() >= MIN_WEIGHTS]
     if quantization == "int8":

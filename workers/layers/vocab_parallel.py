@@ -13,7 +13,10 @@ def vocab_parallel_embedding(
     """Return the embeddings [T, D] of tokens [T].
 
     Args:
-        weight: [n, D], this rank's part: the embeddings of tokens `first` to `first + n - 1`.
+        tokens: [T] token ids.
+        weight: [n, D], this rank's part: the embeddings of tokens [first, first + n).
+        first: this rank's first token id.
+        group: the ranks among which the vocabulary is divided.
     """
     rows = tokens - first
     elsewhere = (rows < 0) | (rows >= len(weight))
@@ -26,7 +29,7 @@ def vocab_parallel_embedding(
 
 
 def gather_logits(logits: Tensor, vocab_size: int, group: ProcessGroup) -> Tensor:
-    """Gather the ranks' parts of the logits, divided as by `MeshCoord.tokens`, into [S, V]."""
+    """Gather all ranks' parts of the logits into [S, V]; `MeshCoord.tokens` defines the parts."""
     size = -(-vocab_size // group.size)
     padded = functional.pad(logits, (0, size - logits.shape[1]))
     gathered = group.all_gather(padded)

@@ -1,4 +1,4 @@
-"""ALiBi (Press et al., 2022): linear biases that lower scores with distance, instead of RoPE."""
+"""ALiBi (Press et al., 2022): biases that lower scores linearly with distance, instead of RoPE."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 class AlibiSpec:
     """Slope of each query head: decrease of a score per position of distance.
 
-    With `rounded` (Falcon), position j adds bfloat16(slope * j) to a score before it is scaled. The
-    rounding makes this depend on the key's position, not only on the distance.
+    With `rounded` (Falcon), bfloat16(slope * j) is added to the score of position j before scores
+    are scaled. Because of the rounding, this differs slightly from a bias by distance.
     """
 
     slopes: tuple[float, ...]
@@ -18,8 +18,8 @@ class AlibiSpec:
 def alibi_slopes(num_heads: int, most: int = 8) -> tuple[float, ...]:
     """Return the ALiBi slopes of n heads: 2^(-most/n), 2^(-2 most/n), ..., 2^-most.
 
-    If n is not a power of two, take n of the slopes of the next power of two: those at odd indices
-    first, then those at even indices.
+    If n is not a power of two, return n of the slopes of the next power of two: first the slopes at
+    odd indices, then the slopes at even indices.
     """
     size = 1 << (num_heads - 1).bit_length()
     found = tuple(2.0 ** (-most * (head + 1) / size) for head in range(size))

@@ -1,4 +1,4 @@
-"""Checked reading of `config.json`: every value is validated, and every error names its key."""
+"""Reads `config.json`: every value is validated, and every error names the key."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 Config: TypeAlias = Mapping[str, Any]
 
 MAX_JSON_BYTES = 64 << 20
-MAX_SIZE = 1 << 24  # limit of any one dimension; larger values are invalid
+MAX_SIZE = 1 << 24  # largest valid value of a size, for example of a dimension
 
 
 class BadCheckpoint(ValueError):
@@ -16,11 +16,11 @@ class BadCheckpoint(ValueError):
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint is valid, but its model or an option is not served; the message names it."""
+    """The checkpoint is valid, but its model or an option (named in the message) is not served."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file of at most `MAX_JSON_BYTES`; `BadCheckpoint` if invalid."""
+    """Read a JSON object from a file; raise `BadCheckpoint` if it is invalid or too large."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise BadCheckpoint(

@@ -1,7 +1,8 @@
 """Builds the CPU step graph of a decoder, for decode steps (one token per sequence).
 
-Supports float32 models on one rank with gated layers and RMS norms (Llama, Mistral, Qwen, Gemma and
-similar), also with experts chosen by a plain softmax. Other models run operation by operation.
+Step graphs support float32 models on one rank with gated feed-forward layers and RMS norms (Llama,
+Mistral, Qwen, Gemma and similar), including experts chosen by a plain softmax. The operations of
+other models are called separately.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,7 @@ from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 MAX_ROWS = 128
-"""Most tokens of a step; in larger steps the call overhead that a graph saves is negligible."""
+"""Maximum number of tokens of a step. In larger steps, the saved call overhead is negligible."""
 
 _GATES: dict[Callable[[Tensor], Tensor], str] = {
     silu_and_mul: "silu",
@@ -53,24 +54,25 @@ _GATES: dict[Callable[[Tensor], Tensor], str] = {
 
 @dataclass(frozen=True, slots=True)
 class DecodeStepGraph:
-    """Step graph of a decoder: computes steps in which every sequence has one token."""
+    """Step graph of a decoder; runs steps in which every sequence has one token."""
 
     decoder: Decoder
     graph: CpuStepGraph
     hidden: Buffer
-    angles: tuple[Buffer, ...]  # cosines and sines of each rotary table
-    logits: Buffer | None  # None: the graph does not support the head, so it runs afterwards
+    angles: tuple[Buffer, ...]  # per rotary table: cosines and sines of the tokens' positions
+    logits: Buffer | None  # None: the graph does not support the head, so the head runs afterwards
 
     def supports(self, plan: StepPlan) -> bool:
-        """Whether the graph can compute this step."""
+        """Return whether the graph can run this step."""
         return len(plan.tokens) == len(plan.rows) <= MAX_ROWS
 
     def run(self, plan: StepPlan, tokens: Ints, rotary: tuple[Tensor, ...]) -> Tensor:
-        """Compute a step and return its logits.
+        """Run a step and return its logits.
 
         Args:
-            tokens: [T].
-            rotary: The complete rotary tables, each [positions, 2, R].
+            plan: the step, with one token per sequence.
+            tokens: [T] token ids.
+            rotary: the complete rotary tables, each [positions, 2, R].
 
         Returns:
             [T, vocab_size], valid until the next run.
@@ -91,7 +93,7 @@ class DecodeStepGraph:
 
 
 def build_cpu_step_graph(decoder: Model, cache: KvCache) -> DecodeStepGraph | None:
-    """Build the step graph of this model and cache; None if the model is not supported."""
+    """Build the step graph of a model and its cache; return None for an unsupported model."""
     device = cache.data.device
     if not isinstance(decoder, Decoder) or decoder.ranks is not SINGLE_RANK or runs_kernels(device):
         return None
@@ -120,10 +122,10 @@ def _lower(decoder: Decoder, cache: Tensor) -> DecodeStepGraph:
 
 @dataclass(frozen=True, slots=True)
 class _LayerLowering:
-    """Adds the layers to the graph, one after another.
+    """Adds the decoder's layers to the graph, one after another.
 
-    A layer leaves its feed-forward result in `made`; the next layer's first norm adds it to
-    `hidden`.
+    A layer stores the output of its feed-forward in `made`; the next layer's first norm adds `made`
+    to `hidden`.
     """
 
     builder: GraphBuilder
@@ -152,9 +154,10 @@ class _LayerLowering:
         self._norm_made(block.mlp_post_norm)
 
     def lower_head(self, decoder: Decoder) -> Buffer | None:
-        """Add the head and return the buffer of its logits.
+        """Add the head and return the buffer of the logits.
 
-        Return None if the head is not supported; then `hidden` is the output of the last layer.
+        If the head is not supported, return None; after a run, `hidden` then has the output of the
+        last layer.
         """
         assert decoder.norm is not None
         assert decoder.head is not None
@@ -220,7 +223,7 @@ class _LayerLowering:
         weights = self.builder.scratch("weights of experts", routing.top_k)
         self.builder.gemv(self.normal, _unpacked_weight(router), logits)
         self.builder.topk_softmax(logits, layout, routing.normalise, weights)
-        # At this place, threads that wait for the routing can prefetch the shared expert's weights.
+        # Add the shared expert here: threads waiting for the routing then prefetch its weights.
         shared = gate = None
         if experts.shared is not None:
             shared, gate = self._shared(experts.shared)
@@ -233,7 +236,7 @@ class _LayerLowering:
         return self.expert_layouts[num_experts, top_k]
 
     def _shared(self, shared: SharedExpert) -> tuple[Buffer, Buffer | None]:
-        """Add the shared expert; return the buffers of its result and of its gate, if any."""
+        """Add the shared expert; return the buffers of its output and of its gate, if any."""
         made, gate = self.builder.scratch("shared", self.made.width), None
         if shared.gate is not None:
             gate = self.builder.scratch("gate of the shared", 1)
@@ -242,7 +245,7 @@ class _LayerLowering:
         return made, gate
 
     def _routed_experts(self, mlps: tuple[Mlp, ...], layout: ExpertLayout) -> Buffer:
-        """Add the routed experts; return the buffer of their results, in the order of `layout`."""
+        """Add the routed experts; return the buffer of their outputs, in the order of `layout`."""
         writer, width = self.builder, sum(mlps[0].gate_up.sizes)
         x, made = (
             self.builder.scratch(name, self.made.width, layout) for name in ("normal", "made")

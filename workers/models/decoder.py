@@ -21,9 +21,9 @@ from penstock.workers.weights.sharding import local_spec
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A model on one device, or one rank's shard of it. Weights are loaded through `tensors`."""
+    """A model, or one rank's shard of a model. Weights are loaded through `tensors`."""
 
-    spec: ModelSpec  # of this rank's shard
+    spec: ModelSpec  # spec of this rank's shard
     dtype: torch.dtype
     device: torch.device
     embeddings: Tensor | None  # [vocab_size, hidden_size]; None except on the first stage
@@ -31,19 +31,20 @@ class Decoder:
     embedding_norm: Norm | None
     first_layer: int
     layers: tuple[DecoderLayer, ...]
-    norm: Norm | None  # `norm` and `head` are None except on the last stage
-    head: Linear | None  # to the vocabulary; its weight is `embeddings` if these are tied
-    rotaries: tuple[Rotary, ...]  # layers refer to these by index
+    norm: Norm | None  # final norm; None except on the last stage
+    head: Linear | None  # None except on the last stage; if tied, its weight is `embeddings`
+    rotaries: tuple[Rotary, ...]  # rotary tables; layers refer to a table by its index
     ranks: ParallelGroups
 
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
         """Run this stage's layers on T tokens and write their keys and values to the cache.
 
-        Stages exchange the hidden states: each receives them from the previous stage and sends its
-        own to the next.
+        With several stages, receive the hidden states from the previous stage, and send the result
+        to the next stage.
 
         Args:
-            tokens: [T] integers.
+            tokens: [T] token ids.
+            step: inputs that all layers share.
             cache: `KvCache.data`.
 
         Returns:
@@ -62,10 +63,10 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits of S chosen tokens.
+        """Compute the logits of S tokens.
 
         Args:
-            hidden: [S, hidden_size].
+            hidden: [S, hidden_size] hidden states of the tokens.
 
         Returns:
             [S, vocab_size] float32; [S, 0] on all stages except the last.
@@ -78,12 +79,12 @@ class Decoder:
         return self.cap_logits(logits)
 
     def cap_logits(self, logits: Tensor) -> Tensor:
-        """Apply the model's soft cap to the logits in place, if it has one."""
+        """Apply the soft cap to the logits in place, if the model has a soft cap."""
         cap = self.spec.logit_cap
         return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return views of the weights to load into, by the tensors' names in the checkpoint."""
+        """Return views of the weights, to be loaded, by the tensors' names in the checkpoint."""
         names = self.spec.names
         found: dict[str, Tensor] = {}
         if self.norm is not None and self.head is not None:
@@ -99,7 +100,7 @@ class Decoder:
         return found
 
     def finish_loading(self) -> None:
-        """Reorder weights whose layout in the checkpoint differs; call once after loading."""
+        """Reorder weights that have another layout in the checkpoint. Call once after loading."""
         for block in self.layers:
             if self.spec.qkv_grouped and isinstance(block.attention, Attention):
                 block.attention.ungroup()
@@ -131,10 +132,10 @@ def empty_decoder(
     """Create a decoder with uninitialised weights (on the `meta` device: shapes only).
 
     Args:
-        spec: Spec of the whole model.
+        spec: spec of the whole model.
 
     Raises:
-        BadShape: The model cannot be divided among the ranks.
+        BadShape: if the model cannot be divided among the ranks.
     """
     coord, local = ranks.coord, local_spec(spec, ranks.coord)
     assembly = ModelBuilder(local, dtype, device, deterministic, ranks)

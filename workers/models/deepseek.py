@@ -1,4 +1,4 @@
-"""Settings that only DeepSeek's `config.json` has: MLA and expert routing."""
+"""Settings that occur only in DeepSeek's `config.json`: MLA and expert routing."""
 
 from dataclasses import dataclass
 
@@ -7,33 +7,33 @@ from penstock.workers.models.config import Fields
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """MLA: the cache has one row per token, a compressed latent followed by a rotated key."""
+    """Sizes of MLA. A cache row of a token is a compressed latent followed by a rotated key."""
 
-    rank: int  # features of the latent
-    query_rank: int  # features of the query's own latent; 0: the query is not compressed
-    plain_dim: int  # features of a head's query and key that are not rotated
-    rope_dim: int  # rotated features of a head's query and key
-    value_dim: int  # features of a head's value
+    rank: int  # number of features of the latent
+    query_rank: int  # number of features of the query's own latent; 0: uncompressed query
+    plain_dim: int  # number of features of a head's query and key without rotary embedding
+    rope_dim: int  # number of features of a head's query and key with rotary embedding
+    value_dim: int  # number of features of a head's value
 
     @property
     def head_dim(self) -> int:
-        """Features of a head's query."""
+        """Number of features of a head's query."""
         return self.plain_dim + self.rope_dim
 
     @property
     def up_dim(self) -> int:
-        """Features of a head that `row_up` computes from the latent: plain key and value."""
+        """Number of features per head that `row_up` computes from the latent (plain key, value)."""
         return self.plain_dim + self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
-    """How a token's experts are chosen."""
+    """Parameters by which a token's experts are chosen."""
 
     method: str  # "greedy", "group_limited_greedy" or "noaux_tc"
-    scale: float  # factor of the experts' weights
-    num_groups: int = 1  # groups of experts; used by the last two methods
-    top_groups: int = 1  # groups from which a token's experts are chosen; last two methods
+    scale: float  # the experts' weights are multiplied by this
+    num_groups: int = 1  # number of groups of experts; 1 for "greedy"
+    top_groups: int = 1  # number of groups from which a token's experts are chosen
 
 
 def read_latent(config: Fields) -> LatentSpec:
@@ -55,7 +55,7 @@ def read_latent(config: Fields) -> LatentSpec:
 def read_routing(
     config: Fields, methods: tuple[str, ...], num_experts: int, top_k: int
 ) -> RoutingSpec:
-    """Read the routing of experts; `methods` are the supported `topk_method`s, default first."""
+    """Read the expert routing; `methods` are the allowed values of `topk_method`, default first."""
     values = config.values
     method = values.get("topk_method") or methods[0]
     if method not in methods:

@@ -1,7 +1,7 @@
 """Table of the model families that the native decoder serves.
 
-`config.json` names a family by its architecture. To add one, add a row; if it needs something new,
-add a field to `Family` and implement it in the decoder.
+`config.json` names a model family by its architecture. To add a family, add a row to `FAMILIES`. If
+the family needs a new feature, add a field to `Family` and implement the feature in the decoder.
 """
 
 from typing import Any
@@ -173,4 +173,4 @@ FAMILIES: dict[str, Family] = {
     ),
     **LEGACY_FAMILIES,
 }
-"""Families by architecture name in `config.json`."""
+"""Model families by architecture name in `config.json`."""

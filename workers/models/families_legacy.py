@@ -1,4 +1,4 @@
-"""Families whose configurations use other keys than Llama's: Falcon, GPT-J, BLOOM and MPT."""
+"""Model families whose `config.json` uses other keys than Llama's: Falcon, GPT-J, BLOOM, MPT."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ from penstock.workers.models.tensor_names import TensorNames
 
 
 def _renamed(config: Config, names: dict[str, str]) -> dict[str, Any]:
-    """Return the values of `names` (ours: theirs) under our names; null counts as absent."""
+    """Return renamed values; `names` maps our key to the key in `config`. null counts as absent."""
     found = {ours: config.get(theirs) for ours, theirs in names.items()}
     return {ours: value for ours, value in found.items() if value is not None}
 
@@ -37,7 +37,7 @@ def _usual_gpt_j(config: Config) -> dict[str, Any]:
     rotary_dim = config.get("rotary_dim", 64)
     sizes = (heads, hidden, rotary_dim)
     if all(type(size) is int and size > 0 for size in sizes) and hidden >= heads:
-        # Rounded up, so that int(head_dim * fraction) gives `rotary_dim` and not one less.
+        # Round up, so that int(head_dim * fraction) is `rotary_dim`, not `rotary_dim` - 1.
         found["partial_rotary_factor"] = math.nextafter(rotary_dim / (hidden // heads), math.inf)
     return found | _four_times_as_wide(found)
 
@@ -84,10 +84,11 @@ def _usual_mpt(config: Config) -> dict[str, Any]:
 
 
 def _falcon(config: Config) -> dict[str, Any]:
-    """Choose Falcon's norms.
+    """Return the fields of `Family` that depend on Falcon's variant.
 
-    The original architecture is parallel with one norm, or sequential. The new one is parallel with
-    two norms, or with one if `num_ln_in_parallel_attn` says so.
+    In the original architecture, attention and feed-forward are parallel with one norm, or
+    sequential. In the new architecture, they are parallel with two norms, or with one norm if
+    `num_ln_in_parallel_attn` is set to a number other than 2.
     """
     alibi = {"alibi": "rounded"} if config.get("alibi") else {}
     if not config.get("new_decoder_architecture"):
@@ -214,4 +215,4 @@ LEGACY_FAMILIES: dict[str, Family] = {
         ),
     ),
 }
-"""Families by architecture name in `config.json`."""
+"""Model families by architecture name in `config.json`."""

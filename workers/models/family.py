@@ -26,7 +26,7 @@ def never(config: Config) -> bool:
 
 
 def sparse_layers(config: Config) -> list[bool]:
-    """Mark every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
+    """Return True for every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])
     return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
@@ -41,47 +41,47 @@ class ExpertConfigKeys:
     """Keys of `config.json` that describe a mixture of experts."""
 
     inner_size: str
-    normalise: bool | None = None  # None: read `norm_topk_prob`
+    normalise: bool | None = None  # None: read the key `norm_topk_prob`
     shared_size: str | None = None
     layers: Callable[[Config], list[bool]] = sparse_layers
     clamped: bool = False  # gpt-oss: all experts in one tensor, with biases and a clamped gate
-    shared_count: str | None = None  # number of shared experts, as large as the others, no gate
+    shared_count: str | None = None  # key: number of shared experts of `inner_size`, without gate
     methods: tuple[str, ...] = ()  # DeepSeek: supported values of `topk_method`, default first
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family: its architecture, and how its `config.json` is read."""
+    """A model family: its differences from Llama, and rules for reading its `config.json`."""
 
     name: str
     qkv_bias: Callable[[Config], bool] = never
-    output_bias: Callable[[Config], bool] = never  # of the attention's output projection
+    output_bias: Callable[[Config], bool] = never  # bias of the attention's output projection
     mlp_bias: bool = False  # whether the key `mlp_bias` is read
-    qk_norm: str = ""  # norm of queries and keys: "" (none), per "head", or over the "whole"
-    norm_position: str = "before"  # or "after", "both", "once" (before, shared by both halves)
+    qk_norm: str = ""  # norm of queries and keys: "", "head" (per head), "whole" (over all heads)
+    norm_position: str = "before"  # or "after", "both", "once" (one norm for attention and MLP)
     parallel: bool = False  # attention and feed-forward read the same hidden states
-    qkv_grouped: bool = False  # checkpoint order is, per KV head: query heads, key, value
+    qkv_grouped: bool = False  # QKV rows in the checkpoint, per KV head: query heads, key, value
     gated: bool = True  # gated feed-forward layer
     head_bias: bool = False
     interleaved: bool = False  # rotary embedding rotates pairs of adjacent features
     windows: Callable[[Config], list[int]] = no_window  # visible positions per layer; 0: all
-    head_dim: int | None = None  # default if not configured; None: hidden_size / heads
+    head_dim: int | None = None  # default of `head_dim`; None: hidden_size / number of heads
     experts: ExpertConfigKeys | None = None
     norm_kind: str = "rms"  # or "layer", "layer_unbiased", "rms_above_one" (uses 1 + weight)
-    embedding_norm: bool = False  # embeddings are normalised
+    embedding_norm: bool = False  # a norm is applied to the embeddings
     activation: str = "silu"  # or "gelu_pytorch_tanh"; without a gate "gelu" or "gelu_new"
-    activation_key: str = "hidden_act"  # in `config.json`
-    scaled_embeddings: bool = False  # multiplied by the square root of their size
+    activation_key: str = "hidden_act"  # key of the activation in `config.json`
+    scaled_embeddings: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     sinks: bool = False  # attention sinks: a learned score without a value in each head's softmax
     alibi: str = ""  # "exact" or "rounded" ALiBi instead of rotary embedding
-    clips: bool = False  # clamps queries, keys and values to `clip_qkv`
+    clips: bool = False  # queries, keys and values are clamped to [-clip_qkv, clip_qkv]
     soft_caps: bool = False  # soft caps of scores and logits, and a configured attention scale
-    local_theta: float | None = None  # rope base of layers with a window, if it differs
-    absent: Config = field(default_factory=dict)  # defaults of absent keys
+    local_theta: float | None = None  # rope base of layers with a window; None: as other layers
+    absent: Config = field(default_factory=dict)  # default values of keys
     partial_rotary: bool = False  # whether `partial_rotary_factor` is read
-    refused: tuple[str, ...] = ()  # keys that must be unset or false; "a.b" is b in a
-    only: Config = field(default_factory=dict)  # keys with the one value that is supported
-    usual: Callable[[Config], dict[str, Any]] = nothing  # translates to Llama's keys
-    variant: Callable[[Config], dict[str, Any]] = nothing  # fields of `Family` to override
+    refused: tuple[str, ...] = ()  # keys that must be unset or false; "a.b": key b in object a
+    only: Config = field(default_factory=dict)  # keys, each with its only supported value
+    usual: Callable[[Config], dict[str, Any]] = nothing  # returns values under Llama's keys
+    variant: Callable[[Config], dict[str, Any]] = nothing  # returns fields of `Family` to override
     latent: bool = False  # uses MLA
     names: TensorNames = field(default_factory=TensorNames)

@@ -49,14 +49,14 @@ UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Activations of layers without a gate."""
 
-LATENT_NORM_EPS = 1e-6  # fixed: the configured epsilon is for the other norms
+LATENT_NORM_EPS = 1e-6  # constant; the epsilon in `config.json` applies to the other norms
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBuilder:
-    """Creates the layers of a model, or of one rank's shard of it, on one device."""
+    """Creates the layers of a model, or of one rank's shard of a model, on one device."""
 
-    spec: ModelSpec  # of the rank's shard
+    spec: ModelSpec  # spec of the rank's shard
     dtype: torch.dtype
     device: torch.device
     deterministic: bool = False
@@ -137,7 +137,7 @@ class ModelBuilder:
     def scores(self, sinks: Tensor | None) -> ScoreMod:
         spec, slopes, scale = self.spec, None, self.spec.attention_scale
         if spec.alibi is not None and spec.alibi.rounded:
-            scale = spec.head_dim**-0.5  # the default would use the wider heads of the cache
+            scale = spec.head_dim**-0.5  # by default the cache's head size, which is larger
         elif spec.alibi is not None:
             slopes = torch.tensor(spec.alibi.slopes, dtype=torch.float32, device=self.device)
         return ScoreMod(scale, spec.attention_cap, sinks, slopes)
@@ -177,7 +177,7 @@ class ModelBuilder:
         return Mlp(self.gate_up(inner), down, self.activation())
 
     def expert_mlp(self, inner: int) -> Mlp:
-        """Create an expert whose result is not reduced: the caller sums the ranks' parts."""
+        """Create an expert without all-reduce; the caller sums the ranks' partial results."""
         down = self.linear(inner, (self.spec.hidden_size,), self.spec.mlp_bias)
         return Mlp(self.gate_up(inner), down, self.activation())
 
@@ -200,7 +200,7 @@ class ModelBuilder:
             mlps = _expert_views(stacks, *experts.clamp)
             can_group = (
                 runs_kernels(self.device) and ranks.stage is None
-            )  # with several ranks, only one of them has the bias of `down_proj`
+            )  # `_grouped_weights` needs the bias of `down_proj`, which only one rank has
             together = _grouped_weights(stacks, *experts.clamp) if can_group else None
         fields: dict[str, Any] = {
             "router": self.router(experts),
@@ -222,7 +222,7 @@ class ModelBuilder:
         return SharedExpert(self.expert_mlp(experts.shared_size), gate)
 
     def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], ExpertWeights | None]:
-        """Create the experts; on a GPU their weights are views of stacked `ExpertWeights`."""
+        """Create the experts; on a GPU, as views of stacked weights, which are returned as well."""
         spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
         if not runs_kernels(self.device) or kind is None or spec.mlp_bias or not spec.gated:
             return tuple(self.expert_mlp(inner) for _ in range(count)), None
@@ -243,7 +243,7 @@ class ModelBuilder:
         return Linear(self.wide_empty(*sizes, hidden), None, sizes)
 
     def wide_empty(self, *shape: int) -> Tensor:
-        """Create a float32 tensor: DeepSeek's routing is in float32, whatever the model's dtype."""
+        """Create a float32 tensor for DeepSeek's routing, which is float32 for any model dtype."""
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def stacks(self, experts: ExpertsSpec, count: int) -> dict[str, Tensor]:
@@ -253,7 +253,7 @@ class ModelBuilder:
             "gate_up_proj_bias": self.empty(count, 2 * inner),
             "down_proj": self.empty(count, inner, hidden),
         }
-        if self.ranks.coord.expert_tp_rank == 0:  # the ranks' results are summed: add it once
+        if self.ranks.coord.expert_tp_rank == 0:  # the sum over ranks must contain the bias once
             found["down_proj_bias"] = self.empty(count, hidden)
         return found
 
@@ -284,7 +284,7 @@ def _grouped_weights(stacks: dict[str, Tensor], gain: float, limit: float) -> Ex
 
 
 def _expert_views(stacks: dict[str, Tensor], gain: float, limit: float) -> tuple[Mlp, ...]:
-    """Create experts whose weights are views of the stacked tensors."""
+    """Create gpt-oss experts whose weights are views of the stacked tensors."""
     activation = partial(swiglu_oai, gain=gain, limit=limit)
 
     def linears(name: str) -> list[Linear]:

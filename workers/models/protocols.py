@@ -1,4 +1,4 @@
-"""Interfaces through which the engine uses a model, native or of `transformers`."""
+"""Interfaces through which the engine uses a model, be it native or run by `transformers`."""
 
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from penstock.workers.models.rotary import Rotary
 
 
 class ModelInfo(Protocol):
-    """Sizes of a model; `ModelSpec` has the meaning of each."""
+    """Sizes of a model; `ModelSpec` describes the properties."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -34,7 +34,7 @@ class ModelInfo(Protocol):
 
 
 class Model(Protocol):
-    """A model that computes steps; `Decoder` has the meaning of each member."""
+    """A model that can run steps; `Decoder` describes the members."""
 
     @property
     def spec(self) -> ModelInfo: ...

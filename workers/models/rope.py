@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE) as described by `config.json`. Does not need torch."""
+"""Reads the parameters of rotary position embedding (RoPE) from `config.json`; needs no torch."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,28 +10,28 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: its base and how its frequencies are scaled for longer contexts.
+    """Rotary embedding: its base, and the scaling of its frequencies for longer contexts.
 
-    "dynamic" is read as "default": it scales only beyond the model's maximum length.
+    "dynamic" is read as "default", because "dynamic" scales only beyond the model's maximum length.
     """
 
     theta: float
     kind: str = "default"  # "default", "linear", "llama3", "yarn" or "longrope"
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
+    low_freq_factor: float = 1.0  # llama3 only
+    high_freq_factor: float = 4.0  # llama3 only
     original_max_len: int = 8192  # context length of the original training
-    rotated_fraction: float = 1.0  # share of a head's features that is rotated, from the first on
-    scale: float = 1.0  # factor of the rotated features
-    interleaved: bool = False  # pairs are adjacent features, not half a head apart
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    truncate: bool = True  # yarn
+    rotated_fraction: float = 1.0  # share of a head's features that is rotated: the first features
+    scale: float = 1.0  # rotated features are multiplied by this
+    interleaved: bool = False  # pairs are adjacent features; False: features half a head apart
+    beta_fast: float = 32.0  # yarn only
+    beta_slow: float = 1.0  # yarn only
+    truncate: bool = True  # yarn only
     divisors: tuple[float, ...] = ()  # longrope: divisor of each pair's frequency
-    short_divisors: tuple[float, ...] = ()  # longrope: divisors within `original_max_len`
+    short_divisors: tuple[float, ...] = ()  # longrope: divisors up to `original_max_len` positions
 
     def within(self, num_positions: int) -> "RopeSpec":
-        """Return the spec to use if only `num_positions` positions are served."""
+        """Return the spec to use if sequences have at most `num_positions` positions."""
         if num_positions > self.original_max_len or not self.short_divisors:
             return self
         return replace(self, divisors=self.short_divisors)
@@ -40,7 +40,7 @@ class RopeSpec:
 def read_ropes(
     config: Fields, partial: bool, local_theta: float | None
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """Read the rope of all layers, and that of windowed layers if the family has `local_theta`."""
+    """Read the rope of all layers; with `local_theta`, also a separate rope of windowed layers."""
     if local_theta is None:
         return read_rope(config, partial), None
     values = dict(config.values)
@@ -57,10 +57,10 @@ def read_ropes(
 
 
 def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
-    """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
+    """Read `rope_parameters`, or the older keys `rope_theta` and `rope_scaling`.
 
     Args:
-        partial: Whether the family supports `partial_rotary_factor`.
+        partial: whether the model family supports `partial_rotary_factor`.
     """
     values = config.values
     found = values.get("rope_scaling") or values.get("rope_parameters") or {}
@@ -93,7 +93,7 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
 
 def _stretched(config: Fields, rope: Fields, plain: RopeSpec) -> RopeSpec:
     kind, longest = plain.kind, config.size("max_position_embeddings")
-    # A value at the top level (Phi-3) takes precedence over the one in the rope parameters.
+    # A value at the top level (Phi-3) takes precedence over a value in the rope parameters.
     holder = config if config.values.get("original_max_position_embeddings") else rope
     original = holder.size("original_max_position_embeddings", longest)
     factor = rope.values.get("factor")
@@ -118,7 +118,7 @@ def _llama3(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
 
 
 def _yarn(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
-    """Read YaRN parameters (Peng et al., 2023); `mscale` and `mscale_all_dim` are DeepSeek's."""
+    """Read YaRN parameters (Peng et al., 2023). Only DeepSeek has `mscale` and `mscale_all_dim`."""
     scale = _yarn_scale(spec.factor, 1.0)
     if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
         scale = _yarn_scale(spec.factor, rope.number("mscale", 1.0)) / _yarn_scale(
@@ -138,7 +138,7 @@ def _yarn_scale(factor: float, weight: float) -> float:
 
 
 def stretched_scores(config: Fields) -> float:
-    """Return DeepSeek's extra factor of attention scores under rope scaling (`mscale_all_dim`)."""
+    """Return the number by which DeepSeek multiplies attention scores (see `mscale_all_dim`)."""
     found = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "default" or not found.get("mscale_all_dim"):
@@ -151,7 +151,7 @@ def stretched_scores(config: Fields) -> float:
 def _longrope(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
     """Read LongRoPE parameters (Ding et al., 2024).
 
-    All sequences use the same divisors, whatever their length, so that cached keys can be shared.
+    Sequences of all lengths use the same divisors, so that they can share cached keys.
     """
     scale = 1.0
     if spec.factor > 1:

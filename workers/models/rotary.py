@@ -1,4 +1,4 @@
-"""Frequencies of rotary embedding, with the scaling methods for longer contexts."""
+"""Computes the frequencies of rotary embedding, including scaling for longer contexts."""
 
 import math
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from penstock.workers.models.rope import RopeSpec
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """Rotary embedding of some layers, which rotates the first R features of each head."""
+    """Rotary embedding of one or more layers; rotates the first R features of each head."""
 
-    frequencies: Tensor  # [R / 2] float32: radians per position
-    scale: float  # factor of the rotated features
-    interleaved: bool  # pairs are adjacent features instead of R / 2 apart
+    frequencies: Tensor  # [R / 2] float32: radians per position of each pair of features
+    scale: float  # rotated features are multiplied by this
+    interleaved: bool  # pairs are adjacent features; False: features R / 2 apart
 
 
 def make_rotary(rope: RopeSpec, head_dim: int, device: torch.device) -> Rotary:
-    # Computed on the CPU: arithmetic on `meta` tensors loads torch's compiler, which takes seconds.
+    # Compute on the CPU, because arithmetic on `meta` tensors loads torch's compiler (seconds).
     frequencies = rotary_frequencies(rope, int(head_dim * rope.rotated_fraction))
     return Rotary(frequencies.to(device), rope.scale, rope.interleaved)
 
 
 def rotary_frequencies(rope: RopeSpec, num_features: int) -> Tensor:
-    """Return the radians per position of each feature pair: [num_features / 2] float32."""
+    """Return the radians per position of each pair of features, [num_features / 2] float32."""
     exponents = torch.arange(0, num_features, 2, dtype=torch.float32) / num_features
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -40,7 +40,7 @@ def rotary_frequencies(rope: RopeSpec, num_features: int) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and interpolate linearly between."""
+    """Divide low frequencies by `factor`, keep high frequencies, interpolate linearly between."""
     rotations = rope.original_max_len * frequencies / (2 * math.pi)
     blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -48,9 +48,9 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Scale as in `_llama3`, but interpolate over the index of the pair.
+    """Scale the frequencies as in `_llama3`, but interpolate linearly in the index of the pair.
 
-    The interpolation runs between the pairs that make `beta_fast` and `beta_slow` rotations.
+    Interpolate between the pairs with `beta_fast` and with `beta_slow` rotations.
     """
     num_features = 2 * len(frequencies)
     low = _pair_of_rotations(rope, num_features, rope.beta_fast)
@@ -64,6 +64,6 @@ def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
 
 
 def _pair_of_rotations(rope: RopeSpec, num_features: int, rotations: float) -> float:
-    """Return the index of the pair that makes `rotations` turns in `original_max_len` positions."""
+    """Return the index of the pair with `rotations` full turns in `original_max_len` positions."""
     ratio = rope.original_max_len / (rotations * 2 * math.pi)
     return num_features * math.log(ratio) / (2 * math.log(rope.theta))

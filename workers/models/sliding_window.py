@@ -1,4 +1,4 @@
-"""Sliding windows per layer, as visible positions; 0: all positions are visible."""
+"""Reads the sliding window of each layer: the number of visible positions, or 0 for all."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,10 @@ def every_layer(config: Config) -> list[int]:
 
 
 def upper_layers(config: Config) -> list[int]:
-    """Windows of the layers given by `layer_types`, else of those from `max_window_layers` on."""
+    """Return the windows.
+
+    Without `layer_types`, the layers from `max_window_layers` on have a window.
+    """
     num_layers = config["num_hidden_layers"]
     if not config.get("use_sliding_window"):
         return [0] * num_layers
@@ -27,7 +30,10 @@ def upper_layers(config: Config) -> list[int]:
 
 
 def alternating(period: int) -> Callable[[Config], list[int]]:
-    """Windows of the layers given by `layer_types`, else of all but every `period`-th layer."""
+    """Return a function that returns the windows.
+
+    Without `layer_types`, all layers except every `period`-th layer have a window.
+    """
 
     def windows(config: Config) -> list[int]:
         window = config.get("sliding_window") or 0
@@ -46,9 +52,9 @@ def every_layer_if_used(config: Config) -> list[int]:
 
 
 def alternate_lower_layers(config: Config) -> list[int]:
-    """Windows of the layers given by `layer_types`, else of every second lower layer.
+    """Return the windows.
 
-    The lower layers are those below `max_window_layers`.
+    Without `layer_types`, every second layer below `max_window_layers` has a window.
     """
     if not config.get("use_sliding_window"):
         return no_window(config)

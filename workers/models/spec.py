@@ -1,4 +1,4 @@
-"""Model description (`ModelSpec`), read from a checkpoint's `config.json`. Does not need torch."""
+"""Reads a model's description (`ModelSpec`) from a checkpoint's `config.json`; needs no torch."""
 
 import math
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ from penstock.workers.models.tensor_names import TensorNames
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """Mixture-of-experts feed-forward layers."""
+    """The mixture-of-experts layers of a model."""
 
     num_experts: int
-    top_k: int  # experts per token
-    inner_size: int  # intermediate features of each expert
-    normalise: bool  # whether the weights of a token's experts sum to one
-    shared_size: int  # intermediate features of the shared expert; 0: no shared expert
+    top_k: int  # number of experts per token
+    inner_size: int  # number of intermediate features of each expert
+    normalise: bool  # whether the weights of a token's experts are divided by their sum
+    shared_size: int  # number of intermediate features of the shared expert; 0: no shared expert
     layers: tuple[bool, ...]  # True for the layers with experts
     clamp: tuple[float, float] | None = None  # gpt-oss: gain and limit of the gate
-    shared_gate: bool = True  # whether a gate scales the shared expert's result
-    routing: RoutingSpec | None = None  # None: the top k of a softmax
+    shared_gate: bool = True  # whether the shared expert's result is multiplied by a gate
+    routing: RoutingSpec | None = None  # None: choose the top k of a softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,17 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_model_len: int  # positions
+    max_model_len: int  # maximum number of positions of a sequence
     eos_tokens: tuple[int, ...]
     tie_embeddings: bool
     head_bias: bool
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: str  # "", "head" or "whole"
-    norm_position: str  # "before", "after", "both" or "once" (before, shared by both halves)
+    qk_norm: str  # norm of queries and keys: "", "head" (per head) or "whole" (over all heads)
+    norm_position: str  # "before", "after", "both" or "once" (one norm for attention and MLP)
     parallel: bool  # whether attention and feed-forward read the same hidden states
-    qkv_grouped: bool  # checkpoint order is, per KV head: query heads, key, value
+    qkv_grouped: bool  # QKV rows in the checkpoint, per KV head: query heads, key, value
     gated: bool  # whether the feed-forward layer has a gate
     sinks: bool  # attention sinks: a learned score without a value in each head's softmax
     norm_kind: str  # "rms", "layer", "layer_unbiased" or "rms_above_one" (uses 1 + weight)
@@ -66,18 +66,18 @@ class ModelSpec:
     activation: str  # gated: "silu" or "gelu_pytorch_tanh"; otherwise "gelu" or "gelu_new"
     embedding_scale: float
     embedding_norm: bool
-    qkv_clip: float  # limit to which queries, keys and values are clamped; 0: no clamp
-    attention_scale: float | None  # factor of the scores; None: 1 / sqrt(head_dim)
-    attention_cap: float  # soft cap of the scores; 0: none
-    logit_cap: float  # soft cap of the logits; 0: none
-    alibi: AlibiSpec | None  # if set, there is no rotary embedding and `rope` is ignored
+    qkv_clip: float  # queries, keys and values are clamped to [-qkv_clip, qkv_clip]; 0: no clamp
+    attention_scale: float | None  # scores are multiplied by this; None: 1 / sqrt(head_dim)
+    attention_cap: float  # soft cap of the scores; 0: no cap
+    logit_cap: float  # soft cap of the logits; 0: no cap
+    alibi: AlibiSpec | None  # if set, there is no rotary embedding, and `rope` is ignored
     rope: RopeSpec
-    local_rope: RopeSpec | None  # rope of the layers with a window, if it differs
-    windows: tuple[int, ...]  # per layer: visible positions, the token's own included; 0: all
+    local_rope: RopeSpec | None  # rope of the layers with a window; None: `rope`
+    windows: tuple[int, ...]  # per layer: visible positions including the token's own; 0: all
     experts: ExpertsSpec | None
     names: TensorNames
     dtype: str  # dtype of the checkpoint: float32, bfloat16 or float16
-    latent: LatentSpec | None  # set for MLA
+    latent: LatentSpec | None  # sizes of MLA; None: other attention
     num_mtp_layers: int  # multi-token prediction layers in the checkpoint; they are not loaded
 
     @property
@@ -88,14 +88,14 @@ class ModelSpec:
 
     @property
     def rotated_dim(self) -> int:
-        """Features of a head that rotary embedding may rotate."""
+        """Number of features of a head to which rotary embedding may apply."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def extra_dim(self) -> int:
-        """Extra features of a cached head: an ALiBi bias and padding to a multiple of 8 (16 bytes).
+        """Number of extra features of a cached head: an ALiBi bias, padded to a multiple of 8.
 
-        0 unless the model uses rounded ALiBi.
+        The value is 0 if the model does not use rounded ALiBi.
         """
         rounded = self.alibi is not None and self.alibi.rounded
         return 8 - self.head_dim % 8 if rounded else 0
@@ -113,11 +113,11 @@ class ModelSpec:
 
 
 def read_config(folder: Path) -> Fields:
-    """Read the folder's `config.json` and check its architecture entry and quantization.
+    """Read the folder's `config.json`; check that it names one architecture and no quantization.
 
     Raises:
-        BadCheckpoint: The file is missing or invalid.
-        UnsupportedModel: It names no single architecture, or quantized weights.
+        BadCheckpoint: if the file is missing or invalid.
+        UnsupportedModel: if `architectures` does not have one entry, or if weights are quantized.
     """
     if not folder.is_dir():
         raise BadCheckpoint(f"{folder} is not a folder: give the path of a checkpoint folder")
@@ -142,12 +142,12 @@ def supported_architectures() -> str:
 
 
 def is_native(config: Fields) -> bool:
-    """Whether the native decoder supports the architecture; otherwise `transformers` runs it."""
+    """Return whether the native decoder, not `transformers`, runs the architecture."""
     return config.values["architectures"][0] in FAMILIES
 
 
 def check_config(folder: Path) -> None:
-    """Check by its configuration that the folder's model can be served; raises like `read_spec`."""
+    """Check from `config.json` that the folder's model can be served; raise as in `read_spec`."""
     config = read_config(folder)
     if is_native(config):
         read_spec(folder)
@@ -165,11 +165,11 @@ def require_transformers(config: Fields) -> None:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """Read the model's spec from `config.json`, and its EOS tokens from `generation_config.json`.
+    """Read a model's spec from `config.json`, and EOS tokens as in `read_eos_tokens`.
 
     Raises:
-        BadCheckpoint: A file is missing or has invalid values.
-        UnsupportedModel: The architecture or one of its options is not supported.
+        BadCheckpoint: if a file is missing or has invalid values.
+        UnsupportedModel: if the architecture or one of its options is not supported.
     """
     config = read_config(folder)
     family = _family(config)
@@ -198,7 +198,7 @@ def _family(config: Fields) -> Family:
 
 
 def _value_at(values: Config, key: str) -> Any:
-    """Return the value at a dotted key ("a.b" is key b of object a); None if absent."""
+    """Return the value at a dotted key ("a.b": key b of object a), or None if it is absent."""
     *outer, last = key.split(".")
     for name in outer:
         found = values.get(name)
@@ -260,7 +260,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
 
 
 def _heads(config: Fields, family: Family, latent: LatentSpec | None) -> tuple[int, int]:
-    """Return the number of KV heads and the features of a query head."""
+    """Return the number of KV heads, and the number of features of a query head."""
     if latent is not None:
         return 1, latent.head_dim
     num_heads = config.size("num_attention_heads")
@@ -285,7 +285,7 @@ def _attention_scale(config: Fields, family: Family, head_dim: int) -> float | N
 
 
 def _if_given(config: Fields, key: str, used: bool) -> float:
-    """Return the number at `key`; 0 if it is absent or the family does not use it."""
+    """Return the number at `key`, or 0 if the key is absent or `used` is False."""
     if not used or config.values.get(key) is None:
         return 0.0
     return config.number(key, 1.0)
@@ -370,7 +370,7 @@ def read_dtype(config: Fields) -> str:
 
 
 def read_eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
-    """Return the EOS token ids of `generation_config.json` if it has any, else of `config.json`."""
+    """Return the EOS token ids of `generation_config.json` if present, else of `config.json`."""
     found = None
     path = folder / "generation_config.json"
     if path.is_file():

@@ -1,4 +1,4 @@
-"""Maps the tensor names of a checkpoint to views of the weights that they are loaded into."""
+"""Maps the tensor names of a checkpoint to views of the weights into which they are loaded."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from penstock.workers.models.tensor_names import TensorNames
 
 
 def layer_tensors(block: DecoderLayer, names: TensorNames, number: int) -> dict[str, Tensor]:
-    """Return the views of one layer's weights by the tensors' full names in the checkpoint."""
+    """Return views of one layer's weights by the full names of the tensors in the checkpoint."""
     if isinstance(block.attention, LatentAttention):
         found = _latent_tensors(block.attention, names)
     else:

@@ -1,4 +1,4 @@
-"""torch communicators created without its global state: gloo on CPUs, NCCL on GPUs."""
+"""Creates torch communicators without torch's global state: gloo on CPUs, NCCL on GPUs."""
 
 import re
 from datetime import timedelta
@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 
 class Communicator(Protocol):
-    """The methods of torch's process groups that are used here."""
+    """Interface of torch's process groups, reduced to the methods that Penstock calls."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
@@ -29,7 +29,7 @@ def backend_for(device: torch.device) -> str:
 def connect(
     backend: str, store: Store, rank: int, num_ranks: int, host: str, seconds: float
 ) -> Communicator:
-    """Create a communicator of the `num_ranks` ranks that share `store`; wait for the others.
+    """Create a communicator of the `num_ranks` ranks that share `store`; wait for all of them.
 
     Args:
         host: Address that gloo listens on.

@@ -1,7 +1,7 @@
 """Collectives of a worker's ranks: all-reduce, all-gather, all-to-all, and links between stages.
 
-An all-reduce gathers the parts and adds them in the order of ranks. The bits of a sum therefore
-depend on the number of ranks only, not on timing or on the number of rows.
+An all-reduce gathers the parts and adds them in the order of ranks. For a given number of ranks,
+its results are therefore bitwise identical for any timing and any number of rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from penstock.workers.parallel.communicator import (
 )
 
 SMALL_BYTES = 1 << 16
-"""Up to this size an all-reduce is one all-gather; above, an all-to-all and an all-gather, which
-send less."""
+"""Up to this size, an all-reduce is one all-gather. Above this size, it is an all-to-all and an
+all-gather, because these send fewer bytes."""
 
 
 class RankLost(RuntimeError):
@@ -28,11 +28,11 @@ class RankLost(RuntimeError):
 
 
 class ProcessGroup:
-    """A group of a worker's ranks that includes this one.
+    """A group of a worker's ranks that includes this rank.
 
     All ranks must make the same calls in the same order. An operation that fails or times out
-    raises `RankLost`; the group cannot be used any more. (With NCCL, calls only enqueue operations,
-    and NCCL's own watchdog handles timeouts.)
+    raises `RankLost`; then the group cannot be used any more. (With NCCL, calls only enqueue
+    operations, and NCCL's own watchdog handles timeouts.)
     """
 
     def __init__(self, communicator: Communicator, size: int) -> None:
@@ -40,7 +40,7 @@ class ProcessGroup:
         self._communicator = communicator
 
     def all_gather(self, shard: Tensor) -> Tensor:
-        """Gather the ranks' shards, all of one shape: [size, *shape], in the order of ranks."""
+        """Return the shards of all ranks, in rank order: [size, *shape]. Shapes must be equal."""
         shard = shard.contiguous()
         gathered = shard.new_empty((self.size, *shard.shape))
         if shard.numel():
@@ -48,7 +48,7 @@ class ProcessGroup:
         return gathered
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, all of one shape; `tensor` is not changed."""
+        """Return the sum of the ranks' tensors, which have equal shapes; do not change `tensor`."""
         if tensor.nbytes <= SMALL_BYTES:
             return _sum_in_order(self.all_gather(tensor))
         # Reduce-scatter, then all-gather: each rank sums one slice.
@@ -60,7 +60,7 @@ class ProcessGroup:
         return self.all_gather(mine).view(-1)[: tensor.numel()].view(tensor.shape)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange rows with all ranks: [sum(sent), D] to [sum(received), D].
+        """Exchange rows with all ranks: send [sum(sent), D], receive [sum(received), D].
 
         The first `sent[0]` rows go to the group's first rank, and so on. The first `received[0]`
         rows of the result come from the first rank, and so on.
@@ -90,20 +90,20 @@ class StageLinks:
         self._sending: tuple[dist.Work, Tensor] | None = None
 
     def receive(self, into: Tensor) -> Tensor:
-        """Receive hidden states from the previous stage into `into`, and return it."""
+        """Receive hidden states from the previous stage into `into`; return `into`."""
         before = self.prev_stage
         assert before is not None
         _wait(lambda: self._communicator.recv([into], before, 0))
         return into
 
     def send(self, hidden: Tensor) -> None:
-        """Send to the next stage; wait only for the previous send to complete."""
+        """Send `hidden` to the next stage; wait only until the previous send has completed."""
         assert self.next_stage is not None
         if self._sending is not None:
             work = self._sending[0]
             _wait(lambda: work)
         hidden = hidden.contiguous()
-        # Keep the tensor until the send has completed; the next stage may be a step behind.
+        # Keep the tensor until the send has completed, because the next stage may be slower.
         self._sending = self._communicator.send([hidden], self.next_stage, 0), hidden
 
 
@@ -151,7 +151,7 @@ def _connect(
 
 def _wait(start: Callable[[], dist.Work]) -> None:
     try:
-        start().wait()  # no timeout argument (NCCL would block for it): the communicator has one
+        start().wait()  # no timeout argument: NCCL would block for it; the communicator has one
     except RuntimeError as error:
         raise RankLost(first_sentence(error)) from error
 

@@ -1,4 +1,4 @@
-"""Modules that are imported on first use.
+"""Imports modules on first use.
 
 An engine with one rank sends no messages, so it must run without protobuf (`make gpu`).
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class LazyModule:
-    """Proxy of a module that imports it when an attribute is read."""
+    """Proxy of a module; imports the module when an attribute is read."""
 
     def __init__(self, name: str) -> None:
         self._name = name

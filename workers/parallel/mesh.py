@@ -1,12 +1,13 @@
 """Mesh of a worker's ranks: tensor, pipeline and expert parallel.
 
 A worker has tp x pp ranks. Layers are divided into `pp` stages of `tp` ranks each. Heads, columns
-and the vocabulary are divided among a stage's ranks; experts among `ep` groups of them, each expert
-complete in one group. (Planned: a fourth number for data-parallel attention, a further factor of
-`num_ranks`, with which experts can be divided among more ranks than heads are.)
+and the vocabulary are divided among the ranks of a stage. Experts are divided among `ep` groups of
+these ranks; each expert belongs to one group. (Planned: a fourth dimension, data-parallel
+attention, by which `num_ranks` is multiplied as well. Experts can then be divided among more ranks
+than heads.)
 
-Rank 0 leads and is in the *last* stage, where the logits are: it samples the tokens and puts them
-into the next step's plan, so no other rank needs a sampler.
+Rank 0 leads the worker and belongs to the *last* stage, where the logits are computed. Rank 0
+samples the tokens and puts them into the plan of the next step, so no other rank needs a sampler.
 """
 
 from dataclasses import dataclass
@@ -67,54 +68,54 @@ class MeshCoord:
 
     @property
     def tp_rank(self) -> int:
-        """Index among the stage's ranks, which divide heads, columns and vocabulary."""
+        """Index of this rank in its stage, whose ranks divide heads, columns and vocabulary."""
         return self.rank % self.mesh.tp
 
     @property
     def ep_rank(self) -> int:
-        """Index of the rank's group among the `ep` groups that divide the experts."""
+        """Index of this rank's expert group among the `ep` groups that divide the experts."""
         return self.tp_rank // self.mesh.expert_tp
 
     @property
     def expert_tp_rank(self) -> int:
-        """Index among the ranks of the group, which divide the features of each expert."""
+        """Index of this rank in its expert group, whose ranks divide each expert's features."""
         return self.tp_rank % self.mesh.expert_tp
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The ranks of this stage, including this one."""
+        """The ranks of this stage, including this rank."""
         first = self.rank - self.tp_rank
         return tuple(range(first, first + self.mesh.tp))
 
     @property
     def expert_ranks(self) -> tuple[int, ...]:
-        """The ranks of this stage with the same `expert_tp_rank`, including this one."""
+        """The ranks of this stage with the same `expert_tp_rank`, including this rank."""
         return self.stage_ranks[self.expert_tp_rank :: self.mesh.expert_tp]
 
     @property
     def prev_stage(self) -> int | None:
-        """The rank of the previous stage that sends hidden states to this one."""
+        """The rank of the previous stage that sends hidden states to this rank, or None."""
         return None if self.is_first else self._adjacent_rank(-1)
 
     @property
     def next_stage(self) -> int | None:
-        """The rank of the next stage that receives this one's hidden states."""
+        """The rank of the next stage that receives hidden states of this rank; None: last stage."""
         return None if self.is_last else self._adjacent_rank(1)
 
     def _adjacent_rank(self, step: int) -> int:
         return (self.rank + step * self.mesh.tp) % self.mesh.num_ranks
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers of this stage; stages differ by at most one layer."""
+        """Return the layers of this stage; the sizes of stages differ by at most one layer."""
         pp = self.mesh.pp
         return range(num_layers * self.stage // pp, num_layers * (self.stage + 1) // pp)
 
     def experts(self, num_experts: int) -> range:
-        """Return the experts of this rank's group."""
+        """Return the experts of this rank's expert group."""
         return even_partition(num_experts, self.mesh.ep, self.ep_rank)
 
     def tokens(self, vocab_size: int) -> range:
-        """Return this rank's part of the vocabulary; the last rank's may be shorter."""
+        """Return this rank's part of the vocabulary; the part of the last rank may be shorter."""
         size = -(-vocab_size // self.mesh.tp)
         first = min(vocab_size, self.tp_rank * size)
         return range(first, min(vocab_size, first + size))
@@ -125,5 +126,5 @@ SINGLE_COORD = MeshCoord()
 
 
 def even_partition(num_items: int, num_owners: int, owner: int) -> range:
-    """Return the consecutive items of one owner; owners differ by at most one item."""
+    """Return the consecutive items of one owner; the shares differ by at most one item."""
     return range(num_items * owner // num_owners, num_items * (owner + 1) // num_owners)

@@ -19,7 +19,7 @@ class ParallelGroups:
     """A rank's coordinates and its groups; each group is None if the rank would be alone in it."""
 
     coord: MeshCoord = SINGLE_COORD
-    stage: ProcessGroup | None = None  # the ranks of its stage
+    stage: ProcessGroup | None = None  # the ranks of this rank's stage
     experts: ProcessGroup | None = None  # one rank of each expert group, see `expert_ranks`
     links: StageLinks | None = None  # to the previous and next stage
 
@@ -30,7 +30,7 @@ SINGLE_RANK = ParallelGroups()
 def connect_ranks(
     coord: MeshCoord, store: Store, device: torch.device, host: str, seconds: float
 ) -> ParallelGroups:
-    """Connect the ranks of a worker; raise `RankLost` if that fails.
+    """Connect the ranks of a worker; raise `RankLost` if a connection fails.
 
     Args:
         seconds: Timeout of each later operation between the ranks.
@@ -52,6 +52,6 @@ def connect_ranks(
 
 
 def all_reduce_min(store: Store, name: str, coord: MeshCoord, value: int) -> int:
-    """Return the minimum of the ranks' values; every rank must call this, and waits for all."""
+    """Return the minimum of the values of all ranks; each rank calls this and waits for all."""
     store.set(f"{name} {coord.rank}", str(value))
     return min(int(store.get(f"{name} {rank}")) for rank in range(coord.mesh.num_ranks))

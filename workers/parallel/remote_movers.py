@@ -1,7 +1,7 @@
-"""Sends KV transfer moves from rank 0 to the other ranks, and their reports back.
+"""Sends KV transfer moves from rank 0 to the other ranks, and reports back to rank 0.
 
 Moves are sent on the same channel as step plans and executed in order, so a rank reads a block only
-after all steps that write it. Reports return over a communicator between the hosts.
+after all steps that write it. Reports are sent over a communicator between the hosts of the ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class OrderQueue:
 
     def put(self, move: wire.Move) -> None:
         self._orders.put(wire.Order(move=move).SerializeToString())
-        if self._thread is None:  # a daemon, never joined: a lost rank may block it
+        if self._thread is None:  # a daemon that is never joined, because a lost rank may block it
             self._thread = threading.Thread(target=self._run, daemon=True, name="orders")
             self._thread.start()
 
@@ -50,7 +50,7 @@ class OrderQueue:
 
 
 class RemoteRankMover:
-    """Mover of another rank: sends it moves and receives its reports."""
+    """Mover of another rank: sends moves to this rank and receives its reports."""
 
     def __init__(
         self, rank: int, rectangle: LayerHeadRange, orders: OrderQueue, reports: RemoteReader
@@ -80,7 +80,7 @@ class RemoteRankMover:
 def make_remote_movers(
     rectangles: Sequence[LayerHeadRange], orders: OrderQueue, communicator: Communicator
 ) -> list[RemoteRankMover]:
-    """Return the movers of all ranks except rank 0; `rectangles` are those of all ranks."""
+    """Return the movers of all ranks except rank 0; `rectangles` has one entry per rank."""
     return [
         RemoteRankMover(rank, rectangles[rank], orders, RemoteReader(communicator, rank))
         for rank in range(1, len(rectangles))
@@ -96,7 +96,7 @@ class Reporter:
         self._lost = False
 
     def report(self, report: wire.Report) -> None:
-        """Send a report. After a failure drop all further ones: each would wait for the timeout."""
+        """Send a report. After a failure, drop later reports, because each would time out."""
         with self._lock:
             if self._lost:
                 return

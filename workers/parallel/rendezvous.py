@@ -1,7 +1,7 @@
 """Rendezvous of a worker's ranks: a key-value store in rank 0, served over gRPC.
 
-Communicators find each other through it, and ranks agree on common settings. Calls must carry the
-cluster's token.
+Communicators find each other through this store, and ranks agree on common settings. Calls must
+carry the cluster's token.
 """
 
 import hmac
@@ -56,14 +56,17 @@ class LocalStore(Store):
         return all(key in self._values for key in keys)
 
     def close(self, reason: str) -> None:
-        """Close the store: present and later waits raise `RankLost(reason)`."""
+        """Close the store: current and later waits raise `RankLost(reason)`."""
         with self._changed:
             self._closed = reason
             self._changed.notify_all()
 
 
 class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
-    """gRPC server of rank 0's store, at `address`; raises OSError if it cannot listen there."""
+    """gRPC server of rank 0's store. Raises OSError if it cannot listen on `host`.
+
+    Other ranks connect to `address`.
+    """
 
     def __init__(self, host: str, token: str | None, num_ranks: int) -> None:
         self.store = LocalStore()
@@ -115,7 +118,7 @@ class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
 
 
 class RemoteStore(Store):
-    """Client of rank 0's store, for the other ranks; `RankLost` if rank 0 does not answer."""
+    """Client of rank 0's store, for other ranks. Raises `RankLost` if rank 0 does not answer."""
 
     def __init__(self, address: str, token: str | None) -> None:
         super().__init__()

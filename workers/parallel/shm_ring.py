@@ -17,14 +17,14 @@ import numpy.typing as npt
 
 from penstock.workers.parallel.groups import RankLost
 
-_LINE = 64  # bytes: each process's counter has a cache line of its own (no false sharing)
+_LINE = 64  # bytes of a cache line; each counter has its own line, to avoid false sharing
 _WAIT, _WAKE = 0, 1
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())
 _CHECK_SECONDS = 0.5  # interval of the checks whether the other process is alive
 _SLEEP_SECONDS = 50e-6
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_fence = threading.Lock()  # used as a memory fence: acquiring it orders the writes around it
+_fence = threading.Lock()  # used as a memory fence: acquiring the lock orders the writes around it
 
 
 class _TimeSpec(ctypes.Structure):
@@ -32,10 +32,11 @@ class _TimeSpec(ctypes.Structure):
 
 
 class ShmRing:
-    """The shared memory and its layout.
+    """The shared memory of a ring, and its layout.
 
-    A counter of written messages, one counter of read messages per reader (each in a cache line of
-    its own), then the slots: 8 bytes of length and the message. Counters wrap at 2³².
+    First comes the counter of written messages, then one counter of read messages per reader, each
+    in its own cache line. The slots follow; a slot has 8 bytes for the length, then the message.
+    Counters wrap at 2³².
     """
 
     def __init__(self, file: int, num_readers: int, num_slots: int, slot_bytes: int) -> None:
@@ -75,7 +76,7 @@ class ShmRing:
         return self.memory[start + 8 : start + 8 + size]
 
     def wait_written(self, number: int) -> None:
-        """Wait until the counter of written messages is not `number`, or for a short time."""
+        """Wait until the counter of written messages is not `number`, or until a short timeout."""
         if _FUTEX is None:
             time.sleep(_SLEEP_SECONDS)
             return
@@ -138,14 +139,14 @@ class ShmRingWriter:
         os.close(self._file)
 
     def _slowest(self) -> int:
-        """Return the number of messages that all readers have read (counters wrap at 2³²)."""
+        """Return how many messages the slowest reader has read (counters wrap at 2³²)."""
         ring, whole = self._ring, 1 << 32
         behind = ((self._number - ring.read(i)) % whole for i in range(ring.num_readers))
         return self._number - max(behind)
 
 
 class ShmRingReader:
-    """One reader of a ring; OSError if `path` is on another node or its writer has exited."""
+    """One reader of a ring. Raises OSError if `path` is on another node or is gone."""
 
     def __init__(
         self, path: str, shape: tuple[int, int, int], reader: int, is_alive: Callable[[], bool]

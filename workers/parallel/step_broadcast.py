@@ -1,7 +1,7 @@
-"""Broadcast of step plans from rank 0 to the other ranks of a worker.
+"""Broadcasts step plans from rank 0 to the other ranks of a worker.
 
-Ranks on the same node read them from shared memory; ranks on other nodes receive them over gloo
-between hosts, also where the ranks compute on GPUs. An empty message marks the end.
+Ranks on the node of rank 0 read the plans from shared memory. Ranks on other nodes receive the
+plans over gloo between the hosts, also if the ranks use GPUs. An empty message marks the end.
 """
 
 import json
@@ -21,7 +21,7 @@ from penstock.workers.parallel.communicator import Communicator, connect, first_
 from penstock.workers.parallel.groups import RankLost
 from penstock.workers.parallel.shm_ring import ShmRingReader, ShmRingWriter
 
-NUM_SLOTS = 32  # capacity for plans and moves; a power of two, more than plans in flight
+NUM_SLOTS = 32  # most unread messages; a power of two, larger than the number of plans in flight
 _FOR_EVER = timedelta(days=365)  # an idle worker sends nothing; if a peer exits, its socket fails
 
 
@@ -100,7 +100,7 @@ class RemoteReader:
 
 
 def node_name() -> str:
-    """Return a name that is equal in two processes only if they can share memory."""
+    """Return a name that is equal in two processes only if these processes can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return f"process {os.getpid()}"  # the shared-memory ring needs Linux
@@ -136,7 +136,7 @@ def connect_plan_writer(
 def connect_plan_reader(
     store: Store, rank: int, num_ranks: int, node: str, host: str
 ) -> PlanReader:
-    """Create the reader of a rank other than 0; `node` is the result of `node_name` there."""
+    """Create the reader of a rank other than 0; `node` is the `node_name` of this process."""
     store.set(f"node {rank}", node)
     info = json.loads(_get_text(store, "plans"))
     far = len(info["readers"]) < num_ranks - 1
@@ -151,7 +151,7 @@ def connect_plan_reader(
 
 
 def connect_hosts(store: Store, name: str, rank: int, num_ranks: int, host: str) -> Communicator:
-    """Create a gloo communicator of all ranks between their hosts, without idle timeout."""
+    """Create a gloo communicator between the hosts of all ranks, without idle timeout."""
     prefixed = PrefixStore(name, store)
     return connect("gloo", prefixed, rank, num_ranks, host, _FOR_EVER.total_seconds())
 
@@ -161,7 +161,7 @@ def _get_text(store: Store, key: str) -> str:
 
 
 def _liveness_check(pid: int) -> Callable[[], bool]:
-    """Return a check whether process `pid` is running; a process that reuses the id is not it."""
+    """Return a check: True while process `pid` runs; False also if its id has been reused."""
     import psutil  # imported here because single-GPU installations may lack it, see docs/gpu.md
 
     process = psutil.Process(pid)

@@ -1,4 +1,4 @@
-"""Serialization of the messages from rank 0 to the other ranks: step plans and KV moves."""
+"""Serializes the messages from rank 0 to the other ranks: step plans and KV transfer moves."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ORDER_BYTES = 8192
 
 
 def encode(plan: StepPlan) -> bytes:
-    """Serialize a plan; its tokens must be known, so no earlier step may still compute them."""
+    """Serialize a plan whose tokens are known; call `StepPlan.fill` before, if needed."""
     arrays = {name: _bytes(getattr(plan, name)) for name in _ARRAYS}
     message = wire.Plan(number=plan.number, samples=plan.samples.tobytes(), **arrays)
     return wire.Order(plan=message).SerializeToString()
 
 
 def decode(data: bytes) -> StepPlan | wire.Move:
-    """Return the step plan or the KV move of a message."""
+    """Deserialize a message to a step plan or to a KV transfer move."""
     order = wire.Order.FromString(data)
     return _plan(order.plan) if order.HasField("plan") else order.move
 
@@ -53,13 +53,13 @@ def _plan(message: wire.Plan) -> StepPlan:
 
 
 def max_plan_bytes(max_sequences: int, max_tokens: int, num_columns: int) -> int:
-    """Return the maximum size of a serialized plan; KV moves are smaller.
+    """Return the maximum size of a serialized plan, in bytes; KV transfer moves are smaller.
 
     Args:
         num_columns: Maximum number of blocks per sequence.
     """
-    # 4 bytes each. Per sequence: block table, row, query start, context length, copies (2), forks
-    # (2) and sample. Per token: token, position, slot and scored.
+    # Numbers have 4 bytes. Per sequence: block table, row, query start, context length, copies (2),
+    # forks (2) and sample. Per token: token, position, slot and scored.
     return 4 * (max_sequences * (num_columns + 8) + 4 * max_tokens) + _ORDER_BYTES
 
 
@@ -68,5 +68,5 @@ def _bytes(array: Ints) -> bytes:
 
 
 def _ints(data: bytes) -> Ints:
-    # A copy, because compiled kernels need writable arrays and a buffer of bytes is read-only.
+    # Copy, because compiled kernels need writable arrays and a buffer of bytes is read-only.
     return np.frombuffer(data, np.dtype("<i4")).copy()

@@ -1,4 +1,7 @@
-"""Fingerprints and layout strings: equal for two workers only if they can exchange KV blocks."""
+"""Computes model fingerprints and layout strings.
+
+Two workers can exchange KV blocks only if their layout strings are equal.
+"""
 
 from hashlib import blake2b
 from pathlib import Path
@@ -40,8 +43,9 @@ def layout_of(
 ) -> str:
     """Return the layout string of a worker's KV; only workers with equal strings exchange blocks.
 
-    Numbers of ranks and block sizes may differ. A deterministic worker may only continue from KV
-    that was computed as it would compute it, so its block size must be the same.
+    The workers may differ in their number of ranks and in their block size. In deterministic mode
+    the block size must be the same: a worker may only continue from KV that was computed in the way
+    in which it computes KV itself.
 
     Args:
         model: Result of `model_fingerprint`.

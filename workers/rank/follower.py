@@ -23,7 +23,7 @@ else:
 
 
 class Follower:
-    """Loads its shard when created and is ready when rank 0 is.
+    """A rank other than 0. The constructor loads the rank's shard and connects to rank 0.
 
     Raises:
         ValueError: The configuration is invalid or not supported here.
@@ -52,7 +52,7 @@ class Follower:
         self._orders = runtime.connect_as_follower(store)
 
     def run(self) -> None:
-        """Execute messages until rank 0 sends the end marker; `RankLost` if rank 0 fails before."""
+        """Execute messages until rank 0 sends the end marker; raise `RankLost` if rank 0 fails."""
         try:
             while message := self._orders.read():
                 self._timer.progressed(self._times.longest)
@@ -73,5 +73,5 @@ class Follower:
                 self._mover.execute(move)
 
     def debug_state(self) -> dict[str, Any]:
-        """Return the current or last work, for crash dumps."""
+        """Return a description of the current or last work, for crash dumps."""
         return {"rank": self._rank, **self._current_work}

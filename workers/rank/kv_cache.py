@@ -1,4 +1,4 @@
-"""Memory of the KV cache of one rank."""
+"""The memory of one rank's KV cache, and the choice of its dtype."""
 
 import math
 
@@ -33,16 +33,16 @@ class KvCache:
 def choose_cache_dtype(
     name: str, quantization: str, dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
-    """Return the dtype of the KV cache of a model that computes in `dtype`.
+    """Return the dtype of the KV cache of a model that runs in `dtype`.
 
     Args:
-        name: "auto", "float32" or "bfloat16". "auto" means `dtype`, but bfloat16 for float32 models
-            with INT8 weights on a CPU, where reading the cache would dominate a step.
+        name: "auto", "float32" or "bfloat16". "auto" means bfloat16 for float32 models with INT8
+            weights on a CPU, where reading float32 would dominate a step; otherwise `dtype`.
 
     Raises:
         ValueError: This combination is not supported.
     """
-    # Triton kernels need a cache in the compute dtype; the torch and numba paths convert.
+    # Triton kernels need a cache of dtype `dtype`; the torch and numba kernels convert.
     narrows = dtype == torch.float32 and not runs_kernels(device)
     if name == "auto":
         return torch.bfloat16 if narrows and quantization == "int8" else dtype
@@ -59,6 +59,6 @@ def choose_cache_dtype(
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # np.zeros maps pages that take memory only once written; torch.zeros writes all of them.
+    # Pages from np.zeros take memory only when they are written; torch.zeros writes all pages.
     memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(memory).view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Choice of the number of KV blocks of a worker."""
+"""Chooses the number of KV blocks of a worker."""
 
 from collections.abc import Callable
 
@@ -7,9 +7,9 @@ import torch
 from penstock.workers.config import WorkerConfig
 from penstock.workers.models.protocols import ModelInfo
 
-_CPU_FRACTION = 0.25  # share of available memory; other workers and the router need some too
-_GPU_FRACTION = 0.85  # share of the memory left by the weights, if steps are not profiled
-_GPU_FRACTION_OF_REST = 0.97  # share of what is left after profiling; the rest is for communicators
+_CPU_FRACTION = 0.25  # share of available memory; other workers and the router need memory too
+_GPU_FRACTION = 0.85  # share of the memory that is free after loading, if steps are not profiled
+_GPU_FRACTION_OF_REST = 0.97  # share of the memory free after profiling; communicators use the rest
 
 
 def choose_num_blocks(
@@ -22,8 +22,8 @@ def choose_num_blocks(
 ) -> int:
     """Return the number of KV blocks that `config` sets or that fit into memory.
 
-    The worker's ranks share `kv_cache_mib`, or a CPU's memory, evenly. On a CPU the result is at
-    most what `max_sequences` sequences of full length can fill.
+    The worker's ranks share `kv_cache_mib`, or the memory of a CPU, evenly. On a CPU the result is
+    at most the number of blocks that `max_sequences` sequences of full length can fill.
 
     Args:
         spec: Spec of this rank's shard.

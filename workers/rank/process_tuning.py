@@ -1,4 +1,4 @@
-"""Process settings for OpenMP and malloc in workers. Importing this loads none of the libraries."""
+"""Sets OpenMP and malloc options of worker processes; imports neither torch nor numba."""
 
 import ctypes
 import os
@@ -9,8 +9,8 @@ from penstock.kernels.cpu_common.numba_runtime import OPENMP
 
 SPINS = "30000"
 """Iterations that an OpenMP thread spins for new work before it sleeps. The default, 300,000, keeps
-the core busy for some milliseconds; with 1,000 threads sleep whenever a linear layer begins, which
-made a step a fifth longer (docs/performance.md)."""
+the core busy for some milliseconds. With 1,000 iterations, threads sleep whenever a linear layer
+begins; this made a step a fifth longer (docs/performance.md)."""
 
 KEPT_BYTES = 1 << 30
 """Freed memory that malloc keeps, so that a step's tensors need no new pages from the kernel."""
@@ -20,13 +20,13 @@ _TOP_PAD_BYTES = 64 << 20
 
 
 def tune_process() -> None:
-    """Tune thread waiting and malloc for an engine; call once, before torch is loaded.
+    """Tune thread waiting and malloc for an engine; call this once, before torch is loaded.
 
     Settings that the user made in the environment are kept.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPINS
-    # Pages of 2 MiB: attention waits less for TLB misses.
+    # Use pages of 2 MiB, so that attention waits less for TLB misses.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Load one OpenMP for both torch and numba; otherwise their two thread pools compete for cores.
     with suppress(OSError):
@@ -36,7 +36,7 @@ def tune_process() -> None:
 
 
 def _keep_memory() -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # mallopt exists only in glibc
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, KEPT_BYTES)
         mallopt(_TRIM_THRESHOLD, KEPT_BYTES)

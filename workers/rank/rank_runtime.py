@@ -1,4 +1,4 @@
-"""Everything one rank owns: its model shard, its KV cache and its channels to the other ranks."""
+"""Everything that one rank owns: model shard, KV cache and channels to the other ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,14 +53,14 @@ class RankRuntime:
     """A loaded rank; creates its runner, KV movers and channels."""
 
     config: WorkerConfig
-    spec: ModelInfo  # of the whole model
+    spec: ModelInfo  # spec of the whole model
     decoder: Model  # this rank's shard
     limits: SchedulerConfig
     cache: KvCache
     reports: Communicator | None  # between the ranks' hosts, for KV transfer reports
 
     def runner(self) -> ModelRunner:
-        """Create the runner of steps; asynchronous on the GPU of a worker with one rank."""
+        """Create the runner of steps; it is asynchronous on the GPU of a worker with one rank."""
         limits = self.limits
         if not _runs_asynchronously(self.config, self.decoder):
             return ModelRunner(self.decoder, self.cache, self.config.deterministic)
@@ -94,9 +94,9 @@ class RankRuntime:
         return layout_of(model, self.spec, *dtypes, block_size)
 
     def expert_counts(self) -> list[Tensor]:
-        """Return per MoE layer of this rank how often each expert was chosen ([E] int64).
+        """Return, for each MoE layer of this rank, how often each expert was chosen ([E] int64).
 
-        Empty if `tp` is 1.
+        The list is empty if `tp` is 1.
         """
         if not isinstance(self.decoder, Decoder):
             return []
@@ -104,7 +104,10 @@ class RankRuntime:
         return [mlp.load for mlp in mlps if isinstance(mlp, ExpertParallelMoE)]
 
     def connect_as_leader(self, store: Store | None) -> PlanWriter | None:
-        """Create the broadcast of step plans and wait for the other ranks; None without any."""
+        """Create the broadcast of step plans and wait for the other ranks.
+
+        Return None if the worker has only one rank.
+        """
         config = self.config
         num_ranks, limits = config.coord.mesh.num_ranks, self.limits
         if store is None or num_ranks == 1:
@@ -133,7 +136,7 @@ def load_rank(
     Args:
         store: Rendezvous store of the ranks; None for a worker with one rank.
         decoder: A complete model that is already loaded, for a worker with one rank.
-        on_stage: Called with the name of a stage while CPU kernels are compiled and afterwards.
+        on_stage: Called with `COMPILING` while CPU kernels are compiled, then with `WARMING_UP`.
 
     Raises:
         ValueError: The configuration is not supported here; the message is one line.
@@ -181,7 +184,7 @@ def load_rank(
 
 
 def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup]:
-    """Return the CPU kernels that this configuration needs; none if it is invalid."""
+    """Return the CPU kernels that this configuration needs; empty if `config` is invalid."""
     try:
         dtype = choose_dtype(config.dtype, "float32", device)
         cached = choose_cache_dtype(config.kv_cache_dtype, config.quantization, dtype, device)
@@ -192,7 +195,7 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
 
 
 def _runs_asynchronously(config: WorkerConfig, decoder: Model) -> bool:
-    """Whether steps run asynchronously: on a GPU, in a worker with one rank."""
+    """Return True if steps run asynchronously: on a GPU, in a worker with one rank."""
     return decoder.device.type == "cuda" and config.coord.mesh.num_ranks == 1
 
 
@@ -203,7 +206,7 @@ def _layer_heads(spec: ModelInfo, coord: MeshCoord) -> LayerHeadRange:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device for "auto", "cpu" or "cuda"; ValueError for "cuda" without a GPU."""
+    """Return the device for "auto", "cpu" or "cuda". Raises ValueError for "cuda" without a GPU."""
     there = torch.cuda.is_available()
     if name == "cuda" and not there:
         raise ValueError("device is cuda, but torch sees no CUDA device here: use cpu or auto")

@@ -1,8 +1,8 @@
-"""Beam search: which beams continue, which are finished, and when a search ends. Pure code.
+"""Beam search: decides which beams continue or finish, and when a search ends. Pure code.
 
-Gives exactly the results of `transformers`, with float32 scores. All continuations of all beams are
-ranked: those of the best `width` that end become hypotheses, and the best `width` that do not end
-continue.
+The results are exactly those of `transformers` with float32 scores. All continuations of all beams
+are ranked together. Among the best `width` continuations, those that end become hypotheses. The
+best `width` continuations that do not end become the next beams.
 """
 
 from collections.abc import Hashable, Iterator
@@ -19,21 +19,22 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 UNLIKELY = np.float32(-1e9)
-"""Initial score of all beams but the first, because all beams of a prompt are equal at first."""
+"""Initial score of all beams except the first. All beams of a prompt are equal at first; with this
+score, the first step continues only the first beam."""
 
 
 class Node:
-    """A token of a beam's answer, with a link to the token before it."""
+    """A token of a beam's answer, with a link to the previous token."""
 
     __slots__ = ("before", "logprobs", "token")
 
     def __init__(self, token: int, before: "Node | None") -> None:
         self.token = token
         self.before = before
-        self.logprobs: object = None  # set by the engine if they were requested
+        self.logprobs: object = None  # set by the engine if logprobs were requested
 
     def path(self) -> list["Node"]:
-        """Return the nodes from the first token of the answer to this one."""
+        """Return the nodes from the first token of the answer to this node, inclusive."""
         nodes: list[Node] = []
         node: Node | None = self
         while node is not None:
@@ -57,7 +58,7 @@ class Hypothesis(NamedTuple):
 class NewNode(NamedTuple):
     """A token that a step has added to a beam or hypothesis."""
 
-    beam: int  # the beam whose logits it was chosen from
+    beam: int  # number of the beam whose logits the token was chosen from
     node: Node
 
 
@@ -65,18 +66,18 @@ class NewNode(NamedTuple):
 class BeamStep:
     """Result of one step: beam i continues beam `parents[i]` with token `tokens[i]`."""
 
-    parents: Ints  # [W] beams
+    parents: Ints  # [W] numbers of the previous beams
     tokens: Ints  # [W]
     new_nodes: list[NewNode]
-    is_finished: bool  # the search has ended: no beam continues
+    is_finished: bool  # True if the search has ended, so that no beam continues
 
 
 class BeamSearch:
-    """One beam search, which starts with a prompt.
+    """One beam search for one prompt.
 
     Args:
-        params: `num_sequences` is the number of beams, `n` the number of answers returned.
-        limit: maximum tokens of an answer.
+        params: `num_sequences` is the number of beams, `n` the number of answers to return.
+        limit: maximum number of tokens of an answer.
     """
 
     def __init__(self, params: SamplingParams, limit: int) -> None:
@@ -84,7 +85,7 @@ class BeamSearch:
         self._width = params.num_sequences
         self._limit = limit
         self._stops = np.array(sorted(params.stop_token_ids), np.int32)
-        self._length = 0  # tokens of every beam's answer
+        self._length = 0  # number of tokens of each beam's answer; equal for all beams
         self._scores = np.full(self._width, UNLIKELY, np.float32)
         self._scores[0] = 0
         self._beams: list[Node | None] = [None] * self._width
@@ -92,19 +93,21 @@ class BeamSearch:
 
     @property
     def best(self) -> list[Hypothesis]:
-        """The best hypotheses, best first: `n`, or fewer if fewer have finished."""
+        """The `n` best hypotheses (or fewer if fewer are finished), best first."""
         return self._finished[: self._params.n]
 
     @property
     def failed(self) -> bool:
-        """Whether fewer than `n` hypotheses have finished."""
+        """True if there are fewer than `n` hypotheses."""
         return len(self._finished) < self._params.n
 
     def advance(self, tokens: Ints, logprobs: Floats) -> BeamStep:
         """Extend every beam by one token.
 
-        tokens, logprobs: [W, C] the C most likely next tokens of each beam, where C must be at
-        least `width` plus the number of stop tokens. Tokens with -inf or NaN are excluded.
+        Args:
+            tokens: [W, C] the C most likely next tokens of each beam. C must be at least W plus the
+                number of stop tokens.
+            logprobs: [W, C] log probabilities of `tokens`; -inf or NaN excludes a token.
         """
         totals = (logprobs + self._scores[:, None]).ravel()
         order = np.argsort(-totals, kind="stable")
@@ -128,9 +131,16 @@ class BeamSearch:
     def _extend_beams(
         self, origins: Ints, names: Ints, totals: Floats, made: list[NewNode]
     ) -> BeamStep:
-        """Continue the beams with these tokens, best first; `totals` are their scores."""
+        """Replace the beams by the best continuations.
+
+        Args:
+            origins: for each continuation, best first, the number of the beam that it continues.
+            names: the continuations' new tokens.
+            totals: the continuations' scores.
+            made: nodes of hypotheses that the step has added; the new beams' nodes are appended.
+        """
         missing = self._width - len(totals)
-        if missing:  # fill up with copies of the best beam, with score -inf
+        if missing:  # fill up with copies of the best beam, which get the score -inf
             at = np.concatenate((np.arange(len(totals)), np.zeros(missing, np.intp)))
             origins, names = origins[at], names[at]
             totals = np.pad(totals, (0, missing), constant_values=-np.inf)
@@ -146,9 +156,9 @@ class BeamSearch:
         return np.float32(total / np.float32(power))
 
     def _add(self, new: Hypothesis) -> bool:
-        """Keep a hypothesis if it is among the best `width`, and return whether it is.
+        """Keep a hypothesis if it is among the best `width`; return whether it was kept.
 
-        Among equal scores the earlier hypothesis ranks first.
+        Of two hypotheses with equal scores, the earlier one ranks first.
         """
         position = sum(1 for old in self._finished if old.score >= new.score)
         self._finished.insert(position, new)
@@ -160,18 +170,18 @@ class BeamSearch:
             return False
         if self._params.early_stopping is True:
             return True
-        # Estimate of the best score that is still possible; not always right, as in transformers.
+        # Estimate the best score that is still possible. As in transformers, this is not exact.
         never = self._params.early_stopping == "never"
         longest = self._limit if never and self._params.length_penalty > 0 else self._length
         return not self._penalised(self._scores[0], longest) > self._finished[-1].score
 
 
-# ------------------------------------------------------------------ all running searches
+# ------------------------------------------------------------------ Steps of all running searches
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Candidates for the next token of R rows, most likely first."""
+    """Candidates for the next token of R beams, most likely first."""
 
     tokens: Ints  # [R, C]
     logprobs: Floats  # [R, C] log probabilities after penalties; -inf: excluded
@@ -179,17 +189,17 @@ class Candidates:
 
 @dataclass(slots=True)
 class BeamSteps:
-    """Result of one step of all searches, whose beams have R rows."""
+    """Result of one step of all searches, which have R beams in total."""
 
-    tokens: Ints  # [R]
-    parents: Ints  # [R] rows of the sequence table that they continue
+    tokens: Ints  # [R] new token of each beam
+    parents: Ints  # [R] row of the sequence table that each beam continues
     finished: list[Hashable] = field(default_factory=list)  # keys of the searches that ended
-    # (index from 0 to R - 1 of the row whose logits the token was chosen from, the token)
+    # New tokens, each with the index in [0, R) of the beam whose logits it was chosen from.
     new_nodes: list[tuple[int, Node]] = field(default_factory=list)
 
 
 class BeamSearches:
-    """The running beam searches, by the key of their sequence."""
+    """The running beam searches, each identified by the key of its sequences."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, BeamSearch] = {}
@@ -204,23 +214,23 @@ class BeamSearches:
         self._open[key] = BeamSearch(params, limit)
 
     def close(self, key: Hashable) -> BeamSearch | None:
-        """Remove a search and return it; None if the key is unknown."""
+        """Remove and return a search; return None if the key is unknown."""
         return self._open.pop(key, None)
 
     def failed(self, key: Hashable) -> bool:
-        """Return whether fewer than `n` hypotheses have finished; False if the key is unknown."""
+        """Return `BeamSearch.failed` of a search; False if the key is unknown."""
         return key in self._open and self._open[key].failed
 
     def advance(self, keys: Ints, choices: Ints, rows: Ints, candidates: Candidates) -> BeamSteps:
         """Advance every search by one step.
 
         Args:
-            keys: [R] the sequence key of each row (dtype object).
-            choices: [R] number of the beam within its search.
-            rows: [R] rows of the sequence table.
-            candidates: candidates for the next token of each row.
+            keys: [R] key of each beam's search (dtype object).
+            choices: [R] number of each beam within its search.
+            rows: [R] row of each beam in the sequence table.
+            candidates: candidates for the next token of each beam.
 
-        Rows of a closed search get token 0 and remain their own parent.
+        A beam whose search is closed gets token 0 and stays its own parent.
         """
         steps = BeamSteps(np.zeros_like(rows), rows.copy())
         for key, indices in _by_key(keys, choices):

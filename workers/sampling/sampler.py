@@ -1,10 +1,11 @@
 """Samples the next tokens of a whole batch at once.
 
-Logits are changed in this order, each change only for the rows that need it: logit bias, penalties,
-allowed tokens, bad words, and stop tokens that are excluded until `min_tokens`. Greedy rows then
-take the largest logit. Other rows apply temperature, top-k, top-p, min-p and typical-p, add noise
-and take the largest. For beams the same changes are made to log probabilities (as `transformers`
-does), and the most likely tokens become candidates of the beam search.
+A row of logits belongs to one sequence. Logits are changed in this order, and only in rows that
+need it: logit bias, penalties, allowed tokens, bad words, and stop tokens (excluded until
+`min_tokens`). Then, greedy rows choose the largest logit. For other rows, temperature, top-k,
+top-p, min-p and typical-p are applied and noise is added; then the largest logit is chosen. For
+beams, the same changes apply to log probabilities instead of logits (as in `transformers`), and the
+most likely tokens become candidates of the beam search.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from penstock.workers.sampling.token_filter import History, TokenFilter
 from penstock.workers.scheduling.sequence import Bools, Ints, Key
 
 GREEDY_BELOW = 1e-5
-"""Lower temperatures are treated as greedy: dividing by them could overflow float32."""
+"""Lower temperatures are treated as greedy, because logits / temperature could overflow float32."""
 
 ROW = np.dtype(
     [
@@ -41,13 +42,13 @@ ROW = np.dtype(
         ("seed", np.uint64),
         ("choice", np.int64),
         ("min_tokens", np.int64),
-        ("logprobs", np.int64),  # -1: none
+        ("logprobs", np.int64),  # number of most likely tokens to report; -1: no logprobs
         ("penalized", np.bool_),
         ("biased", np.bool_),
         ("has_token_filter", np.bool_),  # has allowed tokens or bad words
-        ("modified", np.bool_),  # any of the three above
+        ("modified", np.bool_),  # penalized, biased or has_token_filter
         ("stops", np.bool_),  # has stop tokens
-        ("candidates", np.int64),  # candidates per beam; 0: the row is not a beam
+        ("candidates", np.int64),  # number of candidates of a beam; 0: the row is not a beam
     ]
 )
 
@@ -57,10 +58,10 @@ NO_BEAMS = np.empty(0, np.intp)
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log probabilities of the model itself: before temperature, penalties and filters."""
+    """Natural log probabilities of the model, before temperature, penalties and filters."""
 
-    chosen: float  # of the chosen token
-    rank: int  # of the chosen token: 1 is the most likely
+    chosen: float  # log probability of the chosen token
+    rank: int  # rank of the chosen token; 1 is the most likely token
     tokens: list[int]  # the most likely tokens, most likely first
     values: list[float]  # log probabilities of `tokens`
 
@@ -71,40 +72,40 @@ class PromptLogprobs:
 
     key: Key
     position: int
-    entries: list[TokenLogprobs | None]  # none of them is None
+    entries: list[TokenLogprobs | None]  # one per token; no entry is None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """Result of sampling S rows of logits, one token per row."""
 
-    tokens: Ints  # [S]; 0 in invalid rows, and in beams until their search has advanced
+    tokens: Ints  # [S]; 0 in invalid rows, and in beams until the beam search sets their tokens
     finite: Bools  # [S] False for invalid rows: NaN, Inf, or every token excluded
-    logprobs: list[TokenLogprobs | None]  # [S]; None for rows that did not request them
+    logprobs: list[TokenLogprobs | None]  # [S]; None for rows without requested logprobs
     prompts: list[PromptLogprobs] = field(default_factory=list)
-    beams: npt.NDArray[np.intp] = field(default_factory=NO_BEAMS.copy)  # [R] indices of beam rows
-    candidates: Candidates | None = None  # of these R rows
-    parents: Ints | None = None  # [S] table rows that the rows continue; None without beams
-    finished_searches: list[Key] = field(default_factory=list)  # keys
+    beams: npt.NDArray[np.intp] = field(default_factory=NO_BEAMS.copy)  # [R] rows that are beams
+    candidates: Candidates | None = None  # candidates of the R beam rows
+    parents: Ints | None = None  # [S] sequence-table row that each row continues; None: no beams
+    finished_searches: list[Key] = field(default_factory=list)  # keys of searches that have ended
 
 
 class Sampler:
     """Samples tokens, and holds the sampling parameters of every row of the sequence table.
 
-    A row's token depends only on its own logits, parameters and history.
+    The token sampled for a row depends only on the row's logits, parameters and previous tokens.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._params = np.zeros(num_rows, ROW)
         self._token_filter = TokenFilter(num_rows, vocab_size, device)
-        # Per row, on the device: tokens of the logit bias and their values. Rows without a bias
-        # keep those of an earlier sequence.
+        # Per row, on the device: token ids and values of the logit bias. An entry of an earlier
+        # sequence stays when a sequence without bias gets the row; "biased" is then False.
         self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
         self._vocab_size = vocab_size
         self._device = device
 
     def admit(self, row: int, params: SamplingParams, choice: int) -> None:
-        """Set the row's parameters for a new sequence.
+        """Set the parameters of a row of the sequence table for a new sequence.
 
         Token ids in `params`, except stop tokens, must be within the vocabulary.
         """
@@ -135,19 +136,19 @@ class Sampler:
             *changes,
             any(changes),
             self._token_filter.can_stop(row),
-            # Leaves a candidate for every beam even if all stop tokens are among them.
+            # Enough candidates for every beam even if all stop tokens are among the candidates.
             params.num_sequences + len(params.stop_token_ids) if params.use_beam_search else 0,
         )
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Ints, indices: Ints, history: History) -> Sampled:
-        """Draw one token per row.
+        """Sample one token per row of logits.
 
         Args:
             logits: [S, V] float32, not modified.
-            rows: [S] rows of the sequence table.
-            indices: [S] index of the token to draw in its answer.
-            history: the tokens so far of all rows of the table.
+            rows: [S] sequence-table row of each row of logits.
+            indices: [S] index of the token to sample in its answer, from 0.
+            history: prompts and answers so far of all rows of the sequence table.
         """
         if not len(rows):
             return Sampled(np.empty(0, np.int32), np.empty(0, np.bool_), [])
@@ -164,7 +165,7 @@ class Sampler:
         return Sampled(tokens, finite, entries, beams=beams, candidates=candidates)
 
     def can_sample_on_device(self, rows: Ints, indices: Ints) -> bool:
-        """Return whether `sample_on_device` supports these rows: no step needs data on the host."""
+        """Return whether `sample_on_device` supports these rows: no operation needs the host."""
         params = self._params[rows]
         host = params["modified"] | (params["logprobs"] >= 0) | (params["candidates"] > 0)
         host |= params["stops"] & (indices < params["min_tokens"])
@@ -172,9 +173,9 @@ class Sampler:
 
     @torch.inference_mode()
     def sample_on_device(self, logits: Tensor, rows: Ints, indices: Ints) -> tuple[Tensor, Tensor]:
-        """`sample` for rows that `can_sample_on_device` accepts, without waiting for the device.
+        """Version of `sample` that does not wait for the device; see `can_sample_on_device`.
 
-        Returns tokens [S] int32 and whether each row was valid [S] bool, on the device.
+        Return tokens [S] int32, and whether each row is valid, [S] bool, on the device.
         """
         tokens, finite = sample(logits, self._sampling_tensors(self._params[rows], indices))
         return tokens.to(torch.int32), finite
@@ -183,14 +184,14 @@ class Sampler:
     def score(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
     ) -> list[TokenLogprobs | None]:
-        """Return log probabilities of given tokens [P] under logits [P, V].
+        """Return log probabilities of the given tokens [P], from logits [P, V].
 
-        wanted: [P] number of most likely tokens to include; -1: return None for this row.
+        wanted: [P] number of most likely tokens to include; -1: return None for the row.
         """
         return self._logprobs(logits, wanted, tokens)
 
     def _normalized(self, logits: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
-        """Return new logits in which the rows `at` are log probabilities."""
+        """Return a copy of the logits in which log-softmax is applied to the rows `at`."""
         if len(at) == len(logits):
             return logits.log_softmax(-1)
         scores = logits.clone()
@@ -198,11 +199,11 @@ class Sampler:
         return scores
 
     def _candidates(self, scores: Tensor, counts: npt.NDArray[np.int64]) -> Candidates:
-        """Return the `counts` [R] most likely tokens of scores [R, V], padded with -inf."""
+        """Return the `counts[r]` most likely tokens of row r of scores [R, V], padded with -inf."""
         counts = counts.clip(max=self._vocab_size)
         shape = len(counts), int(counts.max())
         tokens, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
-        # With ties, topk's choice depends on k, so rows are grouped by k: other rows do not matter.
+        # On ties, topk's choice depends on k. One call per k makes a row independent of the others.
         for count in np.unique(counts).tolist():
             at = np.flatnonzero(counts == count)
             found = _rows(scores, at).topk(count)
@@ -220,7 +221,7 @@ class Sampler:
     ) -> Tensor:
         """Return logits with biases and penalties, and -inf for excluded tokens.
 
-        Returns `logits` itself if no row needs a change, otherwise a new tensor.
+        If no row needs a change, return `logits` itself, otherwise a new tensor.
         """
         held_back = np.flatnonzero(params["stops"] & (indices < params["min_tokens"]))
         if not (len(held_back) or params["modified"].any()):
@@ -272,7 +273,7 @@ class Sampler:
         indices: Ints,
         at: npt.NDArray[np.intp],
     ) -> tuple[Ints, Bools]:
-        """Draw tokens of the rows `at`; return tokens and validity of all rows."""
+        """Sample tokens for the rows `at`; return tokens [S] and validity [S] of all rows."""
         tokens, finite = np.zeros(len(logits), np.int32), np.ones(len(logits), np.bool_)
         bans = shaped is not logits
         if bans:
@@ -297,12 +298,12 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
     ) -> list[TokenLogprobs | None]:
-        """See `score`."""
+        """Return log probabilities: implementation of `score`."""
         found: list[TokenLogprobs | None] = [None] * len(tokens)
         requested = np.flatnonzero(wanted >= 0)
         if not len(requested):
             return found
-        # With ties, topk's choice depends on k, so rows are grouped by k: other rows do not matter.
+        # On ties, topk's choice depends on k. One call per k makes a row independent of the others.
         for count in np.unique(wanted[requested]).tolist():
             at = np.flatnonzero(wanted == count)
             drawn = self._put(tokens[at].astype(np.int64))
@@ -327,7 +328,7 @@ class Sampler:
 
 
 def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
-    """Return rows `at` of a tensor; the tensor itself if these are all its rows."""
+    """Return rows `at` of a tensor, or the tensor itself if `at` has as many rows."""
     if len(at) == len(tensor):
         return tensor
     return tensor[put(at, tensor.device)]

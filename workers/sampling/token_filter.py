@@ -1,7 +1,7 @@
-"""Token filters of a row: allowed tokens, bad words, and stop tokens before `min_tokens`.
+"""Token filters of a sequence: allowed tokens, bad words, and stop tokens before `min_tokens`.
 
-The last token of a bad word is excluded if the tokens so far, prompt and answer together, end with
-the rest of the word. A bad word of one token is always excluded.
+The last token of a bad word is excluded if prompt and answer so far end with all previous tokens of
+the bad word. A bad word of one token is always excluded.
 """
 
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ from penstock.workers.scheduling.sequence import Ints
 Tokens: TypeAlias = npt.NDArray[np.int64]
 RowIndices: TypeAlias = npt.NDArray[np.intp]
 
-WILDCARD = -1  # in a pattern: matches any token, or no token
-BEFORE_START = -2  # in a history: position before the first token
+WILDCARD = -1  # in a pattern: matches any token, and also BEFORE_START
+BEFORE_START = -2  # in place of a token: the position is before the first token of the sequence
 
 NO_TOKENS: Tokens = np.empty(0, np.int64)
 NO_PATTERNS: Tokens = np.empty((0, 1), np.int64)
 
 
 class History(Protocol):
-    """The tokens so far of every row; the scheduler's sequence table implements it."""
+    """Interface to prompts and answers so far; implemented by the scheduler's sequence table."""
 
     @property
-    def tokens(self) -> Ints: ...  # [R, L] prompt, then answer
+    def tokens(self) -> Ints: ...  # [R, L] prompt, then answer, of each row
 
     @property
-    def num_tokens(self) -> Ints: ...  # [R]
+    def num_tokens(self) -> Ints: ...  # [R] prompt and answer
 
     @property
-    def num_prompt(self) -> Ints: ...  # [R]
+    def num_prompt(self) -> Ints: ...  # [R] prompt only
 
 
 class TokenFilter:
@@ -44,12 +44,12 @@ class TokenFilter:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._stops = [NO_TOKENS] * num_rows
         self._allowed = [NO_TOKENS] * num_rows
-        self._patterns = [NO_PATTERNS] * num_rows  # [words, longest], right-aligned
+        self._patterns = [NO_PATTERNS] * num_rows  # per row: [bad words, longest], right-aligned
         self._vocab_size = vocab_size
         self._device = device
 
     def admit(self, row: int, params: SamplingParams) -> None:
-        """Set the row's filters for a new sequence.
+        """Set the filters of a row of the sequence table for a new sequence.
 
         Token ids in `params`, except stop tokens, must be within the vocabulary.
         """
@@ -63,14 +63,17 @@ class TokenFilter:
         return len(self._stops[row]) > 0
 
     def mask_stop_tokens_(self, logits: Tensor, rows: Ints, at: RowIndices) -> None:
-        """Exclude the stop tokens of the rows `at`, in place.
+        """Exclude the stop tokens in the rows `at` of the logits, in place.
 
-        logits: [S, V]; rows: [S] rows of the table; at: indices of rows to change.
+        Args:
+            logits: [S, V].
+            rows: [S] sequence-table row of each row of logits.
+            at: indices of the rows of logits to change.
         """
         self._mask_(logits, *_row_token_pairs([self._stops[row] for row in rows[at]], at))
 
     def apply_(self, logits: Tensor, rows: Ints, at: RowIndices, history: History) -> None:
-        """Exclude all but the allowed tokens, and the bad words, of the rows `at`, in place."""
+        """In the rows `at` of the logits, exclude bad words and tokens that are not allowed."""
         self._mask_all_but_allowed_(logits, rows, at)
         self._mask_bad_words_(logits, rows, at, history)
 
@@ -118,12 +121,12 @@ def _left_padded(pattern: Tokens, width: int) -> Tokens:
 
 
 def _last_tokens(history: History, rows: Ints, count: int) -> Tokens:
-    """Return the last `count` tokens of each row: [R, count]."""
+    """Return the last `count` tokens of the given rows, [R, count]; see BEFORE_START."""
     positions = history.num_tokens[rows, None] + np.arange(-count, 0)
     tokens = history.tokens[rows[:, None], np.maximum(positions, 0)]
     return np.where(positions >= 0, tokens, BEFORE_START).astype(np.int64)
 
 
 def _row_token_pairs(lists: Sequence[Tokens], at: RowIndices) -> tuple[RowIndices, Tokens]:
-    """Flatten lists of tokens, one per index in `at`, to pairs of index and token."""
+    """Flatten lists of tokens, one list per index in `at`, into pairs of index and token."""
     return np.repeat(at, [len(tokens) for tokens in lists]), np.concatenate(lists)

@@ -27,19 +27,19 @@ class Admission:
         self._waiting = waiting
         self._batch = batch
         self._leases = leases
-        self.num_preempted = 0  # since the start
+        self.num_preempted = 0  # number of preemptions since the start
         self._blocked: tuple[SequenceState, int] | None = (
-            None  # head of the queue that did not fit, with its number of cached blocks
+            None  # last queue head that did not fit, and its number of cached blocks
         )
 
     def reclaim_blocks(self, budget: int) -> Ints:
-        """Reclaim leases, then preempt, until the next step of the running sequences fits.
+        """Free blocks for the next step of the running sequences: reclaim leases, then preempt.
 
         Args:
-            budget: tokens of the step.
+            budget: token budget of the step.
 
         Returns:
-            [running] number of tokens that each of `batch.rows` computes.
+            [running] number of tokens that the step computes for each of `batch.rows`.
         """
         batch = self._batch
         counts = batch.split_budget(budget)
@@ -51,10 +51,10 @@ class Admission:
         return counts
 
     def admit(self, budget: int) -> list[list[SequenceState]]:
-        """Give rows to waiting sequences, in queue order, while rows, blocks and budget last.
+        """Give waiting sequences table rows, in queue order, while rows, blocks and `budget` last.
 
         Args:
-            budget: tokens that are left in the step.
+            budget: number of tokens left in the budget of the step.
 
         Returns:
             One list per admitted sequence: the sequence, then its forks.
@@ -77,9 +77,10 @@ class Admission:
         return admitted
 
     def _match_if_fits(self, ticket: SequenceState) -> Ints | None:
-        """Return the cached blocks that `ticket` reuses, or None if the rest does not fit yet.
+        """Return the cached blocks to reuse, or None if the other blocks of `ticket` do not fit.
 
-        Leases are reclaimed only if no sequence has a row: otherwise one may end and free blocks.
+        Leases are reclaimed only while no sequence has a table row. Otherwise `ticket` waits until
+        a running sequence ends and frees its blocks.
         """
         size, batch, pool = self._limits.block_size, self._batch, self._pool
         num_tokens = len(ticket.tokens)
@@ -88,7 +89,8 @@ class Admission:
             return None
         kept_free = batch.num_still_needed() + self._limits.watermark * len(batch)
         if len(batch):
-            # In an empty batch the forks need not all fit: those short of blocks are preempted.
+            # Also keep blocks for the forks. If the batch is empty, this is not needed: forks
+            # without enough blocks are preempted.
             shared = ticket.new.num_prompt // size
             kept_free += sum(-(-len(one.tokens) // size) - shared for one in ticket.forks)
         while True:
@@ -101,7 +103,10 @@ class Admission:
                 return None
 
     def _is_still_blocked(self, ticket: SequenceState, chain: list[bytes]) -> bool:
-        """Return True if `ticket` did not fit and still cannot, without another prefix match."""
+        """Return True if `ticket` did not fit at the last attempt and still cannot fit.
+
+        This check is cheap: it does not match the whole prefix again.
+        """
         if self._blocked is None or self._blocked[0] is not ticket:
             return False
         num_matched = self._blocked[1]
@@ -112,9 +117,9 @@ class Admission:
         return least + kept_free > self._pool.num_available
 
     def _assign_row(self, ticket: SequenceState, matched: Ints) -> int:
-        """Give `ticket` a row, and start it or reserve blocks for its KV transfer.
+        """Give `ticket` a table row, then run it or reserve the blocks for its KV transfer.
 
-        Returns the number of tokens left to compute; 0 while a transfer is awaited.
+        Return the number of tokens left to compute, or 0 if a KV transfer must end first.
         """
         self._batch.assign_row(ticket, matched)
         have = len(matched) * self._limits.block_size

@@ -1,8 +1,8 @@
-"""Continuous batching: plans what each step computes and updates the sequences afterwards.
+"""Plans the tokens of each step and updates the sequences after the step (continuous batching).
 
-Prefill and decode are not separate phases: every running sequence has uncomputed tokens, one
-(decode) or more (prefill, or recomputation after preemption), and a step computes some of them
-within one token budget.
+Prefill and decode are not separate phases. Every running sequence has uncomputed tokens: one
+(decode) or several (prefill, or recomputation after preemption). Each step computes some of these
+tokens, within one token budget for all sequences.
 """
 
 from dataclasses import replace
@@ -44,9 +44,9 @@ __all__ = ["Batcher", "SchedulerConfig"]
 class Batcher:
     """Continuous batching over one block pool.
 
-    One step is in flight (in a pipeline, one per stage), and a second one may be planned behind it
-    if that needs none of the first one's tokens. Every method may be called between `plan` and
-    `commit`: sequences of a step in flight keep their rows and blocks until that step's commit.
+    One step is in flight; with pipeline parallelism, one per stage. Without pipeline parallelism, a
+    second step may be planned if its plan needs no token of the first. Between `plan` and `commit`
+    any method may be called: sequences in flight keep their rows and blocks.
     """
 
     def __init__(self, limits: SchedulerConfig) -> None:
@@ -69,12 +69,12 @@ class Batcher:
     # ------------------------------------------------------------ submission and removal
 
     def submit(self, new: NewSequence) -> None:
-        """Put a sequence into the queue.
+        """Queue a sequence.
 
         Raises:
-            NeverFits: it could not run here even alone.
-            QueueFull: `max_queued` sequences are waiting.
-            ValueError: its key is in use.
+            NeverFits: the sequence could not run on this worker even alone.
+            QueueFull: `max_queued` sequences are already waiting.
+            ValueError: the key of the sequence is already in use.
         """
         if new.key in self._groups or new.key in self._leases:
             raise ValueError(f"sequence key {new.key!r} is in use already")
@@ -87,14 +87,14 @@ class Batcher:
         self._waiting.push(group[0])
 
     def drop(self, key: Key) -> None:
-        """Remove a sequence in any state without further events; ignore an unknown key.
+        """Remove a sequence in any state, or its lease, and its events; ignore an unknown key.
 
         Blocks that a KV transfer reads or writes are kept until `unpin` or `transfer_drained`.
         """
         self._groups.drop(key)
 
     def drop_choice(self, key: Key, choice: int) -> None:
-        """Remove one choice; emit `Finished` if it was the last. Ignore beams and unknown ones."""
+        """Remove a choice; emit `Finished` after the last one. Ignore beams and unknown choices."""
         self._groups.drop_choice(key, choice)
 
     def finish(self, key: Key) -> None:
@@ -102,7 +102,7 @@ class Batcher:
         self._groups.finish(key)
 
     def fail(self, key: Key) -> None:
-        """Drop a sequence whose logits were not finite; unpublish its blocks so none is reused."""
+        """Drop a sequence with non-finite logits; unpublish its blocks to prevent their reuse."""
         for ticket in self._groups.choices(key):
             if ticket.phase is SequencePhase.RUNNING:
                 self.pool.forget(self.table.blocks(ticket.row))
@@ -111,8 +111,8 @@ class Batcher:
     def request_yield(self, key: Key) -> None:
         """Stop a sequence at its next step boundary and lease its blocks; ignore an unknown key.
 
-        A waiting sequence has no blocks to lease; a receiving one yields when its transfer has
-        ended. With several choices, or beams, only blocks of the prompt are kept.
+        Waiting sequences have no blocks to lease; receiving sequences yield after their KV
+        transfer. With several choices or beams, only the blocks of the prompt are leased.
         """
         self._groups.request_yield(key)
 
@@ -123,36 +123,36 @@ class Batcher:
         return self._leases.pin(key, have, self.limits.block_size)
 
     def unpin(self, key: Key) -> None:
-        """Undo one `pin`: a send of this lease has ended."""
+        """Undo one `pin`, after a KV transfer from this lease has ended."""
         self._leases.unpin(key)
 
     def reserved_blocks(self, key: Key) -> Ints:
-        """Return the blocks of positions [have, source_len). Raises KeyError if not receiving."""
+        """Return blocks of positions [have, source_len); KeyError if `key` is not receiving."""
         ticket = self._groups.receiver(key)
         if ticket is None:
             raise KeyError(key)
         return self._batch.reserved(ticket)
 
     def transfer_done(self, key: Key) -> None:
-        """Run a sequence whose reserved blocks were all received; ignored if not receiving."""
+        """Run a sequence after its KV transfer succeeded; do nothing if it is not receiving."""
         self._end_receiving(key, arrived=True)
 
     def transfer_failed(self, key: Key) -> None:
-        """Run a sequence whose transfer failed, computing its prompt; ignored if not receiving."""
+        """Run a sequence after its KV transfer failed; do nothing if it is not receiving."""
         self._end_receiving(key, arrived=False)
 
     def transfer_drained(self, key: Key) -> None:
-        """Free a dropped receiver's blocks: all writes have ended. Ignore an unknown key."""
+        """Free the blocks of a dropped receiver, after all writes; ignore an unknown key."""
         self._leases.release_abandoned(key)
 
     # ------------------------------------------------------------ steps
 
     def plan(self, now: float) -> StepPlan | None:
-        """Return the next step, or None if there is nothing to compute now.
+        """Return the plan of the next step, or None if there is nothing to compute now.
 
-        While a step is in flight, None may also mean that the next one can only be planned after
-        its commit. A step planned behind it can be removed by `withdraw`. In a pipeline one step
-        per stage may be in flight, and a sequence is in at most one of them.
+        While a step is in flight, None may also mean that this step must be committed first. A step
+        planned while another is in flight can be removed with `withdraw`. With pipeline
+        parallelism, one step per stage may be in flight; no two of these steps share a sequence.
 
         Args:
             now: time in seconds, for policies that depend on waiting times; unused at present.
@@ -175,7 +175,7 @@ class Batcher:
         return plan
 
     def withdraw(self, plan: StepPlan) -> None:
-        """Remove the newest step in flight, whose computation must not have begun."""
+        """Remove the newest step in flight; the step must not have started to run."""
         plans = self._in_flight.plans
         if not plans or plan is not plans[-1]:
             raise ValueError("not the newest step in flight")
@@ -189,13 +189,13 @@ class Batcher:
         """Record the results of the oldest step in flight.
 
         Args:
-            plan: that step.
-            drawn: [S] tokens drawn for `plan.sampling_rows`, in order.
-            parents: [S] the row that each sampling row continues from: a row of the same search
-                for a beam, the row itself for others. None if there are no beams.
+            plan: the plan of that step.
+            drawn: [S] tokens sampled for `plan.sampling_rows`, in order.
+            parents: [S] the table row that each sampling row continues from: for a beam, a row of
+                the same beam search; otherwise the row itself. None if there are no beams.
 
         Returns:
-            The new tokens, without those of beams and of sequences that were removed meanwhile.
+            The new tokens, except those of beams and of sequences removed after `plan` was made.
         """
         plans = self._in_flight.plans
         if not plans or plan is not plans[0]:
@@ -219,7 +219,7 @@ class Batcher:
         counts = self._admission.reclaim_blocks(budget)
         num_events = len(self._groups.events)
         if self._admit(budget - int(counts.sum())):
-            # Forks of a cached prompt start at once and may need more blocks than there are.
+            # Forks of a cached prompt start at once and may need more blocks than are available.
             counts = self._admission.reclaim_blocks(budget)
             self._groups.forget_preempted(num_events)
         rows = self._batch.rows
@@ -231,18 +231,18 @@ class Batcher:
         copies = self._batch.grow(rows, counts)
         plan = self.table.pack(number, rows, counts, copies)
         if self._batch.fork_parents or self._batch.beam_groups:
-            # The fast path needs constant rows: forks start soon, and beams exchange blocks.
+            # The fast path needs constant rows, but forks start soon and beams exchange blocks.
             self._fast_path.invalidate()
             return replace(plan, forks=self._batch.plan_forks(plan))
         self._fast_path.start(plan, self._batch.rows)
         return plan
 
     def _plan_stage(self) -> StepPlan | None:
-        """Plan a pipeline's next step from sequences that are in no step in flight."""
+        """Plan the next pipeline step, from sequences that are not in a step in flight."""
         plans, budget = self._in_flight.plans, self.limits.max_batched_tokens
         if len(plans) >= self.limits.num_stages:
             return None
-        if not plans:  # preempt only while no step uses the blocks
+        if not plans:  # preempt only while no step in flight uses the blocks
             self._admission.reclaim_blocks(budget)
         self._admit(budget)
         number = self._totals.steps + 1
@@ -256,7 +256,7 @@ class Batcher:
         return plan
 
     def _plan_idle_rows(self, number: int) -> StepPlan | None:
-        """Plan one stage's share of the rows that are in no step in flight."""
+        """Plan a step for one stage's share of the table rows that are not in a step in flight."""
         rows, counts = self._batch.split_budget_over_idle(self._in_flight.plans, self.limits)
         if not rows.size or self._batch.num_missing(rows, counts) > self.pool.num_available:
             return None
@@ -293,13 +293,13 @@ class Batcher:
         for row in ended:
             self._groups.finish_row(row)
         for row in due.tolist():
-            # If one choice of a sequence yields, all of them do.
+            # If one choice of a sequence yields, all its choices yield.
             if row not in ended and row in self._batch:
                 self._groups.yield_if_due(self._batch.sequence(row).key)
         return output
 
     def _output(self, rows: Ints, indices: Ints, tokens: Ints, finishes: Ints) -> StepOutput:
-        """Return the step's output without the rows of beams, which only their search sees."""
+        """Return the output of a step without beams, whose tokens only the beam search uses."""
         table = self.table
         if self._batch.beam_groups:
             visible = ~table.is_beam[rows]
@@ -317,11 +317,11 @@ class Batcher:
         return events
 
     def load(self) -> WorkerLoad:
-        """Return the present load, and totals since the start."""
+        """Return the current load, and totals since the start of the worker."""
         return self._stats.load()
 
     def exclude_from_totals(self, num_prompt: int) -> None:
-        """Subtract `num_prompt` computed prompt tokens, a canary's, from the totals."""
+        """Subtract the `num_prompt` computed prompt tokens of a canary from the totals."""
         self._totals.computed -= num_prompt
 
     def check(self) -> None:
@@ -339,7 +339,7 @@ class Batcher:
         for ticket, *followers in admitted:
             have = int(self.table.num_computed[ticket.row])
             if ticket.is_cancelled and not ticket.forks:
-                # It was cancelled while it waited; its forks have just started from cached blocks.
+                # The leader was cancelled while waiting; its forks have just started without it.
                 self._batch.release_row(ticket)
                 self._groups.choice_ended(ticket)
             else:
@@ -352,7 +352,7 @@ class Batcher:
         return bool(admitted)
 
     def _fork(self, drawing: Ints) -> Bools:
-        """Start forks whose prompt is computed; return a mask [n] of the rows that still draw."""
+        """Start forks whose prompt is computed; return a mask [n]: False for cancelled leaders."""
         kept = np.ones(len(drawing), np.bool_)
         for leader in [
             one for one in self._batch.fork_parents if one.phase is SequencePhase.RUNNING

@@ -1,4 +1,4 @@
-"""Limits of the scheduler, and the check whether a sequence can ever run within them."""
+"""Limits of the scheduler, and a check whether a sequence could ever run within them."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ class SchedulerConfig:
     """Limits of the scheduler. Raises ValueError if a value is invalid."""
 
     num_blocks: int
-    max_model_len: int  # tokens of a sequence, prompt and answer
+    max_model_len: int  # most tokens of a sequence, prompt and answer together
     block_size: int = 16  # tokens per block
-    max_sequences: int = 64  # sequences that hold a row at a time
+    max_sequences: int = 64  # most sequences that hold a table row at the same time
     max_batched_tokens: int = 512  # token budget of a step
-    max_queued: int = 1024  # waiting sequences
+    max_queued: int = 1024  # most sequences that may wait
     lease_fraction: float = 0.5  # largest share of the blocks that leases may hold
-    num_stages: int = 1  # pipeline stages; as many steps can be in flight, of different sequences
-    watermark: int = 1  # free blocks to keep per sequence with a row when admitting another
+    num_stages: int = 1  # pipeline stages, and the most steps that can be in flight
+    watermark: int = 1  # free blocks to keep per sequence in the batch when another is admitted
     static: bool = False  # static batching, as a baseline: admit only when the batch is empty
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class SchedulerConfig:
 
 
 def check_fits(new: NewSequence, limits: SchedulerConfig) -> None:
-    """Raise NeverFits if the sequence could not run to its end here even alone."""
+    """Raise NeverFits if the sequence could not run to its end even if it ran alone."""
     num_choices = 1 + len(new.siblings)
     if num_choices > limits.max_sequences:
         raise NeverFits(
@@ -55,7 +55,10 @@ def check_fits(new: NewSequence, limits: SchedulerConfig) -> None:
 
 
 def _check_beams(new: NewSequence, width: int, limits: SchedulerConfig) -> None:
-    """Raise NeverFits if all beams at full length, sharing only the prompt, exceed the cache."""
+    """Raise NeverFits if the KV cache could not hold all beams at their full length.
+
+    All beams share the prompt's full blocks, and no other blocks.
+    """
     size = limits.block_size
     longest = new.num_prompt + new.params.answer_limit(new.num_prompt, limits.max_model_len) - 1
     shared = new.num_prompt // size

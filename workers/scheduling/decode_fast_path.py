@@ -1,7 +1,8 @@
-"""Fast planning of a decode step with the same sequences as the step before.
+"""Plans a decode step quickly if it has the same sequences as the previous step.
 
-Most steps of a busy server only add a token to each sequence. Such a plan is derived from the last
-one by a few additions and does not need its tokens, so it can be made while that step computes.
+Most steps of a busy server only add one token to each sequence. The plan of such a step follows
+from the previous plan by a few additions. It does not depend on the tokens of the previous step, so
+it can be made while that step is running.
 """
 
 from collections.abc import Callable
@@ -14,43 +15,44 @@ from penstock.workers.scheduling.table import SequenceTable
 
 
 class DecodeFastPath:
-    """Planner that continues from a plan in which every running sequence draws one token."""
+    """Makes the next decode plan from a plan in which every running sequence samples one token."""
 
     def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
         self._table = table
         self._pool = pool
         self._last: StepPlan | None = None  # the newest plan; None if it cannot be continued
         self._has_snapshot = False  # whether the fields below belong to the rows of `_last`
-        self._first = 0  # number of the first plan made from this snapshot
+        self._first = 0  # number of the first plan derived from this snapshot
         self._until = 0  # number of the first plan in which a sequence reaches a limit
         self._next_boundary = 0  # number of the next plan in which a sequence enters a new block
-        self._filling: set[int] = set()  # numbers of plans that fill a block
+        self._filling: set[int] = set()  # numbers of the plans that may fill a block
         self._keys: list[object] = []
-        self._choices: Ints = np.zeros(0, np.int32)  # [B]
-        self._num_prompt: Ints = np.zeros(0, np.int32)  # [B]
-        self._stops: Ints = np.zeros((0, 0), np.int32)  # [B, S]
-        self._no_finishes: Ints = np.zeros(0, np.int32)  # [B] of `FinishReason.NONE`
+        self._choices: Ints = np.zeros(0, np.int32)  # [B] choice numbers
+        self._num_prompt: Ints = np.zeros(0, np.int32)  # [B] prompt lengths
+        self._stops: Ints = np.zeros((0, 0), np.int32)  # [B, S] stop tokens, padded with -1
+        self._no_finishes: Ints = np.zeros(0, np.int32)  # [B] filled with `FinishReason.NONE`
 
     def invalidate(self) -> None:
-        """Forget the last plan: something has changed that its rows do not show."""
+        """Forget the last plan, because of a change that `can_continue` cannot detect."""
         self._last, self._has_snapshot = None, False
 
     def start(self, plan: StepPlan, rows: Ints) -> None:
-        """Make `plan`, built from the tables, the last plan if it draws a token for each row."""
+        """Keep `plan` as the last plan if it computes and samples one token for each of `rows`."""
         self.invalidate()
         if plan.rows is rows and len(plan.tokens) == len(rows) and plan.samples.all():
             self._last = plan
 
     def can_continue(self, rows: Ints) -> bool:
-        """Return True if the last plan can be continued while `rows` run."""
+        """Return True if there is a last plan and its rows are still the running `rows`."""
         return self._last is not None and self._last.rows is rows
 
     def next(self, number: int, ahead: bool) -> StepPlan | None:
-        """Return the step after the last one; None if a sequence may end or blocks are short.
+        """Return the next plan; None if a sequence may end in that step or too few blocks are left.
 
         Args:
-            number: of the new step.
-            ahead: the last step is still in flight; its tokens are filled in later.
+            number: number of the new plan.
+            ahead: True if the last step is still in flight. Then `StepPlan.fill` sets the tokens of
+                the new plan later.
         """
         last = self._last
         if last is None:
@@ -83,15 +85,15 @@ class DecodeFastPath:
 
     @property
     def num_to_fill(self) -> int:
-        """Number of steps, counted from the last plan (included), until one may fill a block."""
+        """Number of plans from the last one to the next one that may fill a block, inclusive."""
         last = self._last
         return 0 if last is None else self._next_boundary - last.number
 
     def num_skippable(self) -> int:
-        """Return how many steps, from the last plan (included) on, need no scheduling decision.
+        """Return how many steps, starting with that of the last plan, need no scheduling decision.
 
-        No sequence ends or yields in them, and their blocks are available. 0 if a sequence has
-        stop tokens, since then a drawn token may end it.
+        In these steps no sequence ends or yields, and enough blocks are available. The number is 0
+        if a sequence has stop tokens, because sampling a stop token may end the sequence.
         """
         last = self._last
         if last is None:
@@ -111,8 +113,8 @@ class DecodeFastPath:
         The last plan must have been committed already.
 
         Args:
-            drawn: [steps, B] tokens of the steps, none of which may need a scheduling decision.
-            publish: called with rows and lengths where a block may have become full.
+            drawn: [steps, B] sampled tokens. None of these steps may need a scheduling decision.
+            publish: called with table rows and their lengths whenever blocks may have become full.
         """
         done = 0
         while done < len(drawn):
@@ -130,7 +132,10 @@ class DecodeFastPath:
             done += max(num, 1)
 
     def _skip_within_blocks(self, last: StepPlan, drawn: Ints) -> StepPlan:
-        """Commit steps `drawn` [n, B] that stay within their blocks; return the last plan."""
+        """Commit n steps with tokens `drawn` [n, B] that enter no new block.
+
+        Return the last plan.
+        """
         table, num = self._table, len(drawn)
         lengths = last.context_lens + num
         columns = last.context_lens[:, None] + np.arange(1, num + 1, dtype=np.int32)
@@ -152,7 +157,7 @@ class DecodeFastPath:
         return plan
 
     def _skip_one(self, drawn: Ints) -> StepPlan:
-        """Plan and commit the next single step, with tokens `drawn` [B]."""
+        """Plan and commit the next step, whose sampled tokens are `drawn` [B]; return its plan."""
         assert self._last is not None
         plan = self.next(self._last.number + 1, ahead=False)
         if plan is None or self.commit(plan, drawn) is None:
@@ -160,20 +165,23 @@ class DecodeFastPath:
         return plan
 
     def _num_missing(self, last: StepPlan, num: int) -> int:
-        """Return the number of blocks that `num` steps after the last one take."""
+        """Return how many blocks must be taken for the `num` steps that follow the last plan."""
         return int(self._table.num_missing_blocks(last.rows, last.context_lens + num).sum())
 
     def fills(self, plan: StepPlan) -> bool:
-        """Return True if this plan may fill a block, and forget that: call once per plan."""
+        """Return True if this plan may fill a block.
+
+        Call this once per plan, because the call removes the record.
+        """
         if plan.number not in self._filling:
             return False
         self._filling.remove(plan.number)
         return True
 
     def commit(self, plan: StepPlan, drawn: Ints) -> StepOutput | None:
-        """Record a plan made here and return its output.
+        """Commit a plan made by `next` and return its output.
 
-        Return None, without a change, if it was not made here or may end a sequence.
+        Return None and change nothing if `plan` was not made by `next` or may end a sequence.
         """
         if not self._has_snapshot or not self._first <= plan.number < self._until:
             return None
@@ -201,7 +209,12 @@ class DecodeFastPath:
         self._find_block_boundary(last.number, last.slots)
 
     def _find_block_boundary(self, number: int, slots: Ints) -> None:
-        """Find the next plan in which a row enters a new block; plan `number` writes `slots`."""
+        """Set the number of the next plan in which a row enters a new block.
+
+        Args:
+            number: number of a plan.
+            slots: [B] KV slots that this plan writes.
+        """
         size = self._table.block_size
         self._next_boundary = number + size - int((slots % size).max())
         self._filling.add(self._next_boundary - 1)
@@ -211,7 +224,7 @@ class DecodeFastPath:
         return drawn
 
     def _grow(self, rows: Ints, positions: Ints) -> bool:
-        """Take missing blocks for these positions; return False if too few are available."""
+        """Take the blocks that `rows` lack for `positions`; return False if too few are free."""
         table = self._table
         columns = positions // table.block_size
         missing = columns >= table.num_blocks[rows]
@@ -225,10 +238,10 @@ class DecodeFastPath:
         return True
 
     def _enter_block(self, last: StepPlan, crossing: Ints, slots: Ints) -> Ints:
-        """Move the rows at `crossing` into their next block; return the block tables [B, M].
+        """Move the rows at indices `crossing` into their next block; return block tables [B, M].
 
-        The last step's arrays are changed in place. It may still run, but reads no column beyond
-        its own context lengths.
+        `last.block_tables` is changed in place unless it has too few columns. The step of `last`
+        may still be running, but it reads no columns beyond its own context lengths.
         """
         table = self._table
         rows, columns = last.rows[crossing], last.context_lens[crossing] // table.block_size

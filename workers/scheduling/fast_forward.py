@@ -1,8 +1,8 @@
 """Fast-forward over decode steps that need no scheduling decision. Used by the simulator only.
 
-In these steps no sequence arrives, ends, yields or loses blocks, so the state after them follows
-from the state before. `DecodeFastPath` checks the running sequences; this module also checks the
-waiting queue and the steps in flight.
+In these steps no sequence arrives, ends, yields or loses blocks, so the state after the steps
+follows from the state before the steps. `DecodeFastPath` checks the running sequences; this module
+also checks the waiting queue and the steps in flight.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from penstock.workers.scheduling.waiting import WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class FastForward:
-    """Fast-forward of a batcher: counts the steps that can be skipped, and commits them at once."""
+    """Fast-forward of a batcher: counts the steps that can be skipped and commits these at once."""
 
     table: SequenceTable
     waiting: WaitingQueue
@@ -28,10 +28,10 @@ class FastForward:
     totals: Totals
 
     def num_skippable(self) -> int:
-        """Return how many steps, the one in flight included, need no scheduling decision.
+        """Return how many steps, including the one in flight, need no scheduling decision.
 
-        The number holds until another method of the batcher is called. 0 if even the step in flight
-        may need a decision.
+        The number is valid until another method of the batcher is called. It is 0 if even the step
+        in flight may need a decision.
         """
         only_step = len(self.in_flight.plans) == 1 and not self.in_flight.released_later
         if not only_step or not self.fast_path.can_continue(self.batch.rows):
@@ -43,7 +43,10 @@ class FastForward:
         return num
 
     def skip(self, drawn: Ints) -> None:
-        """Plan and commit steps that draw `drawn` [steps, B]; no step may be in flight."""
+        """Plan and commit steps with the sampled tokens `drawn` [steps, B].
+
+        No step may be in flight.
+        """
         if self.in_flight.plans or not self.fast_path.can_continue(self.batch.rows):
             raise ValueError("cannot fast-forward: a step is in flight or sequences changed")
         self.fast_path.skip(drawn, self.batch.publish)

@@ -1,4 +1,4 @@
-"""Steps that are planned but not committed, and sequences removed during one of them."""
+"""Steps that are planned but not committed, and sequences removed during such a step."""
 
 import numpy as np
 
@@ -10,12 +10,12 @@ from penstock.workers.scheduling.waiting import SequenceState
 class InFlightSteps:
     """The steps in flight, oldest first: at most two, or one per pipeline stage.
 
-    Their sequences keep rows and blocks until the commit.
+    Sequences of a step in flight keep their table rows and blocks until its commit.
     """
 
     def __init__(self, batch: RunningBatch) -> None:
         self.plans: list[StepPlan] = []
-        self.released_later: list[SequenceState] = []  # removed while in a step in flight
+        self.released_later: list[SequenceState] = []  # removed while a step in flight has them
         self._batch = batch
 
     def holds(self, ticket: SequenceState) -> bool:
@@ -26,7 +26,10 @@ class InFlightSteps:
         )
 
     def release_row(self, ticket: SequenceState) -> bool:
-        """Release row and blocks now (True), or when no step in flight has it any more (False)."""
+        """Release the row and blocks of a sequence, but not before the last step that has it.
+
+        Return True if the release is done, False if a step in flight delays the release.
+        """
         if self.holds(ticket):
             self.released_later.append(ticket)
             return False
@@ -38,7 +41,7 @@ class InFlightSteps:
         return ~np.isin(rows, [ticket.row for ticket in self.released_later])
 
     def release_drained(self) -> None:
-        """Release the removed sequences that are in no step in flight any more."""
+        """Release those removed sequences that are no longer in a step in flight."""
         gone, self.released_later = self.released_later, []
         for ticket in gone:
             self.release_row(ticket)

@@ -1,9 +1,9 @@
 """The pool of KV blocks: reference counts, content hashes and the order of eviction.
 
-A block is held by running sequences (used), by leases, or by a transfer that writes it (reserved).
-A block without a holder is cached while it is published under its content hash, and free otherwise.
-Cached blocks are evicted least recently used first, and of one sequence the last block first, so
-that the remaining prefix can still be matched.
+A block is held by running sequences (used), by leases, or by a KV transfer that writes the block
+(reserved). A block without a holder is cached while it is published under its content hash, and
+free otherwise. Cached blocks are evicted in LRU order. Among the blocks of one sequence the last
+block is evicted first, so that the remaining prefix can still be matched.
 """
 
 from collections import OrderedDict
@@ -18,7 +18,7 @@ from penstock.workers.scheduling.sequence import Ints
 
 
 class State(IntEnum):
-    """State of a block; with holders of several kinds, the lowest number applies."""
+    """State of a block; if a block has several kinds of holders, the lowest number applies."""
 
     USED = 0
     LEASED = 1
@@ -27,7 +27,7 @@ class State(IntEnum):
     FREE = 4
 
 
-# Plain ints: enum member access would cost more than the arithmetic.
+# Plain ints, because access to an enum member takes longer than the arithmetic.
 _USED, _LEASED, _RESERVED, _CACHED, _FREE = (int(state) for state in State)
 _NUM_STATES = len(State)
 
@@ -35,16 +35,16 @@ Hold: TypeAlias = Literal[State.USED, State.LEASED, State.RESERVED]
 
 
 class BlockPool:
-    """Reference counts, hashes and LRU order of `num_blocks` blocks; methods cost O(1) per block.
+    """Reference counts, hashes and LRU order of `num_blocks` blocks; O(1) time per block.
 
-    Blocks are passed as int32 arrays [n] without duplicates, in the order of the sequence.
+    Methods take blocks as int32 arrays [n] without duplicates, in the order of the sequence.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.state = np.full(num_blocks, State.FREE, np.int8)
-        self._counts = [0, 0, 0, 0, num_blocks]  # number of blocks by state
-        self._holders = np.zeros((3, num_blocks), np.int32)  # rows: USED, LEASED, RESERVED
+        self._counts = [0, 0, 0, 0, num_blocks]  # number of blocks in each state
+        self._holders = np.zeros((3, num_blocks), np.int32)  # by kind: USED, LEASED, RESERVED
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # stack of the free blocks
         self._lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, in order of eviction
         self._hashed = np.zeros(num_blocks, np.bool_)
@@ -60,7 +60,7 @@ class BlockPool:
         return self._counts[_FREE] + self._counts[_CACHED]
 
     def num_idle(self, blocks: Ints) -> int:
-        """Return how many of `blocks` have no holder; these count as available until held."""
+        """Return how many of `blocks` have no holder and therefore count as available."""
         return int(np.count_nonzero(self.state[blocks] >= _CACHED))
 
     def is_findable(self, blocks: Ints) -> npt.NDArray[np.bool_]:
@@ -68,7 +68,10 @@ class BlockPool:
         return self._hashed[blocks]
 
     def take(self, num: int, hold: Hold) -> Ints:
-        """Take `num` (<= `num_available`) blocks of undefined content, with one holder each."""
+        """Take `num` blocks of undefined content; each gets one holder.
+
+        `num` is at most `num_available`.
+        """
         num_free = self._counts[_FREE]
         from_free = min(num, num_free)
         blocks = self._free[num_free - from_free : num_free].copy()
@@ -84,18 +87,18 @@ class BlockPool:
         return blocks
 
     def retain(self, blocks: Ints, hold: Hold) -> None:
-        """Add a holder to blocks that are held or cached."""
+        """Add a holder to each block; the blocks must be held or cached."""
         self._holders[hold, blocks] += 1
         self._update_states(blocks[self.state[blocks] > hold])
 
     def move(self, blocks: Ints, old: Hold, new: Hold) -> None:
-        """Turn one holder of kind `old` into one of kind `new`."""
+        """For each block, turn one holder of kind `old` into one holder of kind `new`."""
         self._holders[old, blocks] -= 1
         self._holders[new, blocks] += 1
         self._update_states(blocks)
 
     def release(self, blocks: Ints, hold: Hold) -> None:
-        """Remove a holder; blocks without holders become cached if published, otherwise free."""
+        """Remove a holder; a block without holders becomes cached if published, otherwise free."""
         left = self._holders[hold, blocks] - 1
         self._holders[hold, blocks] = left
         self._update_states(blocks[left == 0])
@@ -105,8 +108,7 @@ class BlockPool:
 
         Args:
             blocks: [n] the block that each writer is about to write; a shared block occurs once per
-                writer. If all its holders write it, the last one writes in place, unless the block
-                is published.
+                writer. If all holders of an unpublished block write, the last writer needs no copy.
         """
         own, writers = np.unique(blocks, return_counts=True)
         sole_holder = (self._holders[:, own].sum(0) == writers) & ~self._hashed[own]
@@ -117,7 +119,7 @@ class BlockPool:
         return bool(self._hashed[block] or self._holders[:, block].sum() > 1)
 
     def match(self, hashes: Sequence[bytes]) -> Ints:
-        """Return the published blocks of the longest known prefix of this hash chain."""
+        """Return the blocks of the longest prefix of this hash chain that is published."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -131,7 +133,7 @@ class BlockPool:
         return digest in self._block_of
 
     def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Register used blocks by hash; a hash that is known already keeps its first block."""
+        """Publish used blocks under their hashes; a hash that is known keeps its first block."""
         if (self.state[blocks] != _USED).any():
             raise ValueError("only blocks in state USED can be published")
         new = []
@@ -149,7 +151,7 @@ class BlockPool:
         self._update_states(blocks)
 
     def check_total(self) -> None:
-        """Raise AssertionError if the counts do not add up; cheap enough for every step."""
+        """Raise AssertionError if the block counts do not add up; cheap enough for every step."""
         if sum(self._counts) != self.num_blocks or min(self._counts) < 0:
             raise AssertionError(f"{self._counts} do not add up to {self.num_blocks}")
 
@@ -157,9 +159,9 @@ class BlockPool:
         """Raise AssertionError if the bookkeeping is inconsistent.
 
         Args:
-            used: one array of blocks per sequence that holds any.
-            leased: one array per lease.
-            reserved: one array per KV transfer that writes.
+            used: one array of blocks per sequence that holds any blocks.
+            leased: one array of blocks per lease.
+            reserved: one array of blocks per KV transfer that writes them.
         """
         for hold, arrays in enumerate((used, leased, reserved)):
             blocks = np.concatenate([np.zeros(0, np.int32), *arrays])
@@ -199,7 +201,7 @@ class BlockPool:
         """Update states, counts, free stack and LRU order after a change of holders."""
         if not blocks.size:
             return
-        blocks = blocks[::-1]  # last block first: it is evicted before its parents
+        blocks = blocks[::-1]  # so that a block is evicted before the blocks that precede it
         old, new = self.state[blocks], self._states(blocks)
         self.state[blocks] = new
         was_cached, is_cached = old == _CACHED, new == _CACHED

@@ -1,4 +1,4 @@
-"""Blocks kept for sequences without a row: leases, and blocks that a transfer still writes."""
+"""Blocks kept for sequences without a table row: leases, and blocks still written by a transfer."""
 
 from dataclasses import dataclass
 
@@ -10,27 +10,28 @@ from penstock.workers.scheduling.sequence import Ints, Key, LeaseGone
 class _Lease:
     blocks: Ints
     kv_len: int
-    num_pins: int = 0  # sends that are reading the blocks
-    dropped: bool = False  # release with the last pin
+    num_pins: int = 0  # KV transfers that are reading the blocks
+    dropped: bool = False  # release the lease when the last pin is removed
 
 
 class Leases:
-    """Leases of yielded sequences, oldest first: kept until dropped or reclaimed for space.
+    """Leases of yielded sequences, oldest first; each is kept until it is dropped or reclaimed.
 
-    Together they keep at most `max_blocks`; only pinned leases and the newest one may exceed that.
+    All leases together hold at most `max_blocks` blocks. Only pinned leases and the newest lease
+    may exceed this limit.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int) -> None:
         self._pool = pool
         self._max_blocks = max_blocks
         self._leases: dict[Key, _Lease] = {}
-        self._abandoned: dict[Key, Ints] = {}  # reserved blocks of dropped receivers
+        self._abandoned: dict[Key, Ints] = {}  # reserved blocks of dropped receiving sequences
 
     def __contains__(self, key: Key) -> bool:
         return key in self._leases or key in self._abandoned
 
     def grant(self, key: Key, blocks: Ints, kv_len: int) -> None:
-        """Turn blocks that the caller uses into a lease of positions [0, kv_len)."""
+        """Turn used blocks into a lease of positions [0, kv_len); first make room for the lease."""
         while self._pool.num(State.LEASED) + len(blocks) > self._max_blocks:
             if not self.reclaim():
                 break
@@ -46,7 +47,7 @@ class Leases:
         return lease.blocks[max(have, 0) // block_size :].copy()
 
     def unpin(self, key: Key) -> None:
-        """Undo one `pin`; release a dropped lease with its last pin."""
+        """Undo one `pin`; release the lease if it was dropped and no pin is left."""
         lease = self._leases.get(key)
         if lease is None or lease.num_pins == 0:
             raise ValueError(f"the lease of {key!r} is not pinned")
@@ -55,7 +56,7 @@ class Leases:
             self._release(key)
 
     def drop(self, key: Key) -> None:
-        """Release a lease, now or with its last pin; ignore an unknown key."""
+        """Release a lease now, or when its last pin is removed; ignore an unknown key."""
         lease = self._leases.get(key)
         if lease is None:
             return
@@ -76,13 +77,13 @@ class Leases:
         self._abandoned[key] = blocks
 
     def release_abandoned(self, key: Key) -> None:
-        """Free the blocks kept by `abandon`: all writes have ended. Ignore an unknown key."""
+        """Free the blocks kept by `abandon`, after all writes have ended; ignore an unknown key."""
         blocks = self._abandoned.pop(key, None)
         if blocks is not None:
             self._pool.release(blocks, State.RESERVED)
 
     def holders(self) -> tuple[list[Ints], list[Ints]]:
-        """Return leased and reserved blocks, one array per lease or transfer, to check the pool."""
+        """Return leased and reserved blocks for `BlockPool.check`: one array per holder."""
         return [lease.blocks for lease in self._leases.values()], list(self._abandoned.values())
 
     def _release(self, key: Key) -> None:

@@ -1,4 +1,4 @@
-"""The sequences that hold a row of the table, and the blocks that those rows hold."""
+"""The sequences that hold a row of the sequence table, and the blocks of these rows."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ _order = attrgetter("order")
 
 
 def split_token_budget(remaining: Ints, budget: int) -> Ints:
-    """Return [B] how many of its `remaining` [B] tokens each row computes in a step.
+    """Split a token budget: return [B] how many tokens a step computes for each table row.
 
-    Rows with one token left (decodes) are served first, and all fit. The other rows share the rest
-    of `budget`, in order.
+    `remaining` [B] is the number of uncomputed tokens of each row. Rows with one such token
+    (decodes) come first, and all of them fit. The other rows get the rest of `budget`, in order.
     """
     decodes = remaining == 1
     if decodes.all():
@@ -32,23 +32,23 @@ def split_token_budget(remaining: Ints, budget: int) -> Ints:
 
 
 class RunningBatch:
-    """The sequences that hold a row, and the running ones among them, which are scheduled."""
+    """The sequences that hold a table row; the running ones among them are scheduled."""
 
     def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
         self._table = table
         self._pool = pool
-        self._by_row: dict[int, SequenceState] = {}  # also those that receive, or wait for a fork
+        self._by_row: dict[int, SequenceState] = {}  # also receiving sequences and waiting forks
         self._running: list[SequenceState] = []  # sorted by `order`
         self._shared_rows: set[int] = set()  # rows whose last block may be shared
-        self.fork_parents: list[SequenceState] = []  # with a row and forks that wait
+        self.fork_parents: list[SequenceState] = []  # sequences with a row whose forks still wait
         self.beam_groups: list[
             list[SequenceState]
-        ] = []  # with rows: the beams of each search, leader first
+        ] = []  # the beams of each search that has rows, leader first
         self._rows: Ints | None = None
 
     @property
     def rows(self) -> Ints:
-        """[running] rows of running sequences, in scheduling order; a new array at each change."""
+        """[running] rows of running sequences in scheduling order; a new array at each change."""
         if self._rows is None:
             self._rows = np.array([ticket.row for ticket in self._running], np.int32)
         return self._rows
@@ -65,9 +65,9 @@ class RunningBatch:
     # ------------------------------------------------------------ rows
 
     def assign_row(self, ticket: SequenceState, matched: Ints) -> None:
-        """Give the sequence a row whose first blocks are `matched`, found in the cache.
+        """Give the sequence a table row that begins with the cached blocks `matched`.
 
-        Its forks get rows too, and wait there until the prompt is computed.
+        The forks of the sequence also get rows, and wait there until the prompt is computed.
         """
         table = self._table
         for one in (ticket, *ticket.forks):
@@ -81,7 +81,7 @@ class RunningBatch:
         self._start_row(ticket, matched, len(matched) * table.block_size)
 
     def fork_if_due(self, ticket: SequenceState) -> bool:
-        """Start the forks of `ticket` if its prompt is computed; return whether it is."""
+        """Start the forks of `ticket` if its prompt is computed; return True if it is computed."""
         num_prompt = ticket.new.num_prompt
         if self._table.num_computed[ticket.row] < num_prompt:
             return False
@@ -94,15 +94,15 @@ class RunningBatch:
         self._shared_rows.add(ticket.row)
         self.fork_parents.remove(ticket)
         ticket.forks = []
-        if ticket.beams:  # beams exchange blocks: their answers are never published
+        if ticket.beams:  # beams exchange blocks, so blocks of their answers are never published
             self._table.num_published[[one.row for one in ticket.beams]] = NEVER
         return True
 
     def plan_forks(self, plan: StepPlan) -> Ints:
-        """Return the forks that draw their first token in this step, from their leader's logits.
+        """Return the forks that sample their first token in this step, from their leader's logits.
 
         Returns:
-            [F, 2] index of the leader among the rows that sample, and row of the fork.
+            [F, 2] per fork: the index of its leader among the rows that sample, and its table row.
         """
         sampling, table = plan.rows[plan.samples].tolist(), self._table
         return np.array(
@@ -123,7 +123,7 @@ class RunningBatch:
             self.fork_parents.remove(leader)
 
     def _start_row(self, ticket: SequenceState, blocks: Ints, num_computed: int) -> None:
-        """Set the row's first `num_computed` positions to `blocks`, which are held or cached."""
+        """Use `blocks` (held or cached) for the first `num_computed` positions of the row."""
         table, row = self._table, ticket.row
         self._pool.retain(blocks, State.USED)
         table.set_blocks(row, blocks)
@@ -131,7 +131,7 @@ class RunningBatch:
         table.num_computed[row] = num_computed
 
     def reserve(self, ticket: SequenceState) -> None:
-        """Reserve blocks for the positions up to `source_len` that a KV transfer will write."""
+        """Reserve blocks for the positions below `source_len` that a KV transfer will write."""
         ticket.phase = SequencePhase.RECEIVING
         rows = np.array([ticket.row], np.int32)
         counts = self._table.num_missing_blocks(rows, np.array([ticket.source_len], np.int32))
@@ -152,7 +152,7 @@ class RunningBatch:
         self._rows = None
 
     def release_row(self, ticket: SequenceState, num_kept: int = 0) -> Ints:
-        """Release the row and all blocks but the first `num_kept`; return those, still held.
+        """Release a row and its blocks, but keep and return the first `num_kept` blocks.
 
         The reserved blocks of a receiving sequence stay reserved.
         """
@@ -177,10 +177,10 @@ class RunningBatch:
     def preempt(self) -> SequenceState:
         """Take row and blocks from the youngest running sequence of the lowest priority.
 
-        Its forks lose theirs too. The beams of a search are preempted together.
+        Forks of the sequence, or all beams of its beam search, are preempted with it.
 
         Returns:
-            The sequence to queue again, with its forks (or other beams) attached.
+            The sequence to queue again; its forks, or the other beams of its search, are attached.
         """
         ticket = self._running[-1]
         if ticket.beams:
@@ -194,13 +194,13 @@ class RunningBatch:
         return ticket
 
     def _preempt_beams(self, beams: list[SequenceState]) -> SequenceState:
-        """Release the rows of a search's beams; return the leader, with the others as its forks."""
+        """Release the rows of a search's beams; return the leader, with the others as forks."""
         leader = beams[0]
-        for one in reversed(beams):  # the leader last: it must outlive its forks
+        for one in reversed(beams):  # release the leader after its forks
             self._save(one)
             self.release_row(one)
             one.phase = SequencePhase.AWAITING_FORK
-            # Keep the prompt's hashes only: beams exchange the blocks of their answers.
+            # Keep only the prompt's hashes, because beams exchange the blocks of their answers.
             del one.hashes[leader.new.num_prompt // self._table.block_size :]
         leader.forks = beams[1:]
         return leader
@@ -214,7 +214,7 @@ class RunningBatch:
     # ------------------------------------------------------------ steps
 
     def split_budget(self, budget: int) -> Ints:
-        """Return [running] how many tokens of a step of `budget` each of `rows` computes."""
+        """Return [running] how many tokens a step with this budget computes for each of `rows`."""
         rows = self.rows
         remaining = self._table.num_tokens[rows] - self._table.num_computed[rows]
         counts = split_token_budget(remaining, budget)
@@ -223,10 +223,10 @@ class RunningBatch:
         return counts
 
     def _align_beams(self, beams: list[SequenceState], remaining: Ints, counts: Ints) -> None:
-        """Lower `counts` so that either all beams of a search draw in this step, or none does."""
+        """Lower `counts` so that either all beams of a search sample in this step, or none."""
         leader = beams[0]
         if leader.forks and len(leader.tokens) == leader.new.num_prompt:
-            return  # every beam draws its first token from the prompt's last position
+            return  # all beams sample their first token from the logits of the leader
         ours = np.isin(self.rows, [one.row for one in beams if one.phase is SequencePhase.RUNNING])
         if leader.forks or (remaining[ours] > 1).any():
             counts[ours] = np.minimum(counts[ours], remaining[ours] - 1)
@@ -234,10 +234,10 @@ class RunningBatch:
     def split_budget_over_idle(
         self, in_flight: Sequence[StepPlan], limits: SchedulerConfig
     ) -> tuple[Ints, Ints]:
-        """Plan one pipeline stage's share of the rows that are in no step in flight.
+        """Choose one pipeline stage's share of the table rows that are not in a step in flight.
 
         Returns:
-            [n] rows, at most 1 / `num_stages` of the running ones, and [n] their token counts.
+            [n] table rows, at most 1 / `num_stages` of the running rows, and [n] token counts.
         """
         busy = np.concatenate([plan.rows for plan in in_flight]) if in_flight else NO_TOKENS
         rows = self.rows[~np.isin(self.rows, busy)]
@@ -247,13 +247,13 @@ class RunningBatch:
         return rows[scheduled], counts[scheduled]
 
     def num_missing(self, rows: Ints, counts: Ints) -> int:
-        """Return how many blocks a step of the next `counts` tokens of `rows` has to take."""
+        """Return how many blocks must be taken to compute the next `counts` tokens of `rows`."""
         ends = self._table.num_computed[rows] + counts
         missing = int(self._table.num_missing_blocks(rows, ends).sum())
         return missing + (self._num_copies(rows[counts > 0]) if self._shared_rows else 0)
 
     def num_still_needed(self) -> int:
-        """Return how many blocks the sequences with a row still need for their present tokens."""
+        """Return how many blocks the sequences with a table row still need for their tokens."""
         rows = np.fromiter(self._by_row, np.int32, len(self._by_row))
         missing = int(self._table.num_missing_blocks(rows, self._table.num_tokens[rows]).sum())
         for leader in self.fork_parents:  # forks share the prompt's full blocks
@@ -262,7 +262,7 @@ class RunningBatch:
         return missing + (self._num_copies(rows) if self._shared_rows else 0)
 
     def num_unwritten(self) -> int:
-        """Return the number of slots without KV in the blocks of running sequences."""
+        """Return the number of unwritten KV slots in the blocks of running sequences."""
         rows, table = self.rows, self._table
         return int((table.num_blocks[rows] * table.block_size - table.num_computed[rows]).sum())
 
@@ -270,8 +270,8 @@ class RunningBatch:
         """Take the blocks for the next `counts` tokens of these rows.
 
         Returns:
-            [C, 2] source and destination of the blocks to copy before the step: shared blocks that
-            a row is about to write.
+            [C, 2] (source, destination) of the blocks to copy before the step, namely shared blocks
+            that a row is about to write.
         """
         copies = self._copy_on_write(rows) if self._shared_rows else NO_PAIRS
         missing = self._table.num_missing_blocks(rows, self._table.num_computed[rows] + counts)
@@ -281,10 +281,10 @@ class RunningBatch:
         return copies
 
     def _begun_shared_blocks(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Find the rows whose next token goes into a partly filled block that may be shared.
+        """Find the rows whose next token is written to a partly filled block that may be shared.
 
         Returns:
-            [n] these rows, and [n] the column of that block in the block table.
+            [n] these rows, and [n] the column of this block in the block table.
         """
         rows = rows[np.isin(rows, np.fromiter(self._shared_rows, np.int32, len(self._shared_rows)))]
         computed = self._table.num_computed[rows]
@@ -306,9 +306,9 @@ class RunningBatch:
         return np.array(copies, np.int32).reshape(-1, 2)
 
     def reorder_beams(self, rows: Ints, parents: Ints) -> None:
-        """Replace tokens and blocks of beam rows [n] by those of `parents` [n], all at once.
+        """Give beam rows [n] the tokens and blocks of their parent rows [n], all at once.
 
-        All rows of a search have the same length. Blocks are shared until a row writes them.
+        All rows of a search have the same length. Blocks stay shared until a row writes to them.
         """
         moved = rows != parents
         if not moved.any():
@@ -325,7 +325,7 @@ class RunningBatch:
         self._shared_rows.update(rows.tolist(), parents.tolist())
 
     def publish(self, rows: Ints, lengths: Ints) -> None:
-        """Publish the full blocks of `rows`, which have `lengths` computed positions."""
+        """Publish the full blocks of `rows`; `lengths` are the numbers of computed positions."""
         table, size = self._table, self._table.block_size
         full = lengths // size
         (grown,) = (full > table.num_published[rows]).nonzero()
@@ -342,7 +342,7 @@ class RunningBatch:
         table.num_published[rows] = full
 
     def holders(self) -> tuple[list[Ints], list[Ints]]:
-        """Return used and reserved blocks, one array per row each, to check the pool."""
+        """Return used and reserved blocks for `BlockPool.check`: one array of each kind per row."""
         used, reserved = [], []
         for row, ticket in self._by_row.items():
             blocks = self._table.blocks(row)

@@ -1,7 +1,7 @@
 """The scheduler's inputs and outputs: sequences, step plans, step outputs and events.
 
-A sequence is one choice of one request: its prompt and the answer so far, as one list of tokens.
-`position` is an offset in that whole list, `index` an offset in the answer.
+A sequence is one choice of one request: the prompt and the answer so far, as one list of tokens. A
+`position` is an offset in this list, an `index` an offset in the answer.
 """
 
 from collections.abc import Hashable, Sequence
@@ -26,7 +26,7 @@ NEVER = int(np.iinfo(np.int32).max)
 
 
 class FinishReason(IntEnum):
-    """Why a choice ended; the values are those of the protocol."""
+    """Reason why a choice ended; the values equal those of the worker protocol."""
 
     NONE = 0
     STOP = 1
@@ -35,7 +35,7 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """Another choice of the same request: the same prompt and parameters, its own answer."""
+    """Another choice of the same request: same prompt and parameters, but its own answer."""
 
     choice: int
     tokens: Sequence[int]  # the prompt, then this choice's answer so far
@@ -43,10 +43,11 @@ class Sibling:
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """A sequence to schedule; it can always be computed from its tokens alone.
+    """A sequence to schedule; its KV can always be computed from its tokens alone.
 
-    With siblings, it stands for several sequences whose prompt is computed once. The beams of a
-    search are siblings that stay together: they get rows, draw and leave at the same time.
+    A sequence with siblings stands for several sequences, whose common prompt is computed once. The
+    beams of a beam search are siblings that get table rows, sample tokens and are removed at the
+    same time.
     """
 
     key: Key
@@ -55,20 +56,21 @@ class NewSequence:
     params: SamplingParams
     choice: int = 0
     yield_after: int = 0  # number of new tokens after which to yield; 0: never
-    priority: int = 0  # higher runs first
+    priority: int = 0  # sequences of higher priority run first
     salt: bytes = b""  # sequences share cached blocks only under the same salt
-    source_len: int = 0  # KV positions that another worker can send; 0: none
+    source_len: int = 0  # number of KV positions that another worker can send; 0: none
     siblings: tuple[Sibling, ...] = ()
-    prompt_known: int = 1  # prompt positions below it need no logprobs; position 0 never has any
+    prompt_known: int = 1  # first prompt position that needs logprobs; position 0 never has any
 
 
 def usable_source(offered: int, num_prompt: int, lengths: Sequence[int]) -> int:
     """Return `offered` if that many KV positions are usable for all choices, otherwise 0.
 
     Args:
-        offered: KV positions that the source has.
-        num_prompt: tokens of the prompt, which is all that several choices share.
-        lengths: tokens of each choice, prompt included; each must compute at least its last token.
+        offered: number of KV positions that the source has.
+        num_prompt: number of prompt tokens; several choices share only the prompt.
+        lengths: number of tokens of each choice, prompt included. A choice must compute at least
+            its last token.
     """
     usable = min(lengths) - 1
     if len(lengths) > 1:
@@ -82,7 +84,7 @@ NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One ragged batch: B sequences, T tokens, in the same order in every array.
+    """Plan of one step: a ragged batch of B sequences, T tokens; all arrays have the same order.
 
     Sequence b owns tokens `[query_starts[b], query_starts[b + 1])`. All `copies` are made at once,
     before the step writes any KV.
@@ -91,21 +93,21 @@ class StepPlan:
     number: int  # step number, from 1
     rows: Ints  # [B] rows of the sequence table
     tokens: Ints  # [T] token ids
-    positions: Ints  # [T] in their sequences
-    query_starts: Ints  # [B + 1]
-    context_lens: Ints  # [B] KV positions readable once this step has written its own
-    block_tables: Ints  # [B, M] blocks of each sequence; entries past its blocks are meaningless
-    slots: Ints  # [T] where each token's K and V go: block * block_size + offset
-    samples: Bools  # [B] whether the step draws a token for the sequence
+    positions: Ints  # [T] position of each token in its sequence
+    query_starts: Ints  # [B + 1] index of each sequence's first token; the last entry is T
+    context_lens: Ints  # [B] KV positions of each sequence, including those that this step writes
+    block_tables: Ints  # [B, M] blocks of each sequence; unused entries are undefined
+    slots: Ints  # [T] KV slot of each token: block * block_size + offset
+    samples: Bools  # [B] whether the step samples a token for the sequence
     copies: Ints = field(default_factory=NO_PAIRS.copy)  # [C, 2] source and destination block
-    # [F, 2] index among the rows that sample, and row of the fork that draws from the same logits
+    # [F, 2] per fork: index of its leader among the rows that sample, and its own table row
     forks: Ints = field(default_factory=NO_PAIRS.copy)
-    # [P] indices into `tokens`: prompt tokens whose successors' logprobs are requested
+    # [P] indices into `tokens`: here the logprob of the next prompt token is requested
     scored: Ints = field(default_factory=NO_TOKENS.copy)
     ahead: bool = False  # `tokens` are not known yet: call `fill` before the step runs
 
     def fill(self, drawn: Ints) -> None:
-        """Set the tokens of a plan made ahead to those that the step before drew, in order."""
+        """Set the tokens of a plan made ahead to those that the previous step sampled, in order."""
         self.tokens[:] = drawn
 
     def describe(self) -> dict[str, int | list[int]]:
@@ -123,26 +125,30 @@ class StepPlan:
 
     @property
     def sampling_rows(self) -> Ints:
-        """[S] the rows that draw a token: those that sample, then those of the forks."""
+        """[S] table rows that get a new token.
+
+        First come the rows with logits of their own (`samples`), then the forks, which sample from
+        the logits of their leaders.
+        """
         rows = self.rows[self.samples]
         return np.concatenate((rows, self.forks[:, 1])) if len(self.forks) else rows
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """New tokens of a committed step, one entry each, in the order of the plan's sampling rows."""
+    """The S new tokens of a committed step, in the order of the plan's sampling rows."""
 
     keys: list[Key]
-    choices: Ints  # [S]
+    choices: Ints  # [S] choice numbers
     rows: Ints  # [S] rows of the sequence table
-    indices: Ints  # [S] index in the answer
-    tokens: Ints  # [S]
+    indices: Ints  # [S] index of each token in its answer
+    tokens: Ints  # [S] token ids
     finishes: Ints  # [S] values of `FinishReason`
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Event: the sequence got a row. Per-row state outside the scheduler is to be set up now."""
+    """Event: a choice got a table row. State that is kept per row elsewhere must be set up now."""
 
     key: Key
     row: int
@@ -176,7 +182,7 @@ SchedulerEvent: TypeAlias = Admitted | Yielded | Reserved | Finished
 
 
 class NeverFits(ValueError):
-    """The sequence could not run here even alone; the message names the limit."""
+    """The sequence could not run on this worker even alone; the message names the limit."""
 
 
 class QueueFull(ValueError):

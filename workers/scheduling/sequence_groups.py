@@ -1,4 +1,4 @@
-"""The sequences of a worker, each a group of choices, and their removal."""
+"""Keeps the sequences of a worker, each as a group of choices, and removes them."""
 
 from collections.abc import Sequence
 
@@ -16,8 +16,9 @@ from penstock.workers.scheduling.waiting import SequencePhase, SequenceState, Wa
 class SequenceGroups:
     """The choices that wait, receive or run, by the key of their sequence.
 
-    A removed choice releases its row and blocks at once or, if it is in a step in flight, with the
-    commit of the last such step. `events` are those not yet returned by `Batcher.events`.
+    The table row and blocks of a removed choice are released at once or, if it is in steps in
+    flight, with the commit of the last of these steps. `events` has the events that
+    `Batcher.events` has not returned yet.
     """
 
     def __init__(
@@ -45,14 +46,14 @@ class SequenceGroups:
         self._groups[key] = group
 
     def choices(self, key: Key) -> Sequence[SequenceState]:
-        """Return the choices of `key`; empty if the key is unknown."""
+        """Return the choices of the sequence `key`; empty if the key is unknown."""
         return self._groups.get(key, ())
 
     def sequences(self) -> list[SequenceState]:
         return [ticket for group in self._groups.values() for ticket in group]
 
     def receiver(self, key: Key) -> SequenceState | None:
-        """Return the choice of `key` that awaits a KV transfer, or None."""
+        """Return the choice of the sequence `key` that awaits a KV transfer, or None."""
         return next(
             (one for one in self.choices(key) if one.phase is SequencePhase.RECEIVING), None
         )
@@ -60,7 +61,7 @@ class SequenceGroups:
     # ------------------------------------------------------------ removal
 
     def drop(self, key: Key) -> None:
-        """Remove a sequence and its pending events; for an unknown key, drop its lease."""
+        """Remove a sequence and its pending events; if the sequence has yielded, drop its lease."""
         self.events = [event for event in self.events if event.key != key]
         if key not in self._groups:
             self._leases.drop(key)
@@ -68,13 +69,13 @@ class SequenceGroups:
             self._release(ticket)
 
     def drop_choice(self, key: Key, choice: int) -> None:
-        """Remove one choice; emit `Finished` if it was the last. Ignore beams and unknown ones."""
+        """Remove a choice; emit `Finished` after the last one. Ignore beams and unknown choices."""
         group = self.choices(key)
         ticket = next((one for one in group if one.choice == choice), None)
         if ticket is None or ticket.beams:
             return
         if ticket.forks:
-            ticket.is_cancelled = True  # removed once its forks no longer need its prompt
+            ticket.is_cancelled = True  # kept until its forks no longer need its prompt
             return
         over = [ticket]
         for leader in group:
@@ -87,19 +88,19 @@ class SequenceGroups:
             self.choice_ended(ticket)
 
     def finish(self, key: Key) -> None:
-        """Remove all choices and emit `Finished`; ignore an unknown key."""
+        """Remove all choices of a sequence and emit `Finished`; ignore an unknown key."""
         for ticket in list(self.choices(key)):
             self._release(ticket)
             self.choice_ended(ticket)
 
     def finish_row(self, row: int) -> None:
-        """End the choice that runs in `row`."""
+        """End the choice that runs in table row `row`."""
         ticket = self._batch.sequence(row)
         self._release_row(ticket)
         self.choice_ended(ticket)
 
     def forget_preempted(self, first: int) -> None:
-        """Remove `Admitted` events of choices that have lost their row again.
+        """Remove `Admitted` events of choices that have been preempted since their admission.
 
         Args:
             first: index of the first event to check; earlier events belong to earlier steps.
@@ -121,16 +122,16 @@ class SequenceGroups:
             self.events.append(Finished(ticket.key))
 
     def _release_row(self, ticket: SequenceState) -> None:
-        """Release row and blocks now, or with the commit of the last step in flight that has it."""
+        """Release row and blocks now or, if steps in flight have them, at the last commit."""
         if not self._in_flight.release_row(ticket):
             self._fast_path.invalidate()
 
     def _release(self, ticket: SequenceState) -> None:
-        """Release what a choice holds in its phase: queue entry, reserved blocks, or row."""
+        """Release the resources of a choice in its phase: queue entry, reserved blocks, or row."""
         if ticket.phase is SequencePhase.WAITING:
             self._waiting.remove(ticket)
         elif ticket.row < 0:
-            return  # a fork whose leader waits
+            return  # a fork whose leader waits holds no resources
         elif ticket.phase is SequencePhase.RECEIVING:
             self._leases.abandon(ticket.key, self._batch.reserved(ticket))
             self._batch.release_row(ticket)
@@ -140,7 +141,10 @@ class SequenceGroups:
     # ------------------------------------------------------------ yielding
 
     def request_yield(self, key: Key) -> None:
-        """Make a sequence yield at its next step boundary, or now; ignore an unknown key."""
+        """Make a sequence yield as soon as no step and no KV transfer uses it.
+
+        An unknown key is ignored.
+        """
         group = self.choices(key)
         for ticket in group:
             ticket.yield_len = 0
@@ -151,7 +155,7 @@ class SequenceGroups:
             self.yield_if_due(key)
 
     def yield_if_due(self, key: Key) -> None:
-        """Yield a sequence that is due, unless it is in a step or a transfer; lease its blocks."""
+        """Yield a sequence and lease its blocks, if it is due and not in a step or KV transfer."""
         group, table = self._groups[key], self._table
         in_batch = [ticket for ticket in group if ticket.row >= 0]
         if any(

@@ -1,4 +1,4 @@
-"""Load figures and consistency check of the scheduler."""
+"""Reports the load of the scheduler and checks its bookkeeping."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from penstock.workers.scheduling.waiting import SequencePhase, SequenceState, Wa
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start."""
+    """Totals since the start of the worker."""
 
     steps: int = 0
     submitted: int = 0
@@ -38,7 +38,7 @@ class SchedulerStats:
     totals: Totals
 
     def load(self) -> WorkerLoad:
-        """Return the scheduler's figures of the worker load; the engine adds those of its steps."""
+        """Return the scheduler's part of the worker load; the engine adds data about its steps."""
         rows, pool = self.batch.rows, self.pool
         remaining = self.table.num_tokens[rows] - self.table.num_computed[rows]
         return WorkerLoad(
@@ -57,7 +57,11 @@ class SchedulerStats:
         )
 
     def debug_state(self, sequences: Collection[SequenceState]) -> dict[str, Any]:
-        """Return the state as plain values, without tokens; `sequences`: all that are present."""
+        """Return the scheduler's state as plain values, without tokens.
+
+        Args:
+            sequences: all sequences that the scheduler has.
+        """
         try:
             self.check(sequences)
             balance = "balances"
@@ -88,7 +92,7 @@ class SchedulerStats:
         return found
 
     def check(self, sequences: Collection[SequenceState]) -> None:
-        """Raise AssertionError if rows or blocks are held for a sequence not in `sequences`."""
+        """Raise AssertionError if rows or blocks in use do not match `sequences`."""
         used, reserved = self.batch.holders()
         leased, abandoned = self.leases.holders()
         self.pool.check(used, leased, reserved + abandoned)

@@ -1,4 +1,4 @@
-"""State of the sequences that have a row, in numpy arrays: one row per sequence."""
+"""The sequence table: numpy arrays with one row for each admitted sequence."""
 
 import numpy as np
 
@@ -15,9 +15,10 @@ from penstock.workers.scheduling.sequence import (
 
 
 class SequenceTable:
-    """R rows of at most L tokens and M = ceil(L / block_size) blocks; integers are int32.
+    """Table of R rows; a row has up to L tokens and M = ceil(L / block_size) blocks.
 
-    The sampler (token history) and the runner read the arrays; only the scheduler writes them.
+    Integer arrays are int32. Only the scheduler writes the arrays. The sampler (for the token
+    history) and the model runner read them.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
@@ -33,17 +34,17 @@ class SequenceTable:
         self.num_tokens = column()
         self.num_prompt = column()
         self.num_computed = column()  # positions whose K and V are in the blocks
-        self.num_published = column()  # leading blocks that are full and published
-        self.prompt_known = column()  # prompt positions from here on need logprobs; NEVER: none
-        self.min_len = column()  # number of tokens from which on a stop token ends the sequence
+        self.num_published = column()  # number of leading blocks that are full and published
+        self.prompt_known = column()  # first prompt position that needs logprobs; NEVER: none does
+        self.min_len = column()  # a stop token ends the sequence at this number of tokens or more
         self.max_len = column()  # number of tokens at which the sequence ends
-        self.yield_len = column()  # number of tokens at which it yields
+        self.yield_len = column()  # number of tokens at which the sequence yields
         self.stop_tokens: Ints = np.full((num_rows, 4), -1, np.int32)  # [R, S], padded with -1
         self.block_table: Ints = np.zeros((num_rows, num_columns), np.int32)
         self.num_blocks = column()
         self.keys = np.full(num_rows, None, object)
         self.choices = column()
-        self.is_beam: Bools = np.zeros(num_rows, np.bool_)  # beams are ended by their search
+        self.is_beam: Bools = np.zeros(num_rows, np.bool_)  # only the beam search ends a beam
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -51,7 +52,10 @@ class SequenceTable:
         return len(self._free_rows)
 
     def add(self, new: NewSequence, choice: int, tokens: Ints, yield_len: int) -> int:
-        """Give the sequence a free row (one must exist); the caller sets its blocks."""
+        """Give the sequence a free row and return the row's number; the caller sets the blocks.
+
+        At least one row must be free.
+        """
         row = self._free_rows.pop()
         params = new.params
         self.tokens[row, : len(tokens)] = tokens
@@ -76,11 +80,11 @@ class SequenceTable:
         self._free_rows.append(row)
 
     def blocks(self, row: int) -> Ints:
-        """Return a copy, [num_blocks], of the row's blocks in order."""
+        """Return a copy of the blocks of a row, [num_blocks], in order."""
         return self.block_table[row, : self.num_blocks[row]].copy()
 
     def add_blocks(self, rows: Ints, counts: Ints, blocks: Ints) -> None:
-        """Append to the blocks of each `rows[i]` the next `counts[i]` entries of `blocks`."""
+        """Append the next `counts[i]` entries of `blocks` to row `rows[i]`, for each i in order."""
         columns = self.num_blocks[rows].repeat(counts) + ragged_arange(counts)
         self.block_table[rows.repeat(counts), columns] = blocks
         self.num_blocks[rows] += counts
@@ -91,7 +95,7 @@ class SequenceTable:
         self.num_blocks[row] = len(blocks)
 
     def copy_rows(self, rows: Ints, parents: Ints) -> None:
-        """Copy tokens and blocks of `parents[i]` to `rows[i]`; reads all before writing any."""
+        """Copy tokens and blocks of row `parents[i]` to row `rows[i]`, for all i at once."""
         longest = int(self.num_tokens[parents].max())
         self.tokens[rows, :longest] = self.tokens[parents, :longest]
         self.num_tokens[rows] = self.num_tokens[parents]
@@ -100,12 +104,12 @@ class SequenceTable:
         self.num_computed[rows] = self.num_computed[parents]
 
     def num_missing_blocks(self, rows: Ints, lengths: Ints) -> Ints:
-        """Return [n] the number of blocks that each row lacks to hold `lengths` [n] positions."""
+        """Return [n] how many more blocks each row needs to hold `lengths` [n] positions."""
         missing: Ints = np.maximum(-(-lengths // self.block_size) - self.num_blocks[rows], 0)
         return missing
 
     def append(self, rows: Ints, drawn: Ints) -> Ints:
-        """Append a drawn token to each row; return [n] values of `FinishReason`."""
+        """Append a sampled token to each row; return [n] values of `FinishReason`."""
         lengths = self.num_tokens[rows]
         self.tokens[rows, lengths] = drawn
         lengths += 1
@@ -116,11 +120,11 @@ class SequenceTable:
         return np.where(stopped, FinishReason.STOP, limited).astype(np.int32)
 
     def scored(self, owners: Ints, positions: Ints) -> Ints:
-        """Return [P] indices of the tokens whose successor is a prompt token that needs logprobs.
+        """Return [P] indices of tokens that are followed by a prompt token that needs logprobs.
 
         Args:
-            owners: [T] row of each token of the step.
-            positions: [T] positions of these tokens.
+            owners: [T] table row of each token of the step.
+            positions: [T] position of each token in its sequence.
         """
         wanted = positions + 1 >= self.prompt_known[owners]
         if not wanted.any():
@@ -129,13 +133,13 @@ class SequenceTable:
         return np.flatnonzero(wanted).astype(np.int32)
 
     def record_scored(self, rows: Ints, lengths: Ints) -> None:
-        """Record which prompt logprobs are known once `lengths` positions are computed."""
+        """Advance `prompt_known` of `rows` after their first `lengths` positions are computed."""
         requested = self.prompt_known[rows] != NEVER
         known, rows = lengths[requested] + 1, rows[requested]
         self.prompt_known[rows] = np.where(known < self.num_prompt[rows], known, NEVER)
 
     def num_prompt_computed(self, plan: StepPlan) -> int:
-        """Return the number of prompt positions that a step not yet committed computes."""
+        """Return how many prompt positions a step computes; call this before its commit."""
         num_prompt = self.num_prompt[plan.rows]
         before = np.minimum(self.num_computed[plan.rows], num_prompt)
         return int((np.minimum(plan.context_lens, num_prompt) - before).sum())

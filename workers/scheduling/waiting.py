@@ -1,4 +1,4 @@
-"""The queue of sequences that wait for a row, by priority and then by arrival."""
+"""Queue of the sequences that wait for a table row, by priority and then by arrival."""
 
 import heapq
 from array import array
@@ -22,21 +22,21 @@ class SequencePhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """State of a submitted sequence that is not in its row of the sequence table."""
+    """State of one choice of a submitted sequence, except the state in the sequence table."""
 
     new: NewSequence
-    arrival: int  # arrival number; kept at preemption, so that it returns to its place
-    tokens: Ints  # [num_tokens] while it waits; later the table has them
+    arrival: int  # arrival number; a preempted sequence keeps this number and so its place
+    tokens: Ints  # [num_tokens] while waiting; then the table has the tokens
     yield_len: int
-    source_len: int  # positions that a KV transfer may still bring
+    source_len: int  # number of KV positions that a transfer may still provide
     phase: SequencePhase = SequencePhase.WAITING
-    row: int = -1  # -1: it has none
-    hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as computed
+    row: int = -1  # row of the sequence table; -1: none
+    hashes: list[bytes] = field(default_factory=list)  # of the first full blocks, on demand
     choice: int = 0
-    prompt_known: int = NEVER  # prompt positions from here on need logprobs
-    forks: list["SequenceState"] = field(default_factory=list)  # choices that wait for its prompt
-    is_cancelled: bool = False  # dropped, but its forks still need its prompt
-    beams: list["SequenceState"] = field(default_factory=list)  # of its search, including itself
+    prompt_known: int = NEVER  # first prompt position that needs logprobs; NEVER: none does
+    forks: list["SequenceState"] = field(default_factory=list)  # choices that wait for this prompt
+    is_cancelled: bool = False  # dropped, but kept because the forks still need the prompt
+    beams: list["SequenceState"] = field(default_factory=list)  # all beams of the search
 
     @property
     def key(self) -> Key:
@@ -44,20 +44,20 @@ class SequenceState:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: the sequence with the smallest one is served first."""
+        """Sort key; the queue serves sequences in ascending order of this key."""
         return -self.new.priority, self.arrival
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens to compute for it and its forks, without those that its KV source provides."""
+        """Number of tokens to compute, with forks, without tokens that the KV source provides."""
         own = sum(len(follower.tokens) - self.new.num_prompt for follower in self.forks)
         return len(self.tokens) - self.source_len + own
 
     def num_reusable(self, block_size: int) -> int:
         """Return how many leading blocks may be taken from the prefix cache.
 
-        At least the last token must be computed, since the next one is drawn from its logits, and
-        every prompt token whose successor's logprobs are requested.
+        The last token must be computed, because the next token is sampled from its logits. A prompt
+        token must also be computed if the logprobs of the token after it are requested.
         """
         return (min(len(self.tokens), self.prompt_known) - 1) // block_size
 
@@ -70,19 +70,21 @@ class SequenceState:
 
 
 def make_sequence_states(new: NewSequence, arrival: int) -> list[SequenceState]:
-    """Return one state per choice: first the leader, with number `arrival`, then its forks."""
-    # The shortest choice leads: those without an answer draw their first token from its logits.
+    """Return one state per choice: the leader, with arrival number `arrival`, then its forks."""
+    # The shortest choice is the leader, because choices without an answer sample their first token
+    # from the leader's logits.
     siblings = sorted(
         (Sibling(new.choice, new.tokens), *new.siblings), key=lambda one: len(one.tokens)
     )
-    # A search yields its prompt except the last token, so a one-token prompt is never yielded.
+    # The lease of a yielded beam search has all prompt tokens except the last. With a prompt of one
+    # token the lease would be empty, so such a search never yields.
     in_vain = new.params.use_beam_search and new.num_prompt == 1
     yield_after = NEVER if in_vain else new.yield_after or NEVER
     tickets = [
         SequenceState(
             new=new,
             arrival=arrival + index,
-            tokens=np.frombuffer(array("i", one.tokens), np.int32),  # faster than from a list
+            tokens=np.frombuffer(array("i", one.tokens), np.int32),  # faster than `np.array`
             yield_len=min(len(one.tokens) + yield_after, NEVER),
             source_len=new.source_len,
             choice=one.choice,
@@ -100,12 +102,12 @@ def make_sequence_states(new: NewSequence, arrival: int) -> list[SequenceState]:
 
 
 class WaitingQueue:
-    """A heap with lazy deletion: a removed entry stays in it until it reaches the top."""
+    """A heap with lazy deletion: a removed entry may stay in the heap until it reaches the top."""
 
     def __init__(self) -> None:
         self.num_tokens = 0  # tokens to compute, over all waiting sequences
         self._heap: list[tuple[tuple[int, int], SequenceState]] = []
-        self._waiting: set[int] = set()  # arrival numbers
+        self._waiting: set[int] = set()  # arrival numbers of the waiting sequences
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -124,7 +126,8 @@ class WaitingQueue:
     def remove(self, ticket: SequenceState) -> None:
         """Remove a sequence from any place in the queue."""
         if self._heap[0][1] is ticket:
-            # Only a head can be pushed again, after a preemption: leave no stale entry of it.
+            # Pop the entry now, so that the sequence cannot be in the heap twice: a sequence that
+            # was removed as the head may be pushed again after a preemption.
             heapq.heappop(self._heap)
         self._waiting.remove(ticket.arrival)
         self.num_tokens -= ticket.num_uncomputed

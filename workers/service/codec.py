@@ -1,4 +1,4 @@
-"""Conversion between messages of protos/worker.proto and engine records; validates all input."""
+"""Converts messages of protos/worker.proto to engine records and back; validates all input."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
@@ -31,14 +31,14 @@ MAX_COUNT = 1 << 30
 
 LIMITS = SamplingLimits(
     max_choices=256,
-    max_beam_tokens=1 << 14,  # all answers of a search, with logprobs, are one message
+    max_beam_tokens=1 << 14,  # all answers of a beam search are sent in one message
     max_stop_tokens=1024,
     max_logit_bias=1 << 14,
     max_bad_words=512,
     max_bad_word_tokens=128,
     max_logprobs=64,
 )
-"""Limits of a submission to a worker; those of the router are lower."""
+"""Limits of a submission to a worker; the limits of the router are lower."""
 
 
 class SequenceKey(NamedTuple):
@@ -55,12 +55,12 @@ def sequence_key(key: Key) -> SequenceKey:
 
 
 class BadSubmit(ValueError):
-    """A submission that no worker with this model could run; the text gives the reason."""
+    """A submission that no worker with this model could run; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The model's token ids, to validate submissions."""
+    """The model's token ids, used to validate submissions."""
 
     size: int
     eos_tokens: tuple[int, ...]
@@ -76,7 +76,7 @@ class Vocabulary:
 def new_sequence(
     submit: wire.Submit, key: SequenceKey, vocabulary: Vocabulary, source_len: int
 ) -> NewSequence:
-    """Convert a Submit, whose source offers `source_len` KV positions. Raises BadSubmit."""
+    """Convert a Submit message whose source offers `source_len` KV positions. Raises BadSubmit."""
     prompt = list(submit.prompt)
     if not prompt:
         raise BadSubmit("the prompt is empty")
@@ -112,7 +112,7 @@ def new_sequence(
 
 
 def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]]:
-    """The answer so far of every choice that has not finished, or of every beam."""
+    """Return the answer so far of each unfinished choice, or an empty answer for each beam."""
     if params.use_beam_search:
         if submit.log:
             raise BadSubmit("the submission has a log, but a beam search begins at its prompt")
@@ -132,7 +132,7 @@ def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]
 
 
 def _params(message: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingParams:
-    """Decode and validate sampling parameters; raises BadSubmit."""
+    """Decode and validate sampling parameters. Raises BadSubmit if they are invalid."""
     params = decode_sampling_params(message)
     try:
         params.validate(LIMITS, vocabulary.size)
@@ -147,7 +147,7 @@ def _params(message: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingPar
 def step_messages(
     result: StepResult, is_held: Callable[[SequenceKey], bool]
 ) -> dict[int, wire.Step]:
-    """Build a Step per session from the results of sequences that `is_held`; sets no loads."""
+    """Build one Step per session, without its load, for the sequences that `is_held` accepts."""
     steps: dict[int, wire.Step] = defaultdict(wire.Step)
     output = result.output
     if output is not None:
@@ -175,7 +175,7 @@ def step_messages(
 
 
 def beam_result_message(result: BeamResult) -> wire.Step:
-    """Build the Step with all answers of a search, one choice each."""
+    """Build the Step with all answers of a beam search, each as one choice."""
     key, step = sequence_key(result.key), wire.Step()
     for choice, answer in enumerate(result.answers):
         nodes = answer.last.path()
@@ -200,7 +200,10 @@ def _add_tokens(
     output: StepOutput,
     logprobs: Sequence[TokenLogprobs | None],
 ) -> None:
-    """Add rows of the output, one column at a time: fast, since the engine waits for the GIL."""
+    """Add `rows` of the output to `step`, one column at a time.
+
+    Adding whole columns is fast, so that the engine does not wait long for the GIL.
+    """
     keys = [sequence_key(output.keys[row]) for row in rows]
     step.request.extend([key.request for key in keys])
     step.attempt.extend([key.attempt for key in keys])
@@ -215,9 +218,9 @@ def _add_tokens(
 
 
 def merge_steps(earlier: wire.Step, later: wire.Step) -> None:
-    """Append `later` to `earlier`; the load is the later one."""
+    """Append `later` to `earlier`, and keep the load of `later`."""
     first = len(earlier.token)
     for logprobs in later.logprobs:
         logprobs.row += first
     earlier.MergeFrom(later)
-    earlier.load.CopyFrom(later.load)  # a merge would keep old values of fields that are now 0
+    earlier.load.CopyFrom(later.load)  # because a merge ignores fields that are now 0

@@ -1,4 +1,4 @@
-"""A worker's gRPC service: the streams of routers, and start and stop of the worker."""
+"""The gRPC service of a worker: the streams of routers, and start and stop of the worker."""
 
 import asyncio
 import hmac
@@ -113,7 +113,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return welcome
 
     async def _read(self, session: Session, requests: Requests) -> None:
-        """Handle messages until the stream ends, is silent for too long or sends an invalid one."""
+        """Handle messages until the stream ends, is silent too long or sends an invalid message."""
         try:
             async with _HeartbeatTimeout(self._heartbeat_seconds) as silence:
                 for number in count(2):
@@ -129,7 +129,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             session.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"no message for {seconds:g} s")
         except BadCommand as error:
             session.end(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except Exception as error:  # a broken stream, or a bug here
+        except Exception as error:  # a broken stream, or a bug in this process
             log.exception("the stream of router %s failed", session.router)
             session.end(grpc.StatusCode.INTERNAL, f"the stream failed: {error}")
 
@@ -137,12 +137,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 class _HeartbeatTimeout:
     """Async context that raises TimeoutError after ten heartbeat intervals without a message.
 
-    The event loop counts the intervals: a stall of this process, which cannot receive meanwhile,
-    counts as one.
+    The event loop counts the intervals. While this process stalls, it cannot receive messages, so a
+    stall of any length counts as one interval.
     """
 
     def __init__(self, heartbeat_seconds: float) -> None:
-        self._heartbeat_seconds = heartbeat_seconds  # seconds
+        self._heartbeat_seconds = heartbeat_seconds
         self._num_silent = 0
         self._timeout = asyncio.timeout(None)
 
@@ -153,7 +153,7 @@ class _HeartbeatTimeout:
 
     async def __aexit__(self, *error: Any) -> None:
         self._next.cancel()
-        await self._timeout.__aexit__(*error)  # raises TimeoutError when it has expired
+        await self._timeout.__aexit__(*error)  # raises TimeoutError if the timeout has expired
 
     def message_received(self) -> None:
         self._num_silent = 0
@@ -168,7 +168,7 @@ class _HeartbeatTimeout:
 
 
 class RunningWorker:
-    """A worker that is serving."""
+    """A worker that is serving, with methods to wait for it, drain it and stop it."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class RunningWorker:
 
     @property
     def silence(self) -> float:
-        """Seconds since the last successful step, which may be a canary's."""
+        """Seconds since the last successful step, including steps of canaries."""
         return self._manager.silence
 
     async def wait(self) -> None:
@@ -196,7 +196,7 @@ class RunningWorker:
             self._manager.failed.result()
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new sequences, and wait at most `seconds` for the present ones to end."""
+        """Refuse new sequences, and wait at most `seconds` for the current sequences to end."""
         self._manager.drain()
         deadline = time.monotonic() + seconds
         while not self._manager.idle and time.monotonic() < deadline:
@@ -221,19 +221,19 @@ async def serve_worker(
     """Load the model, warm up and serve. The callbacks are called from another thread.
 
     Args:
-        config: of the worker.
+        config: settings of the worker.
         progress: called with (done, total) bytes of weights.
-        captured: called with (done, total) CUDA graphs.
+        captured: called with the (done, total) number of CUDA graphs.
         store: rendezvous of the worker's ranks, if there are several.
-        watchdog: gets a timer and the state of the engine; the caller starts it.
-        on_stage: called with the name of each other start-up stage.
+        watchdog: gets a timer and the state of the engine. The caller starts the watchdog.
+        on_stage: called with the name of each start-up stage except loading and graph capture.
 
     Raises:
         ValueError, OSError: the worker cannot start, for a reason given in one line.
         RankLost: another rank did not connect.
     """
     server = grpc.aio.server(options=_OPTIONS)
-    address = _bind(server, config)  # first: report a taken port before loading weights
+    address = _bind(server, config)  # before the weights, to report a taken port early
     engine = await asyncio.to_thread(_warm_engine, config, progress, captured, store, on_stage)
     identity = WorkerIdentity(
         worker=config.name,
@@ -261,7 +261,7 @@ async def serve_worker(
 async def _watch_health(
     manager: SessionManager, healthy: health.aio.HealthServicer, canary_seconds: float
 ) -> None:
-    """Send canaries, and set gRPC health to NOT_SERVING while not even they are computed."""
+    """Send canaries, and set gRPC health to NOT_SERVING while no step succeeds."""
     status, serves = health_pb2.HealthCheckResponse, True
     while True:
         await asyncio.sleep(min(_CHECK_SECONDS, canary_seconds))

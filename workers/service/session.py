@@ -1,4 +1,4 @@
-"""One router's stream at the worker: sequences held for it, and messages waiting to be sent."""
+"""One router's stream at the worker: sequences held for the router, and messages to be sent."""
 
 import asyncio
 from collections import deque
@@ -11,7 +11,7 @@ from penstock.protos import worker_pb2 as wire
 from penstock.workers.kv_transfer.sender import OutgoingTransfer
 from penstock.workers.service.codec import SequenceKey, merge_steps
 
-MAX_TOKENS_WAITING = 1 << 15  # in a Step that waits for a slow reader
+MAX_TOKENS_WAITING = 1 << 15  # most tokens in a Step that waits for a slow reader
 MAX_MESSAGES_WAITING = 1 << 12
 
 
@@ -19,22 +19,22 @@ MAX_MESSAGES_WAITING = 1 << 12
 class HeldSequence:
     """A sequence, or its lease, that this worker holds for a router."""
 
-    source: tuple[str, str] | None = None  # (worker, incarnation) that sends its KV
-    epoch: int = 0  # of its incoming KV transfer, once blocks are reserved
-    kv_len: int = 0  # positions of its lease, once it has yielded
-    sends: list[OutgoingTransfer] = field(default_factory=list)  # KV transfers that read its lease
+    source: tuple[str, str] | None = None  # (worker, incarnation) that sends the KV
+    epoch: int = 0  # epoch of the incoming KV transfer, once blocks are reserved
+    kv_len: int = 0  # number of positions in the lease, once the sequence has yielded
+    sends: list[OutgoingTransfer] = field(default_factory=list)  # KV transfers that read the lease
 
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """Why a stream ends: status code and reason."""
+    """Reason why a stream ends, as status code and text."""
 
     code: grpc.StatusCode
     reason: str
 
 
 class Session:
-    """State of one router's stream. For the event loop only."""
+    """State of one router's stream. Only the event loop may use it."""
 
     def __init__(self, session_id: int, hello: wire.Hello) -> None:
         self.session_id = session_id
@@ -43,7 +43,7 @@ class Session:
         self.stream_end: StreamEnd | None = None
         self.last_load: wire.Load | None = None  # the last load sent to the router
         self._waiting: deque[wire.ToRouter] = deque()
-        self._no_merge = False  # whether the newest waiting message must stay as it is
+        self._no_merge = False  # whether to merge nothing into the newest waiting message
         self._changed = asyncio.Event()
         self._num_sent = 0
 
@@ -54,9 +54,9 @@ class Session:
         """Queue a message. Waiting Steps are merged; a backlog over its limit ends the stream.
 
         Args:
-            message: to send.
-            no_merge: send this Step, whose many tokens were made at once, as it is, and do not
-                apply the limit of tokens to it.
+            message: message to send.
+            no_merge: do not merge this Step with other Steps, and do not apply the limit of tokens.
+                Used for a Step with many tokens that become available at once.
         """
         if self.stream_end is not None:
             return
@@ -74,13 +74,16 @@ class Session:
         self._changed.set()
 
     def end(self, code: grpc.StatusCode, reason: str) -> None:
-        """End the stream; later calls change nothing."""
+        """End the stream; later calls have no effect."""
         if self.stream_end is None:
             self.stream_end = StreamEnd(code, reason)
         self._changed.set()
 
     async def next(self, seconds: float) -> wire.ToRouter | None:
-        """Return the next message, numbered; None after `seconds` without one, or at stream end."""
+        """Return the next message, with its number.
+
+        Return None after `seconds` without a message, or if the stream has ended.
+        """
         if not self._waiting and self.stream_end is None:
             await self._wait(seconds)
         if self.stream_end is not None or not self._waiting:

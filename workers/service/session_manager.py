@@ -1,7 +1,7 @@
-"""Commands from routers to the engine, and results from the engine to routers.
+"""Passes commands from routers to the engine, and results from the engine to routers.
 
-Runs on the event loop, which handles commands and results in one order and never waits for a step.
-`docs/lifecycle.md` specifies the messages.
+All methods run on the event loop; they handle commands and results one at a time and never wait for
+a step. `docs/lifecycle.md` specifies the messages.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from penstock.workers.service.session import HeldSequence, Session
 log = logging.getLogger(__name__)
 
 
-_STEP_SECONDS = 10.0  # longest wait for the last step
+_STEP_SECONDS = 10.0  # longest time to wait for the last step
 
 
 class BadCommand(ValueError):
@@ -44,15 +44,15 @@ class BadCommand(ValueError):
 
 
 class SessionManager:
-    """The sessions of all routers with one engine, whose thread it starts.
+    """Manages the sessions of all routers with one engine, and starts the engine's thread.
 
     Args:
-        engine: called by its own thread only from now on.
-        identity: of the worker, for KV transfers.
-        address: of the worker's service, for KV transfers.
-        seconds: of silence that abort a KV transfer.
+        engine: the engine; from now on only its own thread may call it.
+        identity: identity of the worker, for KV transfers.
+        address: address of the worker's service, for KV transfers.
+        seconds: time without progress after which a KV transfer is aborted.
         canary_seconds: time without a step after which `maybe_send_canary` sends a canary.
-        timer: of the engine's thread, for a watchdog.
+        timer: watchdog timer of the engine's thread; None: no watchdog.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SessionManager:
         self._engine.stop()
 
     async def stopped(self) -> None:
-        """Wait for the end of the step in flight, but not longer than `_STEP_SECONDS`."""
+        """Wait until the engine's thread has ended, at most `_STEP_SECONDS`."""
         await asyncio.to_thread(self._engine.join, _STEP_SECONDS)
 
     def send_heartbeat(self, session: Session) -> None:
@@ -135,12 +135,12 @@ class SessionManager:
     # ------------------------------------------------------------ from the router
 
     def handle(self, session: Session, message: wire.ToWorker) -> None:
-        """Execute one message. Raises BadCommand if it is not valid here."""
+        """Handle one message of a router. Raises BadCommand if the message is not valid."""
         match message.WhichOneof("body"):
             case "submit":
                 self._submit(session, message.submit)
             case "yield":
-                request = getattr(message, "yield")  # a keyword of Python
+                request = getattr(message, "yield")  # `yield` is a keyword of Python
                 key = session.key(request.request, request.attempt)
                 self._engine.post(lambda engine: engine.request_yield(key))
             case "send":
@@ -169,7 +169,8 @@ class SessionManager:
             reject(str(error), True)
             return
         log.info("sequence", extra={"fields": _log_fields(submit)})
-        # This attempt replaces earlier ones, except leases, one of which may be its KV source.
+        # This attempt replaces earlier attempts. Leases are kept, because one of them may be the KV
+        # source of this attempt.
         self._release(session, [other for other in others if not session.held[other].kv_len])
         source = (submit.source.worker, submit.source.incarnation)
         session.held[key] = HeldSequence(source if new.source_len else None)
@@ -211,7 +212,7 @@ class SessionManager:
     # ------------------------------------------------------------ from the engine
 
     def _deliver(self, result: StepResult, load: WorkerLoad) -> None:
-        """Send a step's results to the routers, the tokens before the events of their sequences."""
+        """Send the results of a step to the routers, tokens before events of the same sequence."""
         self._record_step(result, load)
         steps = step_messages(result, self._is_held)
         for number, step in steps.items():
@@ -223,7 +224,7 @@ class SessionManager:
                     self._sessions[key.session], beam_result_message(found), no_merge=True
                 )
         if result.output is None:
-            # Commands have changed the load, and there is no step to report it.
+            # Commands have changed the load, but there is no step that reports the new load.
             for session in self._sessions.values():
                 self._put_step(session, wire.Step())
         for key in map(sequence_key, (*result.failed, *result.finished)):
@@ -236,7 +237,7 @@ class SessionManager:
             self.kv_transfer.expect(self._sessions.get(key.session), receiving)
 
     def _record_step(self, result: StepResult, load: WorkerLoad) -> None:
-        """Record the load, except while only a canary runs, and the time of a successful step."""
+        """Record the time of a successful step, and the load unless only a canary is running."""
         now = time.monotonic()
         if result.output is not None and not result.failed:
             self._liveness.computed(now)
@@ -272,7 +273,7 @@ class SessionManager:
         return encode_worker_load(load._replace(bytes_received=received, bytes_sent=sent))
 
     def _fail(self, error: BaseException) -> None:
-        """End all streams, since the engine failed, and set `failed`."""
+        """End all streams, because the engine has failed, and set `failed`."""
         reason = f"the engine failed: {type(error).__name__}: {error}"
         self.stop(grpc.StatusCode.INTERNAL, reason)
         if not self.failed.done():
@@ -280,7 +281,7 @@ class SessionManager:
 
 
 def _log_fields(submit: wire.Submit) -> dict[str, str | int]:
-    """Return the log fields of a submission, which contain no text and no tokens."""
+    """Return the log fields of a submission, without text and tokens."""
     return {
         "request": submit.request_id,
         "attempt": submit.attempt,

@@ -36,7 +36,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
-"""Precomputed tables in older checkpoints of Llama and GPT-J; they are not loaded."""
+"""Precomputed tables in older checkpoints of Llama and GPT-J; these tables are not loaded."""
 
 
 def load(
@@ -49,7 +49,7 @@ def load(
     deterministic: bool = False,
     ranks: ParallelGroups = SINGLE_RANK,
 ) -> tuple[ModelInfo, Model]:
-    """Load a model like `load_model`, or through `transformers` if it has no native decoder."""
+    """Load a model with `load_model`, or through `transformers` if it has no native decoder."""
     config = read_config(folder)
     if is_native(config):
         return load_model(
@@ -94,9 +94,9 @@ def load_model(
     Args:
         dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`.
         progress: Called with (bytes read, total bytes), first with 0 bytes read.
-        max_model_len: Positions to be used, if fewer than the model has (changes longrope).
+        max_model_len: Number of positions to use, if fewer than the model has (changes longrope).
         quantization: "none" or "int8"; applied after loading, see `packing`.
-        deterministic: Make a token's bits independent of the other tokens of its batch.
+        deterministic: Use batch-invariant layers: results do not depend on the rest of the batch.
 
     Returns:
         The spec of the whole model, and the decoder of this rank.
@@ -127,8 +127,8 @@ def load_model(
 def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
     """Return the dtype of the weights.
 
-    "auto" means `own`, the checkpoint's dtype, but float32 on a CPU, where linear layers of 16-bit
-    dtypes are several times slower.
+    On a CPU, "auto" means float32, because linear layers of 16-bit dtypes are several times slower
+    there. On a GPU, "auto" means `own`, the dtype of the checkpoint.
     """
     if name == "auto":
         name = "float32" if device.type == "cpu" else own
@@ -164,14 +164,14 @@ def _sharded(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _named_in_full(entries: dict[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
-    """Add `prefix` to all names if none has it (checkpoints saved without a head)."""
+    """Add `prefix` to all names if no name has it, as in checkpoints saved without a head."""
     if any(name.startswith(prefix) for name in entries):
         return entries
     return {prefix + name: replace(entry, name=prefix + name) for name, entry in entries.items()}
 
 
 def _is_name(file: object) -> bool:
-    """Whether `file` is a plain file name, which cannot refer to another folder."""
+    """Return True if `file` is a plain file name, which cannot refer to another folder."""
     return isinstance(file, str) and file not in ("", ".", "..") and Path(file).name == file
 
 
@@ -193,7 +193,7 @@ def _match(
 
 
 def _is_unused(spec: ModelSpec, name: str) -> bool:
-    """Whether a checkpoint may contain this tensor although it is not loaded."""
+    """Return True if a checkpoint may contain this tensor although the tensor is not loaded."""
     further = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
     prefixes = tuple(f"{spec.names.layers}.{number}." for number in further)
     return bool(_NOT_WEIGHTS.search(name)) or name.startswith(prefixes)
@@ -241,5 +241,5 @@ def _stream(
 
 
 def _num_bytes(entry: TensorEntry, target: Tensor) -> int:
-    """Return the bytes in the file of the part that is loaded into `target`."""
+    """Return how many bytes of the file are loaded into `target`."""
     return target.numel() * DTYPES[entry.dtype].itemsize

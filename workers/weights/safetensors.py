@@ -1,7 +1,8 @@
-"""Reader of safetensors files: validates the header and streams the data into tensors.
+"""Reads safetensors files: validates the header and streams the data into tensors.
 
-A file is 8 bytes (the header's length, little endian), the header (a JSON object: name to dtype,
-shape and byte range) and the data, as described in the README of the `safetensors` project.
+A file consists of 8 bytes (the length of the header, little endian), the header (a JSON object from
+name to dtype, shape and byte range) and the data. The README of the `safetensors` project describes
+the format.
 """
 
 import itertools
@@ -44,7 +45,10 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a file by name; `BadCheckpoint` if it is incomplete or invalid."""
+    """Return the tensors of a file by name. Raises `BadCheckpoint` if the file is invalid.
+
+    An incomplete file is invalid too.
+    """
     try:
         with path.open("rb") as file:
             return _read_header(path, file, path.stat().st_size)
@@ -122,7 +126,7 @@ def load_tensor(
 
     Args:
         target: Contiguous tensor with the shape of the region, of any float dtype.
-        file: The entry's open file.
+        file: Open file that contains the tensor.
         progress: Called with the number of bytes of each piece that was read.
     """
     dtype = DTYPES[entry.dtype]
@@ -146,7 +150,7 @@ def load_tensor(
 
 
 def _runs(shape: tuple[int, ...], region: Region) -> Iterator[tuple[int, int]]:
-    """Yield the contiguous runs of a region in the file: (index of the first item, count)."""
+    """Yield each contiguous run of a region in the file: (index of its first item, item count)."""
     cut = max((at for at, ranges in enumerate(region) if ranges is not None), default=-1)
     if cut < 0:
         yield 0, math.prod(shape)

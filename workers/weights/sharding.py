@@ -1,8 +1,9 @@
-"""Sharding of a model: the spec of one rank's shard, and the region of each tensor it loads.
+"""Divides a model among ranks: the spec of a rank's shard, and the tensor regions that it loads.
 
-Column-parallel layers (to heads or to intermediate features) divide their outputs among the ranks;
-row-parallel layers (back to the hidden states) divide their inputs, and an all-reduce sums the
-results. If there are more ranks than KV heads, several ranks hold a copy of the same head.
+Column-parallel layers, whose outputs are heads or intermediate features, divide their outputs among
+the ranks. Row-parallel layers, whose outputs are hidden states, divide their inputs, and an
+all-reduce sums the results. If there are more ranks than KV heads, several ranks hold a copy of the
+same KV head.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,10 @@ Region: TypeAlias = tuple[Ranges | None, ...]
 
 
 def check_folder(folder: Path, mesh: Mesh) -> None:
-    """Raise `BadShape` if the mesh cannot divide a checkpoint's model, or as `read_spec` does."""
+    """Raise `BadShape` if the mesh cannot divide the model of a checkpoint.
+
+    The exceptions of `read_spec` are raised as well.
+    """
     config = read_config(folder)
     check_native(config, mesh)
     if is_native(config):
@@ -115,14 +119,14 @@ def _local_experts(experts: ExpertsSpec, coord: MeshCoord, here: slice) -> Exper
 
 
 class HasHeads(Protocol):
-    """A spec of any model, with the shape of its KV."""
+    """Interface of a model's spec that gives the shape of the model's KV."""
 
     @property
     def kv_shape(self) -> tuple[int, int, int]: ...
 
 
 def kv_heads(spec: HasHeads, coord: MeshCoord) -> range:
-    """Return the KV heads that a rank holds. An MLA row counts as one head, held by every rank."""
+    """Return the KV heads that a rank holds; the one KV head of MLA is held by every rank."""
     num_heads = spec.kv_shape[1]
     first = num_heads * coord.tp_rank // coord.mesh.tp
     return range(first, first + max(1, num_heads // coord.mesh.tp))
@@ -138,7 +142,7 @@ def region_shape(shape: tuple[int, ...], region: Region) -> tuple[int, ...]:
 
 
 def regions(spec: ModelSpec, coord: MeshCoord) -> dict[str, Region]:
-    """Return the regions of the tensors of which a rank has only a part, by checkpoint name.
+    """Return, by checkpoint name, the regions of the tensors that a rank holds only in part.
 
     Args:
         spec: Spec of the whole model.
@@ -186,7 +190,7 @@ class _Cut:
         yield names.sinks, (self._heads(1),)
 
     def _heads(self, size: int, first: int = 0) -> Ranges:
-        """Return the rows of this rank's query heads, `size` rows per head, after `first` heads."""
+        """Return the rows of this rank's query heads: `size` rows per head, after `first` heads."""
         num = self._spec.num_heads // self._coord.mesh.tp
         start = first + num * self._coord.tp_rank
         return ((start * size, (start + num) * size),)
@@ -207,9 +211,9 @@ class _Cut:
             yield from _outputs(spec.names.qkv[0], self._heads(size) + rows)
 
     def _grouped(self, kept: range) -> Ranges:
-        """Return the rows of `kept` in the grouped order: per KV head its query heads, key, value.
+        """Return the rows of KV heads `kept` if heads are grouped: query heads, key, value of each.
 
-        If several ranks hold the same KV head, each has some of its query heads.
+        If several ranks hold the same KV head, each of these ranks has some of its query heads.
         """
         spec, size = self._spec, self._spec.head_dim
         group = spec.num_heads // spec.num_kv_heads
@@ -259,7 +263,7 @@ class _Cut:
             yield from self._feed_forward(prefix, names.gate_up, names.down, cut)
 
     def _stacks(self, experts: ExpertsSpec) -> TensorRegions:
-        """Yield the regions of gpt-oss: all experts in one tensor, gate and up interleaved."""
+        """Yield the regions of gpt-oss: one tensor has all experts, gate and up are interleaved."""
         coord, prefix = self._coord, f"{self._spec.names.experts}.experts"
         mine = coord.experts(experts.num_experts)
         num = experts.inner_size // coord.mesh.expert_tp
@@ -278,5 +282,5 @@ def _outputs(name: str, rows: Ranges) -> TensorRegions:
 
 
 def _inputs(name: str, columns: Ranges) -> TensorRegions:
-    """Yield the region of a row-parallel weight; its bias is not divided, one rank adds it."""
+    """Yield the region of a row-parallel weight. The bias is not divided: one rank adds it."""
     yield f"{name}.weight", (None, columns)

@@ -1,4 +1,4 @@
-"""Chat templates: the model's own Jinja template, rendered in a sandbox as transformers does."""
+"""Renders a model's own Jinja chat template in a sandbox, as transformers does."""
 
 import datetime
 import json
@@ -13,11 +13,11 @@ import jinja2.sandbox
 
 
 class ChatTemplateError(ValueError):
-    """The messages cannot be rendered; the text says why and is safe to show to clients."""
+    """The messages cannot be rendered; the error text gives the reason and is safe for clients."""
 
 
 class Generation(jinja2.ext.Extension):
-    """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
+    """Renders the body of the tag `{% generation %}`, which has a meaning only in training."""
 
     tags = {"generation"}  # noqa: RUF012 (declared so by Jinja)
 
@@ -43,7 +43,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja source.
-        special_tokens: bos_token, eos_token, ... by the names that the template uses, as in
+        special_tokens: values for the template's variables bos_token, eos_token, ..., named as in
             tokenizer_config.json.
 
     Raises:
@@ -66,11 +66,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt of a conversation, up to where the assistant's answer begins.
+        """Return the prompt for a conversation; the assistant's answer continues this prompt.
 
         Raises:
-            ChatTemplateError: the template rejects the messages, or fails: it is foreign code, so
-                every exception counts.
+            ChatTemplateError: the template rejects the messages or raises any exception. (The
+                template is foreign code, so every type of exception is converted.)
         """
         try:
             return self._template.render(

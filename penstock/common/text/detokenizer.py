@@ -1,6 +1,6 @@
-"""Incremental detokenization of one answer: token ids in, new text and the matched stop string out.
+"""Incremental detokenization of one answer: turns token ids into text and finds stop strings.
 
-The text is a function of the tokens alone: it does not depend on how they are split into calls.
+The text depends only on the tokens, not on how the tokens are split into calls.
 """
 
 import codecs
@@ -16,14 +16,14 @@ UTF8 = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(frozen=True, slots=True)
 class StopOptions:
-    """How an answer's text ends and what it shows; names and defaults are those of vLLM.
+    """Options for the text of an answer and for its end; names and defaults are vLLM's.
 
     Attributes:
-        stop: strings that end the answer where the text first contains one of them.
+        stop: stop strings; the answer ends where its text first contains a stop string.
         include_stop_str_in_output: keep the matched stop string, or the stop token's text.
         skip_special_tokens: leave special tokens out of the text.
-        min_tokens: stop strings are only searched for in the text of token `min_tokens` (counted
-            from 1) and later tokens.
+        min_tokens: stop strings are searched for only in the text from token number `min_tokens`
+            on, counted from 1.
     """
 
     stop: tuple[str, ...] = ()
@@ -36,9 +36,9 @@ class TextDelta(NamedTuple):
     """New text of an answer.
 
     Attributes:
-        text: the text to append to what earlier calls returned.
-        num_tokens: how many of the tokens passed in belong to the answer; fewer than all of them
-            if a stop string ended the answer before the last one.
+        text: text to append to the text that earlier calls returned.
+        num_tokens: number of passed tokens that belong to the answer; less than all if a stop
+            string ended the answer before the last token.
         stop: the stop string that matched, or None.
     """
 
@@ -51,8 +51,8 @@ class IncrementalDetokenizer:
     """Turns the tokens of one answer into text as they arrive and detects stop strings.
 
     Bytes of an incomplete UTF-8 character and text that may become a stop string are held back
-    until more tokens arrive. The answer continues a prompt, so a leading space is kept, which
-    decoding the answer as a text of its own would strip.
+    until more tokens arrive. A leading space of the answer is kept, because the answer continues
+    the prompt. (Decoding the answer by itself would strip that space.)
 
     Args:
         token_bytes: the bytes of the model's tokens.
@@ -71,9 +71,9 @@ class IncrementalDetokenizer:
 
         Args:
             tokens: the next tokens of the answer.
-            ended: whether the last of them ends the answer; held-back text is then returned.
-            stopped: whether the last of them is a stop token, whose text is left out unless
-                `include_stop_str_in_output` is set.
+            ended: whether the last token ends the answer; held-back text is then returned.
+            stopped: whether the last token is a stop token. The text of a stop token is left out
+                unless `include_stop_str_in_output` is set.
         """
         keep_last = not stopped or self._options.include_stop_str_in_output
         visible = tokens if keep_last else tokens[:-1]
@@ -88,7 +88,7 @@ class IncrementalDetokenizer:
         return self._flush(self._matcher, delta.text, len(tokens))
 
     def _feed_matched(self, matcher: StopMatcher, tokens: Sequence[int]) -> TextDelta:
-        """Decode token by token, so that a match is attributed to the token that completes it."""
+        """Decode token by token, to find the token that completes a stop string."""
         shown: list[str] = []
         for count, token in enumerate(tokens, start=1):
             self._num_tokens += 1
@@ -110,7 +110,7 @@ class IncrementalDetokenizer:
         return TextDelta(safe[:end], count, matched.stop)
 
     def _flush(self, matcher: StopMatcher, text: str, count: int) -> TextDelta:
-        """Return the held-back text at the answer's end, unless it completes a stop string."""
+        """Return the held-back text at the end of the answer, cut at a stop string if any."""
         last = self._match(matcher, self._utf8.decode(b"", True), count)
         return TextDelta(text + last.text + matcher.rest(), count, last.stop)
 

@@ -1,7 +1,7 @@
-"""The bytes of each token, computed from the decoder in tokenizer.json.
+"""Computes the bytes of each token from the decoder in tokenizer.json.
 
-Given the bytes, detokenization is concatenation and UTF-8 decoding: one table lookup per token, and
-the text does not depend on how the tokens were split into messages.
+Detokenization then concatenates the bytes of tokens and decodes UTF-8, with one table lookup per
+token. The text does not depend on how the tokens are split into messages.
 """
 
 import json
@@ -19,17 +19,17 @@ BYTE_TOKEN = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
 
 class UnsupportedTokenizer(ValueError):
-    """The tokenizer is missing, broken or of an unsupported kind; the message says which."""
+    """The tokenizer is missing, broken or of an unsupported kind; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDecoder:
-    """A decoder of tokenizer.json as per-token steps, with its rules for the start of a text.
+    """A decoder of tokenizer.json: steps for each token, and rules for the start of a text.
 
     Attributes:
         steps: applied to the bytes of each token, in order.
         strip: number of leading spaces removed from a whole text.
-        first_token_marker: removed wherever it occurs in the first token of a text.
+        first_token_marker: bytes that are removed wherever they occur in a text's first token.
     """
 
     steps: tuple[Step, ...]
@@ -38,9 +38,9 @@ class TokenDecoder:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return the byte that each printable character of byte-level BPE stands for.
+    """Return a dict that maps each character of byte-level BPE to its byte.
 
-    Printable Latin-1 bytes stand for themselves; the others are mapped to U+0100 and up.
+    A printable Latin-1 byte has its own character; other bytes have characters from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(printable)]
@@ -50,7 +50,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def byte_level() -> Step:
-    """Return the step of a ByteLevel decoder; tokens outside its alphabet are left as they are."""
+    """Return the step of a ByteLevel decoder; the step keeps tokens outside the byte alphabet."""
     alphabet = byte_alphabet()
 
     def step(piece: bytes) -> bytes:
@@ -63,7 +63,7 @@ def byte_level() -> Step:
 
 
 def byte_fallback(piece: bytes) -> bytes:
-    """Decode a token of the form `<0xE6>` to its byte; other tokens are left as they are."""
+    """Decode a token of the form `<0xE6>` to its byte; return other tokens unchanged."""
     match = BYTE_TOKEN.fullmatch(piece)
     return bytes([int(match[1], 16)]) if match else piece
 
@@ -118,7 +118,7 @@ class TokenBytes:
         tokenizer: provides the vocabulary and the decoder.
 
     Raises:
-        UnsupportedTokenizer: its decoder does not map tokens to bytes one by one.
+        UnsupportedTokenizer: the tokenizer's decoder does not map tokens to bytes one by one.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -130,20 +130,20 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token inside a text; empty for an id without a token."""
+        """Return the bytes of a token that is not a text's first token; b"" for an unknown id."""
         piece = self._known.get(token)
         if piece is None:
             piece = self._known[token] = self._run(self._token_bytes(token))
         return piece
 
     def text_of(self, token: int) -> str:
-        """Return a single token as a string, as shown beside its logprob."""
+        """Return a single token as a string, as shown next to the token's logprob."""
         return self.bytes_of(token).decode(errors="replace")
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of a whole token sequence, as the tokenizer decodes it.
+        """Return the text of a complete token sequence, as the tokenizer decodes the sequence.
 
-        Each maximal run of invalid UTF-8 becomes one U+FFFD, whatever the decoder.
+        Invalid UTF-8 is replaced by U+FFFD as in `bytes.decode`, with every kind of decoder.
         """
         shown = [token for token in tokens if not (skip_special_tokens and token in self.special)]
         shown = [token for token in shown if self._tokenizer.id_to_token(token) is not None]

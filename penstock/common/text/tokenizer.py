@@ -14,7 +14,7 @@ from penstock.common.text.detokenizer import IncrementalDetokenizer, StopOptions
 from penstock.common.text.token_bytes import TokenBytes, UnsupportedTokenizer
 
 INLINE_CHARS = 4096
-"""Texts up to this length are tokenized on the event loop, which takes about a millisecond."""
+"""Texts up to this length are tokenized on the event loop, in about a millisecond."""
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
@@ -41,7 +41,7 @@ class ModelTokenizer:
         self.token_bytes = TokenBytes(self.tokenizer)
         self.vocab_size = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.chat_template = _read_template(folder)
-        # One thread: long texts queue behind each other instead of blocking the event loop.
+        # Use one thread: long texts wait for each other and do not block the event loop.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -57,10 +57,10 @@ class ModelTokenizer:
         return tokens
 
     async def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token sequences that spell the words at a text's start and after a space.
+        """Return the token sequences of each word at the start of a text and after a space.
 
-        As in vLLM, the sequence after a space is included if it has the same number of tokens and
-        starts with another one: it is then the word's form inside a sentence.
+        As in vLLM, the sequence after a space is included only if both sequences have the same
+        length and different first tokens. It is then the word's form inside a sentence.
         """
         texts = [lead + word.lstrip() for word in words for lead in ("", " ")]
         if sum(map(len, texts)) <= INLINE_CHARS:
@@ -75,10 +75,10 @@ class ModelTokenizer:
         return found
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the token ids of a conversation; the template writes its own BOS token.
+        """Return the token ids of a conversation; no BOS is added, because templates write one.
 
         Raises:
-            ChatTemplateError: the model has no chat template, or it rejects the messages.
+            ChatTemplateError: the model has no chat template, or the template fails.
         """
         if self.chat_template is None:
             raise ChatTemplateError(
@@ -95,12 +95,12 @@ class ModelTokenizer:
         return IncrementalDetokenizer(self.token_bytes, options)
 
     def close(self) -> None:
-        """Stop the tokenizing thread; pending texts are cancelled."""
+        """Stop the tokenizer thread and cancel pending texts."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _encode_in_thread(self, texts: list[str], special: bool) -> list[list[int]]:
         def encode() -> list[list[int]]:
-            # The batch call computes no offsets and releases the GIL.
+            # This batch call computes no offsets and releases the GIL.
             batch = self.tokenizer.encode_batch_fast(texts, add_special_tokens=special)
             return [encoding.ids for encoding in batch]
 
@@ -123,7 +123,7 @@ def _load(folder: Path) -> Tokenizer:
 def _read_template(folder: Path) -> ChatTemplate | None:
     config = _read_config(folder / "tokenizer_config.json")
     source = config.get("chat_template")
-    if isinstance(source, list):  # several templates by name
+    if isinstance(source, list):  # a list of named templates
         named = {entry["name"]: entry["template"] for entry in source}
         source = named.get("default")
     beside = folder / "chat_template.jinja"
@@ -149,5 +149,5 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _content(token: str | dict[str, Any]) -> str:
-    """Return the text of a special token, stored as a string or as an object with its content."""
+    """Return the text of a special token: the string itself, or the `content` of an object."""
     return token if isinstance(token, str) else str(token["content"])

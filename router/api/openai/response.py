@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format: complete, and as chunks of server-sent events.
+"""Answers in OpenAI's format, as complete responses and as chunks of server-sent events.
 
 For speed, the constant parts of a chunk are serialized once per call.
 """
@@ -13,7 +13,7 @@ from penstock.protos import worker_pb2
 from penstock.router.requests.response_stream import Delta, merge
 
 MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON cannot represent, as in vLLM."""
+"""Sent instead of minus infinity, which JSON cannot represent; vLLM sends the same value."""
 
 DONE = "data: [DONE]\n\n"
 
@@ -31,28 +31,28 @@ class ResponseContext:
     model: str
     prompts: Sequence[Sequence[int]]
     token_bytes: TokenBytes
-    num_choices: int = 1  # per prompt
+    num_choices: int = 1  # choices per prompt
     num_logprobs: int | None = None
     return_token_ids: bool = False
     wants_usage: bool = False
     echo: Sequence[str] | None = None  # texts of the prompts, prepended to the answers
     only_echo: bool = False  # hide the generated tokens
-    # By prompt, from its second token on; complete before the first delta.
+    # Prompt logprobs by prompt index, from token 1 on. Complete before the first delta.
     prompt_logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
     num_prompt_logprobs: int | None = None
 
     def visible(self, delta: Delta) -> Delta:
-        """Return the visible part of a delta."""
+        """Return a delta without the generated tokens if `only_echo` is set."""
         if not self.only_echo:
             return delta
         return replace(delta, tokens=(), text="", logprobs=(), finish="length", stop=None)
 
     def prompt_entries(self, index: int) -> list[Logprobs | None]:
-        """Return one entry per prompt token; that of the first token is None."""
+        """Return the logprobs of each prompt token; the entry of the first token is None."""
         return [None, *self.prompt_logprobs.get(index, ())]
 
     def prompt_table(self, index: int) -> list[dict[str, Any] | None]:
-        """Return the prompt's logprobs in vLLM's format: by token id, the actual token first."""
+        """Return prompt logprobs in vLLM's format: a dict by token id for each prompt token."""
         tokens = self.prompts[index]
         return [
             None if entry is None else self._ranked(token, entry, self.num_prompt_logprobs or 0)
@@ -89,10 +89,10 @@ class ResponseContext:
 
 
 class ResponseFormatter(Protocol):
-    """A formatter of a call's answers for one of OpenAI's two APIs."""
+    """A formatter of a call's answers for one OpenAI API: completions or chat completions."""
 
     def full_response(self, deltas: Sequence[Delta]) -> Mapping[str, Any]:
-        """Return the complete response; `deltas` has one per choice, in order of prompts."""
+        """Return the complete response; `deltas` has one item per choice, in order of prompts."""
         ...
 
     def chunk(self, delta: Delta) -> str:
@@ -106,10 +106,10 @@ class ResponseFormatter(Protocol):
 
 @dataclass(slots=True)
 class StreamProgress:
-    """Progress of the answers of a stream."""
+    """Number of tokens sent in a stream, and number of characters sent for each choice."""
 
     num_tokens: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)  # characters, by choice index
+    lengths: dict[int, int] = field(default_factory=dict)  # characters sent, by choice index
 
     def is_first(self, index: int) -> bool:
         return index not in self.lengths
@@ -269,7 +269,7 @@ class ChatFormatter:
         return rest
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        """Return logprobs in the chat format: one object per token, with its bytes."""
+        """Return logprobs in the chat format: one object per token, with the token's bytes."""
         content = []
         for token, entry in zip(delta.tokens, delta.logprobs, strict=True):
             top = [self._token(other, value) for other, value in _alternatives(entry)]

@@ -49,7 +49,7 @@ from penstock.router.requests.response_stream import ClientDisconnectedError, De
 
 PUBLIC_PATHS = frozenset({"/health"})
 DEFAULT_COMPLETION_TOKENS = 16
-"""Default max_tokens of /v1/completions; chats default to what the context leaves."""
+"""Default max_tokens of /v1/completions; chats default to the rest of the context."""
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -170,7 +170,7 @@ class OpenAiApi:
         return GenerationResponse(answers, formatter, trace, bool(body.stream))
 
     def _echo(self, body: BaseRequest, prompts: Sequence[Sequence[int]]) -> Sequence[str] | None:
-        """Return the prompts' texts if they are to be prepended to the answers, else None."""
+        """Return the prompts' texts if the answers must repeat the prompts, else None."""
         if not isinstance(body, CompletionRequest) or not body.echo:
             return None
         skip_special = body.skip_special_tokens is not False
@@ -209,7 +209,7 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with cancel_on_disconnect(receive, self._deltas):
             try:
-                # Send the status only with the first tokens: an error before that sets its own.
+                # Wait for the first tokens before sending a status: an earlier error gets its own.
                 first = await anext(self._deltas)
                 if self._stream:
                     await self._send_stream(first, send)

@@ -1,7 +1,7 @@
-"""Request bodies of the OpenAI API, with vLLM's extensions, and their conversion.
+"""Request bodies of the OpenAI API, with vLLM's extensions, as pydantic models.
 
-Unknown fields are ignored, as in OpenAI and vLLM, except those in `UNSUPPORTED_FIELDS`: ignoring
-these would change the meaning of the answer.
+Unknown fields are ignored, as in OpenAI and vLLM. The fields in `UNSUPPORTED_FIELDS` are refused,
+because ignoring these fields would change the meaning of the answer.
 """
 
 import re
@@ -41,7 +41,7 @@ UNSUPPORTED_FIELDS: Mapping[str, Sequence[Any]] = {
     "priority": (None, 0),
     "kv_transfer_params": (None,),
 }
-"""Unsupported fields, each with the values that are equivalent to leaving it out."""
+"""Unsupported fields, each with its permitted values, which mean the same as no value."""
 
 ROLES = ("system", "developer", "user", "assistant")
 
@@ -51,7 +51,7 @@ RequestType = TypeVar("RequestType", bound="BaseRequest")
 
 
 class StrictModel(BaseModel):
-    """A model that does not coerce types: it refuses numbers in strings, NaN and infinities."""
+    """A pydantic model that refuses numbers in strings, NaN and infinities."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -96,7 +96,7 @@ class BaseRequest(StrictModel):
     typical_p: float | None = None
 
     def limit(self) -> int | None:
-        """Return the largest number of answer tokens; None: not given."""
+        """Return the largest number of answer tokens; None if the body has none."""
         return self.max_tokens
 
     def num_logprobs(self) -> int | None:
@@ -149,7 +149,7 @@ class BaseRequest(StrictModel):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """Whether a stream should end with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
@@ -205,7 +205,7 @@ class Message(StrictModel):
     content: str | list[ContentPart] | None = None
 
     def plain(self) -> dict[str, str]:
-        """Return role and text in the form of chat templates."""
+        """Return the role and the text, in the form for chat templates."""
         extra = self.model_extra or {}
         if extra.get("tool_calls") or extra.get("function_call"):
             raise invalid("tool calls are not served yet: leave them out", "messages")
@@ -240,7 +240,7 @@ class ChatCompletionRequest(BaseRequest):
         return self.top_logprobs or 0
 
     def conversation(self) -> list[dict[str, str]]:
-        """Return the messages in the form of chat templates."""
+        """Return all messages, in the form for chat templates."""
         if not self.messages:
             raise invalid("messages is empty: send at least one", "messages")
         return [message.plain() for message in self.messages]
@@ -250,7 +250,7 @@ def parse(kind: type[RequestType], body: bytes) -> RequestType:
     """Parse a JSON body.
 
     Raises:
-        ServingError: INVALID, with the first problem as one line.
+        ServingError: INVALID; the message is the first problem, as one line.
     """
     try:
         parsed = kind.model_validate_json(body)

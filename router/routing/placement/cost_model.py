@@ -1,29 +1,29 @@
-"""Costs of prefill and KV transfers, estimated from recent measurements."""
+"""Estimates prefill rates and durations of KV transfers from recent measurements."""
 
 from math import exp
 
 from penstock.common.worker_load import WorkerLoad
 
 MEMORY_SECONDS = 20.0
-"""Decay time of prefill measurements, in seconds of computing prompts."""
+"""Decay time of prefill measurements, in seconds of prompt computation."""
 CALIBRATED_SECONDS = 0.5
-"""Seconds of computing prompts after which a worker's prefill rate is used."""
+"""A worker's prefill rate is used after this many seconds of prompt computation."""
 DECAY = 0.98
-"""Decay of a KV transfer's weight per further transfer; about the last 50 count."""
+"""Each KV transfer multiplies the weights of earlier ones by this; about the last 50 count."""
 CALIBRATED_TRANSFERS = 3.0
 
 
 class PrefillRate:
-    """Prefill rate and prefix cache hit rate of one worker, exponentially averaged."""
+    """Exponentially decaying averages of one worker's prefill rate and prefix cache hit rate."""
 
     __slots__ = ("_hits", "_last", "_seconds", "_tokens")
 
     def __init__(self, load: WorkerLoad) -> None:
-        self._last = load  # baseline: its totals count from the worker's start
+        self._last = load  # baseline: load reports contain totals since the worker's start
         self._tokens = self._hits = self._seconds = 0.0
 
     def add(self, load: WorkerLoad) -> None:
-        """Take in a load report."""
+        """Add the difference between a load report and the previous one."""
         last, self._last = self._last, load
         seconds = load.prompt_seconds - last.prompt_seconds
         if seconds <= 0:
@@ -39,12 +39,12 @@ class PrefillRate:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether enough was measured for an estimate."""
+        """Whether there are enough measurements for an estimate."""
         return self._seconds >= CALIBRATED_SECONDS and self._tokens > 0
 
     @property
     def tokens_per_second(self) -> float:
-        """Uncached prompt tokens per second of computing prompts; 0 if unknown."""
+        """Uncached prompt tokens per second of prompt computation; 0 if unknown."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     @property
@@ -55,10 +55,10 @@ class PrefillRate:
 
 
 class TransferCostModel:
-    """Linear model of the duration of a KV transfer over its tokens, fitted by least squares.
+    """Duration of a KV transfer as a linear function of its tokens, fitted by least squares.
 
-    The intercept is the fixed cost of a transfer, the slope the time per token. If all transfers
-    had the same length the two cannot be separated; then the fixed cost is taken as 0.
+    The intercept is the fixed time of a transfer, and the slope is the time per token. If all
+    transfers had the same length, intercept and slope cannot be separated; the intercept is then 0.
     """
 
     __slots__ = ("_bytes", "_count", "_lengths", "_products", "_seconds", "_squares")
@@ -68,7 +68,7 @@ class TransferCostModel:
         self._bytes = 0.0
 
     def add(self, num_tokens: int, num_bytes: int, seconds: float) -> None:
-        """Add a completed KV transfer that took `seconds` from request to arrival."""
+        """Add a completed KV transfer; `seconds` is the time from Submit or Ready to Received."""
         self._count = DECAY * self._count + 1
         self._lengths = DECAY * self._lengths + num_tokens
         self._seconds = DECAY * self._seconds + seconds
@@ -78,7 +78,7 @@ class TransferCostModel:
 
     @property
     def is_calibrated(self) -> bool:
-        # Three transfers: older ones weigh slightly less than 1.
+        # Subtract 0.5 because the weights of older transfers are slightly below 1.
         return self._count > CALIBRATED_TRANSFERS - 0.5 and self._lengths > 0
 
     @property
@@ -86,7 +86,7 @@ class TransferCostModel:
         """Slope of the model; 0 before the first transfer."""
         if not self._lengths:
             return 0.0
-        steepest = self._seconds / self._lengths  # upper bound: no fixed cost
+        steepest = self._seconds / self._lengths  # the slope if the fixed time is 0: upper bound
         variance = self._squares - self._lengths * self._lengths / self._count
         if variance <= 1e-9 * self._squares:
             return steepest
@@ -108,7 +108,7 @@ class TransferCostModel:
 
     @property
     def bytes_per_second(self) -> float:
-        """Estimated bandwidth; 0 if unknown."""
+        """Estimated bandwidth of KV transfers; 0 if unknown."""
         slope = self.seconds_per_token
         return self.bytes_per_token / slope if slope else 0.0
 

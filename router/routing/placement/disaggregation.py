@@ -1,12 +1,13 @@
-"""Decision per prompt whether to compute it on a prefill worker or on the decode worker.
+"""Decides for each prompt whether a prefill worker or the decode worker computes it.
 
-Both costs are in seconds of waiting time, summed over all affected clients:
+The two alternatives are named "apart" (prefill worker) and "together" (decode worker) in metrics.
+Their costs are in seconds of waiting time, summed over all affected clients:
 
     apart     wait for the prefill worker + time to compute the prompt there + KV transfer
     together  wait for the decode worker + time to compute the prompt there, counted once for the
-              request and once for each running sequence that it delays
+              request and once for each running sequence that is delayed
 
-Prompts are computed apart until the speeds and the transfer costs have been measured.
+Prefill workers compute all prompts until prefill rates and KV transfers have been measured.
 """
 
 from collections.abc import Sequence
@@ -17,24 +18,25 @@ from penstock.router.routing.placement.cost_model import TransferCostModel
 from penstock.router.routing.worker_registry import WorkerView
 
 MAX_COST_RATIO = 0.9
-"""Together is chosen only below this share of the cost of apart, since costs are estimates."""
+"""Prompts are computed on the decode worker only if its cost is below this share of the cost on a
+prefill worker: a margin, because both are estimates."""
 
 
 class Reason(Enum):
     """Main reason of a decision."""
 
-    UNMEASURED = "unmeasured"  # apart: prefill speed or KV transfer cost is unknown
-    INTERFERENCE = "harm"  # apart: running sequences would be delayed
-    DECODE_QUEUE = "decode queue"  # apart: other prompts wait for the decode worker
-    NO_GAIN = "even"  # apart: together would save too little
-    PREFILL_QUEUE = "prefill queue"  # together: long wait for the prefill workers
-    TRANSFER = "transfer"  # together: the KV transfer costs too much
-    PROMPT = "prompt"  # together: the decode worker computes it faster
+    UNMEASURED = "unmeasured"  # on a prefill worker: speed or KV transfer time is unknown
+    INTERFERENCE = "harm"  # on a prefill worker: running sequences would be delayed
+    DECODE_QUEUE = "decode queue"  # on a prefill worker: the decode worker has a queue
+    NO_GAIN = "even"  # on a prefill worker: the decode worker is hardly faster
+    PREFILL_QUEUE = "prefill queue"  # on the decode worker: long wait for prefill workers
+    TRANSFER = "transfer"  # on the decode worker: the KV transfer takes too long
+    PROMPT = "prompt"  # on the decode worker: it computes the prompt faster
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillDecision:
-    """Where a prompt is computed, the reason, and the estimated costs in seconds."""
+    """The choice of prefill or decode worker, its reason, and the estimated costs in seconds."""
 
     is_disaggregated: bool
     reason: Reason
@@ -54,18 +56,18 @@ ALL_DECISIONS = (
 
 @dataclass(frozen=True, slots=True)
 class _PromptCost:
-    """Estimated seconds that a prompt waits and computes on a worker."""
+    """Estimated seconds that a prompt waits for a worker, and then takes to compute there."""
 
     wait: float
     compute: float
 
 
 class DisaggregationPolicy:
-    """Cost estimates of computing a prompt on given workers, and the decision between two.
+    """Policy that estimates prompt costs on workers and chooses prefill or decode worker.
 
     Args:
-        workers: the candidates; one without a measured prefill rate is assumed to have the mean
-            rate of the others.
+        workers: candidate workers; a worker without a measured prefill rate is assumed to have the
+            mean rate of the other workers.
         transfer_costs: cost model of KV transfers.
     """
 
@@ -90,7 +92,7 @@ class DisaggregationPolicy:
         decode: WorkerView,
         router_queue_tokens: float = 0.0,
     ) -> PrefillDecision:
-        """Decide whether `prefill` or `decode` itself computes a prompt for `decode`.
+        """Decide whether `prefill` or `decode` computes a prompt whose answer `decode` generates.
 
         Args:
             num_tokens: length of the prompt.
@@ -124,7 +126,7 @@ class DisaggregationPolicy:
         )
 
     def colocated_seconds(self, num_tokens: int, decode: WorkerView) -> float:
-        """Return the cost of computing a prompt on `decode`; 0 if no prefill rate is known."""
+        """Return the cost in seconds of a prompt on `decode`; 0 if no prefill rate is known."""
         if not self._mean_rate:
             return 0.0
         here = self._prompt_cost(num_tokens, decode)
@@ -138,7 +140,7 @@ class DisaggregationPolicy:
             if view.prefill_rate.is_calibrated
             else self._mean_rate
         )
-        # Workers report their backlog without cached tokens; the router's queue includes them.
+        # The workers' backlogs exclude cached tokens; the router's queue includes cached tokens.
         uncached = view.prefill_rate.uncached_fraction
         wait = (view.backlog_tokens + router_queue_tokens * uncached) / speed
         return _PromptCost(wait, num_tokens * uncached / speed)

@@ -1,4 +1,4 @@
-"""Routing policies, which choose a request's workers: interface and least-loaded policy."""
+"""Interface of routing policies, which choose workers for requests, and a least-loaded policy."""
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -15,7 +15,7 @@ from penstock.router.routing.placement.disaggregation import (
 from penstock.router.routing.worker_registry import PENALTY_SECONDS, WorkerView
 
 PENALTY_TOKENS = 2048
-"""Largest penalty of a worker that was lost recently, as queued tokens of a prefill worker."""
+"""Placement penalty of a prefill worker just after a loss, in queued tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,22 @@ class Demand:
     """The properties of a request that matter for placement."""
 
     request: int
-    num_tokens: int  # of prompt and answer so far
+    num_tokens: int  # tokens of the prompt and of the answer so far
     num_sequences: int
-    num_remaining: int  # largest number of tokens that it may still get
-    has_source: bool = False  # its KV blocks exist on a worker: no prefill needed
-    unfit_workers: AbstractSet[str] = frozenset()  # workers on which it can never fit
-    is_pinned: bool = False  # it must stay on the worker that computes its prompt
-    router_queue_tokens: int = 0  # prompt tokens that wait at the router
+    num_remaining: int  # largest number of tokens still to generate
+    has_source: bool = False  # a worker has KV blocks of the request: no prefill needed
+    unfit_workers: AbstractSet[str] = frozenset()  # workers too small for the request
+    is_pinned: bool = False  # the request must stay on the worker that computes its prompt
+    router_queue_tokens: int = 0  # prompt tokens queued at the router
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Run on `worker`; if `decode_target` is set, move there after the first token."""
+    """The worker on which a request starts, and the worker to which it then moves, if any."""
 
     worker: str
-    decode_target: str | None = None
-    # None: there was no choice between prefill and decode worker.
+    decode_target: str | None = None  # worker to which the request moves after its first token
+    # None: the policy did not have to choose between prefill and decode worker.
     decision: PrefillDecision | None = field(default=None, compare=False)
 
     @property
@@ -57,23 +57,23 @@ class Policy(Protocol):
         transfer_costs: TransferCostModel,
         now: float,
     ) -> Placement | None:
-        """Return where to run a request; None if no worker has room.
+        """Return the workers on which to run a request; None if no worker has room.
 
-        Must not choose a worker that is not usable (suspect, draining or stuck), has no capacity
-        or is in `demand.unfit_workers`.
+        The policy must not choose a worker that is unusable (suspect, draining or stuck), has no
+        capacity or is in `demand.unfit_workers`.
         """
         ...
 
 
 class LeastLoaded:
-    """Policy: prefill where the fewest tokens are queued, decode where the load is smallest.
+    """Policy that prefills where the fewest tokens are queued and decodes where load is smallest.
 
-    Load is the share of a worker's capacity that is in use. Prefill and decode run on one decode
-    worker if `DisaggregationPolicy` estimates that as cheaper. If there are no workers of one role,
-    those of the other role do all the work.
+    Load is the share of a worker's capacity that is in use. A decode worker
+    also computes the prompt if `DisaggregationPolicy` estimates that this takes less time. If one
+    role has no workers, the workers of the other role do all the work.
 
     Args:
-        disaggregation: creates the disaggregation policy; another one serves for comparisons.
+        disaggregation: creates the disaggregation policy; replaced only in comparisons.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class LeastLoaded:
         unfit = demand.unfit_workers
         live = [view for view in workers if view.is_usable and not (unfit and view.name in unfit)]
         decoders = [view for view in live if view.role != "prefill"]
-        # Several choices cannot move together once they decode, so they stay on one worker. A
-        # beam search is not pinned: only its prompt moves.
+        # A request with several choices cannot move once it decodes, so it stays on one worker.
+        # A beam search is not pinned, because only its prompt moves.
         if demand.has_source or demand.is_pinned:
             able = decoders or live
             whole = _least_utilized(
@@ -121,7 +121,7 @@ class LeastLoaded:
         first: WorkerView | None,
         now: float,
     ) -> Placement | None:
-        """Choose between separate pools; `first` is a prefill worker with room, if there is one."""
+        """Choose among prefill and decode workers; `first`: a prefill worker with room, or None."""
         prefill_workers = [view for view in prefillers if view.role == "prefill"]
         second = _least_utilized(decoders, demand, now)
         if not prefill_workers or second is None:
@@ -141,7 +141,7 @@ class LeastLoaded:
             return Placement(whole.name, None, decision)
         if first is None:
             return None
-        if second.info.layout != first.info.layout:  # it could not use the blocks of `first`
+        if second.info.layout != first.info.layout:  # `second` cannot use its blocks
             alike = [view for view in decoders if view.info.layout == first.info.layout]
             second = _least_utilized(alike, demand, now)
             if second is None:
@@ -150,7 +150,7 @@ class LeastLoaded:
 
 
 def _with_prefill_slot(views: Sequence[WorkerView]) -> Sequence[WorkerView]:
-    """Return the workers that may get a prompt now; all if prompts do not queue at the router."""
+    """Return the workers that can start a prompt; all if prompts do not queue at the router."""
     if not views or not views[0].queues_at_router:
         return views
     return [view for view in views if view.has_prefill_slot]
@@ -163,7 +163,7 @@ def _with_capacity(views: Sequence[WorkerView], demand: Demand) -> list[WorkerVi
 def _shortest_queue(
     views: Sequence[WorkerView], now: float, demand: Demand | None = None
 ) -> WorkerView | None:
-    """Return the worker with the fewest queued tokens among those with room for `demand`."""
+    """Return the worker with the fewest queued tokens; it must have room for a given `demand`."""
 
     def key(view: WorkerView) -> tuple[float, int, int, str]:
         tokens, busy, num_assigned, name = view.by_queue
@@ -173,7 +173,7 @@ def _shortest_queue(
 
 
 def _least_utilized(views: Sequence[WorkerView], demand: Demand, now: float) -> WorkerView | None:
-    """Return the least utilized worker among those with room for `demand`."""
+    """Return the least utilized worker that has room for `demand`."""
 
     def key(view: WorkerView) -> tuple[float, float, int, str]:
         busy, filled, num_assigned, name = view.by_utilization
@@ -193,7 +193,10 @@ def _none_penalized(views: Sequence[WorkerView], now: float) -> bool:
 def _least(
     views: Sequence[WorkerView], key: Callable[[WorkerView], Any], demand: Demand | None
 ) -> WorkerView | None:
-    """Return the worker with the smallest key and room; the overall smallest is tried first."""
+    """Return the worker with the smallest key; the worker must have room for a given `demand`.
+
+    For speed, the worker with the smallest key of all is checked first.
+    """
     best = min(views, key=key, default=None)
     if best is None or demand is None or best.has_capacity(demand.num_tokens, demand.num_sequences):
         return best

@@ -1,10 +1,11 @@
 """The bounded queue of requests that wait for a worker: by priority, then fair between tenants.
 
 Fairness uses virtual counters (start-time fair queueing over tokens, as in "Fairness in Serving
-Large Language Models", arXiv 2401.00588). A tenant's counter grows with the tokens that it is
-served, and the waiting tenant with the smallest counter is next. A tenant that was idle restarts at
-the smallest counter of the waiting tenants, so that idle time earns no credit. The requests of one
-tenant are ordered by arrival or, with a time-to-first-token SLO, by `slo_order`.
+Large Language Models", arXiv 2401.00588). A tenant's counter increases with the prompt and answer
+tokens of its requests, and the waiting tenant with the smallest counter is next. The counter of a
+tenant that was idle is raised to the smallest counter of the waiting tenants, so that idle time
+earns no credit. The requests of one tenant are ordered by arrival or, with a time-to-first-token
+SLO, by `slo_order`.
 """
 
 import math
@@ -16,18 +17,18 @@ from penstock.router.routing.queue.slo_order import PrefillCapacity, QueuedPromp
 PROMPT_WEIGHT = 1.0  # counter units per prompt token
 OUTPUT_WEIGHT = 2.0  # counter units per generated token
 MAX_TENANTS = 4096
-"""Largest number of tenant counters; beyond it that of the longest idle tenant is deleted."""
+"""Largest number of tenant counters; the next one replaces the counter idle for longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A request as the queue sees it."""
+    """The properties of a request that the queue uses."""
 
     request: int
     tenant: str
     priority: int
-    num_tokens: int  # of the prompt: counts in the queue's bound and its tenant's counter
-    is_requeued: bool = False  # it was placed before: first in its queue, not in the bound
+    num_tokens: int  # prompt tokens; added to the tenant's counter
+    is_requeued: bool = False  # placed before: goes first, and max_queued does not count it
     arrived_at: float = 0.0  # clock seconds
 
 
@@ -39,7 +40,7 @@ class TenantQueue:
     def __init__(self) -> None:
         self.requeued: OrderedDict[int, QueuedRequest] = OrderedDict()
         self.new: OrderedDict[int, QueuedRequest] = OrderedDict()
-        self.num_dequeued = 0  # new requests taken so far
+        self.num_dequeued = 0  # new requests taken from this queue so far
 
     def __bool__(self) -> bool:
         return bool(self.requeued or self.new)
@@ -71,7 +72,7 @@ class DequeueRate:
     """Tokens per second before the first measurement."""
 
     def __init__(self) -> None:
-        self._tokens = 0.0  # exponentially decayed sum, as of `_at`
+        self._tokens = 0.0  # exponentially decayed sum of tokens, at time `_at`
         self._since: float | None = None
         self._at = 0.0
 
@@ -84,7 +85,7 @@ class DequeueRate:
     def value(self, now: float) -> float:
         if self._since is None or now <= self._since:
             return self.ASSUMED
-        # Integral of the decay weights since `_since`: about WINDOW once that is long ago.
+        # Integral of the decay weights since `_since`; it approaches WINDOW.
         seconds = self.WINDOW * -math.expm1(-(now - self._since) / self.WINDOW)
         return max(self._decayed(now) / seconds, 1.0)
 
@@ -97,7 +98,7 @@ class FairQueue:
 
     Args:
         max_queued: largest number of requests that were never placed.
-        max_queued_tokens: largest number of their prompt tokens.
+        max_queued_tokens: largest number of prompt tokens of these requests.
         ttft_slo: time-to-first-token SLO in seconds, see `slo_order`; 0: none.
     """
 
@@ -108,12 +109,12 @@ class FairQueue:
         self._ttft_slo = ttft_slo
         self._max_queued_tokens = max_queued_tokens
         self._entries: dict[int, QueuedRequest] = {}
-        # priority -> tenant -> its queue, if not empty
+        # Nonempty tenant queues, by priority and then by tenant.
         self._bands: dict[int, dict[str, TenantQueue]] = {}
         self._counters: OrderedDict[str, float] = OrderedDict()
-        self._virtual_time = 0.0  # counter of the tenant that was served last
-        self._num_new = 0  # entries that count in the bound, and their tokens
-        self._num_tokens = 0
+        self._virtual_time = 0.0  # counter of the last dequeued tenant
+        self._num_new = 0  # queued requests that were never placed; limited by max_queued
+        self._num_tokens = 0  # prompt tokens of the requests in `_num_new`
         self._rate = DequeueRate()
 
     def __len__(self) -> int:
@@ -128,7 +129,7 @@ class FairQueue:
         return self._num_tokens
 
     def is_full(self, num_tokens: int) -> bool:
-        """Return whether a new request with a prompt of `num_tokens` exceeds the bound."""
+        """Return whether there is no room for a new prompt of `num_tokens` tokens."""
         if not self._num_new:
             return False
         return (
@@ -137,12 +138,12 @@ class FairQueue:
         )
 
     def retry_after(self, now: float) -> float:
-        """Return the seconds until the queue will be empty at its recent dequeue rate."""
+        """Estimate the seconds until the queue is empty, within [MIN_RETRY, MAX_RETRY]."""
         seconds = self._num_tokens / self._rate.value(now)
         return min(max(seconds, self.MIN_RETRY), self.MAX_RETRY)
 
     def add(self, entry: QueuedRequest) -> None:
-        """Add a request. The caller checks the bound with `is_full`."""
+        """Add a request; for a new request the caller must have checked `is_full`."""
         assert entry.request not in self._entries
         self._activate(entry.tenant)
         self._entries[entry.request] = entry
@@ -160,8 +161,8 @@ class FairQueue:
     def select(self, now: float, capacity: PrefillCapacity | None) -> int | None:
         """Return the next request to place, under the SLO if there is one.
 
-        If `capacity` is None no worker can start a prompt now; then under an SLO only requeued
-        requests are eligible, since they may not need one.
+        If `capacity` is None, no worker can start a prompt now. With an SLO, only requeued requests
+        are then eligible, because their prompts may already be computed.
         """
         line = self._next_queue()
         if line is None or not self._ttft_slo:
@@ -172,14 +173,14 @@ class FairQueue:
         return line.select(now, self._ttft_slo, capacity.divided(num_lines)).request
 
     def _next_queue(self) -> TenantQueue | None:
-        """Return the queue of the next tenant."""
+        """Return the queue of the tenant that is next; None if no request is queued."""
         if not self._entries:
             return None
         band = self._bands[max(self._bands)]
         return band[min(band, key=self._counters.__getitem__)]
 
     def dequeue(self, request: int, now: float) -> None:
-        """Remove a request that goes to a worker; charge its prompt to its tenant once."""
+        """Remove a request that is placed; a new request's prompt is charged to its tenant."""
         entry = self._entries[request]
         self._bands[entry.priority][entry.tenant].num_dequeued += not entry.is_requeued
         self.remove(request)
@@ -204,7 +205,7 @@ class FairQueue:
             self._num_tokens -= entry.num_tokens
 
     def charge_output(self, tenant: str, num_tokens: int) -> None:
-        """Charge generated tokens to a tenant."""
+        """Add the weight of generated tokens to a tenant's counter."""
         if tenant in self._counters:
             self._counters[tenant] += OUTPUT_WEIGHT * num_tokens
 
@@ -216,7 +217,7 @@ class FairQueue:
         return {tenant for band in self._bands.values() for tenant in band}
 
     def _activate(self, tenant: str) -> None:
-        """Set the counter of a tenant that had no queued request."""
+        """Raise the counter of a tenant without queued requests to that of the next tenant."""
         if any(tenant in band for band in self._bands.values()):
             return
         waiting = [self._counters[other] for band in self._bands.values() for other in band]

@@ -1,4 +1,4 @@
-"""Time limits of requests: their deadlines, and the wait while no worker is available."""
+"""Time limits of requests: their deadlines, and the longest wait without a worker."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,8 +13,8 @@ class RequestTimeouts:
 
     def __init__(self, no_worker_timeout_seconds: float) -> None:
         self._no_worker_timeout_seconds = no_worker_timeout_seconds
-        self._deadlines: list[tuple[float, int]] = []  # a heap; ended requests stay in it
-        self._no_worker_since: float | None = 0.0  # since when no worker is available
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, request id)
+        self._no_worker_since: float | None = 0.0  # None: a worker is available
 
     def add(self, state: RequestState) -> None:
         """Watch the deadline of a new request."""
@@ -22,7 +22,10 @@ class RequestTimeouts:
             heapq.heappush(self._deadlines, (state.request.deadline, state.request.id))
 
     def workers_changed(self, registry: WorkerRegistry, now: float) -> None:
-        """Call after a worker was added, was lost, began to drain or is no longer stuck."""
+        """Update the time since which no worker is available.
+
+        Call this after a worker was added, was lost, began to drain or is no longer stuck.
+        """
         if any(view.can_wait_for for view in registry.views()):
             self._no_worker_since = None
         elif self._no_worker_since is None:

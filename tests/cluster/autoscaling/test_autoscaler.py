@@ -1,4 +1,4 @@
-"""The autoscaler: desired sizes of pools, their rate of change, and what limits it."""
+"""The autoscaler: desired sizes of pools, their rate of change, and their limits."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ from penstock.common.worker_load import WorkerLoad
 
 RATE = 1000.0  # prompt tokens per second of one worker
 LIMITS = PoolLimits(least=0, most=64)
-NUM_BLOCKS = 600_000  # of a worker, so that all shares in these tests are whole numbers of blocks
+NUM_BLOCKS = 600_000  # per worker; all shares in these tests are whole numbers of blocks
 
 
 def worker(
@@ -84,7 +84,7 @@ def test_prefill_pool_grows_with_arrivals_before_a_queue_builds_up() -> None:
 
 
 def feed(scaler: Autoscaler, arrived: list[int], count: int = 1, every: float = 5.0) -> Decision:
-    """Add `arrived` tokens every `every` seconds; return the last decision."""
+    """Add each number of `arrived` tokens, one per interval; return the last decision."""
     total = 0
     for step, tokens in enumerate(arrived):
         now = step * every
@@ -148,7 +148,8 @@ def test_share_of_the_initial_size_is_kept_and_fades() -> None:
         if decision.desired != count:
             sizes.append((now, decision.desired))
         count = decision.desired
-    # 65% of nine is five (rounded down), until a seventh of the two hours has passed.
+    # The pool keeps 65% of its initial nine workers, which fades to 0 in two hours: five workers at
+    # first, and four after about a seventh of this time.
     assert sizes[:4] == [(10, 8), (15, 7), (20, 6), (25, 5)]
     assert sizes[4][1] == 4
     assert 1046 < sizes[4][0] < 1066
@@ -347,7 +348,7 @@ steps = st.lists(
 def test_decisions_respect_bounds_budget_and_pace_and_are_deterministic(
     steps: list[tuple[float, dict[str, PoolInputs]]], least: int, most: int, budget: int
 ) -> None:
-    """Sizes stay within bounds and budget, shrink by one at a time, and are reproducible."""
+    """Sizes stay within bounds and budget, shrink by one worker at a time, and are reproducible."""
     limits = {"prefill": PoolLimits(least, most, 1), "decode": PoolLimits(least, most, 2)}
     scaler, again = Autoscaler(limits, budget), Autoscaler(limits, budget)
     now = 0.0
@@ -384,10 +385,10 @@ arrivals = st.lists(st.tuples(st.floats(0.5, 60), st.integers(0, 10**5)), min_si
 def sizes_of(
     scaler: Autoscaler, arrived: list[tuple[float, int]], cold_start: float
 ) -> list[tuple[float, int]]:
-    """Return occupancy term and desired size after each arrival, in a pool that stays at three.
+    """Return occupancy term and desired size after each arrival, for a pool that stays at size 3.
 
-    The policy needs `down_step=0`: otherwise an earlier decision to shrink, which is not carried
-    out here, would delay the next one.
+    The policy needs `down_step=0`. Otherwise an earlier decision to shrink would delay the next
+    decision, although the pool here never shrinks.
     """
     now, total, found = 0.0, 0, []
     for seconds, tokens in arrived:
@@ -403,7 +404,7 @@ def sizes_of(
 def test_additional_arrivals_never_lower_the_desired_size(
     arrived: list[tuple[float, int]], data: st.DataObject, more: int, cold_start: float
 ) -> None:
-    """Without headroom, this holds at every time and for additional arrivals at any time."""
+    """Without headroom, extra arrivals at any time never lower a value at any later time."""
     at = data.draw(st.integers(0, len(arrived) - 1))
     additional = list(arrived)
     additional[at] = arrived[at][0], arrived[at][1] + more
@@ -440,7 +441,7 @@ def test_multiplied_arrivals_never_lower_the_desired_size(
 def test_kept_share_of_the_initial_size_fades_linearly(
     first: int, sizes: list[tuple[float, int]], hedge: float
 ) -> None:
-    """This holds for all later sizes; an idle pool keeps only this share."""
+    """An idle pool keeps only this share, at every later size."""
     scaler, now = Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(hedge=hedge)), 0.0
     for seconds, size in [(0.0, first), *sizes]:
         now += seconds
@@ -464,7 +465,7 @@ def test_with_a_ttft_slo_repeated_bursts_set_the_size_by_the_allowed_late_share(
             (decision,) = scaler.decide({"prefill": state}, now)
         return decision
 
-    # 40 s of work within the 5 s of an interval and the allowed wait of 1 s.
+    # 40 s of work must be done in 6 s: an interval of 5 s and the allowed wait of 1 s.
     assert last(late=0.0).occupancy_term == 7
     assert last(late=0.1).occupancy_term == 5
     assert "5 workers would be late for at most 10%" in last(late=0.1).reason
@@ -479,7 +480,7 @@ def test_periodic_bursts_within_the_memory_do_not_change_the_size(
         {"prefill": LIMITS}, policy=ScalingPolicy(down=20 * every, down_step=0, up=0, headroom=0)
     )
     count, total, sizes = 1, 0, []
-    # Run until the first arrivals, which have no rate over a whole window, are forgotten.
+    # Run until the first arrivals are forgotten, because they have no rate over a whole window.
     for step in range(120 + 16 * len(period)):
         now = float(step * every)
         total += period[step % len(period)]

@@ -1,5 +1,8 @@
-"""Reservation of a worker's placement group: waits, falls back from near nodes to any node, and
-waits again after a node was lost."""
+"""Reservation of a worker's placement group.
+
+The reservation waits for resources, falls back from near nodes to any node, and waits again after a
+node was lost.
+"""
 
 import asyncio
 from typing import Any
@@ -16,7 +19,7 @@ ANYWHERE: dict[str, str] = {}
 
 
 class FakeRay:
-    """A fake Ray: a group is placed at its `looks`-th check, unless its selector is in `full`."""
+    """A fake Ray: the `looks`-th check finds a group placed, unless its selector is in `full`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: int = 1) -> None:
         self.looks = looks

@@ -129,7 +129,7 @@ def test_router_states_have_all_routers_with_their_addresses() -> None:
         {"mixed": 2},
     )
     assert second == RouterState("router-1", "down", "h:3", "h:4")
-    # A router's state comes from itself; what it lists of other routers is ignored.
+    # A router's state comes from its own report; reports about other routers are ignored.
     state = states["router-0"]
     assert state is not None
     stale = replace(second, state="ready")

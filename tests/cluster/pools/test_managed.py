@@ -1,5 +1,8 @@
-"""`ManagedRouter` calls its router only while it serves; `ManagedWorker` kills a worker whose node
-is lost during its start."""
+"""`ManagedRouter` and `ManagedWorker` with fake processes.
+
+`ManagedRouter` calls its router only while the router serves. `ManagedWorker` kills a worker whose
+node is lost during the start.
+"""
 
 import asyncio
 from pathlib import Path
@@ -136,7 +139,7 @@ async def test_worker_whose_node_is_lost_while_it_starts_is_killed(
     if serves:
         await worker.on_ready("here:1")
     reservation.exists = False
-    if serves:  # then the death of its process is detected
+    if serves:  # a serving worker's death is detected elsewhere
         for _ in range(100):
             await asyncio.sleep(0)
         assert not killed.is_set()

@@ -1,4 +1,4 @@
-"""`RouterSet` with fake routers: a router that hangs does not block the others."""
+"""`RouterSet` with fake routers: a router that hangs does not block the other routers."""
 
 import asyncio
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""A pool of scripted workers: started, restarted, drained before removal, given up."""
+"""A pool of scripted workers: workers are started, restarted, drained, removed and given up."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -229,9 +229,9 @@ async def test_reassigned_worker_is_neither_counted_nor_removed(pool: Pool) -> N
         worker.has_drained.set()
     await pool.until(lambda: pool.phases[1:] == [Phase.EMPTY] * 2)
     assert pool.workers[0].happened == ["made"]
-    pool.workers[0].dies.set()  # its replacement keeps the role
+    pool.workers[0].dies.set()  # the replacement keeps the role
     await pool.until(lambda: pool.phases[0] is Phase.PENDING)
     assert pool.worker_pool.phases(reassigned)["decode-0"] is Phase.REASSIGNED
     await pool.until(lambda: pool.phases[0] is Phase.SERVING)
-    pool.worker_pool.scale_to(0, {})  # no longer reassigned
+    pool.worker_pool.scale_to(0, {})  # the worker is no longer reassigned
     await pool.until(lambda: pool.phases[0] is Phase.DRAINING)

@@ -1,4 +1,4 @@
-"""Restart delays: none after a first death, growing when repeated; failed starts are limited."""
+"""Restart delays: none after a first death, then growing delays; failed starts are limited."""
 
 from hypothesis import given
 from hypothesis import strategies as st

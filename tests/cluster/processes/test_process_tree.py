@@ -1,4 +1,4 @@
-"""All descendants of our processes are killed with them, including orphans."""
+"""Killing our processes also kills all their descendants, including orphans."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
 print(subprocess.Popen(sleeper, stdout=2, start_new_session=True).pid)
 """
 
-# Starts processes all the time: killing those of one listing would miss the newest.
+# Starts processes all the time: killing the processes of one listing would miss new processes.
 FORK_LOOP = """
 import subprocess
 while True:
@@ -26,7 +26,7 @@ while True:
 """
 
 
-# Its main thread exits, which makes the process a zombie, while another thread runs.
+# The main thread exits, so that the process looks like a zombie while another thread runs.
 HEADLESS = """
 import ctypes, threading
 threading.Thread(target=input).start()

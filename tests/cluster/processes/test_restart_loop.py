@@ -1,4 +1,4 @@
-"""`keep_alive` restarts a process that dies, and gives up one that cannot start."""
+"""`keep_alive` restarts a process that dies, and gives up a process that cannot start."""
 
 import asyncio
 from collections.abc import Callable

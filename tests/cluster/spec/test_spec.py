@@ -1,4 +1,4 @@
-"""The cluster file: valid ones are parsed, and each error names its key."""
+"""The cluster file: valid files are parsed, and each error names the key of the invalid value."""
 
 import re
 from dataclasses import asdict, fields

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU, gathered or read in place, compared with its reference."""
+"""Paged attention on a CPU, which gathers the KV or reads it in place, equals its reference."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from tests.support.batches import Batch, make_batch, poison
 def forced_form(
     reads_in_place: bool, max_in_place: int = torch_gather.MAX_PADDING
 ) -> Iterator[None]:
-    """Make plans read chunks of up to `max_in_place` positions in place, or gather everything."""
+    """Make plans read chunks of up to `max_in_place` positions in place, or gather all KV."""
     with (
         mock.patch.object(attention, "supports_cpu_paged", return_value=reads_in_place),
         mock.patch.object(torch_gather, "MAX_PADDING", max_in_place),
@@ -211,7 +211,7 @@ NARROW_LENGTHS = [(1, 1), (9, 90), (33, 33), (1, 16), (8, 64), (1, 50)]
 def test_a_bfloat16_cache_is_computed_in_float32(
     num_heads: int, group: int, head_dim: int, block_size: int, window: int
 ) -> None:
-    """Same bits as a float32 cache with the rounded values, if `one_path` is set."""
+    """With `one_path`, results are bitwise equal to those of a float32 cache of rounded values."""
     batch, num_blocks = make_batch(NARROW_LENGTHS, block_size, 0)
     layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
     poison(layer, batch)
@@ -223,7 +223,7 @@ def test_a_bfloat16_cache_is_computed_in_float32(
         with forced_form(reads_in_place, max_in_place):
             plans = [plan_attention(*batch, x, window, one_path) for x in (narrow, narrow.float())]
         found = paged_attention(query, narrow, plans[0], scores)
-        if one_path:  # torch's own kernels may depend on the memory layout
+        if one_path:  # torch's own kernels may depend on the strides
             wide = paged_attention(query, narrow.float(), plans[1], scores)
             assert torch.equal(found, wide)
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
@@ -269,7 +269,7 @@ def test_in_place_nan_and_inf_in_a_slot_reach_the_output(side: int, value: float
 
 
 def test_in_place_scores_beyond_the_range_of_exp() -> None:
-    """Softmax weights from 1 to 0, and score differences for which float32 `exp` underflows."""
+    """Softmax weights go from 1 to 0, with score differences for which float32 `exp` underflows."""
     batch, num_blocks = make_batch([(1, 50)], 16, 0)
     layer, query = torch.randn(2, num_blocks, 1, 16, 8) * 30, torch.randn(1, 1, 8) * 30
     exact = paged_attention_reference(query.double(), layer.double(), *batch)

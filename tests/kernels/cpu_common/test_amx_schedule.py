@@ -1,4 +1,4 @@
-"""The AMX schedule: register allocation, and one order of products for all accumulators."""
+"""The AMX schedule: register allocation, and the same order of products for all accumulators."""
 
 from itertools import pairwise
 

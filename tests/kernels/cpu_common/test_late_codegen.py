@@ -1,4 +1,4 @@
-"""Late code generation gives the same results as numba's own, from the disk cache too."""
+"""Late code generation gives the same results as numba's own, also from the disk cache."""
 
 import subprocess
 import sys

@@ -18,7 +18,7 @@ def interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On a GPU, make it the default device of tests that do not use the fixture `device`."""
+    """Make the GPU, if used, the default device of tests that do not use the fixture `device`."""
     if not ON_GPU or "device" in request.fixturenames:
         yield
         return

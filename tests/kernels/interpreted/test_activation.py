@@ -1,4 +1,4 @@
-"""The Triton kernel of gated activations, compared with float64."""
+"""Compares the Triton kernel of gated activations with a float64 reference."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_strided_rows() -> None:
 @pytest.mark.parametrize("dim", [1, 200, 2049])
 @pytest.mark.parametrize("gate", range(len(GATES)), ids=["silu", "gelu", "clamped"])
 def test_row_bits_do_not_depend_on_the_batch(gate: int, dim: int, dtype: torch.dtype) -> None:
-    """Also for inputs that the clamped gate clamps, and with a row of NaN in the batch."""
+    """The inputs include values that the clamped gate clamps; the batch has a row of NaN."""
     found = GATES[gate][0]
     gate_up = (torch.randn(9, 2 * dim) * 9).to(dtype)
     gate_up[2] = torch.nan

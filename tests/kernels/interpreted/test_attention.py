@@ -1,4 +1,4 @@
-"""The Triton kernels of paged attention, with their launcher, compared with float64."""
+"""Compares the Triton kernels and launcher of paged attention with a float64 reference."""
 
 from collections.abc import Callable
 
@@ -101,7 +101,7 @@ def test_no_query_tokens() -> None:
 
 
 def test_default_tile_sizes() -> None:
-    """Tile sizes of a GPU, with partitions of 512 positions."""
+    """Use the tile sizes of a GPU, with partitions of 512 positions."""
     query, layer, batch = make_case([(1, 513), (40, 90), (1, 512)], (1, 4, 64), 16, torch.float16)
     found = paged_attention(query, layer, plan_attention(*batch, layer))
     compare(found, exactly(query, layer, batch, 0, PLAIN, None))

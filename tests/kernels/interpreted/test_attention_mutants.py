@@ -1,6 +1,6 @@
 """Mutation tests: comparisons with the reference detect off-by-one errors in kernels and plans.
 
-Covers split KV, the batch-invariant path (`one_path`) and cascade attention (shared prefix).
+The tests cover split KV, the batch-invariant path (`one_path`) and cascade attention.
 """
 
 from collections.abc import Callable

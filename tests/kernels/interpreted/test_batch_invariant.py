@@ -41,7 +41,7 @@ def test_row_bits_do_not_depend_on_the_batch(
     x, weight = torch.randn(140, 1100).to(device, dtype), torch.randn(40, 1100).to(device, dtype)
     bias = torch.randn(40).to(device, dtype)
     batched = batch_invariant_matmul(x, weight, bias)
-    # The interpreter multiplies with numpy, whose bits vary with the row's place in the tile.
+    # The interpreter multiplies with numpy, whose rounding depends on a row's position in the tile.
     for row in (0, 128, *((77, 139) if ON_GPU else ())):
         assert torch.equal(batch_invariant_matmul(x[row : row + 1], weight, bias)[0], batched[row])
     assert torch.equal(batch_invariant_matmul(x[128:], weight, bias), batched[128:])
@@ -53,7 +53,7 @@ def test_row_bits_do_not_depend_on_the_batch(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_bmm_of_heads(device: torch.device, dtype: torch.dtype, transposed: bool) -> None:
-    """One weight per head, row-major or column-major; a single row has the same bits."""
+    """Each head has its own weight, row-major or column-major; single rows are bitwise equal."""
     torch.manual_seed(1)
     x = torch.randn(70, 3, 1100).to(device, dtype)[:, :, :1030]
     weight = (torch.randn(3, 9, 1030) / 32).to(device, dtype)

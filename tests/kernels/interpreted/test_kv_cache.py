@@ -15,7 +15,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Check that two tensors have the same dtype and bits, NaN poison included."""
+    """Check that two tensors have the same dtype and are bitwise identical, including NaN."""
     assert found.dtype == expected.dtype
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
@@ -74,7 +74,7 @@ def test_rope_and_cache_rotates_and_writes(
         return
     stored = layer.double() * scales.double()[:, None, :, None, None]
     limits = 448 * scales.double()[:, None, :, None, None]
-    # Half a unit of E4M3's 3 mantissa bits, or of its smallest subnormal.
+    # Rounding error of E4M3: half a unit of its 3 mantissa bits, or of the smallest subnormal.
     torch.testing.assert_close(
         stored, expected.clamp(-limits, limits), rtol=2**-4 * 1.01, atol=1.1 * 2**-10
     )
@@ -108,7 +108,7 @@ def test_fp8_values_saturate_and_nan_stays_nan() -> None:
 
 def test_slots_outside_the_layer_are_not_written() -> None:
     memory = poisoned(3, 2, 4, 2, 4, 8)
-    layer = memory[1]  # a write outside it would change memory[0] or memory[2]
+    layer = memory[1]  # a write outside `layer` would change memory[0] or memory[2]
     untouched = memory.clone()
     heads = torch.randn(3, 4, 8)
     write_kv(layer, torch.tensor([-1, 16, 1 << 40]), heads)

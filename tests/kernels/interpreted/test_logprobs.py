@@ -1,4 +1,4 @@
-"""The Triton kernels of logprobs, compared with their reference."""
+"""Compares the Triton kernels of logprobs with their reference."""
 
 import pytest
 import torch

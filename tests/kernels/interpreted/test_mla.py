@@ -1,4 +1,4 @@
-"""MLA with the Triton kernels of paged attention, compared with float64."""
+"""Compares MLA on the Triton kernels of paged attention with a float64 reference."""
 
 from unittest import mock
 
@@ -50,7 +50,7 @@ def test_a_plan_of_device_tensors() -> None:
 def test_bits_of_a_sequence_do_not_depend_on_the_batch() -> None:
     query, layer, up, batch = make_case(RAGGED)
     starts, contexts, tables = batch
-    bmm = torch.bmm  # cuBLAS and numpy need not be batch-invariant
+    bmm = torch.bmm  # cuBLAS and numpy may not be batch-invariant
 
     def one_by_one(x: Tensor, y: Tensor) -> Tensor:
         return torch.stack([bmm(row[:, None], y)[:, 0] for row in x.unbind(1)], 1)

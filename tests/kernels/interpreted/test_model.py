@@ -1,4 +1,4 @@
-"""Whole models with interpreted Triton kernels, compared with the CPU ops."""
+"""Compares whole models that run on interpreted Triton kernels with the CPU ops."""
 
 from collections import Counter
 from pathlib import Path

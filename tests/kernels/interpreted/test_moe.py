@@ -25,7 +25,7 @@ def make_experts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> ExpertWeights:
-    """Return weights as checkpoints store them: [E, out, in]; clamped: [E, in, out] and biases."""
+    """Return expert weights: [E, out, in], or for "clamped" [E, in, out] with biases."""
 
     def random(*shape: int, by: float) -> torch.Tensor:
         return torch.randn(shape).div(by**0.5).to(device, dtype)
@@ -74,7 +74,7 @@ def test_matches_the_reference(
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("num_tokens", [1, 20, 65])
 def test_any_number_of_rows_per_expert(device: torch.device, num_tokens: int, top_k: int) -> None:
-    """Experts get less than a tile, about one tile or more, for all three tile sizes."""
+    """Experts get less than a tile of rows, about one tile, or more, for all three tile sizes."""
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, 24).to(device, torch.float16)
     routed = route(torch.randn(num_tokens, 3, device=device), Routing(top_k))
@@ -107,7 +107,7 @@ def test_bits_of_a_token_do_not_depend_on_the_batch(
     params = make_experts(GatedActivation("gelu"), 3, 40, 24, dtype, device)
     experts = torch.tensor([[2, 0]], dtype=torch.int32, device=device).repeat(90, 1)
     batched = grouped_moe_forward(x, experts, weights, params, fixed_tiles=True)
-    # The interpreter multiplies with numpy, whose bits vary with the row's place in the tile.
+    # The interpreter multiplies with numpy, whose rounding depends on a row's position in the tile.
     for at in (slice(64, 65), slice(64, 90), *((slice(7, 8), slice(20, 90)) if ON_GPU else ())):
         single = grouped_moe_forward(x[at], experts[at], weights[at], params, fixed_tiles=True)
         assert torch.equal(single, batched[at])

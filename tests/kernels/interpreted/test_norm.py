@@ -1,4 +1,4 @@
-"""The Triton kernel of RMS and layer norms, compared with float64."""
+"""Compares the Triton kernel of RMS and layer norms with a float64 reference."""
 
 from collections.abc import Callable
 

@@ -58,7 +58,7 @@ def test_long_history_with_many_repetitions(device: torch.device) -> None:
 
 
 def test_penalties_of_a_row_do_not_depend_on_the_batch(device: torch.device) -> None:
-    """Bitwise; histories span several programs, and the batch has a row of NaN."""
+    """Compare bitwise; histories span several programs, and the batch has a row of NaN."""
     torch.manual_seed(1)
     logits, tokens = torch.randn(5, 300) * 7, torch.randint(0, 300, (5, 2300))
     logits[1] = torch.nan

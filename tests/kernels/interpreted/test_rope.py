@@ -1,4 +1,4 @@
-"""The Triton kernel of rotary embeddings, compared with float64."""
+"""Compares the Triton kernel of rotary embeddings with a float64 reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The Triton kernels of sampling: noise bits as on the CPU, filters, independent rows."""
+"""The Triton kernels of sampling: noise as on the CPU, correct filters, independent rows."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def sampling_tensors(rows: list[Row], device: torch.device) -> SamplingTensors:
 
 @jit
 def _noise_of(words: Any, out: Any, TILE: tl.constexpr) -> None:
-    """Store the Gumbel noise of TILE random words. A single program."""
+    """Store the Gumbel noise of TILE random words; run by a single program."""
     at = tl.arange(0, TILE)
     tl.store(out + at, module._gumbel(tl.load(words + at).to(tl.uint32, bitcast=True)))
 
@@ -79,7 +79,7 @@ def thresholds_of(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.
 
 
 def kept(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:
-    """Return a mask [R, V] of the tokens that the filters keep."""
+    """Return a mask [R, V] that is True for the tokens that the filters keep."""
     floors, centres, widths = thresholds_of(logits, params)
     scores = logits / params.temperature[:, None]
     keep = (scores >= floors[:, None]) & (scores > -torch.inf)
@@ -120,7 +120,7 @@ def test_filters_match_the_reference(
         top_k_top_p_min_p_reference(logits / params.temperature.cpu()[:, None], filters)
         > -torch.inf
     )
-    # Rounding may decide about one token, or about two that tie.
+    # Rounding may change one token, or two tokens with equal logits.
     assert int((found != expected).sum(-1).max()) <= 2
     assert found.gather(1, logits.argmax(-1, keepdim=True)).all()
 
@@ -145,7 +145,8 @@ def test_each_filter_by_itself(device: torch.device) -> None:
         *((1.0, 2, 1.0, 0.0, 1.0), (1.0, 0, 0.8, 0.0, 1.0), (1.0, 0, 0.81, 0.0, 1.0)),
         *((1.0, 0, 1.0, 0.29, 1.0), (1.0, 0, 1.0, 0.31, 1.0), (1.0, 3, 0.85, 0.0, 1.0)),
     ]
-    # Last row: top_k keeps 0.95 of the probability, of which two tokens have only 0.84.
+    # In the last row, top_k keeps 0.95 of the probability. Two tokens have only 0.84 of this 0.95,
+    # so top_p = 0.85 keeps all three.
     assert kept(logits, sampling_tensors(one, device)).sum(-1).tolist() == [2, 2, 3, 3, 2, 3]
 
 

@@ -37,7 +37,7 @@ def test_constants_match_the_loops() -> None:
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the reference for the same quantized `x`; ties between levels may round either way."""
+    """Return the reference for the same quantized `x`, whose ties may round up or down."""
     rows, factors = quantize_per_token(x)
     y = int8_linear_reference(127 * torch.eye(weight.shape[1]), weight, None, 127)
     y = (rows.double() - ZERO_POINT) @ y * (factors.double() / 127)

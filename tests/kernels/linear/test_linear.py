@@ -1,4 +1,4 @@
-"""Packed linears, compared with their references."""
+"""Compares packed linears with their references."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_batch_invariant_row_bits_do_not_depend_on_batch_or_threads(
 
 
 def batch_dependent(product: OneDnnLinear, x: torch.Tensor) -> torch.Tensor:
-    """Fake oneDNN linear whose last bits depend on the number of rows."""
+    """A fake oneDNN linear whose rounding depends on the number of rows."""
     y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
         x, product.blocked, product.bias, "none", [], ""
     )

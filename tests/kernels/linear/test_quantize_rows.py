@@ -1,4 +1,4 @@
-"""Quantization of rows to 8 bits, compared with its reference."""
+"""Compares quantization of rows to 8 bits with its reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""MLA on a CPU, absorbed and expanded, compared with its reference."""
+"""Compares MLA on a CPU, in its absorbed and expanded forms, with the reference."""
 
 import numpy as np
 import pytest

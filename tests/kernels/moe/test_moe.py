@@ -1,4 +1,4 @@
-"""MoE layers on a CPU, compared with their references."""
+"""Compares MoE layers on a CPU with their references."""
 
 import pytest
 import torch

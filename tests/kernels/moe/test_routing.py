@@ -1,4 +1,4 @@
-"""Routing to experts on a CPU, compared with its reference."""
+"""Compares routing to experts on a CPU with its reference."""
 
 import pytest
 import torch

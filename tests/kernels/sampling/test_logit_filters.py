@@ -1,4 +1,4 @@
-"""Logit filters (top-k, top-p, min-p, typical-p), compared with their references."""
+"""Compares logit filters (top-k, top-p, min-p, typical-p) with their references."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_filters_match_the_reference(
     assert torch.equal(found[kept], logits[kept])
     assert bool(kept.gather(1, logits.argmax(-1, keepdim=True)).all())
     for row, (top_k, _, _) in enumerate(rows):
-        assert not top_k or int(kept[row].sum()) <= top_k + 1  # + 1: the tie
+        assert not top_k or int(kept[row].sum()) <= top_k + 1  # + 1 for the tie
 
 
 def test_each_filter_by_itself() -> None:
@@ -61,7 +61,8 @@ def test_each_filter_by_itself() -> None:
             (2, 1, 0), (0, 0.8, 0), (0, 0.81, 0), (0, 1, 0.29), (0, 1, 0.31), (3, 0.85, 0)
         ),
     )
-    # Last row: top_k keeps 0.95 of the probability, of which two tokens have only 0.84.
+    # In the last row, top_k keeps 0.95 of the probability. Two tokens have only 0.84 of this 0.95,
+    # so top_p = 0.85 keeps all three.
     assert (logits > -torch.inf).sum(-1).tolist() == [2, 2, 3, 3, 2, 3]
 
 
@@ -97,7 +98,7 @@ def test_typical_p_matches_the_reference(
     found = logits.clone()
     apply_typical_p_(found, torch.tensor(masses))
     expected = typical_p_reference(logits, torch.tensor(masses))
-    # Rounding may decide about one token, or about two that tie.
+    # Rounding may change one token, or two tokens with equal logits.
     assert int((found != expected).sum(-1).max()) <= 2
     kept = found > -torch.inf
     assert kept.any(-1).all()
@@ -115,7 +116,7 @@ def test_typical_p_matches_transformers(mass: float, spread: float) -> None:
     found = logits.clone()
     apply_typical_p_(found, torch.full((40,), mass))
     same = (found == expected).all(-1)
-    assert int(same.sum()) >= 39  # rounding may decide about one row
+    assert int(same.sum()) >= 39  # rounding may change one of 40 rows
     assert int((found != expected).sum()) <= 1
 
 

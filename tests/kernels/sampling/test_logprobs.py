@@ -1,4 +1,4 @@
-"""Logprobs on a CPU, compared with their reference."""
+"""Compares logprobs on a CPU with their reference."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Penalties and logit biases on a CPU, compared with their references."""
+"""Compares penalties and logit biases on a CPU with their references."""
 
 import torch
 from hypothesis import given, settings

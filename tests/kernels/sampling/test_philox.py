@@ -1,4 +1,4 @@
-"""Philox compared with its published test vectors, and Gumbel noise with Philox."""
+"""Compares Philox with published test vectors, and Gumbel noise with a Philox reference."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""CPU step graphs: each operation equals the op it replaces, for any rows and threads."""
+"""CPU step graphs: each operation equals the op that it replaces, for any rows and threads."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -101,7 +101,7 @@ def test_linear_has_the_bits_of_the_op(num_rows: int, num_inputs: int, num_outpu
 @pytest.mark.skipif(not panels.has_amx(), reason="needs AMX")
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_int8_linears_have_the_bits_of_the_op(num_rows: int) -> None:
-    """Two layers, which share the scratch buffers of the quantized rows."""
+    """The graph has two layers, which share the scratch buffers of the quantized rows."""
     first = pack_int8(torch.randn(192, 128), torch.randn(192))
     second = pack_int8(torch.randn(128, 192), None)
     builder = GraphBuilder(100, make_cache())
@@ -140,7 +140,7 @@ def test_gate_has_the_bits_of_the_batch_invariant_op(num_rows: int, inner: int, 
             values
         ),
     )
-    # An element's bits do not depend on its index: shift all elements by one.
+    # Shift all elements by one index: results must stay bitwise identical.
     rolled = (
         silu_and_mul_batch_invariant if kind == "silu" else gelu_tanh_and_mul_batch_invariant
     )(values.roll(1, 1))

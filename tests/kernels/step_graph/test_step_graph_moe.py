@@ -1,4 +1,4 @@
-"""MoE layers in CPU step graphs, compared with `route` and `moe_forward`."""
+"""Compares MoE layers in CPU step graphs with `route` and `moe_forward`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +36,7 @@ def make_builder(max_rows: int = 100) -> GraphBuilder:
 
 
 def run_graph(graph: CpuStepGraph, inputs: dict[Buffer, Tensor]) -> int:
-    """Run the graph on `inputs`; return their number of rows."""
+    """Run the graph on `inputs`; return the number of input rows."""
     num_rows = len(next(iter(inputs.values())))
     for buffer, values in inputs.items():
         graph.view(buffer, num_rows).copy_(values)
@@ -142,7 +142,7 @@ def packed(num_experts: int, num_inputs: int, num_outputs: int) -> list[PackedLi
 
 
 def check_experts(each: list[Any], top_k: int, num_rows: int) -> None:
-    """Compare the expert linears bitwise with `moe_forward`; gates use another `exp`."""
+    """Compare expert linears with `moe_forward`: bitwise, but the gates use another `exp`."""
     num_experts, builder = len(each), make_builder()
     layout, logits = builder.expert_layout(num_experts, top_k), builder.alloc(num_experts)
     x, out, weights = builder.alloc(192), builder.alloc(192), builder.alloc(top_k)

@@ -26,7 +26,7 @@ def shown(text: str, label: str) -> float:
 
 
 def messages_of(errors: str) -> str:
-    """Return stderr without the warnings of a late client, which a busy machine can cause."""
+    """Return stderr without warnings about a late client, because a busy machine can cause them."""
     lines = errors.splitlines(keepends=True)
     return "".join(line for line in lines if not line.startswith("this client was late"))
 
@@ -48,7 +48,7 @@ def test_load_is_sent_and_its_figures_are_printed_and_saved(
     assert shown(captured.out, "Total generated tokens:") == 48
     assert shown(captured.out, "Request goodput (req/s):") > 0
     assert behaviour.most_under_way <= 3
-    assert len(behaviour.prompts) == 13  # with the warm-up
+    assert len(behaviour.prompts) == 13  # including the warm-up
     result = json.loads(saved.read_text())
     assert (result["completed"], result["total_output_tokens"]) == (12, 48)
     assert result["config"]["work"]["input_len"] == "16-32"

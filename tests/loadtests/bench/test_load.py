@@ -107,7 +107,7 @@ async def test_failed_request_is_recorded_and_the_load_continues() -> None:
 @pytest.mark.parametrize(
     ("chunks", "output_len", "error"),
     [
-        ([Chunk(None), Chunk(0), Chunk(None)], 2, ""),  # not counted by the server
+        ([Chunk(None), Chunk(0), Chunk(None)], 2, ""),  # the server sent no token counts
         ([Chunk(3), Chunk(2)], 5, ""),
         ([Chunk(None), Chunk(0, 8, 6)], 6, ""),
         ([Chunk(0), Chunk(0, 8, 0)], 0, "the answer had no tokens"),
@@ -165,6 +165,6 @@ async def test_waiting_for_a_concurrency_slot_does_not_count_as_client_lag() -> 
     first, next_one, *others = load.outcomes
     assert next_one.start > next_one.released, "the second request must wait for the slot"
     assert next_one.start >= first.arrivals[0]
-    # All of these became due while the slot was taken.
+    # All these requests became due while the only slot was taken.
     assert [outcome.released for outcome in others] == [outcome.due for outcome in others]
     assert all(outcome.start > outcome.released for outcome in others)

@@ -34,8 +34,8 @@ def test_metrics_of_one_request_match_hand_computed_values() -> None:
     assert STEADY.latency == pytest.approx(1.0)
     assert STEADY.gaps == pytest.approx([0.1, 0.2, 0.2])
     assert STEADY.tpot == pytest.approx(0.5 / 3)
-    assert LUMPY.tpot == pytest.approx(1.0 / 4)  # divided by tokens
-    assert LUMPY.gaps == pytest.approx([1.0])  # between messages
+    assert LUMPY.tpot == pytest.approx(1.0 / 4)  # time divided by the number of tokens
+    assert LUMPY.gaps == pytest.approx([1.0])  # gaps are between messages
     assert (SINGLE.tpot, SINGLE.gaps) == (0.0, [])
 
 
@@ -46,11 +46,11 @@ def test_figures_of_a_load_match_hand_computed_values() -> None:
     assert made.per_second(made.total_output) == 2.5
     assert made.ttft.mean == pytest.approx(1000 * (0.5 + 0.2 + 0.25) / 3)
     assert made.ttft.median == pytest.approx(250)
-    assert made.tpot.mean == pytest.approx(1000 * (0.5 / 3 + 0.25) / 2)  # SINGLE has none
+    assert made.tpot.mean == pytest.approx(1000 * (0.5 / 3 + 0.25) / 2)  # SINGLE has no TPOT
     assert made.itl.mean == pytest.approx(1000 * (0.1 + 0.2 + 0.2 + 1.0) / 4)
     assert made.itl.median == pytest.approx(200)
     assert made.e2el.mean == pytest.approx(1000 * (1.0 + 1.2 + 0.25) / 3)
-    assert made.peak_concurrent == 1  # one ends at 2.0 as the next begins
+    assert made.peak_concurrent == 1  # one request ends at 2.0 as the next begins
     assert made.good is None
     assert made.lag.p99 == pytest.approx(np.percentile([0, 0, 0, 250], 99))
 
@@ -74,7 +74,7 @@ def test_figures_without_completed_requests_are_zero() -> None:
     [
         (Goals(ttft=500), 3),
         (Goals(ttft=499), 2),
-        (Goals(tpot=200), 2),  # SINGLE has no TPOT, which meets every goal
+        (Goals(tpot=200), 2),  # meets every TPOT goal: SINGLE has no TPOT
         (Goals(tpot=200, ttft=250), 1),
         (Goals(e2el=1000), 2),
         (Goals(ttft=0, tpot=0, e2el=0), 0),

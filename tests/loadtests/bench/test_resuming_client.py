@@ -25,7 +25,7 @@ def broken(code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> grpc.aio.AioR
 
 
 def answer_to(request: pb.GenerateRequest) -> list[pb.GenerateReply]:
-    """Return the replies of a router: one token each, the choices interleaved."""
+    """Return the replies of a router: one token per reply, with the choices interleaved."""
     known = {each.choice: each for each in request.resume_from}
     replies: list[pb.GenerateReply] = []
     left: list[list[pb.GenerateReply]] = []

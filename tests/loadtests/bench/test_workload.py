@@ -60,7 +60,7 @@ def test_lengths_follow_the_named_distribution() -> None:
     uniform = Lengths(100, 10_000).draw(20_000, random)
     lognormal = Lengths(100, 10_000, "lognormal").draw(20_000, random)
     assert uniform.mean() == pytest.approx(5050, rel=0.02)
-    assert np.median(lognormal) == pytest.approx(1000, rel=0.05)  # the bounds' geometric mean
+    assert np.median(lognormal) == pytest.approx(1000, rel=0.05)  # geometric mean of the bounds
     assert ((lognormal > 100) & (lognormal < 10_000)).mean() == pytest.approx(0.95, abs=0.01)
 
 
@@ -76,7 +76,7 @@ def test_arrivals_keep_the_rate(count: int, rate: float, seed: int) -> None:
 def test_arrivals_are_a_poisson_process() -> None:
     gaps = np.diff(arrivals(50_000, 10.0, 3))
     assert gaps.mean() == pytest.approx(0.1, rel=0.02)
-    assert gaps.std() == pytest.approx(0.1, rel=0.02)  # exponential: equal to the mean
+    assert gaps.std() == pytest.approx(0.1, rel=0.02)  # exponential: equals the mean
     assert np.corrcoef(gaps[1:], gaps[:-1])[0, 1] == pytest.approx(0, abs=0.02)
 
 
@@ -167,7 +167,7 @@ def test_prompts_share_exactly_the_prefix_of_their_block_ids(
     shared = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
     same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     if same is None:
-        assert shared is None  # one is a prefix of the other
+        assert shared is None  # one prompt is a prefix of the other
     else:
         assert shared is not None
         assert shared // 16 == same * TRACE_BLOCK // 16  # no further full block of 16 is shared

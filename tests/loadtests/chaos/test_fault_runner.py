@@ -35,7 +35,7 @@ class StubFaultRunner(FaultRunner):
 async def test_fault_without_a_target_is_skipped_and_printed(
     found_at: int, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = itertools.count()  # each clock reading advances it by 1 s
+    seconds = itertools.count()  # each reading advances the clock by 1 s
     monkeypatch.setattr(
         fault_runner, "time", SimpleNamespace(monotonic=lambda: float(next(seconds)))
     )

@@ -1,4 +1,4 @@
-"""The pipes to an engine's process, with an adapter that computes no model."""
+"""The pipes to an engine's process, with an adapter that runs no model."""
 
 import shutil
 import sys

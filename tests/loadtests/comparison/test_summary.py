@@ -25,7 +25,7 @@ def test_values_of_a_run_match_hand_computed_ones() -> None:
 
 
 def test_flops_match_hand_computed_values() -> None:
-    # 8 tokens pass the body, one the head; each attends to itself and all earlier ones.
+    # 8 tokens pass the body, 1 token the head; a token attends to itself and all earlier tokens.
     prompt = 2 * (1000 * 8 + 500) + 64 * (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)
     assert COST.prefill(8) == prompt
     answer = 2 * 1500 * 3 + 64 * (9 + 10 + 11)
@@ -35,7 +35,7 @@ def test_flops_match_hand_computed_values() -> None:
 
 def test_limits_match_hand_computed_values() -> None:
     fp32, int8 = engine_run("penstock"), engine_run("openvino-int8")
-    # A short prompt is bound by reading the weights once; at 1 GFLOP/s, by arithmetic.
+    # A short prompt takes the time to read all weights; at 1 GFLOP/s, arithmetic takes longer.
     assert limit(fp32, WORK, COST, "ttft") == pytest.approx(1e3 * 6000 / 10e9)
     fp32.limits["gflops"] = 1.0
     assert limit(fp32, WORK, COST, "ttft") == pytest.approx(1e3 * COST.prefill(16) / 1e9)
@@ -60,7 +60,7 @@ def test_ratios_are_computed_only_within_rounds() -> None:
     rounds = [
         [engine_run("penstock", 0, 1.0), engine_run("vllm", 0, 2.0)],
         [engine_run("penstock", 1, 10.0), engine_run("vllm", 1, 20.0)],
-        [engine_run("penstock", 0, 500.0)],  # from another run, without vllm
+        [engine_run("penstock", 0, 500.0)],  # from a run without vllm
     ]
     penstock, vllm = summarize(rounds, WORK, COST)
     assert (penstock.engine.name, vllm.engine.name) == ("penstock", "vllm")

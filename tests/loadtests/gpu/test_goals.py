@@ -11,7 +11,7 @@ BOUNDS = Bounds(bytes_per_second=4e12, flops_per_second=8e14)
 
 
 def measured(goal: Goal, seconds: float, **peers: float) -> Measured:
-    """Return a measurement of 1 GB and 1 GFLOP, which need at least 250 µs."""
+    """Return a measurement of 1 GB and 1 GFLOP; this work needs at least 250 µs."""
     renamed = {PLAIN if name == "plain" else name: value for name, value in peers.items()}
     return Measured("x", goal, 1e9, 1e9, seconds, True, renamed, {})
 

@@ -1,4 +1,4 @@
-"""The section that runs the kernel tests: which files count, and failure if no test passed."""
+"""The section that runs the kernel tests: it finds their files, and fails if no test passed."""
 
 import time
 from importlib import import_module
@@ -49,7 +49,7 @@ def test_there_are_files_to_run() -> None:
 
 @pytest.mark.process
 def test_kernel_test_fails_on_fallback_to_torch() -> None:
-    """On device "meta" no launcher uses a kernel."""
+    """On device "meta", every launcher uses its torch fallback."""
     path = ROOT / "tests/kernels/interpreted/test_activation.py"
     run = kernel_tests.run_file(path, "meta", time.monotonic() + 200)
     assert run.code == 1

@@ -1,4 +1,4 @@
-"""The bytes that a decode step reads, compared with the sizes of the tensors."""
+"""Compares the bytes that a decode step reads with the sizes of the tensors."""
 
 import json
 from pathlib import Path

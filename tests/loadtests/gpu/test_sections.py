@@ -1,4 +1,4 @@
-"""Sections: a failure is reported and hides no other; figures measured before it are kept."""
+"""Sections: every failure is reported, and figures measured before a failure are kept."""
 
 import json
 from pathlib import Path

@@ -36,7 +36,7 @@ def test_quantiles_match_hand_computed_values() -> None:
 def test_rates_match_hand_computed_values() -> None:
     early = outcome([1.0, 2.0, 3.0, 4.0, 5.0])  # finishes first
     late = outcome([1.0, 3.0, 4.5, 6.0], [1, 3, 4, 9])  # starts to decode last
-    # After 3.0, up to 5.0: two tokens of `early`, four of `late`.
+    # After 3.0 and up to 5.0, `early` has two tokens and `late` has four.
     assert steady_rate([early, late]) == pytest.approx(6 / 2)
     assert whole_rate([early, late]) == pytest.approx(22 / 6)
 

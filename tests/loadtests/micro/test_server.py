@@ -40,7 +40,7 @@ def test_the_bench_needs_neither_torch_nor_ray() -> None:
 @pytest.mark.cluster
 def test_throughput_is_measured(tmp_path: Path) -> None:
     saved = tmp_path / "o.json"
-    # One request at a time: there is no guarantee that two decode at the same time.
+    # Send one request at a time, because two requests might never decode at the same time.
     flags = ["--concurrency", "1", "--rounds", "1", "--output-len", "128", "--input-len", "20"]
     assert throughput.main([*SMALL, *flags, "--save-json", str(saved)]) == 0
     result = json.loads(saved.read_text())

@@ -189,7 +189,7 @@ async def test_router_queue_counts_for_the_prefill_pool(
         waiting = asyncio.create_task(
             http.post("/v1/completions", json={**BODY, "prompt": [7] * 20})
         )
-        # The full worker rejects the request, and the router queues it again.
+        # The full worker rejects the request, and the router queues the request again.
         await until(lambda: served.router.frontend.take_snapshot().waiting == 1)
         decode, prefill = served.router.frontend.take_snapshot().pools
         assert (prefill.waiting, decode.waiting) == (1, 0)

@@ -70,7 +70,7 @@ async def test_only_the_request_of_a_slow_reader_ends(config: RouterConfig) -> N
     slow = {**LONG, "stream": True, "logprobs": 20, "return_token_ids": True}
     async with serving(replace(config, bounds=bounds), StubWorker()) as served:
         host, port = served.router.http_address.rsplit(":", 1)
-        # With a small receive buffer, the server's writes soon block: this client reads nothing.
+        # The server's writes soon block: this client reads nothing and has a small buffer.
         client_socket = socket.socket()
         client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client_socket.setblocking(False)

@@ -1,4 +1,4 @@
-"""Any HTTP body gets an answer, or an error in OpenAI's form."""
+"""Any HTTP body gets an answer, or an error in OpenAI's format."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`Generate` with `resume_from`: from any position it returns the rest of the answer."""
+"""`Generate` with `resume_from` returns the rest of an answer, from any position."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -60,7 +60,7 @@ async def test_answer_resumes_at_any_cut(channel: grpc.aio.Channel, stop: list[s
     whole = await generate(channel, sampling=sampling, stop=stop)
     assert {reply.seed for reply in whole} == {2**64 - 1}
     tokens = tokens_in(whole)
-    cuts = [reply.position for reply in whole]  # several tokens may have come in one reply
+    cuts = [reply.position for reply in whole]  # a reply may hold several tokens
     assert len(cuts) > 1
     for cut in cuts:
         rest = await generate(

@@ -41,7 +41,7 @@ async def test_api_key_is_required_except_for_health(config: RouterConfig) -> No
             headers = {"authorization": f"Bearer {key}"}
             response = await http.post("/v1/completions", json=BODY, headers=headers)
             assert response.status_code == 200
-        # Tenants do not share cached prefixes, and their names are not their keys.
+        # Tenants do not share cached prefixes, and no salt is an API key.
         salts = {submit.salt for submit in served.worker.submits}
         assert len(salts) == 2
         assert not salts & {key.encode() for key in keyed.api_keys}
@@ -115,7 +115,7 @@ async def test_large_bodies_are_refused_early(config: RouterConfig) -> None:
 
 
 async def read_all(served: Served, sent: bytes) -> bytes:
-    """Send bytes on a raw connection; return all that the server sends until it closes it."""
+    """Send bytes on a raw connection; return all bytes that the server sends before closing it."""
     host, port = served.router.http_address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(sent)

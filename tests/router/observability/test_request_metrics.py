@@ -1,4 +1,4 @@
-"""Request metrics: totals agree with the events, times with the clock, memory is bounded."""
+"""Request metrics: totals match the events, times match the clock, and memory is bounded."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,7 +63,7 @@ def test_request_time_is_split_into_queue_prefill_and_decode() -> None:
     metrics = RequestMetrics(NAMES)
     request = request_of(1, "t1", num_prompt=9)
     metrics.opened(request, 10.0)
-    for moment in (12.0, 13.0):  # to a prefill worker, then to a decode worker
+    for moment in (12.0, 13.0):  # submitted to a prefill worker, then to a decode worker
         metrics.submitted(ev.Submit("w", request, 1, [], [], None, 1), moment)
     for position, moment in enumerate((15.0, 19.0)):
         metrics.delivered([plain(1, position)], moment)

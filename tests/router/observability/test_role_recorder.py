@@ -1,4 +1,4 @@
-"""Role changes take effect once the supervisor, here a fake, has confirmed them."""
+"""Role changes take effect once the supervisor (here a fake) has confirmed them."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from penstock.router.observability.role_registry import Assignment
 
 
 class Supervisor:
-    """Fake supervisor: records the assignments that are sent; the test confirms them."""
+    """A fake supervisor: records the assignments that are sent; the test confirms them."""
 
     def __init__(self) -> None:
         self.changed: list[tuple[str, str]] = []
@@ -20,7 +20,7 @@ class Supervisor:
         self.recorder.send = lambda worker, assignment: self.sent.append((worker, assignment))
 
     async def start_recording(self, worker: str, role: str) -> "asyncio.Task[None]":
-        """Start to record a role; return once it has been sent."""
+        """Start to record a role; return the task once the role has been sent."""
         before = len(self.sent)
         task = asyncio.create_task(self.recorder.record(worker, role))
         while len(self.sent) == before:

@@ -1,4 +1,4 @@
-"""Merging of the role assignments that operators made."""
+"""Merging of the role assignments that different operators made."""
 
 from hypothesis import given
 from hypothesis import strategies as st

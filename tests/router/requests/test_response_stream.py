@@ -54,7 +54,7 @@ async def test_unread_deltas_are_delivered_before_an_error() -> None:
     stream.add_request(2, 0)
     stream.push(delta(0))
     stream.request_ended(1, ServingError(Code.INTERNAL, "broken"))
-    assert cancelled == [2]  # one failed request ends the whole call
+    assert cancelled == [2]  # one failed request ends the whole call: request 2 is cancelled
     assert (await anext(stream)).position == 0
     with pytest.raises(ServingError, match="broken"):
         await anext(stream)

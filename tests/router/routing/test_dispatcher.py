@@ -111,7 +111,7 @@ def test_request_keeps_its_lease_while_the_decode_pool_is_full() -> None:
     router.step("p", 1, 0)
     router(WorkerLost("d"))
     router(WorkerUp(tight))
-    assert submits(router.arrive(2)) == [("p", 2, 1)]  # takes the only row of d
+    assert submits(router.arrive(2)) == [("p", 2, 1)]  # also reserves the only sequence slot of d
     assert router(Yielded("p", 1, 1, 3)) == []
     assert router.dispatcher.phases() == {Phase.YIELDED: 1, Phase.RUNNING: 1}
     (drop, _, submit) = router(ClientDisconnected(2))

@@ -1,4 +1,4 @@
-"""Tests of the table in docs/lifecycle.md; `test_request_state_transfers.py` has the rest."""
+"""Tests of the table of states in docs/lifecycle.md; see also `test_request_state_transfers.py`."""
 
 from collections.abc import Callable
 
@@ -75,7 +75,8 @@ def test_finish_takes_precedence_over_a_yield() -> None:
     history = RequestHistory().place(W, 1)
     history.token("w", 1, 0, Finish.STOP)
     assert history.out[-1] == EndRequest(1, Status.OK, "")
-    history.life.status = None  # as if the request had not ended: the late lease is still dropped
+    # Pretend that the request has not ended: its late lease must still be dropped.
+    history.life.status = None
     history.out = []
     history.life.yielded("w", 1, 3, history.out)
     assert history.out == [Drop("w", 1, 1)]

@@ -1,4 +1,4 @@
-"""Tests of each row of the table in docs/lifecycle.md: KV transfers, lost workers, drains."""
+"""Tests of the table of states in docs/lifecycle.md: KV transfers, lost workers and drains."""
 
 from collections.abc import Callable
 
@@ -247,14 +247,14 @@ def test_live_migration_submits_then_yields_then_transfers() -> None:
     history = asked()
     assert history.out == [submit("v", 2, (100,), Source("w", "1", 1, 3, "L"))]
     assert history.phase is Phase.RUNNING
-    assert history.token("w", 1, 1) is AppendResult.APPENDED  # w runs on
+    assert history.token("w", 1, 1) is AppendResult.APPENDED  # w still runs the request
     history.ready()
     assert history.out == [Yield("w", 1, 1)]
     history.ready()
     assert history.out == []  # the Yield is sent once
     assert history.token("w", 1, 2) is AppendResult.APPENDED
     history.yielded(kv_len=5)
-    assert history.out == [Drop("v", 1, 2)]  # its Submit lacks the latest tokens
+    assert history.out == [Drop("v", 1, 2)]  # v's Submit lacks the latest tokens
     assert history.life.decode_target == "v"
     history.place(V)
     assert history.out == [submit("v", 3, (100, 101, 102), Source("w", "1", 1, 5, "L"))]

@@ -1,4 +1,4 @@
-"""A worker changes role while it runs: its requests move or finish, new ones follow the role."""
+"""A running worker changes role: its requests move or finish, and new requests follow the role."""
 
 from random import Random
 
@@ -120,7 +120,7 @@ def test_drain_to_the_only_prefill_worker_moves_each_request_once() -> None:
 def test_assigned_role_applies_to_later_processes_of_the_same_name() -> None:
     router = Router(P, D)
     router(RoleChanged("d", "mixed"))
-    router(RoleChanged("x", "prefill"))  # not connected yet
+    router(RoleChanged("x", "prefill"))  # x is not connected yet
     router(WorkerLost("d"))
     router(WorkerUp(info_of("d", "decode", incarnation="2")))
     router(WorkerUp(info_of("x", "decode")))
@@ -164,6 +164,6 @@ def test_no_prompt_is_recomputed_elsewhere_when_roles_swap_under_load() -> None:
         for submit in commands:
             if isinstance(submit, Submit):
                 workers = workers_of.setdefault(submit.request.id, set())
-                # Without a source it may go only to a worker whose prefix cache has its blocks.
+                # Without a source, a request may go only to workers that have cached its prompt.
                 assert not workers or submit.source or submit.worker in workers
                 workers.add(submit.worker)

@@ -31,7 +31,7 @@ from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegist
 from tests.support.fake_worker import FakeWorker, reference
 from tests.support.router_world import info_of
 
-SPAN = 1000  # request numbers per router
+SPAN = 1000  # request numbers reserved per router
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Router:
 
 
 class Shared:
-    """Mixed workers of several routers; each router gets its own requests' events and the load."""
+    """Mixed workers shared by routers; each router gets its own requests' events, and all loads."""
 
     def __init__(
         self, infos: list[WorkerInfo], num_routers: int, ttft_slo_seconds: float = 0.0
@@ -57,7 +57,7 @@ class Shared:
             Router(number, Dispatcher(LeastLoaded(), limits)) for number in range(num_routers)
         ]
         self.now = 0.0
-        self.waiting_counts: list[int] = []  # sequences beyond the worker's rows, per step
+        self.waiting_counts: list[int] = []  # per step: sequences above max_sequences
         for router in self.routers:
             for info in infos:
                 self.send_event(router, WorkerUp(info))
@@ -151,7 +151,7 @@ def test_all_requests_of_all_routers_end(
 
 @pytest.mark.parametrize("num_routers", [1, 2, 3])
 def test_requests_queue_at_the_routers_and_not_at_a_full_worker(num_routers: int) -> None:
-    """Requests queue at the routers; on average, a worker holds one extra per other router."""
+    """On average, at most one request per additional router waits at a full worker."""
     rng = Random(1)
     shared = Shared([info_of("m0", "mixed", num_blocks=1000)], num_routers)
     for number in range(60 * num_routers):
@@ -165,7 +165,7 @@ def test_requests_queue_at_the_routers_and_not_at_a_full_worker(num_routers: int
 
 @pytest.mark.parametrize("ttft_slo", SLOS)
 def test_router_with_many_requests_does_not_starve_another(ttft_slo: float) -> None:
-    """A router that floods a worker does not starve one that sends a request later."""
+    """A router that floods a worker does not starve a router that sends a request later."""
     shared = Shared([info_of("m0", "mixed", num_blocks=1000)], 2, ttft_slo)
     for _ in range(200):
         shared.submit_request(0, 3, 12)

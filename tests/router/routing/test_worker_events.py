@@ -108,7 +108,7 @@ def test_worker_that_rejects_gets_no_requests_until_its_next_load_report() -> No
     assert submits(router(Rejected("m", 1, 1, "full"))) == [("n", 1, 2)]
     assert router(Rejected("n", 1, 2, "full")) == []
     assert router.dispatcher.num_queued == 1
-    assert router(Stepped("m", [])) == []  # has no load report
+    assert router(Stepped("m", [])) == []  # this event has no load report
     assert submits(router(Stepped("m", [], WorkerLoad()))) == [("m", 1, 3)]
 
 

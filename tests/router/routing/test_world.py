@@ -1,7 +1,7 @@
 """The dispatcher against fake workers, with events and faults in random order.
 
-Every client receives the reference's tokens, each position once, or one final error. At the end no
-request or block is left.
+Every client receives the tokens of the reference, each position once, or one final error. At the
+end, no request and no block is left.
 """
 
 from random import Random
@@ -56,7 +56,7 @@ def request_of(rng: Random, number: int, now: float) -> Request:
 
 
 class Chaos:
-    """Random actions and faults on a world; tests select them by method name."""
+    """Random actions and faults on a world; tests select the actions by method name."""
 
     def __init__(self, world: World, loss_rate: float) -> None:
         self.world = world
@@ -188,7 +188,7 @@ def test_without_faults_all_transfers_succeed_and_no_prompt_is_recomputed() -> N
 
 
 class DispatcherMachine(RuleBasedStateMachine):
-    """The same world driven by Hypothesis, which shrinks failing schedules."""
+    """Actions on a world, chosen by Hypothesis, which shrinks failing schedules."""
 
     @initialize(pool=st.sampled_from(sorted(POOLS)), ttft_slo=st.sampled_from([0.0, 0.5]))
     def begin(self, pool: str, ttft_slo: float) -> None:

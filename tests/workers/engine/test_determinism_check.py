@@ -1,4 +1,4 @@
-"""Deterministic mode: a request's bits do not depend on batch, chunks, cache or preemption."""
+"""Deterministic mode: results are bitwise identical for any batch, chunks, cache or preemption."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -60,12 +60,12 @@ NO_SHARING = Schedule(shared=False)
 
 
 def run_separately(engine: Engine, requests: Sequence[Request]) -> list[Bits]:
-    """Run each request by itself, its prompt in at most two chunks."""
+    """Run each request alone, with its prompt in at most two chunks."""
     return [play(engine, [request], NO_SHARING) for request in requests]
 
 
 def merge(results: list[Bits]) -> Bits:
-    """Merge the results of single requests, numbered by their order."""
+    """Merge the results of separate runs; the requests are numbered in the order of the runs."""
     return {
         (number, choice): entries
         for number, bits in enumerate(results)
@@ -128,7 +128,7 @@ def test_bits_are_equal_with_cached_prompts(engine: Engine, expected: Bits) -> N
 def test_bits_are_equal_in_an_engine_with_another_history(
     folder: Path, engine: Engine, expected: Bits
 ) -> None:
-    """The other engine's tables have grown, and its cache holds NaN and other requests' KV."""
+    """The second engine's tables have grown, and its cache holds NaN and other requests' KV."""
     other = make_engine(folder)
     torch.nn.init.constant_(other.cache.data, torch.nan)
     run_greedy(other, [5] * 200, 30)
@@ -137,7 +137,7 @@ def test_bits_are_equal_in_an_engine_with_another_history(
 
 @dataclass
 class BatchDependentLinear:
-    """A linear layer whose results' last bits depend on the number of rows."""
+    """A linear layer whose rounding depends on the number of rows."""
 
     linear: PackedLinear
 
@@ -203,7 +203,7 @@ GRAPH_CONFIGS: dict[str, Any] = {
 def test_cpu_step_graph_has_the_bits_of_separate_operations(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step run as a CPU step graph gives the same bits as one run operation by operation."""
+    """Results of a CPU step graph are bitwise identical to those of separate operations."""
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
     monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
     make_even(tmp_path, GRAPH_CONFIGS[name])
@@ -226,7 +226,7 @@ def test_cpu_step_graph_has_the_bits_of_separate_operations(
 
 @pytest.mark.slow
 def test_bits_are_equal_with_int8_weights(tmp_path: Path) -> None:
-    """Small linear layers and the MoE routers stay float32."""
+    """In INT8 mode, small linear layers and the MoE routers stay float32."""
     make_checkpoint(tmp_path, "qwen2-moe")
     engine = make_engine(tmp_path, quantization="int8")
     expected = merge(run_separately(engine, REQUESTS))
@@ -236,7 +236,7 @@ def test_bits_are_equal_with_int8_weights(tmp_path: Path) -> None:
 
 
 def received_bits(attached: Attached, request: int, attempt: int) -> list[tuple[Any, ...]]:
-    """Return positions, tokens and logprobs of an answer."""
+    """Return the positions, tokens and logprobs of an answer."""
     return [
         (
             step.position[entry.row],

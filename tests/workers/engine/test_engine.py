@@ -1,4 +1,4 @@
-"""Engine: its methods are called directly, without its thread."""
+"""Tests of the engine that call its methods directly, without the engine thread."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -265,7 +265,7 @@ def test_warm_up_includes_block_moves_and_leaves_the_cache_unchanged(
 def test_sampler_admits_rows_on_the_compute_stream(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, steps do not wait for any other stream."""
+    """Steps do not wait for other CUDA streams, so rows are admitted on the compute stream."""
     in_compute_stream, admitted, admit = [], [], engine._sampler.admit
 
     @contextmanager
@@ -305,7 +305,7 @@ def test_too_long_prompts_and_a_full_queue_are_refused(engine: Engine) -> None:
 
 
 def test_too_little_memory_for_one_sequence_is_a_one_line_error(checkpoint: Path) -> None:
-    # One block of 4096 tokens would take 1.5 MiB.
+    # The cache has 1 MiB, and one block of 4096 tokens would take 1.5 MiB.
     with pytest.raises(ValueError, match="too little memory for one sequence of 256 tokens") as e:
         make_engine(checkpoint, kv_cache_mib=1, block_size=256 * 16)
     assert "\n" not in str(e.value)

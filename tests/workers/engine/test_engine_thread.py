@@ -1,4 +1,4 @@
-"""EngineThread: runs commands between steps and passes results to the event loop."""
+"""EngineThread runs commands between steps and passes results to the event loop."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ class StubPlan:
 
 
 class StubEngine:
-    """Engine with `work` steps, each of which blocks until `gate` is released; counts plans."""
+    """A stub engine with `work` steps, each blocked until `gate` is released; counts its plans."""
 
     def __init__(self, plans_ahead: bool) -> None:
         self.plans_ahead = plans_ahead
@@ -116,7 +116,7 @@ async def test_progress_timer_runs_while_a_step_does_not_end(ahead: bool) -> Non
             await asyncio.sleep(0.001)
     loop.post(add_work(2))
     await asyncio.to_thread(engine.stepping.wait, 60)
-    # Commands do not count as progress.
+    # Commands do not count as progress of the engine.
     calls = [loop.call(lambda _: None) for _ in range(3)] if ahead else []
     await asyncio.gather(*calls)
     assert timer.waited(time.monotonic() + 100) > 100
@@ -142,7 +142,7 @@ async def test_commands_run_in_order_before_the_next_step() -> None:
     await asyncio.to_thread(engine.stepping.wait, 60)
     for name in "ab":
         loop.post(lambda _, name=name: engine.log.append(name))  # type: ignore[misc]
-    assert engine.log == []  # a step is running; `post` does not wait for it
+    assert engine.log == []  # `post` does not wait for the running step
     engine.gate.release()
     await received.until(lambda: len(received.results) == 1)
     engine.gate.release(2)

@@ -1,4 +1,4 @@
-"""ModelRunner: which logits it returns, and that a step writes only its own slots."""
+"""ModelRunner returns logits of the sampling rows only, and a step writes only its own KV slots."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_step_writes_only_its_own_slots(decoder: Decoder) -> None:
 
 
 def test_sequence_continues_from_copied_blocks(decoder: Decoder) -> None:
-    """Blocks copied to other numbers of another cache give the same logits."""
+    """A sequence has equal logits after its blocks were copied to other blocks of another cache."""
     planner = Planner(PROMPTS, max_new=2)
     cache = make_cache(decoder, planner.num_blocks)
     runner = ModelRunner(decoder, cache)

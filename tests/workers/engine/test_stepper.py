@@ -34,7 +34,7 @@ def sequences() -> list[NewSequence]:
 
 
 class StepperDriver:
-    """An overlap stepper that the test advances, with the results so far."""
+    """Advances an overlap stepper on request, and collects its answers and counts."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -48,7 +48,7 @@ class StepperDriver:
         self.num_ahead = 0
 
     def advance(self, command: Callable[[Engine], object] | None = None) -> StepResult:
-        """Run one iteration of the engine's thread, after `command` or the end of a step."""
+        """Run one iteration of the engine thread, after `command` or once a step has ended."""
         if command is None:
             with self.changed:
                 assert self.changed.wait_for(lambda: self.stepper.due, timeout=60)
@@ -81,7 +81,7 @@ def make_engine(checkpoint: Path) -> Engine:
 
 @pytest.fixture(params=["a thread computes", "a device computes"])
 def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Engine:
-    """Engine that plans ahead, with a compute thread or with the CPU as a stand-in for a device."""
+    """An engine that plans ahead, with a compute thread, or with the CPU in place of a GPU."""
     engine = make_engine(checkpoint)
     engine.plans_ahead = True
     engine.on_device = request.param == "a device computes"
@@ -163,7 +163,7 @@ def test_exception_of_the_model_is_raised_on_the_engines_thread(
 
 
 def test_steps_are_planned_ahead_unless_sampling_reads_the_answer(checkpoint: Path) -> None:
-    """A penalty reads the answer so far, so its sequence cannot be planned ahead."""
+    """A penalty depends on the answer so far, so a step with a penalty is not planned ahead."""
     plain, *_, with_penalty, _ = sequences()
     for new, ahead in ((plain, True), (with_penalty, False)):
         engine = make_engine(checkpoint)

@@ -1,4 +1,4 @@
-"""Fixture for tests that also run on a GPU, where every operation must use its kernel."""
+"""A fixture for tests that also run on a GPU, where every operation must use its Triton kernel."""
 
 from tests.support.only_kernels import only_kernels
 

@@ -1,6 +1,6 @@
-"""Deterministic mode with Triton kernels: a request's bits do not depend on its schedule.
+"""Deterministic mode with Triton kernels: results are bitwise identical for all schedules.
 
-Runs interpreted on a CPU (`make kernels`), or on a GPU with CUDA graphs (`make gpu`).
+The tests run interpreted on a CPU (`make kernels`), or on a GPU with CUDA graphs (`make gpu`).
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ FAMILIES = ("llama", *(("gpt-oss", "deepseek") if ON_GPU else ()))
 on a CPU only tests of single kernels cover them."""
 
 DTYPES = ("float32", "bfloat16") if ON_GPU else ("float32",)
-SPLIT = 32  # positions of an attention partition; the requests have several partitions
+SPLIT = 32  # positions per attention partition; the requests have several partitions
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def _small_partitions_and_exact_products(monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 class Replays:
-    """CUDA graphs, or on a CPU a stand-in that keeps the captured functions; counts replays."""
+    """Captures functions as CUDA graphs (on a CPU: keeps the functions); counts the replays."""
 
     def __init__(self) -> None:
         self.replayed = 0
@@ -58,7 +58,7 @@ class Replays:
 
 
 def make_engine(folder: Path, dtype: str, replays: Replays | None) -> Engine:
-    """Return an engine; `replays` captures its decodes, if given."""
+    """Return an engine; if `replays` is given, it captures the engine's decode steps."""
     config = WorkerConfig(
         "w",
         folder,
@@ -88,7 +88,7 @@ def test_bits_are_equal_in_any_schedule(family: str, dtype: str, tmp_path: Path)
     engine = make_engine(folder, dtype, None)
     expected, *others = run_all_schedules_after_warm_up(engine)
     assert all(found == expected for found in others)
-    # Another engine, whose decodes are captured graphs with padding after the rows.
+    # A second engine replays decode steps as captured graphs, with padding rows.
     replays = Replays()
     captured = make_engine(folder, dtype, replays)
     assert play(captured, few_requests(engine.spec.vocab_size), CROWD) == expected

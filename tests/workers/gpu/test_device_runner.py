@@ -20,7 +20,7 @@ from tests.support.planner import BLOCK_SIZE, Planner, make_cache
 
 PROMPTS = [[9, 8, 7], list(range(40)), [5]]
 NUM_STEPS = 6
-UP_DIM = 24  # `head_dim` of MLA in the test's deepseek-v3
+UP_DIM = 24  # MLA `head_dim` of the deepseek-v3 test model
 
 
 class Replays:
@@ -80,7 +80,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def make_runner(decoder: Decoder, planner: Planner) -> tuple[DeviceRunner, Replays]:
     cache = make_cache(decoder, planner.num_blocks + 1)
-    cache.data[:, :, :-1] = torch.nan  # as left by a sequence with NaN
+    cache.data[:, :, :-1] = torch.nan  # as if a sequence with NaN had used these blocks
     runner, replays = DeviceRunner(decoder, cache, GraphBuckets(8, 64)), Replays()
     runner.capture(replays)
     return runner, replays

@@ -1,4 +1,4 @@
-"""Memory profile: the largest step and the graphs, measured before the cache is allocated."""
+"""The memory profile measures the largest step and the graphs before the cache is allocated."""
 
 import numpy as np
 from hypothesis import given
@@ -31,5 +31,5 @@ def test_largest_step_reaches_its_limits(sizes: StepLimits) -> None:
 def test_graph_bytes_are_the_shared_pool_and_the_cost_of_each_graph() -> None:
     assert graph_bytes([1000, 700, 690], 35) == 300 + 34 * 10
     assert graph_bytes([1000, 700], 1) == 300
-    assert graph_bytes([], 35) == 0  # nothing can be captured
-    assert graph_bytes([1000, 1010, 1020], 35) == 0  # other processes freed memory meanwhile
+    assert graph_bytes([], 35) == 0  # no graph was captured
+    assert graph_bytes([1000, 1010, 1020], 35) == 0  # another process freed memory

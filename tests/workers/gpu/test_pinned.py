@@ -1,4 +1,4 @@
-"""Copies between host and device: only their contents, since a CPU needs no pinned memory."""
+"""Copies between host and device; on a CPU, only the contents are tested, not pinned memory."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Canaries: when an idle worker decodes one, and that totals do not count it."""
+"""Canaries: an idle worker decodes canaries, and totals do not count their tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -134,7 +134,7 @@ async def test_idle_worker_decodes_canaries_that_routers_do_not_see(
     assert not [each for each in router.heard[num_received:] if each.HasField("step")]
     assert (router.load.running, router.load.prompt_tokens_computed) == (0, len(PROMPT))
     while await health(worker) != health_pb2.HealthCheckResponse.SERVING:
-        await asyncio.sleep(0.02)  # unhealthy for a moment if no CPU core was free
+        await asyncio.sleep(0.02)  # a canary may be late if no CPU core was free
     await check_unhealthy_then_healthy(worker, monkeypatch)
     await router.close()
 
@@ -142,7 +142,7 @@ async def test_idle_worker_decodes_canaries_that_routers_do_not_see(
 async def check_unhealthy_then_healthy(
     worker: RunningWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that NaN logits make an idle worker unhealthy, and that it recovers without them."""
+    """Check that NaN logits make an idle worker unhealthy, until logits are finite again."""
     compute = ModelRunner.run
 
     def run_with_nan(self: ModelRunner, plan: StepPlan, *more: object) -> object:

@@ -1,4 +1,4 @@
-"""ExpertBalance: the ratio of recent choices, once there are enough of them."""
+"""ExpertBalance: the busiest expert's choices over the mean, once there are enough new choices."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Watchdog and crash dumps, without ending a process; `test_hang` ends one."""
+"""Watchdog and crash dumps, tested without ending a process; `test_hang` ends a process."""
 
 import asyncio
 import json

@@ -71,8 +71,8 @@ async def test_request_is_recomputed_if_its_source_is_killed_while_sending(
         await moving.submit()
         received = pools.decode.load.bytes_received
         await moving.send()
-        # A load report comes with each step, so run short requests until some of the 21 messages,
-        # but not all, have been received.
+        # Run short requests, because loads are reported with steps, until some of the 21 messages,
+        # but not all of them, have been received.
         while pools.decode.load.bytes_received == received:
             await pools.mixed(PROMPT[:2], 2)
         await prefill.kill()

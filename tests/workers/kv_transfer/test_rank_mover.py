@@ -1,4 +1,4 @@
-"""KV transfers between ranks: each pair moves its shard; if one pair fails, the transfer fails."""
+"""KV transfers between ranks: each pair moves its shard; if a pair fails, the transfer fails."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ def blocks(size: int, seed: int) -> list[int]:
 def expected_bytes_by_pair(
     source: Blocks, destination: Blocks, unit: int
 ) -> Counter[tuple[int, int]]:
-    """Return the bytes that each (source, destination) pair of ranks must transfer."""
+    """Return the number of bytes that each (source, destination) pair of ranks must transfer."""
     num_sides = source.before.shape[1]
     position = num_sides * 3 * 4 * -(-LENGTH // unit) * unit
     found = routes(source.rectangles, destination.rectangles)
@@ -86,7 +86,7 @@ async def test_every_rank_pair_transfers_its_own_shard(
 
 
 async def failure_reason(both: Sides, source: Blocks, target: Blocks) -> str:
-    """Run a transfer between two workers of two ranks and return why it failed."""
+    """Run a transfer between two workers of two ranks, and return the reason of its failure."""
     epoch = both.expect(LENGTH, blocks(4, 4))
     await both.send(epoch, LENGTH, blocks(4, 3))
     return (await both.verdict()).reason
@@ -166,7 +166,7 @@ async def test_late_bytes_are_not_written_to_reassigned_blocks() -> None:
         reading.open()
         await sending
         assert both.read == [epoch]
-        again = both.expect(LENGTH, blocks(4, 5))  # a later transfer on the same pairs
+        again = both.expect(LENGTH, blocks(4, 5))  # a second transfer uses the same pairs
         await both.send(again, LENGTH, blocks(4, 3))
         assert (await both.verdict(2)).reason == ""
         kept = [each for each in blocks(4, 4) if each not in blocks(4, 5)]
@@ -223,7 +223,7 @@ async def test_nothing_is_written_after_an_abort_while_ranks_send(
 
 
 class MoverPair:
-    """A sending and a receiving `RankMover`, connected, that execute the moves of a test."""
+    """A connected sending and receiving `RankMover`, which run the moves of a test."""
 
     def __init__(self) -> None:
         whole = LayerHeadRange(0, 2, 0, 1)

@@ -1,4 +1,4 @@
-"""The KV receiver with unauthenticated peers and sources that violate the protocol."""
+"""The KV receiver rejects unauthenticated peers and sources that violate the protocol."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -84,7 +84,7 @@ def introduction(**other: Any) -> wire.FromSource:
 
 
 class FakeSource:
-    """A source that sends the messages of a test and has no communicator."""
+    """A source that sends the messages of a test, but has no communicator for KV data."""
 
     def __init__(self, side: Side, secret: str = "secret") -> None:
         self._channel = grpc.aio.insecure_channel(side.address)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [3 + (7 * i) % 150 for i in range(60)]
 NUM_TOKENS = 6
-# (tp, pp, ep)
+# (tp, pp, ep) of each mesh, by name
 MESHES = {"one": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2-pp2": (2, 2, 1)}
 KINDS = [("llama", "auto"), ("deepseek", "auto"), ("llama", "bfloat16"), ("falcon-rw", "auto")]
 BLOCK_SIZES = {"one": 4, "tp2": 8, "pp2": 4, "tp2-pp2": 6}

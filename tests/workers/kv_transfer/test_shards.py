@@ -25,7 +25,7 @@ SHAPE = BlockShape(block_size=4, bytes_per_head=10)
 
 @st.composite
 def grids(draw: st.DrawFn, layers: int, heads: int) -> list[LayerHeadRange]:
-    """Draw the rectangles of a worker's ranks: a grid, each held by the same number of ranks."""
+    """Generate the rectangles of ranks: the cells of a grid, each held by equally many ranks."""
 
     def cuts(num: int) -> list[int]:
         inner = draw(st.sets(st.integers(1, num - 1), max_size=3)) if num > 1 else set()

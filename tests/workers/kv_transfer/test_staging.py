@@ -1,4 +1,4 @@
-"""Gather and scatter: messages carry every position into its block, and nothing else changes."""
+"""Gather and scatter copy every position to its block, and change no other slot."""
 
 from math import gcd
 
@@ -66,7 +66,7 @@ def test_all_positions_arrive_for_all_block_sizes(
     expected = target.sequence()
     expected[:, :, :, start:end] = source.sequence()[:, :, :, start:end]
     after = target.replaced(expected)
-    own = target.blocks[start // target_size :]  # earlier blocks already hold their positions
+    own = target.blocks[start // target_size :]  # blocks from position `start` on
     pinned = source.blocks[start // source_size :]
     for shard in split(whole, start, stop, shape, message_bytes):
         data = source.staging.gather(blocks_of(shard, pinned, start, source_size), shard, unit)

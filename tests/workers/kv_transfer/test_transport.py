@@ -1,4 +1,4 @@
-"""Rank pairs: the mirrored store through which they connect, and their communicator."""
+"""Rank pairs: the mirrored key-value store through which ranks connect, and the communicator."""
 
 import threading
 from collections.abc import Iterator

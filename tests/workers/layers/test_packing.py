@@ -1,4 +1,4 @@
-"""Which linear layers of a model are packed, and that their results stay the same."""
+"""Packing: the right linear layers of a model are packed, and their results stay the same."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
 def test_every_linear_layer_is_found(decoder: Decoder) -> None:
     found = list(linears(decoder))
     assert len(found) == 4 * len(decoder.layers) + 1
-    assert not any(linear.packed for linear in found)  # MEMORY_FRACTION 0 allows no copies
+    assert not any(linear.packed for linear in found)  # MEMORY_FRACTION is 0: nothing is packed
 
 
 def test_onednn_packing_keeps_the_results(

@@ -1,4 +1,4 @@
-"""ALiBi slopes and biases, compared with those of transformers."""
+"""Compares ALiBi slopes and biases with those of transformers."""
 
 import pytest
 import torch

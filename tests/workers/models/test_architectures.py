@@ -1,7 +1,7 @@
 """Every causal language model of `transformers` behaves as `docs/models.md` documents.
 
-The tests are parametrized from that page: they fail for an architecture that it does not list, and
-for one that behaves differently.
+The tests take their cases from this page. They fail if an architecture is missing from the page or
+behaves differently.
 """
 
 import re
@@ -33,7 +33,7 @@ from tests.support.planner import generate
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 MAX_NEW = 6
-LENGTHS = (12, 37)  # of prompts; chunks of CHUNK tokens cross block and window boundaries
+LENGTHS = (12, 37)  # prompt lengths; chunks of CHUNK tokens cross block and window boundaries
 CHUNK = 21
 
 
@@ -52,7 +52,7 @@ def exact() -> list[str]:
 
 @cache
 def refused() -> dict[str, str]:
-    """Return the documented part of the error message by architecture."""
+    """Return the documented part of the error message, by name of the refused architecture."""
     rows = (line.split("|") for line in _section("Refused, by name").splitlines() if "|" in line)
     return {name: row[1].strip() for row in rows for name in _named(row[3])}
 

@@ -80,8 +80,8 @@ UNSUPPORTED: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack all linear layers with several outputs, as AVX-512 CPUs do with large ones."""
-    monkeypatch.setattr(packing, "MIN_WEIGHTS", 65)  # gates have 64 weights
+    """Pack all linear layers with several outputs, as is done with large layers on AVX-512 CPUs."""
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 65)  # expert gates, with 64 weights, are not packed
     monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
 
 

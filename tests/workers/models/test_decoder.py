@@ -16,7 +16,7 @@ from tests.support.planner import generate
 
 pytestmark = pytest.mark.slow
 
-MAX_NEW = 20  # long enough to cross a block and every family's window
+MAX_NEW = 20  # long enough to cross a block boundary and every model family's window
 LENGTHS = (1, 5, 16, 33, 16, 15, 70)  # shorter than, equal to and longer than a block
 MIN_LENGTH = {"phi3-long": 4}  # transformers uses the short RoPE factors for shorter prompts
 

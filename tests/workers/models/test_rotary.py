@@ -1,4 +1,4 @@
-"""Frequencies and scale of every kind of RoPE, compared with transformers."""
+"""Compares frequencies and scale of every kind of RoPE with transformers."""
 
 from pathlib import Path
 from typing import Any

@@ -161,7 +161,7 @@ GPT_J: dict[str, Any] = {
     "n_head": 2,
     "n_layer": 3,
     "n_positions": 64,
-    "rotary_dim": 26,  # head_dim 46; in floats, 46 * (26 / 46) < 26
+    "rotary_dim": 26,  # head_dim is 46; in floating point, 46 * (26 / 46) < 26
 }
 
 

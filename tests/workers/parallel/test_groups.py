@@ -27,7 +27,7 @@ def run_ranks(work: Callable[[int, ProcessGroup], T], seconds: float = 20.0) -> 
 
 
 def rank_values(rank: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return values of such different magnitudes that their sum depends on the order."""
+    """Return values of very different magnitudes, so that their sum depends on the order."""
     numbers = torch.Generator().manual_seed(rank)
     scale = 10.0 ** torch.randint(-4, 5, (rows, 48), generator=numbers)
     return (torch.randn(rows, 48, generator=numbers) * scale).to(dtype)

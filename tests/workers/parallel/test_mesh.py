@@ -1,4 +1,4 @@
-"""Mesh coordinates: each rank has its own, and the ranks together own everything once."""
+"""Mesh coordinates: each rank has its own, and together the ranks own each shard exactly once."""
 
 import pytest
 from hypothesis import given

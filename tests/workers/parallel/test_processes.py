@@ -1,6 +1,6 @@
 """Workers whose ranks are processes: every mesh gives the answers of one rank.
 
-All cases share one group of processes, so that each imports torch only once.
+All cases share one group of processes, so that each process imports torch only once.
 """
 
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ def test_repeated_runs_on_one_mesh_give_equal_bits(
 def test_deterministic_mode_gives_equal_bits_with_two_ranks(
     ranks: RankProcesses, folder: Path, name: str, mesh: tuple[int, int, int]
 ) -> None:
-    """A request's bits depend neither on its batch nor on which worker of this mesh runs it."""
+    """Results are bitwise identical for any batch and for all workers with this mesh."""
     model, _ = one_rank(folder, name)
     sizes = {"deterministic": True, "kv_cache_mib": 2, "max_batched_tokens": 64}
     workers = [run_all_schedules_after_warm_up, *([run_all_schedules] if name == "llama" else [])]
@@ -92,7 +92,7 @@ def test_bfloat16_logits_are_close_to_those_of_one_rank(ranks: RankProcesses, fo
 
 
 def test_killed_rank_fails_the_worker(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "llama", "llama")  # own folder: the .wait file blocks its workers
+    model = make_model(tmp_path / "llama", "llama")  # not shared: the .wait file blocks workers
     wait_file = model.with_suffix(".wait")
     wait_file.touch()
     with rank_processes(2) as two:

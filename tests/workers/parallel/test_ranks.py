@@ -1,4 +1,7 @@
-"""Workers whose ranks are threads give the answers of one rank. More meshes: `test_processes`."""
+"""Workers whose ranks are threads give the same answers as one rank.
+
+`test_processes` tests more meshes.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -74,7 +77,7 @@ def test_mesh_gives_the_answers_of_one_rank(
 def test_bfloat16_cache_stays_close_to_that_of_one_rank(
     tmp_path: Path, mesh: tuple[int, int, int]
 ) -> None:
-    """Ranks sum in another order, which adds less than 20% of the bfloat16 rounding error."""
+    """Summation in another order adds less than 20% of the bfloat16 rounding error."""
     model = make_model(tmp_path, "llama")
     wide = answer(Engine(rank_config(model)))
     expected = answer(Engine(rank_config(model, **BFLOAT16_CACHE)))
@@ -116,7 +119,7 @@ def test_expert_load_counts_every_token(tmp_path: Path) -> None:
 
     loads = in_threads(2, work)[0]
     assert loads is not None
-    # The last token of an answer is sampled but not computed.
+    # The last token of an answer is sampled, but the model is not run on this token.
     num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (NUM_NEW - 1)
     assert [int(load.sum()) for load in loads] == [3 * num_tokens] * 2
     assert all((load > 0).sum() > 3 for load in loads)

@@ -1,4 +1,4 @@
-"""Engines that keep the KV cache in bfloat16 and compute in float32."""
+"""Engines that keep the KV cache in bfloat16 and run the model in float32."""
 
 import logging
 from dataclasses import replace
@@ -96,7 +96,7 @@ def test_answers_are_equal_alone_and_batched(checkpoint: Path, quantization: str
 
 
 def test_tokens_rarely_differ_from_those_of_a_float32_cache(checkpoint: Path) -> None:
-    """Rounding changes a key by at most 1/500, so greedy tokens differ only at near ties."""
+    """Rounding changes a key by at most 1/500, so greedy tokens differ only if two nearly tie."""
     wide, narrow = (make_engine(checkpoint, kv_cache_dtype=name) for name in ("auto", "bfloat16"))
     answers = [
         (run_greedy(wide, PROMPT[:n], 4), run_greedy(narrow, PROMPT[:n], 4))
@@ -139,7 +139,7 @@ def run_beam_searches(engine: Engine) -> dict[Key, list[tuple[list[int], float]]
 
 
 def score_of(engine: Engine, prompt: list[int], answer: list[int]) -> float:
-    """Return the sum of the logprobs of `answer`, computed as the end of a prompt."""
+    """Return the sum of `answer`'s logprobs, from the prompt logprobs of `prompt` + `answer`."""
     tokens = [*prompt, *answer]
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     engine.submit(NewSequence("shown", tokens, len(tokens), params, salt=b"shown"))
@@ -231,7 +231,7 @@ async def test_kv_transfers_require_equal_cache_dtypes(
             assert received.bytes == 5 * 16 * BYTES_PER_TOKEN
             await check_drain(pools)
         else:
-            # The submission names a matching layout, so the mismatch is found only on connecting.
+            # The submission names a matching layout, so workers find the mismatch when connecting.
             with caplog.at_level(logging.WARNING):
                 await moving.submit(layout=pools.decode.welcome.layout)
                 await moving.send()

@@ -1,4 +1,4 @@
-"""Beam search compared with `transformers`: the search alone on random logits, and the engine."""
+"""Beam search finds the same answers as `transformers`: on random logits, and in the engine."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def params_of(width: int, max_tokens: int, **given: Any) -> SamplingParams:
 
 
 def expected_of(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[list[int]]:
-    """Return the answers that transformers finds."""
+    """Return the answers that the beam search of transformers finds."""
     stops = list(params.stop_token_ids)
     generated = model.generate(
         torch.tensor([list(prompt)]),
@@ -64,11 +64,11 @@ def _cut(answer: list[int], stops: list[int]) -> list[int]:
     return answer
 
 
-# ------------------------------------------------------------------ the search alone
+# ------------------------------------------------------------------ beam search on random logits
 
 
 class RandomModel(transformers.PreTrainedModel, transformers.GenerationMixin):  # type: ignore[misc]
-    """A model whose logits are random numbers for each position and last token."""
+    """A model with random logits, which depend only on the position and the last token."""
 
     config_class = transformers.LlamaConfig
 
@@ -88,7 +88,7 @@ class RandomModel(transformers.PreTrainedModel, transformers.GenerationMixin):  
 
 
 def search(model: RandomModel, first: int, params: SamplingParams) -> list[list[int]]:
-    """Return the answers that `BeamSearch` finds."""
+    """Return the answers that our `BeamSearch` finds with this model."""
     beams = BeamSearch(params, params.max_tokens or 0)
     texts = [[first]] * params.num_sequences
     while True:
@@ -158,7 +158,7 @@ def test_search_continues_from_the_only_beam_with_candidates() -> None:
 
 
 class EnginePair:
-    """An engine and the same checkpoint in transformers."""
+    """An engine, and the transformers model of the same checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.reference = make_checkpoint(folder, "llama3")
@@ -169,7 +169,7 @@ class EnginePair:
         return expected_of(self.reference, PROMPT[start:stop], params)
 
     def run(self) -> dict[Key, BeamResult]:
-        """Step until no work is left; return the searches that ended."""
+        """Run steps until no work is left; return the finished beam searches by key."""
         found = {}
         while (result := self.engine.step()).output is not None:
             found.update({each.key: each for each in result.beam_results})
@@ -283,7 +283,7 @@ def test_four_beams_use_at_most_half_the_blocks_of_four_sequences(pair: EnginePa
 
 
 def test_search_with_no_allowed_token_left_fails_without_affecting_others(pair: EnginePair) -> None:
-    """Only token 7 is allowed, and not twice in a row, so no beam has a second token."""
+    """Only token 7 is allowed, and never twice in a row, so no beam can have a second token."""
     params = params_of(3, 8, allowed_token_ids=(7,), bad_words_token_ids=((7, 7),))
     pair.engine.submit(sequence("bad", PROMPT[:9], params))
     pair.engine.submit(sequence("good", PROMPT[:9], KINDS[0][2]))

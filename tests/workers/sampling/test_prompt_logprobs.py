@@ -1,4 +1,4 @@
-"""Logprobs of prompt tokens, compared with those of transformers."""
+"""Compares logprobs of prompt tokens with those of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def scored_sequence(key: str, count: int, known: int = 1, num_siblings: int = 0)
 
 
 def run_scored(engine: Engine, new: NewSequence) -> list[TokenLogprobs]:
-    """Return the prompt's logprobs; check that they come in order, before the first token."""
+    """Return the prompt's logprobs; check that they arrive in order and before the first token."""
     engine.submit(new)
     found: list[TokenLogprobs] = []
     position, started = new.prompt_known, False

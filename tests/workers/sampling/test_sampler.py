@@ -1,4 +1,4 @@
-"""Sampler: draws follow the distribution and depend only on their own row."""
+"""Sampler: tokens follow the distribution, and a row's token does not depend on other rows."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def draw(
     indices: list[int] | None = None,
     history: Table | None = None,
 ) -> list[int]:
-    """Draw one token per row; row i of the logits belongs to row i of the table."""
+    """Sample one token per row; row i of the logits belongs to row i of the table."""
     sampler = Sampler(len(params), logits.shape[1], CPU)
     for row, one in enumerate(params):
         sampler.admit(row, one, choice=row % 3)
@@ -86,7 +86,7 @@ def test_empty_batch_draws_nothing() -> None:
         (SamplingParams(top_k=2), [4 / 7, 3 / 7, 0, 0]),
         (SamplingParams(top_p=0.8), [4 / 9, 3 / 9, 2 / 9, 0]),
         (SamplingParams(min_p=0.6), [4 / 7, 3 / 7, 0, 0]),
-        # Entropy 1.28; the tokens' surprisals differ from it by 0.36, 0.08, 0.33 and 1.02.
+        # Entropy 1.28; differences of the tokens' surprisals from 1.28: 0.36, 0.08, 0.33 and 1.02.
         (SamplingParams(typical_p=0.45), [0, 0.6, 0.4, 0]),
         (SamplingParams(typical_p=0.2, top_k=2), [1, 0, 0, 0]),
         (SamplingParams(allowed_token_ids=(3, 1)), [0, 3 / 4, 0, 1 / 4]),
@@ -95,7 +95,7 @@ def test_empty_batch_draws_nothing() -> None:
     ],
 )
 def test_draws_follow_the_distribution(params: SamplingParams, expected: list[float]) -> None:
-    """Pearson's chi-square test with fixed seeds, token indices and choices."""
+    """Apply Pearson's chi-square test, with fixed seeds, token indices and choices."""
     num_rows, num_steps = 200, 100
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().repeat(num_rows, 1)
     sampler = Sampler(num_rows, 4, CPU)
@@ -175,7 +175,7 @@ def test_draws_depend_on_seed_index_and_choice() -> None:
 def test_stop_tokens_are_excluded_until_min_tokens() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 7], logits[0, 8], logits[0, 9] = 9.0, 8.0, 7.0
-    # A stop token outside the vocabulary is allowed; it is never drawn.
+    # A stop token outside the vocabulary is allowed, but never sampled.
     params = replace(GREEDY, stop_token_ids=(7, 8, 10**6), min_tokens=3)
     assert [draw(logits, [params], [index])[0] for index in range(5)] == [9, 9, 9, 7, 7]
 

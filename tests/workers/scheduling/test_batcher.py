@@ -1,4 +1,4 @@
-"""Batcher: contents of a step, ends of sequences, and drops."""
+"""Batcher: contents of a step, ends of sequences, and dropped sequences."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_peak_of_used_blocks_counts_shared_blocks_once() -> None:
     for new in others:
         bench.batcher.submit(new)
     bench.run()
-    # The last token of an answer is never computed: 13 + 9 - 1 and 13 + 8 - 1 positions.
+    # No KV is computed for an answer's last token: 13 + 9 - 1 and 13 + 8 - 1 positions.
     assert bench.peak_used == 6 + 3 * 5 - 3 * 3
     assert bench.batcher.load().prompt_tokens_cached == 36
 
@@ -145,10 +145,10 @@ def test_load_counts_uncomputed_tokens() -> None:
     for length in (40, 5, 9):
         bench.batcher.submit(sequence(length, list(range(length, 2 * length)), 3))
     assert bench.batcher.load().queued_tokens == 54
-    bench.step()  # 16 tokens of the first
+    bench.step()  # the first 16 tokens of the first prompt
     assert bench.batcher.load().queued_tokens == 38
     bench.step()
-    bench.step()  # the first's last 8 tokens and the second's 5
+    bench.step()  # the last 8 tokens of the first prompt and all 5 of the second
     load = bench.batcher.load()
     assert (load.running, load.queued, load.queued_tokens) == (2, 1, 9)
     assert load.prompt_tokens_computed == 45
@@ -209,7 +209,7 @@ def test_block_is_published_once_its_last_position_is_computed() -> None:
     for num_steps, num_published in ((1, 0), (2, 1)):
         bench = Bench()
         bench.batcher.submit(sequence("a", [1, 2, 3], 9))
-        for _ in range(num_steps):  # after one step, the block's last token is not computed yet
+        for _ in range(num_steps):  # after one step, the KV of the block's last token is missing
             bench.step()
         bench.batcher.drop("a")
         assert bench.batcher.load().cached_blocks == num_published

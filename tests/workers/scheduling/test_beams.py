@@ -157,7 +157,7 @@ def test_search_preempted_in_any_step_draws_no_token_twice(length: int) -> None:
         bench.run()
         bench.expect(new)
         assert bench.num_tokens <= undisturbed.num_tokens + num_before
-        assert bench.num_draws == undisturbed.num_draws  # no token is drawn a second time
+        assert bench.num_draws == undisturbed.num_draws  # no token is sampled twice
 
 
 def test_search_dropped_between_plan_and_commit_frees_its_blocks() -> None:

@@ -1,4 +1,4 @@
-"""SchedulerConfig: which sequences and limits are refused, and which sequences just fit."""
+"""SchedulerConfig: refused sequences and limits, and sequences that only just fit."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_sequence_that_can_never_fit_is_refused() -> None:
 
 def test_longest_sequence_that_fits_runs_by_itself() -> None:
     bench = Bench(num_blocks=8)
-    new = sequence("a", [1] * 20, 13)  # 32 positions: the 33rd token is never computed
+    new = sequence("a", [1] * 20, 13)  # 32 positions: the 33rd token needs no KV
     bench.batcher.submit(new)
     bench.run()
     bench.expect(new)

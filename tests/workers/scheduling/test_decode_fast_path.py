@@ -1,4 +1,4 @@
-"""DecodeFastPath: plans derived from the last one, also while that one is in flight."""
+"""DecodeFastPath derives a plan from the previous plan, even while that step is in flight."""
 
 from dataclasses import fields
 
@@ -13,7 +13,7 @@ from tests.support.fold_bench import Bench, limits, sequence
 
 
 def first_decode(bench: Bench, *lengths: int, max_tokens: int = 40) -> StepPlan:
-    """Submit prompts of these lengths; return the first step, in flight, in which all decode."""
+    """Submit prompts of these lengths; return the first plan that only decodes, uncommitted."""
     for length in lengths:
         prompt = list(range(length, 2 * length))
         bench.batcher.submit(sequence(length, prompt, max_tokens))

@@ -1,4 +1,4 @@
-"""FastForward: skipped steps leave the same state as the same steps run one by one."""
+"""FastForward: skipping steps leaves the same state as running these steps one by one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,14 +37,14 @@ def state(batcher: Batcher) -> dict[str, Any]:
 
 
 def drawn_in(batcher: Batcher, rows: Ints, lengths: Ints) -> Ints:
-    """Return the tokens [n] that the rows draw: only 0 and 1, so that sequences share blocks."""
+    """Return the next token [n] of each row: only 0 and 1, so that sequences share blocks."""
     keys = batcher.table.keys[rows].tolist()
     drawn = [(key + length) % 2 for key, length in zip(keys, lengths.tolist(), strict=True)]
     return np.array(drawn, np.int32)
 
 
 def run_step(batcher: Batcher, plan: StepPlan | None = None) -> StepPlan | None:
-    """Run one step, `plan` or the next; return its plan, or None if there is no work."""
+    """Run the step `plan`, or plan and run one; return the plan, or None if there is no work."""
     plan = plan or batcher.plan(0.0)
     if plan is not None:
         rows = plan.sampling_rows
@@ -53,7 +53,7 @@ def run_step(batcher: Batcher, plan: StepPlan | None = None) -> StepPlan | None:
 
 
 def skip_steps(batcher: Batcher, most: int) -> int:
-    """Run up to `most` steps at once; return their number, 0 if there is no work."""
+    """Run up to `most` steps at once; return the number of steps, or 0 if there is no work."""
     plan = batcher.plan(0.0)
     if plan is None:
         return 0
@@ -67,7 +67,7 @@ def skip_steps(batcher: Batcher, most: int) -> int:
 
 
 def compare(news: Sequence[NewSequence], most: Sequence[int], **changes: int) -> int:
-    """Run `news` with and without skips, compare the states; return the number of skipped steps."""
+    """Run `news` with and without skips; check that states are equal; return the skipped steps."""
     num_skipped = 0
     one, many = Batcher(limits(**changes)), Batcher(limits(**changes))
     for number, new in enumerate((*news, None)):
@@ -117,7 +117,7 @@ def test_skipped_steps_leave_the_state_of_single_steps(
 
 def test_most_steps_of_an_unchanged_batch_are_skipped() -> None:
     news = [sequence(key, list(range(3 + key)), 40) for key in range(3)]
-    # The first step of each sequence is not skipped; most of the others are.
+    # The first step of each sequence is run; most later steps are skipped.
     assert compare(news, [50], num_blocks=64) >= 30
 
 

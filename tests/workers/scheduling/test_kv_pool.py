@@ -49,7 +49,7 @@ def test_last_block_of_the_least_recently_used_prefix_is_evicted_first() -> None
     publish(pool, second, chain(4, 5, 6))
     pool.release(first, State.USED)
     pool.release(second, State.USED)
-    pool.retain(first[:1], State.USED)  # used again: now the most recently used
+    pool.retain(first[:1], State.USED)  # this block is now the most recently used
     pool.release(first[:1], State.USED)
     order = [int(pool.take(1, State.USED)[0]) for _ in range(6)]
     assert order == [*first[:0:-1].tolist(), *second[::-1].tolist(), int(first[0])]
@@ -106,7 +106,7 @@ def test_check_detects_wrong_block_counts() -> None:
 
 @dataclass(eq=False)
 class Held:
-    """Blocks of one holder in order, and the names of the published ones."""
+    """One holder's blocks in order, and the names of its published blocks."""
 
     hold: Hold
     blocks: Ints

@@ -14,7 +14,7 @@ def test_budget_goes_to_decodes_and_then_to_prompts_in_row_order(
     budget = len(remaining) + spare
     counts = split_token_budget(np.array(remaining, np.int32), budget)
     assert counts.dtype == np.int32
-    assert counts.sum() == min(budget, sum(remaining))  # no budget is left over while tokens remain
+    assert counts.sum() == min(budget, sum(remaining))  # the budget is used up while tokens remain
     chunks = [(c, r) for c, r in zip(counts.tolist(), remaining, strict=True) if r > 1]
     assert all(c == 1 for c, r in zip(counts.tolist(), remaining, strict=True) if r == 1)
     complete = [c == r for c, r in chunks]

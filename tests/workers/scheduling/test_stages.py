@@ -20,7 +20,7 @@ def make_sequence(key: int, num_prompt: int, num_new: int, choices: int) -> NewS
 
 
 class Pipeline:
-    """A loop that plans as many steps as it can, then commits the oldest."""
+    """Plans as many steps as possible, then commits the oldest step, in a loop."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher

@@ -1,4 +1,4 @@
-"""WaitingQueue: order, and removal from the middle. SequenceState: hash chain."""
+"""WaitingQueue: order, and removal from the middle. SequenceState: chain of block hashes."""
 
 import numpy as np
 from hypothesis import given
@@ -25,9 +25,9 @@ def test_head_is_always_the_first_by_priority_then_arrival(
     queue = WaitingQueue()
     model: list[SequenceState] = []
     for number, (priority, action) in enumerate(actions):
-        if action == 0 and model:  # any sequence is removed
+        if action == 0 and model:  # remove any sequence
             queue.remove(model.pop(number % len(model)))
-        elif action == 1 and model:  # the head gets a row, and returns after a preemption
+        elif action == 1 and model:  # admit the head, then requeue it as after a preemption
             head = queue.head()
             assert head is not None
             queue.remove(head)

@@ -53,7 +53,10 @@ async def router(worker: RunningWorker, reference: Reference) -> AsyncIterator[A
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Reference:
-    """Return greedy answers of another engine, run on a thread so that heartbeats continue."""
+    """A function that returns greedy answers of a second engine.
+
+    The function runs the engine in a thread, so that heartbeats continue.
+    """
     engine = Engine(WorkerConfig("reference", checkpoint, kv_cache_mib=1))
 
     async def answer(prompt: list[int], max_tokens: int) -> list[int]:
@@ -190,7 +193,7 @@ async def test_blocked_event_loop_is_not_taken_for_a_silent_router(checkpoint: P
         WorkerConfig("w1", checkpoint, kv_cache_mib=1, heartbeat_seconds=beat)
     )
     router = await Attached(running.address).open(beat=beat)
-    time.sleep(20 * beat)  # blocks the event loop; ten missed heartbeats end a stream
+    time.sleep(20 * beat)  # blocks the event loop; a stream ends after ten missed heartbeats
     await router.submit(1, PROMPT, greedy(3))
     assert len(await router.answer(1)) == 3
     await router.close()
@@ -227,7 +230,7 @@ async def test_stop_tokens_and_logprobs(router: Attached, reference: Reference) 
     entries = [(step.token[entry.row], entry) for step in steps for entry in step.logprobs]
     assert [token for token, _ in entries] == answer
     for token, entry in entries:
-        assert entry.tokens[0] == token  # greedy
+        assert entry.tokens[0] == token  # greedy: the sampled token is the most likely one
         assert entry.values[0] == pytest.approx(entry.chosen)
         assert entry.values[0] >= entry.values[1]
 
@@ -242,8 +245,8 @@ async def test_drop_frees_the_blocks(router: Attached) -> None:
     await router.drop(1)
     await router.until(lambda: router.load.running == 0 and free_blocks(router) == total)
     assert len(router.answers[1, 1]) < 200
-    await router.drop(1)  # dropped again, then an unknown request: both are ignored
-    await router.drop(77, 5)
+    await router.drop(1)  # dropping the request again has no effect
+    await router.drop(77, 5)  # dropping an unknown request has no effect
     await router.submit(2, PROMPT, greedy(2))
     await router.answer(2)
 

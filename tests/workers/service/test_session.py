@@ -1,4 +1,4 @@
-"""Session: waiting Steps of a slow router are merged; too large a backlog ends its stream."""
+"""Session: waiting Steps for a slow router are merged; too large a backlog ends the stream."""
 
 import grpc
 

@@ -1,4 +1,4 @@
-"""Loading of checkpoint folders: one file or several, complete or incomplete."""
+"""Loading of checkpoint folders with one file or several files, complete or incomplete."""
 
 import json
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def test_an_unknown_dtype_is_refused(folder: Path) -> None:
 
 def test_redundant_tensors_of_older_tools_are_ignored(folder: Path) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # tied
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # tied weight
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
 
     edit(folder, add)

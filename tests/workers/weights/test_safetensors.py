@@ -1,4 +1,4 @@
-"""Safetensors files: valid ones are read as by the reference library, corrupt ones refused."""
+"""Valid safetensors files are read as by the reference library; corrupt files are refused."""
 
 import json
 import random

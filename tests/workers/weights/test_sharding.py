@@ -1,4 +1,4 @@
-"""Sharding of weights: the ranks together hold the whole model, each only its shard."""
+"""Sharding: each rank holds only its shard, and together the ranks hold the whole model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def ranks_of(coord: MeshCoord) -> ParallelGroups:
-    """Return a rank's groups with a placeholder process group: loading does not use it."""
+    """Return a rank's groups with a placeholder process group, because loading does not use it."""
     placeholder = cast(ProcessGroup, object())
     return ParallelGroups(coord, placeholder if coord.mesh.tp > 1 else None)
 

@@ -1,8 +1,8 @@
 """Paged attention behind the attention interface of `transformers`.
 
 Models of `transformers` look up their attention and mask functions by name in a registry. The
-functions registered as `NAME` pass every call to the current `AttentionHandler`: `PagedAttention`,
-which computes a step, or `RecordingAttention`, which examines a model (`probe`).
+functions registered as `NAME` pass every call to the current `AttentionHandler`. The handler is a
+`PagedAttention`, to run a step, or a `RecordingAttention`, to examine a model (`probe`).
 """
 
 from collections.abc import Iterator
@@ -26,22 +26,22 @@ IGNORED_OPTIONS = {
     *("position_ids", "cache_position", "past_key_values", "use_cache", "return_dict"),
     *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
 }
-"""Options that models pass to their attention and that do not change its result."""
+"""Options that models pass to attention functions, but that do not change the result."""
 
 
 class AttentionHandler(Protocol):
-    """Receiver of the calls of the registered functions."""
+    """Interface of the objects that implement the registered attention and mask functions."""
 
     def mask(self, options: dict[str, Any]) -> object: ...
 
     def attend(self, module: Any, heads: "Qkv", mask: object, options: dict[str, Any]) -> Tensor:
-        """Return the attention output, [T, Hq, D of the values]."""
+        """Return the attention output [T, Hq, D], where D is the head size of the values."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Qkv:
-    """Queries, keys and values of a layer: [T, heads, D] each; the values' D may differ."""
+    """Queries, keys and values of a layer, [T, heads, D] each; D of the values may differ."""
 
     query: Tensor
     keys: Tensor
@@ -75,7 +75,7 @@ def _mask(**options: Any) -> object:
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **options: Any
 ) -> tuple[Tensor, None]:
-    """Call the current handler: from [1, heads, T, D] each to [1, T, Hq, D]."""
+    """Call the current handler with query, key and value [1, heads, T, D]; return [1, T, Hq, D]."""
     heads = Qkv(*(x[0].transpose(0, 1) for x in (query, key, value)))
     return _handler.get().attend(module, heads, attention_mask, options)[None], None
 
@@ -92,11 +92,11 @@ def score_mod_of(options: dict[str, Any], query: Tensor) -> ScoreMod:
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """Handler that computes one step over the paged KV cache."""
+    """Handler that computes the attention of one step over the paged KV cache."""
 
     step: StepInputs
     cache: Tensor  # [layers, 2, N, H, S, D]
-    windows: tuple[int, ...]  # per layer, as recorded by `probe`
+    windows: tuple[int, ...]  # per layer, as recorded by `probe`; 0: no window
 
     def mask(self, options: dict[str, Any]) -> object:
         return None  # the step's plans contain the masks
@@ -111,11 +111,11 @@ class PagedAttention:
         return out[..., : heads.values.shape[-1]]
 
     def _repeated(self, heads: Tensor) -> Tensor:
-        """Repeat the KV heads of a layer that has fewer of them than the cache."""
+        """Repeat the KV heads if the layer has fewer KV heads than the cache."""
         times = self.cache.shape[3] // heads.shape[1]
         return heads if times == 1 else heads.repeat_interleave(times, dim=1)
 
     def _widened(self, heads: Tensor) -> Tensor:
-        """Pad narrower keys or values with zeros, which do not change any product."""
+        """Pad `heads` with zeros to the head size of the cache; this does not change the result."""
         missing = self.cache.shape[-1] - heads.shape[-1]
         return functional.pad(heads, (0, missing)) if missing else heads.contiguous()

@@ -1,7 +1,8 @@
-"""Models without a native implementation, run by `transformers` over our KV cache and batcher.
+"""Runs models without a native implementation through `transformers`, with our KV cache.
 
-Works for every decoder of `transformers` that uses its attention interface (see `attention`) and
-passes the checks of `probe`. Slower than the native decoder, because layers are not fused.
+This works for every decoder of `transformers` that uses the attention interface (see `attention`)
+and passes the checks of `probe`. It is slower than the native decoder, because operations are not
+fused.
 """
 
 from collections.abc import Callable
@@ -57,16 +58,16 @@ class TransformersModelInfo:
 
 
 class _StubBody(nn.Module):
-    """Replaces a model's body (tokens to hidden states), so that its head can run alone."""
+    """Replaces a model's body (tokens to hidden states), so that the head can run alone."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
-        self.kind: type[Any] = dict  # type of the body's result, known after its first run
+        self.kind: type[Any] = dict  # type of the body's result; set in the body's first run
         self.hidden: Tensor | None = None
-        self._body = [body]  # in a list, so that it is not registered as a submodule
+        self._body = [body]  # in a list, so that the body is not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
-        """Delegate to the body: other modules read, for example, its embeddings."""
+        """Read the attribute from the body; other modules read its embeddings, for example."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -81,13 +82,13 @@ class _StubBody(nn.Module):
 
 
 def _body_of(model: Any) -> tuple[str, Any]:
-    """Return name and module of the part that computes hidden states from tokens."""
+    """Return name and module of the model's body, which computes hidden states from tokens."""
     from transformers import PreTrainedModel
 
     decoder = model.get_decoder()
     if decoder is model or not isinstance(
         decoder, PreTrainedModel
-    ):  # some models return their head as the decoder
+    ):  # `get_decoder` of some models returns the module of the head
         decoder = model.base_model
     for name, module in model.named_modules():
         found = module is not model if decoder is model else module is decoder
@@ -112,7 +113,7 @@ class TransformersModel:
         self.device: torch.device = parameter.device
 
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
-        """Like `Decoder.__call__`, but return the hidden states after the final norm."""
+        """Run a step as in `Decoder.__call__`, but return hidden states after the final norm."""
         with use_handler(PagedAttention(step, cache, self.spec.windows)):
             return self.hidden(tokens, step.positions)
 
@@ -124,13 +125,13 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Run the head: [S, hidden_size] to [S, vocab_size] float32."""
+        """Run the head: map hidden states [S, hidden_size] to logits [S, vocab_size] float32."""
         self._stub.hidden = hidden
         tokens = torch.zeros(len(hidden), dtype=torch.int64, device=self.device)
         try:
             with use_handler(
                 RecordingAttention(0, check_masks=False)
-            ):  # some models create masks before they call the body
+            ):  # a handler is needed because some models create masks before they call the body
                 return self.whole(tokens)
         finally:
             self._stub.hidden = None
@@ -150,14 +151,14 @@ def load_transformers_model(
     num_bytes: int,
     progress: Callable[[int, int], None],
 ) -> tuple[TransformersModelInfo, TransformersModel]:
-    """Load the folder of `config` with `transformers`; code in the checkpoint is never run.
+    """Load the checkpoint of `config` with `transformers`; code in the checkpoint is never run.
 
     Args:
-        num_bytes: Size of the weights, for `progress`.
+        num_bytes: size of the weights, for `progress`.
 
     Raises:
-        BadCheckpoint: The weights are incomplete.
-        UnsupportedModel: `transformers` or the checks of `probe` do not support the model.
+        BadCheckpoint: if the weights are incomplete.
+        UnsupportedModel: if the model is not supported by `transformers` or by `probe`.
     """
     require_transformers(config)
     folder, architecture = config.path.parent, config.values["architectures"][0]
@@ -210,7 +211,7 @@ def _their_config(architecture: str, folder: Path) -> Any:
 
 
 def _only_attends(theirs: Any) -> bool:
-    """Whether all layers of a possibly stateful model are attention layers."""
+    """Return whether all layers of a model with `_is_stateful` are attention layers."""
     kinds = getattr(theirs, "layer_types", None) or [None]
     return set(kinds) <= {"attention", "full_attention", "sliding_attention"}
 
@@ -220,9 +221,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _positions(theirs: Any, max_model_len: int | None) -> int:
-    """Return the number of positions to use.
+    """Return the maximum number of positions of a sequence.
 
-    Raise `Unsupported` if positions are rotated differently depending on the longest sequence.
+    Raise `Unsupported` if the rotary embedding depends on the longest sequence of a batch.
     """
     longest = getattr(theirs, "max_position_embeddings", None)
     if type(longest) is not int or longest < 4:
@@ -248,7 +249,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
             folder,
             dtype=dtype,
             attn_implementation=NAME,
-            experts_implementation="eager",  # the grouped GEMMs do not support all shapes
+            experts_implementation="eager",  # grouped GEMMs do not support all shapes
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -256,7 +257,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
         )
     except Exception as error:  # invalid files can raise any exception in `transformers`
         raise Unsupported(f"transformers cannot load it: {_first_line(error)}") from None
-    for kind in ("missing_keys", "mismatched_keys"):  # `transformers` initialises these randomly
+    for kind in ("missing_keys", "mismatched_keys"):  # `transformers` would use random weights
         if report[kind]:
             name = sorted(map(str, report[kind]))[0]
             raise BadCheckpoint(
@@ -276,17 +277,18 @@ def _probe(
         vocab_size = _check_head(model)
     except Unsupported:
         raise
-    except Exception as error:  # the model's code was not written for our attention
+    except Exception as error:  # with our attention, the model's code can raise any exception
         raise Unsupported(f"it does not work with our attention: {_first_line(error)}") from None
     return _spec(calls, longest, eos_tokens, name, vocab_size)
 
 
 _CACHE_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-"""Supported layers of a `DynamicCache`. A dummy layer is empty: it reads another layer's keys."""
+"""Supported layers of a `DynamicCache`. A dummy layer stores nothing; its model layer reads the
+keys and values of another layer."""
 
 
 def _layers_kept(theirs: Any) -> list[Any]:
-    """Return the layers of the model's own cache; `Unsupported` if one has other state than KV."""
+    """Return the layers of the model's own cache; raise `Unsupported` for state other than KV."""
     from transformers import DynamicCache
 
     layers: list[Any] = DynamicCache(config=theirs).layers
@@ -297,7 +299,7 @@ def _layers_kept(theirs: Any) -> list[Any]:
 
 
 def _check_windows(calls: list[AttentionCall], kept: list[Any], longest: int) -> None:
-    """Raise `Unsupported` if the model's own cache drops other positions than its masks hide."""
+    """Raise `Unsupported` if windows of the model's own cache differ from those of its masks."""
     for layer, call in zip(kept, calls, strict=True):
         window = getattr(layer, "sliding_window", 0)
         if window != call.window and 0 < window < longest:
@@ -305,7 +307,7 @@ def _check_windows(calls: list[AttentionCall], kept: list[Any], longest: int) ->
 
 
 def _check_head(model: TransformersModel) -> int:
-    """Return the vocabulary size; raise `Unsupported` if the head does not work on its own."""
+    """Return the vocabulary size; raise `Unsupported` if the head cannot run without the body."""
     tokens = torch.arange(3, 6, device=model.device)
     with use_handler(RecordingAttention(0, check_masks=False)):
         expected = model.whole(tokens, position_ids=tokens[None])

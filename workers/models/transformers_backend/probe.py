@@ -1,8 +1,8 @@
 """Examines a model of `transformers` before it is served.
 
 Configurations describe attention in many ways, so the model itself is observed: it runs on a few
-tokens with an attention that records how it is called. An option that the paged cache does not
-support raises an error that names it, so that none is silently ignored.
+tokens with an attention function that records its arguments. For an option that the paged cache
+does not support, an error is raised that names the option, so that no option is silently ignored.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}
 
 
 class Unsupported(Exception):
-    """The model cannot be served; the message continues a sentence that begins with its name."""
+    """The model cannot be served. The message is the rest of a sentence after the model's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class MaskProbe:
     window: int
 
     def __getattr__(self, name: str) -> object:
-        """Raise `Unsupported`: a model that reads tensor attributes computes with the mask."""
+        """Raise `Unsupported`, because a model that reads tensor attributes computes with masks."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise Unsupported("it computes with attention masks by itself")
@@ -48,16 +48,16 @@ class AttentionCall:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # the larger of the keys' and the values'
+    head_dim: int  # head size of keys or of values, whichever is larger
     window: int
 
 
 @dataclass(slots=True)
 class RecordingAttention:
-    """Handler that records the calls, with an attention in which tokens see only themselves."""
+    """Handler that records the calls; in its attention, each token attends only to itself."""
 
     max_model_len: int
-    check_masks: bool  # also record the calls; only possible in runs of a single token
+    check_masks: bool  # check masks and record calls; only possible in runs of a single token
     calls: dict[int, AttentionCall] = field(default_factory=dict)
 
     def mask(self, options: dict[str, Any]) -> object:
@@ -66,8 +66,8 @@ class RecordingAttention:
     def attend(self, module: Any, heads: Qkv, mask: object, options: dict[str, Any]) -> Tensor:
         if self.check_masks:
             self._record(module, heads, mask, options)
-        # Includes query and keys, so that wrong positions change the result; bounded by tanh, so
-        # that no layer dominates the others.
+        # Query and keys are added, so that wrong positions change the result. They are bounded by
+        # tanh, so that no layer dominates the other layers.
         group = heads.query.shape[1] // heads.keys.shape[1]
         keys, values = (x.repeat_interleave(group, 1) for x in (heads.keys, heads.values))
         mixed = (heads.query + keys).tanh().mean(-1, keepdim=True)
@@ -114,10 +114,10 @@ def check_options(module: Any, options: dict[str, Any]) -> None:
 
 
 def read_window(options: dict[str, Any], max_model_len: int) -> int:
-    """Return the sliding window of a mask function (0: none).
+    """Return the sliding window of a mask function; 0 means no window.
 
     Raise `Unsupported` if, within `max_model_len` positions, the mask is neither causal nor a
-    causal window.
+    causal sliding window.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -146,17 +146,18 @@ def read_window(options: dict[str, Any], max_model_len: int) -> int:
 
 
 Run = Callable[[Tensor, Tensor], Tensor]
-"""Function from tokens [T] and positions [T] to hidden states [T, hidden_size]."""
+"""Function that maps tokens [T] and positions [T] to hidden states [T, hidden_size]."""
 
 
 def probe_model(
     run: Run, num_layers: int, max_model_len: int, device: torch.device
 ) -> list[AttentionCall]:
-    """Return how each layer attends; raise `Unsupported` if the engine cannot serve the model.
+    """Return each layer's attention call; raise `Unsupported` if the model cannot be served.
 
-    Three tokens run one by one and then in one batch, first with positions of three sequences, then
-    with consecutive ones. If the batch changes the results, tokens interact outside of attention
-    (in a convolution, a recurrence, ...), or the model ignores the given positions.
+    Three tokens run one by one, and then in one batch. This is done twice: with the positions of
+    tokens of three sequences, and with consecutive positions. If the batch changes the results,
+    tokens interact outside of attention (in a convolution, a recurrence, ...), or the model ignores
+    the given positions.
     """
     last = max_model_len - 1
     for positions in ([last, 0, last // 2], [last - 2, last - 1, last]):
@@ -183,12 +184,12 @@ def _probe_at(run: Run, positions: Tensor, max_model_len: int) -> dict[int, Atte
 
 
 def check_layers(calls: dict[int, AttentionCall], num_layers: int) -> list[AttentionCall]:
-    """Return the calls in the order of the layers; `Unsupported` if one cache cannot hold all."""
+    """Return the calls in layer order; raise `Unsupported` if one cache cannot hold all layers."""
     if sorted(calls) != list(range(num_layers)):
         raise Unsupported(f"{len(calls)} of its {num_layers} layers attend through the interface")
     found = [calls[layer] for layer in range(num_layers)]
     most = max(call.num_kv_heads for call in found)
-    for layer, call in enumerate(found):  # `PagedAttention` repeats fewer KV heads
+    for layer, call in enumerate(found):  # `PagedAttention` repeats heads up to `most` KV heads
         if most % call.num_kv_heads or call.num_heads % most:
             raise Unsupported(
                 f"layer {layer} has {call.num_heads} heads over {call.num_kv_heads} KV heads where "

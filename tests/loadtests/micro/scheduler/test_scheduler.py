@@ -1,4 +1,4 @@
-"""The comparison with vLLM's scheduler: its cells, how they run and what they count."""
+"""The comparison with vLLM's scheduler: its cells, how cells run, and what cells count."""
 
 import dataclasses
 from typing import Any

@@ -84,7 +84,7 @@ def test_removing_requests_and_faults_leaves_the_rest_unchanged() -> None:
 
 
 def deliver_duplicates(patch: pytest.MonkeyPatch) -> None:
-    """Streams accept duplicate messages, and the token log accepts any position."""
+    """Inject a bug: streams accept duplicate messages, and the token log accepts any position."""
 
     def take(
         self: token_log.TokenLog, token: NewToken, out: list[Command]
@@ -106,7 +106,7 @@ def deliver_duplicates(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_epochs(patch: pytest.MonkeyPatch) -> None:
-    """Late data of a closed transfer is written into blocks that it no longer owns."""
+    """Inject a bug: late data of a closed transfer is written to blocks that have a new owner."""
     ever: dict[tuple[int, int], transfer_endpoints.Transfer] = {}
     open_ = transfer_endpoints.Receiver.open
 
@@ -140,7 +140,7 @@ def complete_transfers_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def reuse_blocks_being_written(patch: pytest.MonkeyPatch) -> None:
-    """Blocks of an aborted transfer are freed while data is still written to them."""
+    """Inject a bug: blocks of an aborted transfer are freed while data is still written to them."""
 
     def abandon(self: leases.Leases, key: Key, blocks: Ints) -> None:
         self._pool.release(blocks, State.RESERVED)
@@ -149,7 +149,7 @@ def reuse_blocks_being_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def reuse_blocks_being_sent(patch: pytest.MonkeyPatch) -> None:
-    """A dropped lease frees its blocks while they are being sent."""
+    """Inject a bug: a dropped lease frees its blocks while the blocks are being sent."""
 
     def drop(self: leases.Leases, key: Key) -> None:
         if key in self._leases:
@@ -160,7 +160,7 @@ def reuse_blocks_being_sent(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_sequences_of_closed_streams(patch: pytest.MonkeyPatch) -> None:
-    """Closing a stream does not free its sequences and leases."""
+    """Inject a bug: closing a stream does not free its sequences and leases."""
 
     def close(self: Worker, session: Session) -> None:
         self.sessions.pop(session.number, None)

@@ -89,7 +89,7 @@ def test_same_results_while_the_pool_scales() -> None:
 
 @pytest.mark.slow
 def test_same_results_in_slo_order() -> None:
-    """A load of four times the capacity and few blocks: the order of prompts changes with time."""
+    """Load is four times the capacity, and blocks are few, so the order of prompts changes."""
     limits = replace(LIMITS, num_blocks=120, max_sequences=4)
     plan = ClusterPlan({"mixed": 2}, limits, Timing(), ttft_slo_seconds=0.5)
     assert_same_results(plan, load_of(20.0, 6.0), (Static(plan.pools), Static(plan.pools)))

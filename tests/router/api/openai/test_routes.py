@@ -378,7 +378,7 @@ async def test_best_of_returns_the_likeliest_choice(client: Any, sentence_served
 
 
 async def test_beam_search(client: Any, sentence_served: Served) -> None:
-    """The router returns the beams in the worker's order and does not rank them again."""
+    """The router returns the beams in the worker's order, without ranking them again."""
     more = {"use_beam_search": True, "best_of": 5, "length_penalty": 0.7, "early_stopping": "never"}
     answer = await client.completions.create(
         model="stub", prompt=PROMPT, max_tokens=100, temperature=0, n=3, extra_body=more
@@ -410,7 +410,7 @@ async def test_echo_puts_the_prompt_before_the_answer(client: Any, sentence_serv
         assert len(logprobs.tokens) == len(prompt) + 3
         assert logprobs.token_logprobs[: len(prompt)] == [None, *(-t / 8 for t in prompt[1:])]
         assert logprobs.top_logprobs[0] is None
-        assert len(logprobs.top_logprobs[1]) == 2  # the prompt token and the likeliest one
+        assert len(logprobs.top_logprobs[1]) == 2  # the prompt token and the likeliest token
         assert logprobs.text_offset[0] == 0
 
 

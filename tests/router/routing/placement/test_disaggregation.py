@@ -151,7 +151,7 @@ def test_router_queue_counts_like_the_queue_of_the_prefill_worker(
     assert actual == DisaggregationPolicy([longer, decode], cost).decide(500, longer, decode)
 
 
-# ------------------------------------------------------------------ in the choice of workers
+# ------------------------------------------------------------------ disaggregation in placement
 
 FRESH = Demand(1, num_tokens=100, num_sequences=1, num_remaining=8)
 
@@ -179,7 +179,7 @@ def test_full_prefill_workers_are_waited_for_only_if_that_costs_less() -> None:
 
 
 def with_router_queue(view: WorkerView) -> WorkerView:
-    """Let prompts queue at the router; with steps of length 0 the worker takes one at a time."""
+    """Let prompts queue at the router; with 0 s per step, the worker takes one prompt at a time."""
     view.queues_at_router = True
     return view
 

@@ -34,7 +34,7 @@ def test_separate_pools_use_a_prefill_and_a_decode_worker() -> None:
 
 
 def test_prefill_worker_must_have_the_kv_layout_of_the_decode_worker() -> None:
-    """Workers of different KV layouts cannot exchange blocks, so that the prefill would be lost."""
+    """Workers of different KV layouts cannot exchange blocks, so the prefill would be wasted."""
     prefill = view("p0", "prefill", layout="narrow")
     idle, busy = view("d0", "decode"), view("d1", "decode", running=1, layout="narrow")
     assert place(prefill, idle, busy) == Placement("p0", "d1")
@@ -140,7 +140,7 @@ def test_recently_lost_worker_is_penalized_but_not_excluded() -> None:
 def test_capacity_is_limited_in_sequences_and_blocks() -> None:
     info: WorkerInfo = info_of("m0", "mixed", max_sequences=3, num_blocks=8, block_size=4)
     worker = WorkerView(info, WorkerLoad(), 0.0, LONG_AGO)
-    # An idle worker decides itself whether a request can ever fit.
+    # An idle worker always has capacity: the worker itself rejects requests that can never fit.
     assert worker.has_capacity(10_000, 1)
     worker.set_usage(1, worker.resource_usage(11, 1))
     assert worker.num_blocks == 3

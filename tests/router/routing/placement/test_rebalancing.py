@@ -1,4 +1,4 @@
-"""A request that waits for capacity moves to a worker that has it, without oscillating."""
+"""A request that waits for capacity moves to a worker with capacity, without oscillating."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ EMPTY = WorkerLoad(free_blocks=64)
 
 
 def waiting() -> Router:
-    """Return a router: request 1 has a lease on p and waits for capacity on d; e is also full."""
+    """Return a router: request 1 has a lease on p and waits for capacity on d; e is full, too."""
     router = Router(P, D, E)
     for worker in "de":
         router(Stepped(worker, [], FULL))
@@ -33,7 +33,7 @@ def advance(router: Router, seconds: float, **loads: WorkerLoad) -> list[Command
     commands: list[Command] = []
     for _ in range(round(seconds / 0.5)):
         for worker, load in loads.items():
-            steps = round(router.now * 2)  # shows progress
+            steps = round(router.now * 2)  # a growing step count shows progress
             commands += router(Stepped(worker, [], load._replace(num_steps=steps)))
         commands += router.wait(0.5, "p", "d", "e")
     return commands
@@ -53,9 +53,9 @@ def test_waiting_request_moves_to_a_worker_with_room_after_a_delay() -> None:
     [
         (FULL, FULL),
         (FULL, WorkerLoad(free_blocks=0)),  # no queue, but no free blocks
-        (FULL, WorkerLoad(free_blocks=64, queued_tokens=100)),  # its queued prompt goes first
-        (FULL, WorkerLoad(free_blocks=64, running=4)),  # no free row
-        (EMPTY, EMPTY),  # the current worker has room and will send Ready
+        (FULL, WorkerLoad(free_blocks=64, queued_tokens=100)),  # a prompt queued there goes first
+        (FULL, WorkerLoad(free_blocks=64, running=4)),  # no free slot for a sequence
+        (EMPTY, EMPTY),  # the current worker has capacity and will send Ready
     ],
 )
 def test_waiting_request_stays_unless_another_worker_surely_has_room(
@@ -72,7 +72,7 @@ def test_request_with_a_transfer_in_progress_is_not_moved() -> None:
 
 
 def test_repeated_moves_back_off() -> None:
-    """Each of two workers looks empty exactly while the request is at the other."""
+    """Each of two workers reports capacity only while the request waits at the other worker."""
     router = waiting()
     for worker in "edededed":
         other = "d" if worker == "e" else "e"

@@ -53,7 +53,7 @@ def test_output_tokens_count_double() -> None:
     queue = FairQueue(100, 10_000)
     queue.add(entry(0, "a"))
     queue.add(entry(1, "b"))
-    queue.charge_output("a", 6)  # charged as 12, against a prompt of 10
+    queue.charge_output("a", 6)  # counts double: 12 exceeds b's prompt of 10
     queue.add(entry(2, "b"))
     assert take_all(queue) == [1, 2, 0]
 

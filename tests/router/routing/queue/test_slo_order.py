@@ -1,4 +1,4 @@
-"""Order of queued prompts under a TTFT SLO, limit of starvation, wait for prefill capacity."""
+"""Order of queued prompts under a TTFT SLO, bounded starvation, and waits for prefill capacity."""
 
 from itertools import permutations
 from typing import Any
@@ -34,11 +34,11 @@ TTFT_SLO = 2.0
 ONE = PrefillCapacity(workers=1.0, seconds_per_token=0.001)
 
 
-# ------------------------------------------------------------------ the order
+# ------------------------------------------------------------------ the order in which prompts run
 
 
 def num_in_time(prompts: list[QueuedPrompt], now: float, workers: float) -> int:
-    """Count the prompts in time if one worker, as fast as all together, runs them in this order."""
+    """Count the prompts that meet the SLO if they start in this order on `workers` workers."""
     num_met = 0
     for each in prompts:
         num_met += now <= each.due(TTFT_SLO) - each.seconds
@@ -57,7 +57,7 @@ def in_selected_order(
     return order
 
 
-# Multiples of 1/16 s: their sums are exact, and so are comparisons with deadlines.
+# Times are multiples of 1/16 s, so that sums and comparisons with deadlines are exact.
 times = st.integers(0, 64).map(lambda value: value / 16)
 lengths = st.integers(1, 40).map(lambda value: value / 16)
 prompt_lists = st.lists(st.builds(QueuedPrompt, times, lengths), max_size=6).map(
@@ -100,7 +100,7 @@ def test_more_workers_never_meet_fewer_deadlines(prompts: list[QueuedPrompt], mo
     assert few <= many
 
 
-# ------------------------------------------------------------------ in the fair queue
+# ------------------------------------------------------------------ SLO order in the fair queue
 
 
 def queue_of(*entries: QueuedRequest) -> FairQueue:
@@ -160,7 +160,7 @@ def test_priorities_come_first_and_then_requeued_requests() -> None:
 def test_deferred_prompt_is_selected_in_bounded_time_under_overload() -> None:
     queue, now = queue_of(entry(-1, 3000)), 0.0
     for number in range(0, 400, 2):
-        # More arrives than can be computed, so some other prompt can always be in time.
+        # Prompts arrive too fast, so some other prompt can always meet its deadline.
         queue.add(entry(number, 500, now))
         queue.add(entry(number + 1, 400, now))
         now += 0.5
@@ -267,7 +267,7 @@ def test_cached_tokens_reduce_the_seconds_per_token() -> None:
     assert prefill_capacity([view]) == PrefillCapacity(1, 0.0005)
 
 
-# ------------------------------------------------------------------ in the dispatcher
+# ------------------------------------------------------------------ SLO order in the dispatcher
 
 SLO_LIMITS = DispatcherLimits(ttft_slo_seconds=TTFT_SLO)
 M, N = (info_of(name, "mixed", num_blocks=4096) for name in "mn")
@@ -287,7 +287,7 @@ def report(worker: str, tokens: int, total: int, running: int = 1) -> Stepped:
 
 
 def router_of(*infos: WorkerInfo) -> Router:
-    """Return a router whose workers have reported a speed of 1000 prompt tokens/s."""
+    """Return a router; its workers have reported a speed of 1000 prompt tokens/s."""
     router = Router(*infos, limits=SLO_LIMITS)
     for info in infos:
         router(report(info.worker, 0, 5000, running=0))
@@ -317,7 +317,7 @@ def test_request_of_a_lost_worker_goes_first_once_another_has_capacity() -> None
 
 
 def test_recently_lost_worker_is_used_if_no_other_has_capacity() -> None:
-    """The penalty of a loss counts only among workers that have prefill capacity."""
+    """The penalty for a recent loss matters only if several workers have prefill capacity."""
     router = router_of(M, N)
     router(WorkerLost("m"))
     router(WorkerUp(M))

@@ -1,7 +1,7 @@
 """Natively supported models, run through the transformers backend on the paged KV cache.
 
-Soft caps, sliding windows and sinks must pass through its attention interface. Models that only
-this backend supports: see `test_architectures`.
+Soft caps, sliding windows and sinks must pass through the backend's attention interface.
+`test_architectures` tests the models that only this backend supports.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 MAX_NEW = 8
-LENGTHS = (12, 16, 61)  # of prompts; with the answer, each crosses a block or window boundary
+LENGTHS = (12, 16, 61)  # of prompts; each crosses a block or window boundary with its answer
 
 LoadedModel = tuple[Model, list[list[int]], Expected]
 

@@ -1,4 +1,4 @@
-"""Probing of transformers models: unsupported features are refused, none is ignored."""
+"""Probing of transformers models: a model with an unsupported feature is refused."""
 
 import json
 from pathlib import Path
