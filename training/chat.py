@@ -1,4 +1,4 @@
-"""The chat format of the demo models, once as a Jinja template and once as plain text."""
+"""The chat format of the demo models, as a Jinja template and as a Python function."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ TEMPLATE = (
 
 
 def render(messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-    """Render a conversation as the text that the model reads; equals the output of `TEMPLATE`."""
+    """Render a conversation as the model's input text; equals the output of `TEMPLATE`."""
     rendered = (f"<|{message['role']}|>{message['content']}{END}" for message in messages)
     return BEGIN + "".join(rendered) + (ASSISTANT if add_generation_prompt else "")

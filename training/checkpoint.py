@@ -1,4 +1,4 @@
-"""Model folders in the layout of Hugging Face: written after training, read for evaluation."""
+"""Writes and reads model folders in the layout of Hugging Face."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save(model: Llama, folder: Path) -> None:
 
 
 def load(folder: Path) -> Llama:
-    """Read a folder that `save` wrote."""
+    """Load the model from a folder that `save` wrote."""
     config = json.loads((folder / "config.json").read_text())
     shape = LlamaShape(**{field.name: config[field.name] for field in fields(LlamaShape)})
     model = Llama(shape)

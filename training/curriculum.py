@@ -1,4 +1,7 @@
-"""Family weights of a review: more of the families that earlier courses left weak."""
+"""Weights of the question families in a later training course.
+
+A family gets more weight the more of its questions the model still answers wrongly.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from training.evaluate import Answer, score
 from training.tasks import FAMILIES
 
 _NUM_QUESTIONS = 48
-# A mastered family keeps half of its weight: with a fifth, the models forgot stories and products.
+# A family without wrong answers keeps half of its weight. With only a fifth of their weight,
+# stories and products were forgotten by the models.
 _KEPT, _ADDED = 0.5, 2.0
 
 
 def review_weights(answer: Answer | None) -> dict[str, float]:
-    """Return the family weights, raised by each family's share of wrong answers.
+    """Return the weight of each question family, raised by its fraction of wrong answers.
 
-    The questions come from the training side; held-out questions do not influence training. Only
-    rank
-    0 has an `answer`; the other ranks get the weights from it through an all-reduce.
+    The questions are training questions, so held-out questions do not influence training. Only rank
+    0 has an `answer`; the other ranks receive the weights through an all-reduce.
     """
     weights = torch.zeros(len(FAMILIES))
     for index, family in enumerate(FAMILIES.values()):

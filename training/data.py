@@ -1,4 +1,4 @@
-"""Training batches: conversations of generated turns, packed into rows of tokens."""
+"""Makes training batches: packs generated conversations into rows of tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from training import chat, ddp
 from training.tasks import FAMILIES, Example, Message, Task
 
-# User text gets a small loss weight because it shapes features that the answers need. Sampling a
-# part of its tokens is enough and saves computing the logits of the others.
+# Tokens of user messages get a small loss weight, because predicting them trains features that
+# answers need. A random part of these tokens is enough; for the other ones, no logits are computed.
 PROMPT_WEIGHT = 0.25
 _PROMPT_FRACTION = 0.25
 _FULL_LENGTH = 16
@@ -34,16 +34,16 @@ _SYSTEM = (
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of packed conversations."""
+    """A batch of rows, each filled with conversations one after another."""
 
     tokens: Tensor  # int64 [rows, length]
-    targets: Tensor  # int64 [rows, length]: the token that follows
-    weights: Tensor  # weight of each target in the loss
-    mask: Tensor  # True where attended: causal, same conversation
+    targets: Tensor  # int64 [rows, length]: the token after each of `tokens`
+    weights: Tensor  # float32 [rows, length]: weight of each target in the loss
+    mask: Tensor  # bool [rows, 1, length, length]: causal attention within each conversation
 
 
 class BatchMaker:
-    """Draws conversations from the training side of the families and packs them into rows."""
+    """Makes random conversations from training questions and packs them into rows of tokens."""
 
     def __init__(
         self, tokenizer: Tokenizer, seed: str, weights: Mapping[str, float] | None = None
@@ -58,15 +58,15 @@ class BatchMaker:
         self._end = _id(tokenizer, chat.END)
 
     def short(self, rows: int, length: int) -> Batch:
-        """Return rows of several conversations, each of one or a few turns."""
+        """Return a batch: each row holds several conversations of one or a few turns."""
         return self._batch([self._row(length, long=False) for _ in range(rows)])
 
     def long(self, rows: int, length: int) -> Batch:
-        """Return rows that start with a long prompt or hold one conversation of many turns."""
+        """Return a batch: each row starts with a long prompt or a conversation of many turns."""
         return self._batch([self._row(length, long=True) for _ in range(rows)])
 
     def _row(self, length: int, *, long: bool) -> list[list[int]]:
-        """Return the token ids of conversations, `length + 1` in total."""
+        """Return the token ids of each conversation of one row, `length + 1` tokens in total."""
         row: list[list[int]] = []
         num_missing = length + 1
         while num_missing > 0:
@@ -120,20 +120,20 @@ class BatchMaker:
         return Batch(
             tokens=tokens[:, :-1],
             targets=tokens[:, 1:],
-            # The first token of a conversation does not follow from the one before.
+            # The first token of a conversation cannot be predicted from the previous conversation.
             weights=weights[:, 1:] * same,
             mask=(inside[:, None, :, None] == inside[:, None, None, :]).tril(),
         )
 
     def _loss_weights(self, conversation: list[int]) -> list[float]:
-        """Return each token's weight as a loss target; answers and their end tokens count most."""
+        """Return the loss weight of each token; answers and their end tokens weigh the most."""
         weights: list[float] = []
         start = 0
         while start < len(conversation):
             answering = start > 0 and conversation[start - 1] == self._assistant
             stop = self._end if answering else self._assistant
             length = _index(conversation, stop, start) + 1 - start
-            # Without this, a story would count as much as ten sums, because it has as many tokens.
+            # Long answers weigh less per token; otherwise a story would count as much as ten sums.
             weight = min(1.0, _FULL_LENGTH / length) ** 0.5
             weights += [weight] * length if answering else self._prompt_weights(length)
             start += length
@@ -151,12 +151,12 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _casual(prompt: str) -> str:
-    """Return the prompt in lower case at its start and without final punctuation."""
+    """Return the prompt with its first letter in lower case and without final punctuation."""
     return prompt[0].lower() + prompt[1:].rstrip("?.!")
 
 
 def _index(tokens: list[int], wanted: int, start: int) -> int:
-    """Return the index of the next `wanted` from `start`, or the last index if there is none."""
+    """Return the index of the first `wanted` at or after `start`; the last index if not found."""
     try:
         return tokens.index(wanted, start)
     except ValueError:

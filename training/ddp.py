@@ -1,7 +1,8 @@
-"""Data parallelism: each process computes a share of every batch on one core.
+"""Data-parallel training on CPU cores: each process computes the gradients of its own batches.
 
-Every process has one thread, and gradients are summed once per step. Threads that synchronize in
-every operation would lose most of their time as soon as another program uses a core.
+Each process runs a single thread, and the processes synchronize once per step, to sum their
+gradients. Several threads in one process would synchronize in every operation, and would lose most
+of their time whenever another program uses one of the cores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor, distributed
 from torch.multiprocessing.spawn import spawn
 
 NUM_PROCESSES = 2
-# Timeout of a collective: the other process may be evaluating on a busy machine, or be paused.
+# Timeout of collectives; long, because the other process may be paused, or may be evaluating a
+# model on a busy machine.
 _TIMEOUT = timedelta(hours=3)
 
 Task = Callable[[], None]
@@ -40,17 +42,17 @@ def _init_process(rank: int, size: int, init_file: Path, task: Task) -> None:
 
 
 def rank() -> int:
-    """Return the rank of this process; 0 if there is only one."""
+    """Return the rank of this process; 0 without a process group."""
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def size() -> int:
-    """Return the number of processes."""
+    """Return the number of processes in the group; 1 without a process group."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def all_reduce_(tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its sum over the processes."""
+    """Replace each tensor by its sum over all processes."""
     if size() == 1:
         return
     flat = torch.cat([tensor.flatten() for tensor in tensors])

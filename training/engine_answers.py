@@ -1,4 +1,4 @@
-"""Greedy answers of Penstock's own engine, for `training.evaluate`."""
+"""Answers conversations greedily with Penstock's own engine, for `training.evaluate`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from training.tasks import Message
 
 
 class EngineAnswers:
-    """Answers conversations like `evaluate.transformers_answer`.
+    """A callable that answers conversations greedily with Penstock's engine.
 
     Args:
-        quantization: of the weights, "none" or "int8".
+        quantization: quantization of the model's weights, "none" or "int8".
     """
 
     def __init__(self, folder: Path, quantization: str, max_new_tokens: int) -> None:

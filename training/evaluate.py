@@ -1,8 +1,8 @@
-"""Measure a model's held-out exact match, family by family.
+"""Measures how many held-out questions of each family a model answers exactly.
 
-`python -m training.evaluate FOLDER` measures a model folder in `transformers`; with `--engine none`
-or `--engine int8` it uses Penstock's own engine. `measure` measures anything that answers
-conversations, such as a running server.
+`python -m training.evaluate FOLDER` runs the model in `transformers`, or with `--engine none` or
+`--engine int8` in Penstock's own engine. `measure` accepts any function that answers conversations,
+for example a client of a running server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Answer = Callable[[Sequence[list[Message]]], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Number of a family's held-out questions that were answered correctly."""
+    """Result for one question family: number of correct answers and of questions."""
 
     family: str
     right: int
@@ -39,12 +39,12 @@ class Score:
 
     @property
     def fraction(self) -> float:
-        """Share of correct answers."""
+        """Fraction of questions that were answered correctly."""
         return self.right / self.total
 
     @property
     def is_claimed(self) -> bool:
-        """True if the model card claims the family."""
+        """True if the fraction is high enough to claim the family in the model card."""
         return self.fraction >= CLAIM_BOUND
 
     def __str__(self) -> str:
@@ -56,7 +56,8 @@ def measure(
 ) -> list[Score]:
     """Score `answer` on up to `count` held-out questions of each family (all by default).
 
-    `answer` gets conversations that end in an open question, and returns one text for each.
+    `answer` takes a list of conversations, each ending with an open question, and returns one text
+    per conversation.
     """
     return [
         score(answer, FAMILIES[name], FAMILIES[name].held_out(count, seed))
@@ -65,7 +66,7 @@ def measure(
 
 
 def score(answer: Answer, family: Task, examples: Sequence[Example]) -> Score:
-    """Score `answer` on `examples` of one family."""
+    """Score `answer` on `examples` of one question family."""
     texts = answer([example.messages() for example in examples])
     right = sum(map(family.accepts, examples, texts))
     return Score(family.name, right, len(examples))
@@ -84,7 +85,10 @@ def read_scores(folder: Path) -> list[Score]:
 
 
 def transformers_answer(folder: Path) -> Answer:
-    """Return a function that answers greedily with the model in `folder`, using `transformers`."""
+    """Return a function that answers conversations greedily with `transformers`.
+
+    folder: model folder.
+    """
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -111,7 +115,7 @@ def transformers_answer(folder: Path) -> Answer:
 
 
 def main() -> None:
-    """Print the held-out exact match of a model folder."""
+    """Print the scores of a model folder on held-out questions."""
     parser = argparse.ArgumentParser(description="Held-out exact match of a model.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=200, help="questions per family")

@@ -1,7 +1,7 @@
-"""The training loop: fits one model to generated batches, up to a number of steps and minutes.
+"""The training loop: trains a model on generated batches, up to a number of steps and minutes.
 
-The minutes are CPU time, not wall time: on a busy machine the run takes longer but gives the same
-model.
+The limit in minutes is CPU time, not wall time: on a busy machine training takes longer, but gives
+the same model.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class Recipe:
     """Duration, batch sizes and learning rates of one run."""
 
     steps: int
-    minutes: float  # CPU time per process; ends the run early if `steps` do not fit
+    minutes: float  # limit of CPU time per process; ends the run early if `steps` take longer
     seed: int = 0
-    course: int = 0  # each course draws other examples
-    rows: int = 6  # rows per process
+    course: int = 0  # number of the training course; each course uses different random examples
+    rows: int = 6  # rows per batch and process
     length: int = 256
     long_rows: int = 1
     long_length: int = LONG_LENGTH
-    long_from: int = 350  # step
+    long_from: int = 350  # number of the first step that may have long rows
     muon_rate: float = 0.012
     adam_rate: float = 0.003
-    warmup: float = 0.01  # share of the run
-    cooldown: float = 0.9  # share of the run, linearly to zero at the end
+    warmup: float = 0.01  # warm-up, as a fraction of the run
+    cooldown: float = 0.9  # final linear decay of the rate to zero, as a fraction of the run
     checkpoint_every: int = 600
-    weights: Mapping[str, float] = field(default_factory=dict)  # by family; override their defaults
+    weights: Mapping[str, float] = field(default_factory=dict)  # by family; replace `Task.weight`
 
 
 def _clocks() -> Tensor:
@@ -54,7 +54,7 @@ def _clocks() -> Tensor:
 
 @dataclass(slots=True)
 class Progress:
-    """Cost of a run so far: wall time, and CPU time of all its processes together, in seconds."""
+    """Progress of a run: steps, tokens, wall time, and CPU time of all processes (in seconds)."""
 
     step: int = 0
     tokens: int = 0
@@ -63,7 +63,7 @@ class Progress:
     _started: Tensor = field(default_factory=_clocks)
 
     def advance(self, tokens: int) -> None:
-        """Count one step."""
+        """Count one step with `tokens` tokens, and update the times."""
         self.step += 1
         self.tokens += tokens
         spent = _clocks() - self._started
@@ -73,12 +73,12 @@ class Progress:
         self.cpu = spent[1].item()
 
     def done(self, recipe: Recipe) -> float:
-        """Return the completed share of `recipe`, by steps or CPU minutes, whichever is larger."""
+        """Return the completed fraction of the steps or of the CPU minutes, whichever is larger."""
         minutes = self.cpu / ddp.size() / 60
         return max(self.step / recipe.steps, minutes / recipe.minutes)
 
     def __add__(self, later: Progress) -> Progress:
-        """Return the progress of two consecutive runs."""
+        """Return the sum of this progress and that of a later run."""
         return Progress(
             step=self.step + later.step,
             tokens=self.tokens + later.tokens,
@@ -92,7 +92,7 @@ LossOf = Callable[[Llama, Batch], Tensor]
 
 
 def answer_loss(model: Llama, batch: Batch) -> Tensor:
-    """Return the weighted cross entropy of the next token."""
+    """Return the weighted cross entropy of the next-token predictions."""
     counted = batch.weights > 0
     logits = model.logits(model(batch.tokens, batch.mask)[counted])
     losses = F.cross_entropy(logits, batch.targets[counted], reduction="none")
@@ -100,7 +100,7 @@ def answer_loss(model: Llama, batch: Batch) -> Tensor:
 
 
 def distilled(teacher: Llama) -> LossOf:
-    """Return a loss: cross entropy of each answer token against the teacher's distribution."""
+    """Return a loss function: cross entropy to the teacher's predictions of answer tokens."""
 
     def loss(model: Llama, batch: Batch) -> Tensor:
         answers = batch.weights > PROMPT_WEIGHT
@@ -115,7 +115,7 @@ def distilled(teacher: Llama) -> LossOf:
 def fit(
     model: Llama, tokenizer: Tokenizer, recipe: Recipe, checkpoint: Checkpoint, loss_of: LossOf
 ) -> Progress:
-    """Train `model` in place and return the cost.
+    """Train `model` in place and return its `Progress`: steps, tokens, wall time and CPU time.
 
     `checkpoint` is called on rank 0 every `recipe.checkpoint_every` steps and at the end.
     """
@@ -154,7 +154,8 @@ def _average_gradients(model: Llama) -> None:
 def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
     maker = BatchMaker(tokenizer, f"{recipe.seed}:{recipe.course}", recipe.weights)
     for number in itertools.count(1):
-        # Copying over long distances is learned in short rows first, where it is cheaper.
+        # The model first learns to copy within short rows, where steps are cheaper, and then over
+        # long distances.
         if number > recipe.long_from and number % _LONG_EVERY == 0:
             yield maker.long(recipe.long_rows, recipe.long_length)
         else:
@@ -162,12 +163,15 @@ def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
 
 
 def learning_rate(done: float, recipe: Recipe) -> float:
-    """Return the learning rate as a share of its peak: warm-up, plateau, linear decay to zero."""
+    """Return the learning rate as a fraction of its peak, for the completed fraction `done`.
+
+    The rate warms up, stays constant, and then decays linearly to zero.
+    """
     return min(1.0, (done + 1e-3) / recipe.warmup, (1 - done) / recipe.cooldown)
 
 
 class _Optimiser:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    """Muon for the weight matrices of the layers; AdamW for the embedding and the norms."""
 
     def __init__(self, model: Llama, recipe: Recipe) -> None:
         matrices = [w for w in model.layers.parameters() if w.ndim == 2]
@@ -178,7 +182,7 @@ class _Optimiser:
         self._adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
 
     def step(self, rate: float) -> None:
-        """Apply and clear the gradients; `rate` is the share of the peak rates."""
+        """Apply the gradients and clear them; the peak learning rates are multiplied by `rate`."""
         self._muon.step(rate * self._recipe.muon_rate)
         for group in self._adam.param_groups:
             group["lr"] = rate * self._recipe.adam_rate

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """The sizes of a Llama, under their names in config.json."""
+    """Sizes of a Llama model; the fields are named as in config.json."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -27,7 +27,7 @@ class LlamaShape:
 
 
 class RMSNorm(nn.Module):
-    """Scales to unit root mean square, then by a learned weight."""
+    """Scale each vector to a root mean square of 1, then multiply it by a learned weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         """Compute attention of x [batch, length, hidden].
 
-        mask: bool [batch, 1, length, length], true where attended.
+        mask: bool [batch, 1, length, length], true where a token (row) attends to another (column).
         """
         q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         out = F.scaled_dot_product_attention(
@@ -92,7 +92,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the MLP of x [batch, length, hidden]."""
+        """Apply the MLP to x [batch, length, hidden]."""
         return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
 
 
@@ -107,7 +107,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """Compute the layer for x [batch, length, hidden].
+        """Apply the layer to x [batch, length, hidden].
 
         mask: as in `Llama.forward`.
         """
@@ -116,7 +116,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The decoder; the embedding is also the output head."""
+    """The whole model; the embedding matrix is also the output head."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Llama(nn.Module):
         return cast(Tensor, self.norm(x))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits [..., vocab] of hidden states [..., hidden]."""
+        """Return the logits [..., vocab] for hidden states [..., hidden]."""
         return F.linear(hidden, self.embed_tokens.weight)
 
     def num_parameters(self) -> int:

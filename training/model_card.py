@@ -1,4 +1,4 @@
-"""Write the model card: README.md of a model folder, with the measured results."""
+"""Writes the model card: README.md of a model folder, with the measured results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ and to test a serving system, and to answer in milliseconds on a CPU. Use it for
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run, as described in its model card."""
+    """Data of a finished training run for its model card."""
 
     name: str
     about: str

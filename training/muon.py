@@ -14,7 +14,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonal(matrix: Tensor, num_steps: int = 5) -> Tensor:
-    """Return approximately the nearest matrix with all singular values 1 (Newton-Schulz).
+    """Return approximately the nearest matrix whose singular values are all 1 (Newton-Schulz).
 
     matrix: float32 [m, n].
     """
@@ -28,9 +28,10 @@ def orthogonal(matrix: Tensor, num_steps: int = 5) -> Tensor:
 
 
 class Muon:
-    """Muon for the matrices inside the layers; AdamW updates the embedding and the norms.
+    """Muon optimizer for the matrices inside the layers.
 
-    torch.optim.Muon orthogonalizes in bfloat16, which a CPU without AVX-512 only emulates.
+    `torch.optim.Muon` is not used, because it orthogonalizes in bfloat16, and CPUs without AVX-512
+    only emulate bfloat16.
     """
 
     def __init__(self, weights: Iterable[nn.Parameter], momentum: float, decay: float) -> None:
@@ -43,7 +44,7 @@ class Muon:
     def step(self, rate: float) -> None:
         """Apply the gradients at learning rate `rate`, and clear them."""
         updates = [torch.zeros_like(weight) for weight in self._weights]
-        # Each process orthogonalizes its share of the matrices.
+        # The matrices are divided among the processes; each process orthogonalizes its own part.
         for index in range(ddp.rank(), len(updates), ddp.size()):
             updates[index] = self._update(index)
         ddp.all_reduce_(updates)

@@ -1,4 +1,4 @@
-"""Train the byte-level BPE tokenizer of the demo models on text of the families."""
+"""Trains the byte-level BPE tokenizer of the demo models on generated questions and answers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from training.tasks import FAMILIES
 
 VOCAB_SIZE = 2048
 MAX_LENGTH = 2048
-# Each digit is its own token, so that a number has the same tokens wherever it occurs. A space
-# before a capitalised word is a separate token too: a name then has the same tokens after a space,
-# a quote or a turn marker, and the model copies a name by copying tokens.
+# Each digit is a token of its own, so that a number always consists of the same tokens. A space
+# before a capitalized word is also a token of its own: a name then has the same tokens after a
+# space, a quote or a turn marker, and the model can copy a name by copying tokens.
 _WORDS = Regex(r"\p{N}|\p{Lu}\p{Ll}*| ?\p{Ll}+| ?[^\s\p{L}\p{N}]+|\p{L}|\s")
 
 
 def train(seed: int, num_examples: int = 40_000) -> Tokenizer:
-    """Learn a tokenizer from generated examples."""
+    """Train a tokenizer on generated examples."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -33,7 +33,7 @@ def train(seed: int, num_examples: int = 40_000) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=list(chat.SPECIAL_TOKENS),
-        # All 256 bytes are tokens, so any text has an encoding.
+        # All 256 bytes are tokens, so any text can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -50,7 +50,7 @@ def _text(rng: Random, num_examples: int) -> Iterator[str]:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the tokenizer's files as `transformers.AutoTokenizer` reads them."""
+    """Write the tokenizer in the format that `transformers.AutoTokenizer` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

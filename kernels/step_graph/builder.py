@@ -228,8 +228,9 @@ class GraphBuilder:
         self._write(
             ATTEND, heads.at, how.num_heads, num_kv_heads, head_dim, block_size, out.at,
             angles.at, angles.width // 2, int(how.interleaved), layer * size, size, size // 2,
-            how.window, self._by_head(scores.sinks, how.num_heads, -np.inf),
-            self._by_head(scores.slopes, how.num_heads, 0.0), numbers=(scale, scores.cap),
+            how.window, self._address(_per_head(scores.sinks, how.num_heads, -np.inf)),
+            self._address(_per_head(scores.slopes, how.num_heads, 0.0)),
+            numbers=(scale, scores.cap),
         )  # fmt: skip
 
     def gate(self, x: Buffer, kind: str, out: Buffer, layout: ExpertLayout | None = None) -> None:
@@ -312,11 +313,6 @@ class GraphBuilder:
         ints = np.zeros(self._num_ints, np.int64)
         return CpuStepGraph(table, numbers, ints, arena, _flat(self._cache), num_slots, self._kept)
 
-    def _by_head(self, values: Tensor | None, num_heads: int, none: float) -> int:
-        """Return the address of one float32 per head; each is `none` if `values` is None."""
-        given = torch.full((num_heads,), none) if values is None else values.float().contiguous()
-        return self._address(given)
-
     def _address(self, tensor: Tensor) -> int:
         """Return the address of a float32 tensor, and keep the tensor alive with the graph."""
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
@@ -335,6 +331,11 @@ class GraphBuilder:
         op[FIRST], op[COUNT], op[CONTINUES] = rows.first, rows.count, int(goes_on)
         self._table.append(op)
         self._numbers.append(numbers)
+
+
+def _per_head(values: Tensor | None, num_heads: int, none: float) -> Tensor:
+    """Return one float32 per head; each is `none` if `values` is None."""
+    return torch.full((num_heads,), none) if values is None else values.float().contiguous()
 
 
 def _flat(cache: Tensor) -> npt.NDArray[Any]:

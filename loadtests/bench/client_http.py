@@ -11,7 +11,7 @@ from penstock.loadtests.bench.clients import Chunk, RequestFailed, Served, Serve
 
 _TIMEOUT_SECONDS = 10.0
 
-# The chat API accepts only text. Short words are one or a few tokens in every vocabulary.
+# The chat API accepts only text. Short words are one or a few tokens long in every vocabulary.
 _TEXT = (
     "the of and to in is you that it he was for on are as with his they at be"
     " this have from or one had by word but not what all were we when your can said there use"
@@ -44,7 +44,7 @@ class HttpClient:
         return self._choose(models)
 
     def _choose(self, models: list[dict[str, Any]]) -> Served:
-        """Select the requested model, or the first one if none was requested."""
+        """Return the requested model, or the server's first model if none was requested."""
         names = [str(model.get("id")) for model in models]
         if not names or (self._target.model and self._target.model not in names):
             wanted = f"no model {self._target.model!r}" if self._target.model else "no model"
@@ -115,15 +115,15 @@ class HttpClient:
         )
 
     def _brings_tokens(self, choice: dict[str, Any]) -> bool:
-        """Return whether an event carries tokens.
+        """Return whether a streamed event contains a token, even if the token adds no text.
 
-        A token may add no text: special tokens do not, nor do incomplete UTF-8 characters.
+        Special tokens and incomplete UTF-8 characters add no text.
         """
         if self._target.api == "completions":
             return True
         delta = choice["delta"]
         content = delta.get("content")
-        # The first event of a chat answer carries only the role, without a token.
+        # The first event of a chat answer contains only the role and no token.
         return bool(content) or (content == "" and "role" not in delta)
 
 

@@ -12,31 +12,31 @@ class RequestFailed(Exception):
 
 
 class ServerUnusable(Exception):
-    """The server did not describe its model or failed the warm-up; the message says why."""
+    """The server did not describe its model, or the warm-up failed; the message says why."""
 
 
 class Chunk(NamedTuple):
     """One message of a streamed answer."""
 
-    num_tokens: int | None = None  # new tokens; None: one or more, not reported by the protocol
-    input_len: int | None = None  # prompt tokens as counted by the server, in the last messages
-    output_len: int | None = None  # answer tokens as counted by the server
+    num_tokens: int | None = None  # new tokens; None: one or more, but the exact number is unknown
+    input_len: int | None = None  # prompt tokens, counted by the server; only in the last messages
+    output_len: int | None = None  # answer tokens, counted by the server; only in the last messages
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server's address and the settings that all requests share."""
+    """Address of the server, and the settings that are the same for all requests."""
 
     address: str  # host:port for gRPC, a URL for HTTP
     api: Api
-    model: str = ""  # empty: the server's only model
+    model: str = ""  # empty: the only model of the server
     api_key: str = ""
-    timeout: float = 600.0  # seconds per request
+    timeout: float = 600.0  # timeout of each request, seconds
     temperature: float = 0.0
 
 
 class Served(NamedTuple):
-    """Description of a model as the server reports it."""
+    """A model as described by the server."""
 
     model: str
     vocab_size: int | None = None
@@ -44,7 +44,7 @@ class Served(NamedTuple):
 
 
 class Client(Protocol):
-    """A client that can describe the server's model and stream answers."""
+    """A client that can query the server's model and stream answers."""
 
     async def describe(self) -> Served:
         """Query the server for its model. Raises ServerUnusable."""
@@ -53,7 +53,7 @@ class Client(Protocol):
     def stream(self, prompt: list[int], output_len: int) -> AsyncGenerator[Chunk]:
         """Send a prompt (token ids) and yield the messages of its answer.
 
-        The request ignores end-of-text tokens, so the answer has `output_len` tokens.
+        End-of-text tokens do not end the answer, so the answer has exactly `output_len` tokens.
         Raises RequestFailed.
         """
         ...

@@ -1,4 +1,4 @@
-"""`penstock bench`: sends a load to a running server and reports latencies and throughput."""
+"""`penstock bench`: send a load to a running server and report its latencies and throughput."""
 
 import asyncio
 import dataclasses
@@ -70,7 +70,7 @@ async def _bench(options: Options) -> int:
 
 
 def _finish(options: Options, served: Served, load: Load, goals: Goals | None) -> int:
-    """Print and save what was measured; return the exit code."""
+    """Print and save the results; return the exit code."""
     measured = figures(load.outcomes, load.duration, goals)
     rate = math.inf if options.work.rate is None else options.work.rate
     for note in _notes(load, measured):
@@ -117,7 +117,7 @@ def _check_fit(plan: Sequence[workload.Planned], served: Served) -> None:
 async def _warm_up(
     client: Client, prompts: workload.Prompts, like: workload.Planned, count: int
 ) -> None:
-    """Send `count` requests of the lengths of `like`. Raises ServerUnusable if one fails."""
+    """Send `count` requests as long as `like`. Raises ServerUnusable if a request fails."""
     for number in range(count):
         try:
             async for _ in client.stream(prompts.warmup(number, like.input_len), like.output_len):
@@ -128,7 +128,7 @@ async def _warm_up(
 
 @contextmanager
 def _progress(count: int) -> Iterator[Any]:
-    """Show a progress bar if stderr is a terminal; yield a callback for finished requests."""
+    """Show a progress bar if stderr is a terminal; yield the callback for each finished request."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
     with Progress(
@@ -146,7 +146,7 @@ def _progress(count: int) -> Iterator[Any]:
 
 
 def _notes(load: Load, measured: Figures) -> Iterator[str]:
-    """Yield warnings that qualify the results: interruption, failures, short answers, lag."""
+    """Yield warnings about the results: interruption, failures, short answers, late sending."""
     if load.interrupted:
         yield f"interrupted: {len(load.outcomes)} of {len(load.plan)} requests had finished"
     errors = Counter(outcome.error for outcome in load.outcomes if outcome.error)
@@ -164,7 +164,7 @@ def _notes(load: Load, measured: Figures) -> Iterator[str]:
 
 
 def _config(options: Options, served: Served) -> dict[str, Any]:
-    """Return the options in JSON form, without the API key."""
+    """Return the options as JSON values, without the API key."""
     config = dataclasses.asdict(options)
     config["server"]["api_key"] = bool(options.server.api_key)
     config["served"] = served._asdict()

@@ -1,4 +1,4 @@
-"""Command-line flags generated from dataclasses: one flag per field."""
+"""Generates command-line flags from dataclasses: one flag per field."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ def option(default: Any, about: str, positional: bool = False, also: Sequence[st
 
     Args:
         about: help text.
-        also: other names of the flag.
+        also: alternative names of the flag.
     """
     metadata = {"about": about, "positional": positional, "also": also}
     return field(default=default, metadata=metadata)
@@ -32,8 +32,8 @@ def read_flags(
 ) -> list[Any]:
     """Parse `arguments` (None: sys.argv) into one instance of each dataclass in `records`.
 
-    The docstring of a record is the title of its group in --help. Exits with 2 and a one-line
-    message if the arguments are invalid, and with 0 after --help.
+    The docstring of each dataclass is the title of its group in --help. If the arguments are
+    invalid, the process prints a one-line message and exits with 2; after --help it exits with 0.
     """
     parser = _Parser(prog=program, description=about, allow_abbrev=False)
     for record in records:

@@ -1,4 +1,4 @@
-"""Load generator: sends planned requests at their times and records when replies arrive."""
+"""Load generator: sends each planned request at its time and records when replies arrive."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from penstock.loadtests.bench.workload import Planned, Prompts
 
 @dataclass(slots=True)
 class Load:
-    """One load, and its results once `run` has returned."""
+    """A load to run, and after `run` its results."""
 
     client: Client
     prompts: Prompts
@@ -23,31 +23,31 @@ class Load:
     outcomes: list[Outcome] = field(default_factory=list)  # in the order of completion
     duration: float = 0.0  # seconds
     interrupted: bool = False
-    _origin: float = 0.0  # perf_counter at the start; all other times are relative to it
+    _origin: float = 0.0  # perf_counter at the start; all other times are relative to `_origin`
 
     async def run(self) -> None:
         """Run until all requests have finished or the task is cancelled.
 
-        After a cancellation, `outcomes` holds the requests that had finished.
+        After a cancellation, `outcomes` contains only the requests that had already finished.
         """
         self._origin = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as tasks:
                 await self._release(tasks)
         except asyncio.CancelledError:
-            self.interrupted = True  # on Ctrl-C, asyncio.Runner cancels the main task
+            self.interrupted = True  # Ctrl-C: asyncio.Runner cancels the main task
         self.duration = self._now()
 
     async def _release(self, tasks: asyncio.TaskGroup) -> None:
-        """Start each request at its time, or later when one of `concurrency` slots is free.
+        """Start each request at its time, or later, once one of the `concurrency` slots is free.
 
-        A task is created only once there is a slot, so waiting requests cost nothing.
+        A request gets its task only when it gets its slot, so waiting requests use no CPU time.
         """
         slots = asyncio.Semaphore(self.concurrency or len(self.plan))
         full_until = 0.0
         for planned in self.plan:
             await asyncio.sleep(max(0.0, planned.due - self._now()))
-            # A request that came due while all slots were taken is not counted as client lag.
+            # Waiting for a slot does not count as lag of the client.
             released = planned.due if planned.due < full_until else self._now()
             was_full = slots.locked()
             await slots.acquire()
@@ -83,7 +83,7 @@ class Load:
 
 
 def _settle(outcome: Outcome) -> None:
-    """Count the answer's tokens if the server did not; an answer without tokens is an error."""
+    """Count the answer's tokens if the server did not; set an error if there were no tokens."""
     if not outcome.arrivals:
         outcome.error = "the answer had no tokens"
     if not outcome.output_len:

@@ -1,9 +1,9 @@
 """Latency and throughput metrics of a load, defined as in `vllm bench serve`.
 
 - TTFT: time from sending a request to the first message with tokens.
-- ITL: time between two messages with tokens; one sample per gap, whatever the token counts.
+- ITL: time between two consecutive messages with tokens, however many tokens they contain.
 - TPOT: (E2EL - TTFT) / (tokens - 1); one sample per request with at least two tokens.
-- E2EL (end-to-end latency): time from sending to the last message with tokens.
+- E2EL (end-to-end latency): time from sending a request to the last message with tokens.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ import numpy as np
 
 @dataclass(slots=True)
 class Outcome:
-    """Measurements of one request; times are seconds since the start of the load."""
+    """Measurements of one request; all times are seconds since the start of the load."""
 
     number: int
     due: float  # scheduled send time
-    input_len: int  # prompt tokens: as planned, later as counted by the server
-    requested_len: int  # answer tokens requested
-    released: float = 0.0  # when the client was ready to send it, before waiting for a slot
+    input_len: int  # planned number of prompt tokens; later the number counted by the server
+    requested_len: int  # requested number of answer tokens
+    released: float = 0.0  # time at which the client was ready to send, before waiting for a slot
     start: float = 0.0  # actual send time
-    arrivals: list[float] = field(default_factory=list)  # arrival of each message with tokens
-    counts: list[int | None] = field(default_factory=list)  # tokens in each; None: not reported
-    output_len: int = 0  # answer tokens as counted by the server
+    arrivals: list[float] = field(default_factory=list)  # arrival times of messages with tokens
+    counts: list[int | None] = field(default_factory=list)  # tokens per message; None: unknown
+    output_len: int = 0  # number of answer tokens as counted by the server
     error: str = ""  # reason of the failure; empty: the request succeeded
 
     @property
@@ -47,9 +47,10 @@ class Outcome:
         return [after - before for before, after in pairwise(self.arrivals)]
 
     def tokens_per_message(self) -> list[float]:
-        """Return the tokens in each message.
+        """Return the number of tokens in each message.
 
-        Tokens that no message reported are divided evenly among the messages without a count.
+        If some messages did not report their number, the remaining tokens of the answer are divided
+        evenly among these messages.
         """
         reported = sum(count for count in self.counts if count is not None)
         silent = self.counts.count(None)
@@ -59,7 +60,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Statistics of a distribution, in milliseconds; all 0 if there are no samples."""
+    """Mean, deviation and percentiles in milliseconds; all 0 if there are no samples."""
 
     mean: float
     median: float
@@ -76,7 +77,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Latency limits in milliseconds that a good request meets (goodput); None: no limit."""
+    """Latency limits in milliseconds; only requests within all limits count as goodput.
+
+    None means no limit.
+    """
 
     ttft: float | None = None
     tpot: float | None = None
@@ -95,27 +99,27 @@ class Goals:
 class Figures:
     """Results of a load."""
 
-    duration: float  # seconds
+    duration: float  # duration of the load, seconds
     completed: int
     failed: int
     short: int  # answers with fewer tokens than requested
     total_input: int  # tokens of the completed requests
     total_output: int
-    peak_output: float  # most tokens received within one second
+    peak_output: float  # largest number of tokens received within one second
     peak_concurrent: int
-    good: int | None  # requests that met the goals; None: no goals were set
+    good: int | None  # number of requests that met the goals; None: no goals were set
     ttft: Summary
     tpot: Summary
     itl: Summary
     e2el: Summary
-    lag: Summary  # delay of sending that the client itself caused
+    lag: Summary  # delay of sending, caused by the client itself
 
     def per_second(self, count: int) -> float:
         return count / self.duration if self.duration > 0 else 0.0
 
 
 def figures(outcomes: Sequence[Outcome], duration: float, goals: Goals | None = None) -> Figures:
-    """Compute the results of the finished requests of a load that took `duration` seconds."""
+    """Summarize the finished requests of a load that took `duration` seconds."""
     done = [outcome for outcome in outcomes if not outcome.error]
     return Figures(
         duration=duration,
@@ -136,7 +140,10 @@ def figures(outcomes: Sequence[Outcome], duration: float, goals: Goals | None = 
 
 
 def peak_output(done: Sequence[Outcome]) -> float:
-    """Return the most tokens received in one second (whole seconds from the first request)."""
+    """Return the largest number of tokens received in one second.
+
+    The seconds are counted from the sending of the first request.
+    """
     if not done:
         return 0.0
     first = min(outcome.start for outcome in done)
@@ -149,9 +156,9 @@ def peak_output(done: Sequence[Outcome]) -> float:
 
 
 def peak_concurrent(done: Sequence[Outcome]) -> int:
-    """Return the most requests in flight at one time.
+    """Return the largest number of requests in flight at the same time.
 
-    A request is in flight from its sending up to, but not including, its last token.
+    A request is in flight from its sending until its last token arrives.
     """
     changes = [(outcome.start, 1) for outcome in done]
     changes += [(outcome.arrivals[-1], -1) for outcome in done]

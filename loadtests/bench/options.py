@@ -13,7 +13,7 @@ from penstock.loadtests.bench.traces import read_trace
 
 
 class WrongOptions(ValueError):
-    """Options are invalid, contradictory or do not fit the server; the message says what to do."""
+    """Options are invalid, contradictory or do not fit the server; the message explains the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class Options:
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
-    """Parse the command line. Exits with 2 and a one-line message if it is invalid."""
+    """Parse the command line; if it is invalid, exit with 2 and a one-line message."""
     about = "Send a load to a running server and print what `vllm bench serve` prints."
     read = read_flags("penstock bench", about, (Server, Work, Results), arguments)
     return Options(*read)
 
 
 def target_of(options: Options) -> Target:
-    """Return the target that the options describe. Raises WrongOptions."""
+    """Return the server and request settings that the options describe. Raises WrongOptions."""
     server = options.server
     scheme, found, rest = server.address.partition("://")
     if not found or scheme not in ("grpc", "http", "https") or not rest:
@@ -130,7 +130,7 @@ def goals_of(pairs: Sequence[str]) -> Goals | None:
 
 
 def check_results(results: Results) -> None:
-    """Check before the load that the results can be written. Raises WrongOptions."""
+    """Check, before the load starts, that the results can be written. Raises WrongOptions."""
     if results.save_json is None:
         if results.save_rows:
             raise WrongOptions("--save-rows needs --save-json FILE")
@@ -139,7 +139,7 @@ def check_results(results: Results) -> None:
 
 
 def plan_of(work: Work) -> list[workload.Planned]:
-    """Plan the requests, from the trace if there is one. Raises WrongOptions and BadTrace."""
+    """Plan the requests: from a trace if given, else random. Raises WrongOptions and BadTrace."""
     _check_work(work)
     if work.trace is not None:
         return _plan_trace(work, work.trace)

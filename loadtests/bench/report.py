@@ -1,4 +1,4 @@
-"""Results of a load in the printed format and JSON names of `vllm bench serve`."""
+"""Formats the results of a load as text and JSON like `vllm bench serve`."""
 
 import math
 import os
@@ -24,7 +24,8 @@ _SECTIONS = (
 def block(figures: Figures, rate: float = math.inf, concurrency: int | None = None) -> str:
     """Return the results as text with the labels, widths and order of `vllm bench serve`.
 
-    `rate` (requests per second) is shown if it is finite, `concurrency` if it is not None.
+    `rate` (requests per second) is shown only if it is finite, and `concurrency` only if it is not
+    None.
     """
     return "\n".join(_lines(figures, rate, concurrency))
 
@@ -63,9 +64,10 @@ def _line(label: str, value: float) -> str:
 
 
 def as_json(figures: Figures, config: dict[str, Any]) -> dict[str, Any]:
-    """Return results, configuration and machine, named as in `vllm bench serve --save-result`.
+    """Return the results, options and machine under the JSON names of `vllm bench serve`.
 
-    Keys that end in `_ms` are milliseconds, `duration` is seconds, throughputs are per second.
+    Values of keys that end in `_ms` are in milliseconds, `duration` is in seconds, and throughputs
+    are per second.
     """
     result: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -92,9 +94,9 @@ def as_json(figures: Figures, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Return one record per request.
+    """Return one record of measurements per request.
 
-    All times are seconds; `due` and `start` count from the start of the load.
+    All times are in seconds; `due` and `start` are relative to the start of the load.
     """
     return [
         {
@@ -135,7 +137,7 @@ def _cpu_name() -> str:
 
 
 def commit() -> str:
-    """Return the git commit of this tree, with `+` if it has local changes; empty without git."""
+    """Return the git commit of this tree, with `+` if it has local changes; "" without git."""
     folder = Path(__file__).resolve().parent
     command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=7", "--dirty=+"]
     try:

@@ -3,7 +3,7 @@
     client = ResumingClient(stubs, metadata)
     async for reply in client.generate(request): ...
 
-yields the replies of one uninterrupted call, even if several routers produced them.
+The replies are those of one uninterrupted call, even if several routers sent them.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import grpc
 
 from penstock.protos import inference_pb2 as pb
 
-PAUSE_SECONDS = 0.2  # delay after each failed attempt, once every router has failed
+PAUSE_SECONDS = 0.2  # once all routers have failed: delay before each further attempt
 
 
 class BadAnswer(Exception):
@@ -23,10 +23,10 @@ class BadAnswer(Exception):
 
 
 class Progress:
-    """The part of one request's answer received so far, from which the rest can be requested.
+    """The part of an answer that was received so far; builds the request for the rest.
 
-    Requests the prompt's token ids with the first reply, unless they are known, so that a resumed
-    request has exactly the same prompt.
+    If the request does not contain the prompt's token ids, they are requested with the first reply,
+    so that a resumed request has exactly the same prompt.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
@@ -34,7 +34,7 @@ class Progress:
         num_choices = sampling.n or 1
         self.tokens: list[list[int]] = [[] for _ in range(num_choices)]
         self.finishes = [""] * num_choices
-        self._past = [""] * num_choices  # finish reasons given in the request's `resume_from`
+        self._past = [""] * num_choices  # finish reasons from the caller's own `resume_from`
         for known in request.resume_from:
             self.tokens[known.choice] = list(known.tokens)
             self._past[known.choice] = known.finish_reason
@@ -42,17 +42,17 @@ class Progress:
         self._request.CopyFrom(request)
         self._wants_prompt = request.echo_prompt_tokens
         self._request.echo_prompt_tokens |= request.WhichOneof("prompt") != "tokens"
-        # Beam search and best_of return the answer only at the end; these requests start over.
+        # Beam search and best_of return the answer only at its end, so such requests start over.
         self._comes_whole = sampling.use_beam_search or sampling.best_of > num_choices
         self._has_begun = bool(request.resume_from)
 
     @property
     def is_over(self) -> bool:
-        """True if every choice has its finish reason."""
+        """True if every choice has received its finish reason."""
         return all(self.finishes)
 
     def add_reply(self, reply: pb.GenerateReply) -> None:
-        """Record a reply, and clear the fields that the reader already received.
+        """Record a reply, and clear those of its fields that the caller already received.
 
         Raises BadAnswer.
         """
@@ -73,12 +73,12 @@ class Progress:
                 reply.ClearField("prompt_tokens")
 
     def remaining_request(self) -> pb.GenerateRequest:
-        """Return the request for the rest of the answer."""
+        """Return the request for the rest of the answer; for all of it if no token was received."""
         rest = pb.GenerateRequest()
         rest.CopyFrom(self._request)
         if not self._has_begun or self._comes_whole:
             return rest
-        rest.sampling.ClearField("prompt_logprobs")  # received before the first token
+        rest.sampling.ClearField("prompt_logprobs")  # received together with the first token
         del rest.resume_from[:]
         for choice, tokens in enumerate(self.tokens):
             finish = self.finishes[choice] or self._past[choice]
@@ -90,9 +90,9 @@ class ResumingClient:
     """A client that sends a request to one of several routers and fails over to the next.
 
     Args:
-        stubs: gRPC stubs of the routers; a single router is retried until it is back.
+        stubs: gRPC stubs of the routers. If there is only one router, it is retried.
         metadata: gRPC metadata of every call.
-        timeout: seconds without a reply from any router after which a call fails.
+        timeout: a call fails after this many seconds without a reply from any router.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ResumingClient:
         metadata: Sequence[tuple[str, str]] = (),
         timeout: float = 30.0,
     ) -> None:
-        self.num_broken = 0  # calls that broke and were retried
+        self.num_broken = 0  # number of calls that broke and were retried
         self._stubs = stubs
         self._metadata = metadata
         self._timeout = timeout

@@ -1,4 +1,4 @@
-"""Readers of request traces: Mooncake's JSON lines and the CSV of Azure's public data set."""
+"""Reads request traces: Mooncake's JSON lines and the CSV of Azure's public data set."""
 
 import json
 import math
@@ -13,13 +13,13 @@ _AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 class BadTrace(ValueError):
-    """The file is not a trace in a known format; the message names the line."""
+    """The file is not a trace in a known format; the message gives the line number."""
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """Read a whole trace; its first line determines the format.
+    """Read a whole trace; the first line of the file determines its format.
 
-    The first request has time 0. Raises BadTrace and OSError.
+    Times are relative to the first request. Raises BadTrace and OSError.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -90,6 +90,6 @@ def _azure_row(line: str) -> TraceRow:
 
 
 def _length(field: str, value: object) -> int:
-    if type(value) is not int or value < 1:  # isinstance would accept a bool
+    if type(value) is not int or value < 1:  # isinstance would also accept a bool
         raise ValueError(f"{field} must be a number of tokens, 1 or more, not {value!r}")
     return value

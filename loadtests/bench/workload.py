@@ -1,4 +1,4 @@
-"""Lengths, arrival times and prompts of a load, all derived from a seed."""
+"""Plans the lengths, arrival times and prompts of a load; all are derived from a seed."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ TRACE_BLOCK = 512
 MAX_BLOCK_ID = 2**32 - 1
 
 _CENTRAL_95 = 1.959964  # half-width of the central 95% of a normal, in standard deviations
-_LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES = range(4)  # independent random streams of one seed
+_LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES = range(4)  # one random stream each
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,10 @@ class Planned:
     """One request to send."""
 
     number: int
-    due: float  # send time, seconds after the start of the load
-    input_len: int  # tokens
-    output_len: int  # tokens
-    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; (): a unique prompt
+    due: float  # time of sending, seconds after the start of the load
+    input_len: int  # number of prompt tokens
+    output_len: int  # number of answer tokens
+    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; (): the prompt shares no prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Lengths:
     def parse(cls, text: str) -> "Lengths":
         """Parse `128`, `64-256` (uniform) or `lognormal:64-256`.
 
-        The bounds of a lognormal distribution enclose its central 95%; values outside them are
-        clipped. Raises ValueError.
+        The bounds of a lognormal distribution enclose its central 95%; values outside the bounds
+        are clipped. Raises ValueError.
         """
         head, colon, bounds = text.rpartition(":")
         low, _, high = bounds.partition("-")
@@ -57,7 +57,7 @@ class Lengths:
         return cls(*lengths, kind="lognormal" if kind == "lognormal" else "uniform")
 
     def draw(self, count: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
-        """Return [count] random lengths."""
+        """Return `count` random lengths."""
         if self.kind == "uniform":
             return random.integers(self.low, self.high, size=count, endpoint=True)
         low, high = math.log(self.low), math.log(self.high)
@@ -71,19 +71,19 @@ class TraceRow(NamedTuple):
     at: float  # seconds after the start of the trace
     input_len: int
     output_len: int
-    blocks: tuple[int, ...] = ()  # hash ids; (): the trace does not record shared prefixes
+    blocks: tuple[int, ...] = ()  # hash ids of the prompt's blocks; (): not in the trace
 
 
 def _generator(seed: int, stream: int, item: int = 0) -> np.random.Generator:
-    """Return an independent random generator for each (seed, stream, item)."""
+    """Return a random generator that is independent for each (seed, stream, item)."""
     return np.random.Generator(np.random.Philox(key=[seed, stream << 40 | item]))
 
 
 def arrivals(count: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
     """Return arrival times in seconds, [count]: a Poisson process with `rate` requests per second.
 
-    The times are scaled so that the last is exactly count / rate, as in `vllm bench serve`; the
-    offered load is then the same for every seed. With an infinite rate all times are 0.
+    The times are scaled so that the last time is exactly count / rate, as in `vllm bench serve`;
+    the offered load is then the same for every seed. With an infinite rate all times are 0.
     """
     if math.isinf(rate):
         return np.zeros(count)
@@ -95,7 +95,7 @@ def arrivals(count: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
 def drawn_load(
     count: int, rate: float, inputs: Lengths, outputs: Lengths, seed: int
 ) -> list[Planned]:
-    """Plan `count` requests whose prompts share no prefixes."""
+    """Plan `count` random requests whose prompts share no prefixes."""
     random = _generator(seed, _LENGTHS)
     input_lens, output_lens = inputs.draw(count, random), outputs.draw(count, random)
     columns = zip(arrivals(count, rate, seed), input_lens, output_lens, strict=True)
@@ -106,7 +106,7 @@ def drawn_load(
 
 
 def traced_load(rows: Sequence[TraceRow], times: Sequence[float]) -> list[Planned]:
-    """Plan the requests of a trace, to be sent at `times` (seconds)."""
+    """Plan the requests of a trace; request i is sent at `times[i]` (seconds)."""
     return [
         Planned(number, float(due), row.input_len, row.output_len, row.blocks)
         for number, (row, due) in enumerate(zip(rows, times, strict=True))
@@ -114,7 +114,7 @@ def traced_load(rows: Sequence[TraceRow], times: Sequence[float]) -> list[Planne
 
 
 def capped(row: TraceRow, max_input: int | None, max_output: int | None) -> TraceRow:
-    """Truncate a trace request; the remaining prompt keeps its shared blocks."""
+    """Limit the lengths of a trace request; the rest of the prompt keeps its shared blocks."""
     input_len = min(row.input_len, max_input or row.input_len)
     output_len = min(row.output_len, max_output or row.output_len)
     blocks = row.blocks[: -(-input_len // TRACE_BLOCK)]
@@ -122,10 +122,10 @@ def capped(row: TraceRow, max_input: int | None, max_output: int | None) -> Trac
 
 
 def ordinary_tokens(vocab_size: int) -> range:
-    """Return the token ids that prompts are drawn from, without special tokens.
+    """Return the token ids from which prompts are made: all except special tokens.
 
-    Special tokens are at the ends of a vocabulary. Leaves out 1/40 at each end, which covers
-    those of Llama, Mistral, Qwen and Gemma.
+    Special tokens are at the two ends of a vocabulary. Excluding 1/40 of the vocabulary at each end
+    removes the special tokens of Llama, Mistral, Qwen and Gemma.
     """
     margin = max(8, vocab_size // 40)
     if vocab_size < 4 * margin:
@@ -134,7 +134,7 @@ def ordinary_tokens(vocab_size: int) -> range:
 
 
 class Prompts:
-    """A generator of prompts on demand, since all prompts of a trace would not fit in memory."""
+    """Generates prompts on demand, because all prompts of a trace would not fit in memory."""
 
     def __init__(self, vocabulary: range, seed: int) -> None:
         self._vocabulary = vocabulary
@@ -144,8 +144,8 @@ class Prompts:
     def tokens(self, planned: Planned) -> list[int]:
         """Return the token ids [input_len] of a request: a function of plan, seed and vocabulary.
 
-        Two prompts with block ids are equal up to the first block whose ids differ, and differ
-        within the first few tokens of that block.
+        Two prompts with block ids have equal tokens in the blocks before the first different id,
+        and differ within the first few tokens of that block.
         """
         if not planned.blocks:
             return self._fresh(planned.number, planned.input_len)
@@ -154,7 +154,7 @@ class Prompts:
         return tokens
 
     def warmup(self, number: int, input_len: int) -> list[int]:
-        """Return the token ids [input_len] of a prompt that is not part of the load."""
+        """Return the token ids [input_len] of a prompt that is not used in the load."""
         return self._fresh(MAX_BLOCK_ID - number, input_len)
 
     def _fresh(self, number: int, input_len: int) -> list[int]:
@@ -162,9 +162,10 @@ class Prompts:
         return tokens
 
     def _block(self, block: int) -> npt.NDArray[np.int64]:
-        """Return the token ids [TRACE_BLOCK] of a block: its id in digits (low first), then noise.
+        """Return the token ids [TRACE_BLOCK] of a block: its id in digits, then random tokens.
 
-        The digits guarantee that different ids give different blocks.
+        The digits (lowest first, in base `len(vocabulary)`) make blocks with different ids
+        different.
         """
         tokens = self._draw(_BLOCKS, block, TRACE_BLOCK)
         for position in range(self._num_digits):

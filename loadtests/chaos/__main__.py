@@ -1,11 +1,11 @@
 """Chaos test: injects faults into a real cluster while clients stream, and checks every answer.
 
 `python -m penstock.loadtests.chaos` starts a cluster as `penstock serve` does and runs every
-request once without faults to get reference answers. Then clients send requests continuously
-while worker processes are killed (SIGKILL), stopped (SIGSTOP, temporarily or permanently) or
-disconnected, at random times and in chosen situations. Every answer is compared with its
-reference: bit by bit with `--deterministic`; otherwise every position must arrive exactly once,
-and a different token is accepted only if the two tokens nearly tied.
+request once without faults to get reference answers. Then clients send requests continuously while
+worker processes are killed (SIGKILL), stopped (SIGSTOP, temporarily or permanently) or
+disconnected, at random times and in chosen situations. Every answer is compared with its reference:
+with `--deterministic` it must be bitwise identical. Otherwise every position must arrive exactly
+once, and a different token is accepted only if the two tokens nearly tied.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ from penstock.loadtests.chaos.faults import plan_faults
 from penstock.loadtests.chaos.outcome import by_kind, by_moment, effects_of, errors_of, table
 from penstock.loadtests.chaos.request_mix import make_requests
 
-REST_SECONDS = 120.0  # time limit for all workers to serve again, then for blocks to be released
-BEST = 20  # top log probabilities requested to check a near tie
+REST_SECONDS = 120.0  # limit for all workers to serve again, then for blocks to be released
+BEST = 20  # number of top log probabilities requested for a near-tie check
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Served:
-    """The cluster."""
+    """Settings of the cluster."""
 
     model: str = option("", "checkpoint folder; default: the bundled demo-small model")
     prefill: int = option(2, "number of prefill workers")
@@ -109,12 +109,12 @@ _BEGAN = time.monotonic()
 
 
 def print_line(text: str) -> None:
-    """Print a line with the seconds since the start."""
+    """Print a line of text that starts with the seconds since the start of the test."""
     print(f"{time.monotonic() - _BEGAN:7.1f} {text}", flush=True)
 
 
 class ChaosRun:
-    """One run of the test on a cluster that serves."""
+    """Runs the test once on a cluster that already serves."""
 
     def __init__(self, options: Options, served: Served, cluster: Cluster) -> None:
         self._options = options
@@ -154,11 +154,11 @@ class ChaosRun:
         return self._outcome(streams, seconds) | found | judged | {"left": left}
 
     def _may_retry(self, began: float) -> bool:
-        """Return whether the router was killed after `began`, or at most 5 s before it."""
+        """Return True if the router was killed after `began`, or at most 5 s before."""
         return any(down > began - 5.0 for down in self._faults.router_down)
 
     async def _until_rest(self) -> list[str]:
-        """Wait until all workers serve and hold no requests or blocks; return what is left."""
+        """Wait until all workers serve and hold no requests or blocks; return any that remain."""
         if not await self._cluster.wait_until_complete(REST_SECONDS):
             return [f"not all workers served again within {REST_SECONDS:g} s"]
         deadline = time.monotonic() + REST_SECONDS
@@ -197,7 +197,7 @@ class ChaosRun:
         return {"same": num_same, "wrong": wrong, "partings": divergences}
 
     async def _check_divergences(self, divergences: Sequence[Divergence]) -> dict[str, Any]:
-        """Separate the divergences that are near ties from the unexplained ones."""
+        """Split the divergences into near ties and unexplained ones."""
         apart, unexplained = [], []
         for divergence in divergences:
             position = len(divergence.before)
@@ -244,7 +244,7 @@ class ChaosRun:
         }
 
     def _still_frozen(self) -> list[str]:
-        """Return a message for each process that was frozen and has not been killed since."""
+        """Return a message for each process that was frozen and not killed afterwards."""
         frozen = [each for each in self._faults.injected if each.fault.kind == "freeze"]
         left = [each for each in frozen if psutil.pid_exists(each.pid)]
         return [f"{each.title}: frozen process {each.pid} was not killed" for each in left]
@@ -266,7 +266,7 @@ def _noise(divergence: Divergence) -> dict[int, float]:
 
 
 def failures(found: dict[str, Any]) -> list[str]:
-    """Return the findings that make the test fail."""
+    """Return the problems that make the test fail."""
     return [*found["wrong"], *found["other_tokens"], *found["errors"], *found["left"]]
 
 

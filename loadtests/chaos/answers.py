@@ -1,4 +1,4 @@
-"""Answers as clients received them, and their comparison with reference answers. Pure."""
+"""Records answers as clients receive them, and compares them with reference answers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,10 @@ Scores = tuple[float, int, tuple[tuple[int, float], ...]]
 """The chosen token's log probability, its rank, and the top tokens with their log probabilities."""
 
 ROUNDING = 1e-3
-"""Largest accepted difference of a log probability that was computed in two different batches."""
+"""Largest accepted difference of one token's log probability between two runs.
+
+The batches of the two runs may differ.
+"""
 
 
 @dataclass(slots=True)
@@ -22,10 +25,10 @@ class Choice:
     text: str = ""
     finish: str = ""
     stopped_by: str = ""
-    num_received: int = 0  # positions received in the current call
+    num_received: int = 0  # number of positions received in the current call
 
     def take(self, reply: pb.GenerateReply) -> Iterator[str]:
-        """Record a reply; yield a message for each error in it."""
+        """Record a reply; yield a message for each error found."""
         if self.finish:
             yield "a reply came after the finish reason"
         if reply.tokens and reply.position != self.num_received:
@@ -41,25 +44,25 @@ class Choice:
         self.finish, self.stopped_by = reply.finish_reason, reply.stop_reason
 
     def restart(self) -> None:
-        """Prepare for a retry of the request, which must return the known tokens again."""
+        """Prepare for a retry of the request; the retry must return the known tokens again."""
         self.scores, self.text, self.finish, self.num_received = [], "", "", 0
 
 
 @dataclass(slots=True)
 class Stream:
-    """One request of one client, with its retries. Times are seconds since the epoch (1970)."""
+    """One request of one client, including its retries. Times are Unix timestamps in seconds."""
 
     name: str
     request: ChaosRequest
     began: float
     ended: float = float("inf")
-    arrivals: list[float] = field(default_factory=list)  # of each reply with tokens
+    arrivals: list[float] = field(default_factory=list)  # arrival time of each reply with tokens
     choices: dict[int, Choice] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    error: str = ""  # final error; empty: none
+    error: str = ""  # error that ended the request; empty: no error
 
     def take(self, reply: pb.GenerateReply, now: float) -> None:
-        """Record a reply and the errors in it."""
+        """Record a reply, and the errors found in it."""
         choice = self.choices.setdefault(reply.choice, Choice())
         if reply.tokens:
             self.arrivals.append(now)
@@ -72,11 +75,11 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First token of an answer that differs from the reference, to be checked for a near tie."""
+    """First token of an answer that differs from the reference; may be a near tie."""
 
     request: ChaosRequest
     choice: int
-    before: tuple[int, ...]  # answer tokens before it
+    before: tuple[int, ...]  # tokens of the answer before the different token
     right: int  # token id of the reference
     wrong: int  # token id received
 
@@ -85,7 +88,8 @@ def compare(stream: Stream, right: Stream, exact: bool) -> tuple[list[str], list
     """Compare a complete answer with its reference.
 
     Args:
-        exact: compare bit by bit; if False, ignore everything after the first different token.
+        exact: the answer must be bitwise identical; if False, only the tokens before the first
+            difference are compared.
 
     Returns:
         The errors, and (unless `exact`) the first different token of each choice.
@@ -130,12 +134,12 @@ def _difference(choice: Choice, known: Choice, exact: bool) -> str | None:
 
 
 def near_tie(divergence: Divergence, scores: Scores, noise: Mapping[int, float]) -> float | None:
-    """Return the difference of the two tokens' scores, or None if one is not among the top tokens.
+    """Return the difference of the two tokens' scores; None if a token is not a top token.
 
     A score is the log probability with penalties, divided by the temperature, plus noise.
 
     Args:
-        scores: log probabilities at that position, computed without faults.
+        scores: log probabilities at the position of the difference, computed without faults.
         noise: sampling noise by token id.
     """
     sampling = divergence.request.sampling

@@ -1,4 +1,4 @@
-"""Clients that stream continuously: each sends its next request when the last has finished."""
+"""Clients that stream continuously: each sends a new request when its last one has finished."""
 
 import asyncio
 import time
@@ -22,11 +22,11 @@ _OPTIONS = (
 
 
 class Clients:
-    """All clients of the test, connected to one address.
+    """All clients of the test; all use the same address.
 
     Args:
-        may_retry: called with the start time of a call that failed; returns whether to retry the
-            call because its router was killed.
+        may_retry: called with the start time of a failed call; returns whether the call may be
+            retried, because its router was killed.
     """
 
     def __init__(self, address: str, may_retry: Callable[[float], bool]) -> None:
@@ -38,7 +38,7 @@ class Clients:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def one(self, request: ChaosRequest, name: str, **more: int) -> Stream:
-        """Return the answer to one request; `more` overrides its sampling parameters."""
+        """Send one request and return its answer; `more` overrides sampling parameters."""
         stream = Stream(name, request, time.time())
         self.streams.append(stream)
         while not await self._call(stream, more):
@@ -49,7 +49,7 @@ class Clients:
         return stream
 
     async def all_once(self, requests: Sequence[ChaosRequest]) -> list[Stream]:
-        """Return the answer to each request, with at most 4 requests at a time."""
+        """Send every request once, at most 4 at a time; return the answers."""
         slots = asyncio.Semaphore(4)
 
         async def one(request: ChaosRequest) -> Stream:
@@ -59,7 +59,7 @@ class Clients:
         return list(await asyncio.gather(*map(one, requests)))
 
     def start(self, count: int, requests: Sequence[ChaosRequest], seed: int) -> None:
-        """Start `count` clients, which run until `finish`."""
+        """Start `count` clients, which run until `finish` is called."""
         self._tasks = [
             asyncio.create_task(
                 self._run_client(number, requests, Random(f"client {seed} {number}"))
@@ -68,7 +68,7 @@ class Clients:
         ]
 
     async def finish(self) -> None:
-        """Wait until each client has finished its current request; send no new ones."""
+        """Stop sending new requests, and wait until the running requests have finished."""
         self._ending = True
         await asyncio.gather(*self._tasks)
 
@@ -84,7 +84,7 @@ class Clients:
             await self.one(rng.choice(requests), f"c{client}-{number}")
 
     async def _call(self, stream: Stream, more: dict[str, int]) -> bool:
-        """Send the request and record its replies; return False if it must be retried."""
+        """Send the request and record its replies; return False if the call must be retried."""
         began = time.time()
         call = self._stub.Generate(
             stream.request.message(stream.name, **more), timeout=ANSWER_SECONDS
@@ -106,7 +106,7 @@ class Clients:
     async def scores(
         self, request: ChaosRequest, choice: int, position: int, count: int
     ) -> Scores | None:
-        """Return the log probabilities at one position of the request's answer.
+        """Return the log probabilities at one position of an answer to the request.
 
         Args:
             count: number of top tokens to include.

@@ -1,4 +1,4 @@
-"""A cluster as `penstock serve` runs it, with its supervisor in this process for observation."""
+"""A cluster as started by `penstock serve`, but with its supervisor in this process."""
 
 import asyncio
 import time
@@ -14,13 +14,13 @@ from penstock.cluster.supervisor import Supervisor
 from penstock.loadtests.chaos.outcome import Placement
 from penstock.router.observability.snapshot import ClusterState, WorkerState
 
-START_SECONDS = 600.0  # generous, for a busy machine
+START_SECONDS = 600.0  # generous, because the machine may be busy
 STOP_SECONDS = 60.0
 POLL_SECONDS = 0.005  # polling interval while waiting for the moment of a fault
 
 
 class ClusterFailed(RuntimeError):
-    """The cluster did not start or ended unexpectedly; the message says why."""
+    """The cluster did not start or ended unexpectedly; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class ProcessEvent:
 
 
 class Cluster:
-    """A cluster with its supervisor. Must be created on a running event loop.
+    """A cluster with its supervisor. Must be created in a running event loop.
 
     Args:
-        print_line: called with a line of text for each process that becomes ready or dies.
+        print_line: called with a line of text when a process becomes ready or dies.
     """
 
     def __init__(self, spec: ClusterSpec, model: Path, print_line: Callable[[str], None]) -> None:
@@ -98,7 +98,7 @@ class Cluster:
 
     @property
     def serving(self) -> list[ManagedWorker]:
-        """The workers that serve and have known process ids."""
+        """The workers that serve and whose process ids are known."""
         return [worker for worker in self.workers if worker.serves and pids_of(worker)]
 
     @property
@@ -107,18 +107,18 @@ class Cluster:
         return None if member is None or member.process is None else member.process.pid
 
     async def snapshot(self) -> ClusterState | None:
-        """Return the cluster's state as the router sees it, or None while no router runs."""
+        """Return the state of the cluster as reported by the router; None while no router runs."""
         return await self._supervisor.router.snapshot()
 
     async def states(self) -> dict[str, WorkerState]:
-        """Return the workers as the router sees them, by name."""
+        """Return the state of each worker as reported by the router, by worker name."""
         state = await self.snapshot()
         return {} if state is None else {worker.worker: worker for worker in state.workers}
 
     async def wait_until_complete(self, seconds: float) -> bool:
-        """Wait until every worker serves and the router is connected to all of them.
+        """Wait until every worker serves and the router is connected to all workers.
 
-        Return False if that takes longer than `seconds`.
+        Return False if this takes longer than `seconds`.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -133,7 +133,7 @@ class Cluster:
 
 
 def pids_of(worker: ManagedWorker) -> list[int]:
-    """Return the process ids of a worker's ranks; empty unless all are known."""
+    """Return the process ids of a worker's ranks; [] if any of the ids is unknown."""
     group = worker.rank_group
     processes = [] if group is None else [member.process for member in group.ranks]
     return [each.pid for each in processes if each is not None] if all(processes) else []

@@ -1,4 +1,4 @@
-"""Faults for processes of this user on this machine: signals and broken connections.
+"""Injects faults into processes of this user on this machine: signals and broken connections.
 
 A connection is broken through a duplicate of the process's own socket (`pidfd_getfd`, Linux):
 `shutdown` on the duplicate closes the connection for both sides at once.
@@ -28,14 +28,14 @@ def send_signal(pid: int, number: signal.Signals) -> bool:
 
 
 def cut_connections(one: int, other: Sequence[int]) -> int:
-    """Break the TCP connections between a process and some others; return their number."""
+    """Break the TCP connections between a process and other processes; return their number."""
     theirs = {_plain(each.laddr) for pid in other for each in _connections(pid)}
     ours = [each for each in _connections(one) if _plain(each.raddr) in theirs]
     return sum(_shut(one, each.fd) for each in ours)
 
 
 def _plain(address: Any) -> tuple[str, int]:
-    """Return an address without the IPv6 prefix that a dual-stack socket adds to IPv4."""
+    """Return an address without the IPv6 prefix of IPv4 addresses on dual-stack sockets."""
     return address.ip.removeprefix("::ffff:"), address.port
 
 

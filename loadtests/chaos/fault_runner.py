@@ -1,4 +1,4 @@
-"""Injects planned faults into a cluster, one after the other, each at its moment."""
+"""Injects planned faults into a cluster one after another, each in its planned situation."""
 
 import asyncio
 import signal
@@ -12,11 +12,11 @@ from penstock.loadtests.chaos.cluster import POLL_SECONDS, Cluster, pids_of
 from penstock.loadtests.chaos.faults import Fault, InjectedFault
 from penstock.router.observability.snapshot import WorkerState
 
-MOMENT_SECONDS = 4.0  # wait for a fault's moment, then accept any moment
-REDUNDANCY_SECONDS = 60.0  # wait for a busy worker, then take an idle one
-SEARCH_SECONDS = 20.0  # wait for a target; e.g. mixed workers have no KV transfers to cut
-AFTER_SECONDS = 0.25  # delay of an "at once" fault after the previous one
-BACK_SECONDS = 3.0  # a worker counts as "back" for this time after it became ready
+MOMENT_SECONDS = 4.0  # after this wait, any situation of a busy worker is accepted
+REDUNDANCY_SECONDS = 60.0  # after this wait, an idle worker is accepted
+SEARCH_SECONDS = 20.0  # skip the fault after this; e.g. mixed workers have no KV transfers
+AFTER_SECONDS = 0.25  # delay between an "at once" fault and the previous fault
+BACK_SECONDS = 3.0  # a worker counts as "back" for this many seconds after it became ready
 
 
 def _busy_with_prompt(state: WorkerState) -> bool:
@@ -51,7 +51,7 @@ class FaultRunner:
 
     Args:
         cluster: the cluster under test.
-        pause: seconds from one fault to the search for the next one's moment.
+        pause: seconds to wait after each fault before looking for the next target.
         print_line: called with a line of text for each fault.
     """
 
@@ -65,7 +65,7 @@ class FaultRunner:
         self._resuming: set[asyncio.Task[None]] = set()
 
     async def run(self, plan: Sequence[Fault], seconds: float) -> None:
-        """Inject the faults; start none after `seconds`. Raises ClusterFailed."""
+        """Inject the faults; start no fault after `seconds`. Raises ClusterFailed."""
         deadline = time.monotonic() + seconds
         for fault in plan:
             if time.monotonic() > deadline:
@@ -82,7 +82,7 @@ class FaultRunner:
             await asyncio.wait(self._resuming)
 
     async def _inject_when_possible(self, fault: Fault) -> InjectedFault | None:
-        """Try to inject a fault until it has an effect; None if it had none within the limit."""
+        """Retry the fault until it takes effect; return None if the time limit is reached."""
         if fault.kind == "kill router":
             return await self._kill_router(fault)
         deadline = time.monotonic() + SEARCH_SECONDS
@@ -97,9 +97,9 @@ class FaultRunner:
     # ------------------------------------------------------------ target and moment
 
     async def _choose(self, fault: Fault) -> tuple[ManagedWorker, str]:
-        """Wait for a worker at the fault's moment; return the worker and its moment.
+        """Wait for a worker in the fault's planned situation; return the worker and its situation.
 
-        After MOMENT_SECONDS accepts any busy worker, after REDUNDANCY_SECONDS any worker.
+        After MOMENT_SECONDS any busy worker is accepted, and after REDUNDANCY_SECONDS any worker.
         """
         began = time.monotonic()
         while True:
@@ -122,7 +122,7 @@ class FaultRunner:
         return moment != "back" or self._is_back(worker.title)
 
     def _is_back(self, title: str) -> bool:
-        """Return whether a worker was restarted and became ready within BACK_SECONDS."""
+        """Return whether a worker was restarted and became ready less than BACK_SECONDS ago."""
         ready = [
             event.at
             for event in self._cluster.events
@@ -131,9 +131,9 @@ class FaultRunner:
         return len(ready) > 1 and time.time() - ready[-1] < BACK_SECONDS
 
     def _candidates(self) -> list[ManagedWorker]:
-        """Return the workers that may be hit: all that serve, but never a pool's last survivor.
+        """Return the serving workers that may get a fault, but never the last survivor of a pool.
 
-        The only worker of a pool of one may be hit.
+        A pool that has only one worker is an exception: the worker may get a fault.
         """
         there = [each for each in self._cluster.serving if not self._is_stopped(each)]
         roles = [each.config.role for each in self._cluster.workers]

@@ -1,4 +1,4 @@
-"""Effects of the injected faults: affected streams, recovery times, allowed errors. Pure."""
+"""Derives the effects of the injected faults: affected streams, recovery times, allowed errors."""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -12,23 +12,23 @@ from penstock.loadtests.chaos.answers import Stream
 from penstock.loadtests.chaos.faults import InjectedFault
 
 LOSSES = 2
-"""A request fails once this many of its workers were lost: see docs/lifecycle.md."""
+"""Number of lost workers after which a request fails: see docs/lifecycle.md."""
 
 NOTICED_SECONDS = {"freeze": 10.0}
-"""Time within which the router stops using a faulty worker, by kind of fault; default 1 s."""
+"""Time until the router stops using a faulty worker, by kind of fault; default 1 s."""
 
 TRAVEL_SECONDS = 0.25
-"""Time after a placement during which the request is assumed to need the worker with its blocks."""
+"""For this long after its placement, a request is assumed to need the source of its blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of one attempt of a request on a worker by the router."""
+    """One placement of a request on a worker by the router."""
 
-    at: float  # seconds since 1970, on the router's clock
+    at: float  # Unix timestamp in seconds, from the router's clock
     worker: str
     request: str
-    source: str  # worker from which its KV blocks are transferred; empty: none
+    source: str  # worker that sends its KV blocks; empty: no KV transfer
 
 
 @dataclass(slots=True)
@@ -37,11 +37,11 @@ class FaultEffect:
 
     injected: InjectedFault
     streams: list[Stream] = field(default_factory=list)  # streams that needed the faulty process
-    recoveries: list[float] = field(default_factory=list)  # seconds to a stream's next token
+    recoveries: list[float] = field(default_factory=list)  # from the fault to a stream's next token
 
 
 class PlacementHistory:
-    """All placements of each request, to look up which workers it needed and when."""
+    """All placements of each request: show which workers a request needed, and when."""
 
     def __init__(self, placements: Sequence[Placement]) -> None:
         self._of: dict[str, list[Placement]] = defaultdict(list)
@@ -49,7 +49,11 @@ class PlacementHistory:
             self._of[each.request].append(each)
 
     def needs(self, request: str, worker: str, at: float) -> bool:
-        """Return whether `request` ran on `worker` at time `at` or received its blocks from it."""
+        """Return whether `request` needed `worker` at time `at`.
+
+        A request needs the worker on which it runs and, shortly after its placement, the worker
+        that sends its blocks.
+        """
         ever = self._of[request]
         number = bisect_right(ever, at, key=lambda one: one.at)
         if not number:
@@ -62,11 +66,11 @@ class PlacementHistory:
         return any(one.worker == worker and since <= one.at < until for one in self._of[request])
 
     def events(self, request: str) -> list[tuple[float, str]]:
-        """Return the times and workers of a request's placements, as (time, text)."""
+        """Return the times of the request's placements with a text that names the worker."""
         return [(one.at, f"to {one.worker}") for one in self._of[request]]
 
     def next(self, request: str, after: float) -> float | None:
-        """Return the time of the request's first placement after `after`, or None."""
+        """Return the time of the request's first placement after `after`; None if there is none."""
         ever = self._of[request]
         number = bisect_right(ever, after, key=lambda one: one.at)
         return ever[number].at if number < len(ever) else None
@@ -92,9 +96,9 @@ def effects_of(
 def _recovery(
     stream: Stream, injection: InjectedFault, holders: PlacementHistory
 ) -> Iterator[float]:
-    """Yield the seconds from the fault to the stream's first token computed after it.
+    """Yield the seconds from the fault to the stream's first token computed afterwards.
 
-    Yield nothing if the stream needed no further computation.
+    Yield nothing if all tokens of the stream had already been computed.
     """
     again = holders.next(stream.name, injection.at)
     if again is None or again >= stream.ended:
@@ -109,10 +113,10 @@ def _recovery(
 def errors_of(
     streams: Sequence[Stream], hits: Sequence[FaultEffect], placements: Sequence[Placement]
 ) -> tuple[list[str], list[str]]:
-    """Separate the errors of streams into unexpected and allowed ones.
+    """Split the errors of streams into unexpected and allowed errors.
 
-    An error is allowed if at least LOSSES workers were lost during the request. Unexpected
-    errors include the history of their request.
+    An error is allowed if at least LOSSES workers were lost during the request. An unexpected error
+    includes the history of its request.
     """
     holders = PlacementHistory(placements)
     wrong: list[str] = []
@@ -131,8 +135,8 @@ def errors_of(
 def _lost(stream: Stream, hits: FaultEffect, holders: PlacementHistory) -> bool:
     """Return whether the stream lost a worker by this fault.
 
-    That is so if the stream needed the worker at the time of the fault, or was placed on it
-    before the router noticed the fault.
+    A stream lost the worker if it needed the worker at the time of the fault, or if it was placed
+    on the worker before the router noticed the fault.
     """
     injection = hits.injected
     if not injection.loses or not injection.worker:
@@ -144,7 +148,7 @@ def _lost(stream: Stream, hits: FaultEffect, holders: PlacementHistory) -> bool:
 
 
 def _describe(stream: Stream, hits: Sequence[FaultEffect], holders: PlacementHistory) -> str:
-    """List a stream's placements and the faults during it, in seconds since its start."""
+    """List the placements of a stream and the faults during it, with times since its start."""
     injections = [each.injected for each in hits]
     fault_events = [
         (one.at, f"{one.fault.kind} {one.title}") for one in injections if _overlaps(stream, one)
@@ -158,7 +162,7 @@ def _overlaps(stream: Stream, injection: InjectedFault) -> bool:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Return median, 99th percentile and maximum in seconds; None for each if there are none."""
+    """Return median, 99th percentile and maximum; each is None if there are no values."""
     if not seconds:
         return {"p50": None, "p99": None, "max": None}
     low, high = np.percentile(seconds, [50, 99])
@@ -166,7 +170,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
 
 
 def by_kind(hits: Sequence[FaultEffect]) -> dict[str, Mapping[str, Any]]:
-    """Summarize the faults by kind: number, affected streams and recovery times."""
+    """Summarize the faults by kind: their number, affected streams and recovery times."""
     kinds: dict[str, list[FaultEffect]] = defaultdict(list)
     for each in hits:
         kinds[each.injected.fault.kind].append(each)
@@ -174,7 +178,7 @@ def by_kind(hits: Sequence[FaultEffect]) -> dict[str, Mapping[str, Any]]:
 
 
 def by_moment(hits: Sequence[FaultEffect]) -> dict[str, Mapping[str, Any]]:
-    """Summarize the faults by the moment at which they were injected."""
+    """Summarize the faults by the situation in which they were injected."""
     moments: dict[str, list[FaultEffect]] = defaultdict(list)
     for each in hits:
         moments[each.injected.moment].append(each)

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.protos import inference_pb2 as pb
 
 SUBJECTS = ("a lighthouse", "two rivers", "the number nine", "a lost key", "rain", "an old bridge")
-SENTENCES = (1, 4, 12, 30)  # per prompt: from one KV block to several prefill chunks
+SENTENCES = (1, 4, 12, 30)  # sentences per prompt: from one KV block to several prefill chunks
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -19,14 +19,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.0, "presence_penalty": 0.6, "frequency_penalty": 0.3},
     "several choices with logprobs": {"temperature": 0.7, "n": 2, "logprobs": 2},
 }
-"""Sampling parameters of each kind of request, without seed and length."""
+"""Sampling parameters of each kind of request, except for seed and length."""
 
 STOPS = (("the end of the", "and then and then"), (" you are ", " is not "))
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosRequest:
-    """A request; its seed makes the answer reproducible."""
+    """A request whose own seed makes its answer reproducible."""
 
     number: int
     kind: str
@@ -45,9 +45,9 @@ class ChaosRequest:
 
 
 def make_requests(count: int, seed: int, lengths: tuple[int, int]) -> Sequence[ChaosRequest]:
-    """Make `count` requests of all kinds in turn.
+    """Make `count` requests, cycling through all kinds.
 
-    `lengths` are the minimum and maximum number of answer tokens.
+    `lengths` are the minimum and maximum number of answer tokens, both inclusive.
     """
     rng = Random(f"asks {seed}")
     kinds = list(KINDS)

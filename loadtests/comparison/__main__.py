@@ -1,8 +1,8 @@
-"""Benchmark of Penstock's engine and cluster against other engines on this machine.
+"""Compares Penstock's engine and cluster with other engines on this machine.
 
-`python -m penstock.loadtests.comparison` installs the other engines (once, in separate virtual
-environments), creates the model, runs the same work on every engine in turn, and writes a report
-as JSON and HTML.
+`python -m penstock.loadtests.comparison` installs the other engines (once, each in its own virtual
+environment), creates the model, runs the same work on each engine in turn, and writes a report as
+JSON and HTML.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Run:
         return [engine for engine in ENGINES if engine.name not in left_out]
 
     def left_out(self) -> dict[str, str]:
-        """Return the reason for each engine that is not measured, by engine name."""
+        """Return the engines that are not measured, with the reason for each."""
         reasons = {}
         for engine in ENGINES:
             if engine.name in self.without or (self.engines and engine.name not in self.engines):
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _begun(run: Run, work: Work) -> Record:
-    """Return a record without rounds; creates the model's checkpoint if it does not exist."""
+    """Return a record without rounds; create the model's checkpoint if it does not exist."""
     return Record(
         model=run.model,
         threads=run.num_threads,
@@ -129,9 +129,9 @@ def _begun(run: Run, work: Work) -> Record:
 
 
 def _measure(run: Run, record: Record) -> bool:
-    """Run the rounds and add them to `record`.
+    """Run the rounds and add their results to `record`.
 
-    Return False if interrupted after at least one complete round.
+    Return False if the run was interrupted after at least one complete round.
     """
     cache, engines = cache_folder(), run.chosen()
     model = checkpoint(run.model, cache)
@@ -155,7 +155,7 @@ def _measure(run: Run, record: Record) -> bool:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """Show the progress: a bar if stderr is a terminal, else one line per measurement."""
+    """Show the progress as a bar if stderr is a terminal, else as one line per measurement."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(

@@ -1,4 +1,4 @@
-"""Small bar charts as inline SVG, styled by the CSS of the report page."""
+"""Draws small bar charts as inline SVG, styled by the CSS of the report page."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 
 _LABELS, _PLOT, _VALUES = 210, 470, 80  # column widths
-_ROW, _TOP, _BOTTOM = 30, 8, 26  # heights of a row, the top margin and the bottom margin
+_ROW, _TOP, _BOTTOM = 30, 8, 26  # heights of a row, of the top margin and of the bottom margin
 _BAR, _DOT = 14, 3.2
 _TICKS = 5
 
@@ -18,13 +18,13 @@ class Strip:
     """One row of a chart."""
 
     label: str
-    kind: str  # CSS class: "ours" or "peer"
-    values: Sequence[float]  # one value per run
-    limit: float  # the machine's limit, in the same unit
+    kind: str  # CSS class of the row: "ours" or "peer"
+    values: Sequence[float]  # one value per run of the engine
+    limit: float  # limit of the machine, in the unit of the values
 
 
 def strips(rows: Sequence[Strip], unit: str) -> str:
-    """Return a chart: per row a bar up to the median, a dot per value, a mark at the limit."""
+    """Return a chart. Each row has a bar up to the median, a dot per value, a mark at the limit."""
     most = max(max(*row.values, row.limit) for row in rows)
     ticks = nice_ticks(most)
     height = _TOP + _ROW * len(rows) + _BOTTOM
@@ -37,7 +37,7 @@ def strips(rows: Sequence[Strip], unit: str) -> str:
 
 
 def nice_ticks(most: float) -> list[float]:
-    """Return round numbers from 0 to at least `most`, evenly spaced."""
+    """Return round, evenly spaced numbers from 0 to `most` or just above."""
     if most <= 0:
         return [0.0, 1.0]
     rough = most / _TICKS

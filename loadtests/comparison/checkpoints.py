@@ -1,7 +1,7 @@
-"""Model checkpoints for the comparison, and their cost in FLOPs and bytes.
+"""Creates the models of the comparison, and computes the FLOPs and bytes that they need.
 
-A model with random weights is created once, from a seed, and cached together with the formats
-that other engines convert it to.
+A model with random weights is created once, from a seed. It is cached together with the formats to
+which other engines convert it.
 """
 
 import hashlib
@@ -58,19 +58,22 @@ SHAPES = {
         "num_experts_per_tok": 2,
     },
 }
-"""Configurations. 150m: `llama-150m`; 1b: TinyLlama; moe: a small Mixtral; tiny: a smoke test (its
-head dim is 64 because vLLM does not support 16 on a CPU)."""
+"""Configurations of the models with random weights.
+
+150m: `llama-150m`; 1b: TinyLlama; moe: a small Mixtral; tiny: for a smoke test, with a head dim of
+64 because vLLM does not support 16 on a CPU.
+"""
 
 MODELS = ("shipped", *SHAPES)
 _DIRECTORY = Path(__file__).parent / "adapters"
 
 
 class NoCheckpoint(RuntimeError):
-    """The checkpoint could not be created; the message says why."""
+    """The checkpoint could not be created; the message gives the reason."""
 
 
 def checkpoint(model: str, cache: Path) -> Path:
-    """Return the cached folder of a model of MODELS; create it first if it does not exist.
+    """Return the cached folder of a model of MODELS; create the model first if it is not cached.
 
     Raises NoCheckpoint or NotInstalled.
     """
@@ -83,7 +86,7 @@ def checkpoint(model: str, cache: Path) -> Path:
         if model == "shipped":
             shutil.copytree(
                 SHIPPED_MODEL, temporary
-            )  # a copy, since other engines write their converted files into the folder
+            )  # copied, because other engines write their converted files into the folder
         else:
             _make(model, temporary, cache)
         temporary.rename(folder)
@@ -111,13 +114,13 @@ def _make(model: str, folder: Path, cache: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """FLOPs and weight bytes that a model needs, independent of the engine.
+    """FLOPs and weight bytes that a model needs, whatever the engine.
 
-    Counts the weights that are used for a token; of the experts, only the active ones.
+    Only weights that are used for a token count: of the experts, only the active ones.
     """
 
-    body: int  # parameters of the layers used per token
-    head: int  # parameters of the projection to the vocabulary
+    body: int  # number of parameters in the layers that are used for each token
+    head: int  # number of parameters in the projection to the vocabulary
     attention: int  # attention FLOPs per (query token, context token) pair
 
     @classmethod
@@ -139,22 +142,22 @@ class Cost:
         return cls(int(body), int(head or embedding), attention)
 
     def prefill(self, length: int) -> float:
-        """Return the FLOPs of one prompt of `length` tokens, up to the first answer token."""
+        """Return the FLOPs to compute the first answer token of one prompt of `length` tokens."""
         return 2 * (self.body * length + self.head) + self.attention * length * (length + 1) / 2
 
     def decode(self, length: int, count: int) -> float:
-        """Return the FLOPs of `count` decode steps after a prompt of `length` tokens."""
+        """Return the FLOPs of `count` decode steps of a sequence with `length` prompt tokens."""
         looked_at = count * length + count * (count + 1) / 2
         return 2 * (self.body + self.head) * count + self.attention * looked_at
 
     @property
     def bytes_a_token(self) -> int:
-        """Bytes of fp32 weights read per token at batch size 1."""
+        """Number of bytes of fp32 weights that are read per token at batch size 1."""
         return 4 * (self.body + self.head)
 
 
 def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
-    """Yield the name and element count of each tensor, from the safetensors headers."""
+    """Yield the name and the number of elements of each tensor, from the safetensors headers."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

@@ -1,4 +1,4 @@
-"""Engines of the comparison, with their Python environments and settings."""
+"""The engines of the comparison, with their Python environments and settings."""
 
 from dataclasses import dataclass, field
 
@@ -6,17 +6,17 @@ TORCH = "torch==2.13.0"
 TRANSFORMERS = (TORCH, "transformers==5.23.0", "accelerate==1.12.0")
 OPENVINO = (TORCH, "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")
 VISION = ("torchvision", "torchaudio", "torchcodec")
-"""Dependencies of some engines that are incompatible with this torch and fail on import."""
+"""Dependencies of some engines that do not match the installed torch and fail on import."""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A virtual environment; without `requirements`, that of the current interpreter."""
+    """A virtual environment; without `requirements`, the environment of the current interpreter."""
 
     name: str
     requirements: tuple[str, ...] = ()
-    unwanted: tuple[str, ...] = ()  # uninstalled after the requirements were installed
-    build: dict[str, str] = field(default_factory=dict)  # environment variables for pip builds
+    unwanted: tuple[str, ...] = ()  # packages to uninstall after the requirements were installed
+    build: dict[str, str] = field(default_factory=dict)  # environment variables for builds by pip
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Engine:
 
     name: str
     title: str
-    adapter: str  # a module in `adapters`
+    adapter: str  # name of a module in `adapters`
     environment: Environment
     quantization: str = ""  # weight quantization; empty: fp32
-    fresh: bool = False  # restarted for each round, because it cannot be paused
+    fresh: bool = False  # restarted for each round, because the engine cannot be paused
 
     @property
     def is_ours(self) -> bool:
@@ -47,7 +47,7 @@ _LLAMA_CPP = Environment(
     },
 )
 REFERENCE = Environment("transformers", TRANSFORMERS)
-"""Environment that also creates the random checkpoints."""
+"""Environment of transformers; the random checkpoints are created in it, too."""
 
 ENGINES = (
     Engine("penstock", "Penstock, the engine", "on_penstock", HERE),

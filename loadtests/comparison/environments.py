@@ -13,12 +13,12 @@ from pathlib import Path
 
 from penstock.loadtests.comparison.engines import Environment
 
-_COMPLETE = "complete"  # name of the file that marks a complete installation
-_LOG_TAIL = 600  # characters
+_COMPLETE = "complete"  # name of a file that marks the installation as complete
+_LOG_TAIL = 600  # number of characters of a log that are shown
 
 
 class NotInstalled(RuntimeError):
-    """An engine's environment could not be installed; the message says which and why."""
+    """An engine's environment could not be installed; the message says which one and why."""
 
 
 def cache_folder() -> Path:
@@ -28,7 +28,10 @@ def cache_folder() -> Path:
 
 
 def python_of(environment: Environment, cache: Path) -> Path:
-    """Return the environment's interpreter; install it first if missing. Raises NotInstalled."""
+    """Return the environment's interpreter; install the environment first if it is missing.
+
+    Raises NotInstalled.
+    """
     if not environment.requirements:
         return Path(sys.executable)
     folder = cache / f"{environment.name}-{_mark(environment)}"
@@ -51,7 +54,7 @@ def _mark(environment: Environment) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a file lock, so that concurrent runs do not install the same environment."""
+    """Hold a file lock, so that concurrent runs do not install the same environment twice."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -63,7 +66,7 @@ def _install(environment: Environment, folder: Path, python: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True, symlinks=True)
     variables = {**os.environ, **environment.build, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    # pip caches built wheels by name and version only, ignoring the build variables.
+    # pip caches built wheels by name and version only, and ignores the build variables.
     kept = ["--no-cache-dir"] if environment.build else []
     pip = [str(python), "-m", "pip", "--no-input"]
     _run(environment, [*pip, "install", *kept, "--quiet", *environment.requirements], variables)

@@ -1,4 +1,4 @@
-"""Output of a record: tables on the terminal, a JSON file and an HTML page."""
+"""Outputs a record: as tables on the terminal, a JSON file and an HTML page."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ HEADINGS = {"throughput": "throughput", "tpot": "TPOT at batch 1", "ttft": "TTFT
 
 
 def show(record: Record) -> None:
-    """Print a table per phase: medians, fractions of the machine's limit, ratios."""
+    """Print a table per phase: medians, fractions of the machine's limits, and speedups."""
     rows = record.rows()
     for phase in PHASES:
         table = Table(title=f"{HEADINGS[phase]}, {UNITS[phase]}", title_justify="left")
@@ -42,7 +42,7 @@ def _cells(row: Row, phase: str) -> list[str]:
 
 
 def save(record: Record, stem: Path) -> None:
-    """Write STEM.json and STEM.html."""
+    """Write the record to STEM.json and STEM.html."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     json_file, html_file = (stem.with_name(f"{stem.name}.{end}") for end in ("json", "html"))
     json_file.write_text(json.dumps(record.as_json()) + "\n", encoding="utf-8")

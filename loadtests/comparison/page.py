@@ -1,4 +1,4 @@
-"""HTML report of a record, in one self-contained file."""
+"""Writes a record as an HTML report in one self-contained file."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -41,7 +41,7 @@ td.words { white-space: normal; }
 
 
 def page(record: Record) -> str:
-    """Return the page; it loads no external resources."""
+    """Return the HTML of the report, which loads no external resources."""
     title = f"Penstock compared with other engines: {record.model}"
     return "\n".join(
         (
@@ -97,9 +97,9 @@ def _chart(record: Record, rows: Sequence[Row], phase: str) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return an HTML table; `rows` are (CSS class, cells).
+    """Return an HTML table; `rows` are pairs of (CSS class, cells).
 
-    A cell that starts with a tab is text: left-aligned, with line breaks.
+    A cell that starts with a tab contains text: it is left-aligned and may have line breaks.
     """
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(
@@ -128,7 +128,7 @@ def _cells(row: Row, phase: str) -> Iterator[str]:
 
 
 def brief(quantiles: Quantiles) -> str:
-    """Return the median and, in brackets, the 10th to 90th percentile."""
+    """Return the median, followed by the 10th and 90th percentile in brackets."""
     return f"{quantiles.median:.3g} ({quantiles.low:.3g} to {quantiles.high:.3g})"
 
 

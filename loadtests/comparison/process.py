@@ -1,4 +1,4 @@
-"""An engine in a separate process, driven through pipes and paused while other engines run."""
+"""Runs an engine in a separate process, controls it through pipes, and can pause it."""
 
 import json
 import os
@@ -20,27 +20,27 @@ import penstock
 from penstock.loadtests.comparison.engines import Engine
 
 _ADAPTERS = Path(__file__).parent / "adapters"
-_START_SECONDS = 600.0  # may include converting the checkpoint or compiling
+_START_SECONDS = 600.0  # limit for the start, which may convert the checkpoint or compile
 _ANSWER_SECONDS = 600.0
-_END_SECONDS = 90.0  # includes draining a cluster
+_END_SECONDS = 90.0  # limit for the exit, which drains a cluster
 _PAUSE_SECONDS = 5.0
-_LOG_TAIL = 4000  # characters
+_LOG_TAIL = 4000  # number of characters of the log that an error contains
 
 
 class EngineFailed(RuntimeError):
-    """An engine did not start, failed or returned a wrong answer; the message says which."""
+    """An engine did not start, failed or returned a wrong answer; the message says which engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of one `generate` call."""
+    """The result of one `generate` call."""
 
-    seconds: float  # duration
-    tokens: list[list[int]]  # [prompt][index]
+    seconds: float  # duration of the call
+    tokens: list[list[int]]  # new tokens, [prompt][index]
 
 
 class EngineProcess:
-    """A running engine, ready for `generate`. Must be closed.
+    """A running engine that is ready for `generate`. Must be closed.
 
     `about` is the adapter's description of the engine: versions and number formats.
     """
@@ -51,7 +51,7 @@ class EngineProcess:
         own = {"quantization": engine.quantization, "paused": not engine.fresh}
         settings = {**options, **own}
         command = [str(python), str(_ADAPTERS / "host.py"), engine.adapter, json.dumps(settings)]
-        # In a new session, so that Ctrl-C in the terminal interrupts only this process.
+        # In its own session, so that Ctrl-C in the terminal does not interrupt the engine.
         self._process = subprocess.Popen(
             command,
             env=_variables(engine),
@@ -84,7 +84,7 @@ class EngineProcess:
         return answer
 
     def pause(self) -> None:
-        """Suspend all processes of the engine; wait up to 5 s for each to stop."""
+        """Suspend all processes of the engine; wait up to 5 s for each process to stop."""
         for process in self.tree():
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
@@ -93,13 +93,13 @@ class EngineProcess:
                     time.sleep(0.001)
 
     def resume(self) -> None:
-        """Continue all processes of the engine."""
+        """Continue all suspended processes of the engine."""
         for process in self.tree():
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
     def tree(self) -> list[psutil.Process]:
-        """Return the engine's process and all its descendants; empty if it has exited."""
+        """Return the engine's process and all its descendants; [] if the engine has exited."""
         try:
             root = psutil.Process(self._process.pid)
             return [root, *root.children(recursive=True)]
@@ -120,7 +120,7 @@ class EngineProcess:
             self._process.stdin.close()
         if at_once and self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
-        # A cluster must stop its own actors in order; other engines can simply be killed.
+        # A cluster must shut down its own actors gracefully; other engines can simply be killed.
         gentle = self.engine.fresh or not at_once
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS if gentle else 1.0)
@@ -163,7 +163,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _variables(engine: Engine) -> dict[str, str]:
-    """Return the engine's environment, without variables that override its thread count."""
+    """Return the engine's environment variables, without overrides of its thread count."""
     dropped = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     variables = {name: value for name, value in os.environ.items() if name not in dropped}
     if engine.is_ours:  # import Penstock from this tree, not from an installed package

@@ -1,4 +1,4 @@
-"""Record of a comparison run: saved as one JSON file, which can be read back and merged."""
+"""The record of a comparison run: one JSON file that can be read again and merged."""
 
 import dataclasses
 import json
@@ -13,23 +13,23 @@ from penstock.loadtests.comparison.work import EngineRun, Work
 
 
 class BadRecord(ValueError):
-    """A file does not contain a record, or records cannot be merged; the message says which."""
+    """A file does not contain a record, or records cannot be merged; the message says why."""
 
 
 @dataclass(slots=True)
 class Record:
-    """Settings and results of one run, or of several merged runs of the same work."""
+    """Settings and results of one run, or of several merged runs with the same settings."""
 
     model: str
     threads: int
     work: Work
     cost: Cost
     machine: dict[str, Any]
-    dates: list[str]  # one per run
+    dates: list[str]  # date and time of each run
     commits: list[str]
-    left_out: dict[str, str]  # reason, by engine name
-    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # description, by engine name
-    rounds: list[list[EngineRun]] = field(default_factory=list)  # [round][engine]
+    left_out: dict[str, str]  # reason for each engine that was not measured, by engine name
+    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # description by engine name
+    rounds: list[list[EngineRun]] = field(default_factory=list)  # indexed [round][engine]
 
     def rows(self) -> list[Row]:
         return summarize([runs for runs in self.rounds if runs], self.work, self.cost)
@@ -46,7 +46,7 @@ class Record:
 
 
 def read(path: Path) -> Record:
-    """Read a file that was written from `Record.as_json`. Raises BadRecord."""
+    """Read a record from a JSON file. Raises BadRecord."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         content.pop("summary")
@@ -58,7 +58,7 @@ def read(path: Path) -> Record:
 
 
 def merged(records: Sequence[Record]) -> Record:
-    """Merge the rounds of all records. Raises BadRecord if their settings differ."""
+    """Merge the rounds of all records. Raises BadRecord if the records have different settings."""
     first = records[0]
     for other in records[1:]:
         for name in ("model", "threads", "work", "cost", "machine"):

@@ -1,4 +1,4 @@
-"""Rounds of measurements in rotating order (A B C, then B C A), one engine running at a time."""
+"""Rounds of measurements; the order of the engines rotates, and only one engine runs at a time."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +20,9 @@ Report = Callable[[str], None]
 class Rounds:
     """Context manager that runs the measurements; starts each engine when it is first needed.
 
-    An engine that can be paused is kept and paused while others run. The others are restarted for
-    each round; with `one_at_a_time` (for models that do not fit into memory together), all are.
+    An engine that can be paused stays paused while other engines run. Engines that cannot be paused
+    are restarted for each round. With `one_at_a_time` (for models that do not fit into memory
+    together), all engines are restarted for each round.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Rounds:
     def run(
         self, count: int, report: Report, done: Callable[[EngineRun], None]
     ) -> Iterator[list[EngineRun]]:
-        """Yield the runs of all engines, round by round. Raises EngineFailed."""
+        """Yield the measurements of all engines, one list per round. Raises EngineFailed."""
         for number in range(count):
             shift = number % len(self.engines)
             runs = []
@@ -84,7 +85,7 @@ class Rounds:
 
     @contextmanager
     def _process(self, engine: Engine) -> Iterator[EngineProcess]:
-        """Yield the engine, started or resumed and warmed up; pause or close it afterwards."""
+        """Start and warm up the engine, or resume it, and yield it; pause or close it on exit."""
         process = self._awake.get(engine.name)
         if process is None:
             process = EngineProcess(engine, self._pythons[engine.name], self._options)

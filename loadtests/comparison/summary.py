@@ -1,7 +1,8 @@
 """Statistics of the runs: medians with quantiles, fractions of the machine's limits, speedups.
 
-Times of different rounds are never compared, since the machine's speed varies: a speedup is
-computed within one round, and a fraction of a limit uses the limit measured just before the run.
+Times of different rounds are never compared, because the machine's speed varies. A speedup compares
+times of the same round, and a fraction of a limit uses the limit that was measured just before the
+run.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +22,11 @@ REFERENCE = "transformers"
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Agreement of an engine's greedy tokens with those of transformers."""
+    """Comparison of an engine's greedy tokens with those of transformers."""
 
-    agreeing: int  # tokens before the first difference, summed over all answers
+    agreeing: int  # number of tokens before the first different token, summed over all answers
     total: int
-    first_divergence: int | None  # smallest index of a difference in any answer; None: all equal
+    first_divergence: int | None  # smallest index of a different token in any answer; None: none
 
     @classmethod
     def of(cls, answers: Sequence[Sequence[int]], judge: Sequence[Sequence[int]]) -> "Tokens":
@@ -41,13 +42,13 @@ class Tokens:
 
 
 def batch_flops(cost: Cost, work: Work) -> float:
-    """Return the FLOPs of the whole batch of the throughput phase."""
+    """Return the FLOPs of all requests in the batch of the throughput phase."""
     one = cost.prefill(work.input_len) + cost.decode(work.input_len, work.output_len - 1)
     return work.requests * one
 
 
 def value(run: EngineRun, work: Work, phase: str) -> float:
-    """Return the result of a run for a phase, in the unit given by UNITS."""
+    """Return the result of a run in one phase, in the unit given by UNITS."""
     if phase == "throughput":
         return work.requests * work.output_len / run.batch
     if phase == "tpot":
@@ -56,7 +57,7 @@ def value(run: EngineRun, work: Work, phase: str) -> float:
 
 
 def limit(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
-    """Return the best result that the machine's measured limits allow (roofline)."""
+    """Return the best possible result within the measured limits of the machine (roofline)."""
     int8 = bool(BY_NAME[run.engine].quantization)
     names = ("gflops", "int8_gops") if int8 else ("gflops",)
     arithmetic = 1e9 * max(run.limits[name] for name in names)
@@ -71,29 +72,29 @@ def limit(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
 
 
 def reached(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
-    """Return the fraction of the limit that the run reached; 1 is the limit."""
+    """Return the fraction of the machine's limit that the run reached; 1 means all of it."""
     got, most = value(run, work, phase), limit(run, work, cost, phase)
     return got / most if phase == "throughput" else most / got
 
 
 def advantage(ours: EngineRun, other: EngineRun, work: Work, phase: str) -> float:
-    """Return the speedup of `ours` over `other`; below 1, ours is slower."""
+    """Return the speedup of `ours` over `other`; it is below 1 if ours is slower."""
     ratio = value(ours, work, phase) / value(other, work, phase)
     return ratio if phase == "throughput" else 1 / ratio
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Summary of one engine."""
+    """Summary of all runs of one engine."""
 
     engine: Engine
     runs: list[EngineRun]
-    values: dict[str, Quantiles]  # by phase, as the following two
-    reached: dict[str, Quantiles]  # fraction of the machine's limit
-    ahead: dict[str, Quantiles]  # Penstock's speedup; empty without common rounds or for Penstock
+    values: dict[str, Quantiles]  # results by phase, in the units of UNITS
+    reached: dict[str, Quantiles]  # by phase: fraction of the machine's limit
+    ahead: dict[str, Quantiles]  # by phase: Penstock's speedup; {} for Penstock itself
     tokens: Tokens | None
     memory_mib: float
-    other_cores: float  # cores busy with other processes or stolen, maximum of all runs
+    other_cores: float  # largest number of cores used by other processes or stolen in any run
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -111,7 +112,7 @@ class Row:
 
 
 def summarize(rounds: Sequence[Sequence[EngineRun]], work: Work, cost: Cost) -> list[Row]:
-    """Return one row per engine, in the order of ENGINES; `rounds` is [round][engine]."""
+    """Return one row per engine, in the order of ENGINES; `rounds` is indexed [round][engine]."""
     runs = [run for each in rounds for run in each]
     names = [name for name in BY_NAME if any(run.engine == name for run in runs)]
     judge = _tokens(runs, REFERENCE)

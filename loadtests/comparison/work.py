@@ -1,4 +1,4 @@
-"""Work that every engine runs in each round, and its measurement."""
+"""The work that every engine does in each round, and its measurement."""
 
 import dataclasses
 import time
@@ -13,8 +13,8 @@ from penstock.loadtests.bench.flags import option
 from penstock.loadtests.comparison.process import EngineProcess
 
 _LOWEST_TOKEN = 3  # lower ids are padding, begin and end tokens
-_REPEATS = 2  # repetitions of the short measurements
-KEPT_ANSWERS = 16  # answers whose tokens are recorded for comparison
+_REPEATS = 2  # number of repetitions of the short measurements
+KEPT_ANSWERS = 16  # number of answers whose tokens are recorded for comparison
 _MIB = 2**20
 
 
@@ -42,7 +42,7 @@ class Work:
     def prompts(
         self, vocab_size: int, round_number: int, kind: int, count: int, length: int
     ) -> list[Any]:
-        """Return random token ids, [count][length], equal for all engines in a round."""
+        """Return random token ids, [count][length]; all engines get the same ids in a round."""
         rng = np.random.default_rng([self.seed, round_number, kind])
         drawn = rng.integers(_LOWEST_TOKEN, vocab_size, (count, length))
         return list(drawn.tolist())
@@ -53,20 +53,20 @@ class EngineRun:
     """Measurements of one engine in one round. Times are seconds."""
 
     engine: str
-    number: int  # round number, from 0
-    limits: dict[str, float]  # the machine's limits just before the run: see `note_limits`
+    number: int  # number of the round, from 0
+    limits: dict[str, float]  # limits of the machine just before the run: see `note_limits`
     batch: float = 0.0  # duration of the throughput batch
-    first: list[float] = field(default_factory=list)  # one prompt, one token
-    stream: list[float] = field(default_factory=list)  # one prompt, 1 + stream_len tokens
-    long: list[float] = field(default_factory=list)  # the long prompt, one token
-    own_cores: float = 0.0  # average cores busy with this engine
-    other_cores: float = 0.0  # average cores busy with other processes
-    stolen_cores: float = 0.0  # average cores taken by the hypervisor (steal time)
-    memory_mib: float = 0.0  # PSS of all its processes (shared pages counted once)
-    tokens: list[list[int]] = field(default_factory=list)  # the first answers of the first round
+    first: list[float] = field(default_factory=list)  # seconds: one prompt, one token
+    stream: list[float] = field(default_factory=list)  # seconds: one prompt, 1 + stream_len tokens
+    long: list[float] = field(default_factory=list)  # seconds: the long prompt, one token
+    own_cores: float = 0.0  # average number of cores used by this engine
+    other_cores: float = 0.0  # average number of cores used by other processes
+    stolen_cores: float = 0.0  # average number of cores taken by the hypervisor (steal time)
+    memory_mib: float = 0.0  # PSS of all processes of the engine (shared pages count once)
+    tokens: list[list[int]] = field(default_factory=list)  # answers of round 0, up to KEPT_ANSWERS
 
     def tpot(self, work: Work) -> float:
-        """Return the seconds per token at batch size 1, the median of this run."""
+        """Return the seconds per token at batch size 1: the median over this run's repetitions."""
         gaps = [whole - first for whole, first in zip(self.stream, self.first, strict=True)]
         return float(np.median(gaps)) / work.stream_len
 
@@ -86,7 +86,7 @@ def note_limits(limits: EngineProcess) -> dict[str, float]:
 
 
 def warm_up(engine: EngineProcess, work: Work, vocab_size: int) -> None:
-    """Run each kind of work once, with short answers and prompts that are not used again."""
+    """Run each kind of work once, with short answers, and prompts that are not measured later."""
     batch = work.prompts(vocab_size, 0, 100, work.requests, work.input_len)
     engine.generate(batch, min(4, work.output_len))
     engine.generate(batch[:1], min(4, work.stream_len))
@@ -119,10 +119,10 @@ def run_engine(
 class _Cores:
     """Cumulative CPU seconds at one point in time."""
 
-    own: float  # of an engine's processes
-    client: float  # of this process
-    all: float  # of all processes on this machine
-    stolen: float  # steal time
+    own: float  # used by the engine's processes
+    client: float  # used by this process
+    all: float  # used by all processes of this machine
+    stolen: float  # taken by the hypervisor
 
     @classmethod
     def now(cls, engine: EngineProcess) -> "_Cores":

@@ -1,9 +1,10 @@
 """GPU tests and benchmarks: `make gpu`, or `python -m penstock.loadtests.gpu`.
 
-Takes less than ten minutes and does not need Ray. Measures the device's limits, runs a KV transfer
-between two processes and the kernel tests, times every operation against other implementations,
-times decode steps of the engine, and measures the cost of deterministic mode.
-Fails if a section fails or if anything was computed by a fallback instead of its kernel. A missed
+The run takes less than ten minutes and does not need Ray. Its sections measure the device's limits,
+run a KV transfer between two processes and the kernel tests, time every operation against other
+implementations, time decode steps of the engine, and measure the cost of deterministic mode.
+
+The run fails if a section fails, or if a fallback was used instead of a kernel. A missed
 performance goal is not a failure.
 """
 
@@ -31,7 +32,7 @@ BOUNDS = "bounds"
 
 
 def sections(bounds: Path, device: str, small: bool) -> list[Section]:
-    """Return all sections in order; their time limits add up to at most ALL_SECONDS."""
+    """Return all sections in order; the sum of their time limits is at most ALL_SECONDS."""
     common = ("--device", device, "--bounds", str(bounds), *(["--small"] if small else []))
 
     def section(name: str, module: str, seconds: float, *others: str) -> Section:
@@ -54,9 +55,10 @@ def sections(bounds: Path, device: str, small: bool) -> list[Section]:
 def run(
     wanted: Sequence[str], device: str, small: bool, seconds: float = ALL_SECONDS
 ) -> Iterator[Outcome]:
-    """Run the sections whose names start with one of `wanted` (empty: all); yield their outcomes.
+    """Run sections and yield their outcomes.
 
-    The bounds section always runs, since the others use its results.
+    A section runs if its name starts with an entry of `wanted`, or if `wanted` is empty. The bounds
+    section always runs, because other sections use its results.
     """
     ends = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
@@ -111,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome] = []
     for outcome in run(given.sections, given.device, given.small):
         outcomes.append(outcome)
-        _save(given.save_json, about(given.device), outcomes)  # keeps results if a later one fails
+        _save(given.save_json, about(given.device), outcomes)  # saved in case a later one fails
     print(report(outcomes))
     print(f"figures: {given.save_json}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1

@@ -1,4 +1,4 @@
-"""Benchmarks of paged attention against torch SDPA (dense K/V) and FlashInfer (same pages)."""
+"""Benchmarks of paged attention against torch SDPA (dense K/V) and FlashInfer (paged K/V)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ WORKSPACE_BYTES = 1 << 28  # FlashInfer's workspace buffer
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Shape of a batch of sequences of equal length, all in decode or all in full prefill."""
+    """Shape of a batch of sequences of equal length: all decode, or all prefill whole prompts."""
 
     batch: int
-    context: int  # positions per sequence
+    context: int  # number of positions per sequence
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    prompts: bool = False  # prefill of whole prompts; False: decode of one token each
-    narrow: bool = False  # the KV cache is float8_e4m3fn
+    prompts: bool = False  # True: prefill of whole prompts; False: decode of one token per sequence
+    narrow: bool = False  # True: the KV cache is float8_e4m3fn
 
     @property
     def num_tokens(self) -> int:
@@ -39,9 +39,9 @@ class Sizes:
         return -(-self.context // BLOCK_SIZE)
 
     def num_bytes(self, itemsize: int) -> float:
-        """Return the bytes read and written.
+        """Return the number of bytes read and written.
 
-        `itemsize` is that of the query, and of the KV cache unless `narrow`.
+        `itemsize` is the element size of the query, and also of the KV cache unless `narrow`.
         """
         kv = 2 * self.batch * self.context * self.kv_heads * self.head_dim
         rows = 2 * self.num_tokens * self.heads * self.head_dim
@@ -49,14 +49,14 @@ class Sizes:
 
     @property
     def num_flops(self) -> float:
-        """FLOPs of both attention matmuls; for prompts, only of the pairs in the causal mask."""
+        """FLOPs of both attention matmuls; for prompts, masked pairs are not counted."""
         pairs = self.context * (self.context + 1) / 2 if self.prompts else self.context
         return 4 * self.batch * pairs * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Inputs of one random batch on a device."""
+    """Random inputs of paged attention for one batch."""
 
     sizes: Sizes
     query: Tensor  # [T, Hq, D]
@@ -64,11 +64,11 @@ class Paged:
     query_starts: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32
     block_tables: Tensor  # [B, M] int32
-    scales: Tensor | None  # [2, H] float32, only with an fp8 cache
+    scales: Tensor | None  # [2, H] float32 scales of an fp8 cache; else None
 
     @classmethod
     def random(cls, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> "Paged":
-        """Create random inputs; the blocks of a sequence are in random order."""
+        """Create random inputs; each sequence's blocks are in random order."""
         num_blocks = sizes.batch * sizes.num_columns
         shape = (2, num_blocks, sizes.kv_heads, BLOCK_SIZE, sizes.head_dim)
         step = sizes.num_tokens // sizes.batch
@@ -85,7 +85,7 @@ class Paged:
         )
 
     def ours(self) -> Call:
-        """Return a call of `paged_attention`."""
+        """Return a function that calls `paged_attention`."""
         sizes = self.sizes
         max_query = sizes.context if sizes.prompts else 1
         batch = (self.query_starts, self.context_lens, self.block_tables)
@@ -93,7 +93,10 @@ class Paged:
         return lambda: paged_attention(self.query, self.layer, plan, scales=self.scales)
 
     def torch_dense(self) -> Call:
-        """Return a call of torch SDPA; gathering dense keys and values is not timed."""
+        """Return a function that calls torch SDPA on dense keys and values.
+
+        Gathering the dense keys and values happens before, and is not timed.
+        """
         sizes = self.sizes
         if sizes.narrow:
             raise Absent("does not support an 8-bit KV cache")
@@ -107,7 +110,10 @@ class Paged:
         )
 
     def flashinfer(self) -> Call:
-        """Return a call of FlashInfer on the same cache: [N, H, S, D] is its layout "HND"."""
+        """Return a function that calls FlashInfer on the same cache.
+
+        The cache layout [N, H, S, D] is called "HND" in FlashInfer.
+        """
         wrapper = _flashinfer(self)
         return lambda: wrapper.run(self.query, (self.layer[0], self.layer[1]))
 
@@ -137,7 +143,7 @@ def _flashinfer(paged: Paged) -> Any:
 
 
 def attention_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Work]:
-    """Yield the attention benchmarks."""
+    """Yield all benchmarks of attention."""
     rows = [
         ("decode, 64 x 4k", Sizes(64, 4096), Goal(most_us=295, least_of_peer=0.95)),
         ("decode, 1 x 32k", Sizes(1, 32768), Goal(most_us=48)),
@@ -177,7 +183,7 @@ def _work(name: str, sizes: Sizes, goal: Goal, device: torch.device, dtype: torc
 def _shared_prefix(device: torch.device, dtype: torch.dtype, small: bool) -> Work:
     """Return a benchmark of sequences with a shared prefix: cascade against plain attention.
 
-    Cascade attention reads the shared prefix once for all sequences.
+    Cascade attention reads the shared prefix only once for all sequences.
     """
     batch, prefix, own = (8, 512, 32) if small else (64, 8192, 256)
     sizes = Sizes(batch, prefix + own, *((4, 2, 16) if small else ()))

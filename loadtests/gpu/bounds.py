@@ -1,4 +1,4 @@
-"""Measures the device's limits: memory bandwidth of a copy and FLOP/s of a matmul."""
+"""Measures the device's limits: memory bandwidth by copying, and FLOP/s by a matmul."""
 
 import math
 import sys
@@ -17,14 +17,14 @@ PRODUCT_SIZE, SMALL_PRODUCT_SIZE = 8192, 128
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The device's limits, measured in the same run; NaN if unknown."""
+    """The device's limits as measured in this run; NaN if unknown."""
 
-    bytes_per_second: float = math.nan  # bytes read plus bytes written
-    flops_per_second: float = math.nan  # of a square matmul in the dtype of the weights
+    bytes_per_second: float = math.nan  # bytes read plus bytes written by a copy
+    flops_per_second: float = math.nan  # FLOP/s of a square matmul, in the weights' dtype
 
     @classmethod
     def read(cls, path: Path | None) -> "Bounds":
-        """Read the file of the bounds section; if it is missing or invalid, all limits are NaN."""
+        """Read the result file of the bounds section; if missing or invalid, all limits are NaN."""
         return cls(**(read_figures(path) if path is not None else {}))
 
     def floor(self, num_bytes: float, num_flops: float) -> float:

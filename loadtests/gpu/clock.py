@@ -1,4 +1,4 @@
-"""Timing of operations on a device; on CUDA, many calls are replayed from one captured graph."""
+"""Times operations on a device; on CUDA, many calls are replayed from one captured graph."""
 
 import statistics
 import time
@@ -15,14 +15,17 @@ ROUND_SECONDS = 0.02
 
 
 class Clock(Protocol):
-    """A clock that measures time on a device."""
+    """Measures time on a device."""
 
-    def mark(self) -> Any: ...  # records the current point in time
-    def seconds(self, begin: Any, end: Any) -> float: ...  # seconds between two marks
+    def mark(self) -> Any: ...  # returns the current point in time
+    def seconds(self, begin: Any, end: Any) -> float: ...  # returns the seconds between two marks
 
 
 class CudaClock:
-    """CUDA events on the current stream: a mark completes once all earlier work has completed."""
+    """Clock made of CUDA events on the current stream.
+
+    A mark is the time at which all work that was queued before it has completed.
+    """
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -35,7 +38,7 @@ class CudaClock:
 
 
 class HostClock:
-    """Wall clock of the host, for computation on the CPU."""
+    """Wall clock of the host, for work on the CPU."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -56,20 +59,20 @@ class Timing:
     median: float
     least: float
     most: float
-    captured: bool  # replayed from a CUDA graph; if False, launch overhead may be included
+    captured: bool  # timed as a CUDA graph; if False, the times may include launch overhead
 
 
 def time_calls(calls: Sequence[Call], device: torch.device) -> Timing:
     """Time an operation.
 
     Args:
-        calls: the same operation on different memory, executed in order, so that the data of all
-            calls together can exceed the caches.
+        calls: functions that run the operation on different memory. They are called one after
+            another, so that their data together can exceed the caches.
     """
     clock, (play, captured) = clock_of(device), _player(calls, device)
     play()
     repeats = max(1, round(ROUND_SECONDS / max(_seconds(clock, play, 1), 1e-7)))
-    num_rounds = NUM_ROUNDS if device.type == "cuda" else 1  # CPU runs only test the command
+    num_rounds = NUM_ROUNDS if device.type == "cuda" else 1  # a run on the CPU only tests this code
     rounds = sorted(_seconds(clock, play, repeats) / len(calls) for _ in range(num_rounds))
     return Timing(statistics.median(rounds), rounds[0], rounds[-1], captured)
 
@@ -82,7 +85,7 @@ def _seconds(clock: Clock, play: Call, repeats: int) -> float:
 
 
 def _player(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
-    """Return a function that executes all calls once, and whether it replays a CUDA graph."""
+    """Return a function that makes all calls once, and whether it replays a CUDA graph."""
 
     def all_of_them() -> None:
         for call in calls:
@@ -100,7 +103,7 @@ def _player(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
     try:
         with torch.cuda.graph(graph, stream=stream):
             all_of_them()
-    except RuntimeError:  # the operation synchronizes with the device and cannot be captured
+    except RuntimeError:  # the operation synchronizes with the host, which a capture does not allow
         torch.cuda.synchronize(device)
         return all_of_them, False
     return graph.replay, True

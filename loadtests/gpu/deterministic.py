@@ -1,7 +1,8 @@
-"""Measures the cost of `--deterministic` on the device: runs one engine with it and one without.
+"""Measures the cost of `--deterministic`: times one engine with it and one engine without it.
 
-The deterministic engine first passes the same check as at the start of a worker: the section fails
-if a chunked prompt gives other bits than the whole prompt. Times are device times, see `steps`.
+The deterministic engine must first pass the check that workers make at their start: the section
+fails if a chunked prompt and a whole prompt do not give bitwise identical results. Times are device
+times, see `steps`.
 """
 
 import statistics
@@ -34,7 +35,7 @@ ROUNDS = 3
 
 
 def make_engine(folder: Path, options: Options, load: Load, deterministic: bool) -> Engine:
-    """Create an engine with random weights, which are equal for both modes."""
+    """Create an engine with random weights; both modes get the same weights."""
     shape = SHAPES[options.model]
     config = small(shape.config) if options.small else shape.config
     decoder = random_model(folder, config, options.dtype, options.device, deterministic)
@@ -57,13 +58,16 @@ def make_engine(folder: Path, options: Options, load: Load, deterministic: bool)
 
 
 def step_seconds(engine: Engine, clock: Clock, batch: int, load: Load) -> float:
-    """Return the median time of a decode step of `batch` sequences on the device's clock."""
+    """Return the median seconds (device time) of a decode step of `batch` sequences."""
     steps = decode(engine, clock, batch, load)
     return statistics.median(clock.seconds(step.begin, step.end) for step in steps)
 
 
 def prompt_seconds(engine: Engine, clock: Clock, length: int) -> float:
-    """Return the time of one prompt of `length` tokens, alone, to its first answer token."""
+    """Return the seconds from the start of a prompt of `length` tokens to its first answer token.
+
+    The engine runs nothing else in this time.
+    """
     tokens = np.random.default_rng(length).integers(2, engine.spec.vocab_size, length).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=1)
     engine.submit(
@@ -78,7 +82,7 @@ def prompt_seconds(engine: Engine, clock: Clock, length: int) -> float:
 
 
 def measure(options: Options, load: Load, prompts: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the results, updated after each measurement."""
+    """Yield the results so far after each measurement."""
     clock, rounds = clock_of(options.device), 1 if options.small else ROUNDS
     figures: dict[str, Any] = {"about": SHAPES[options.model].about, "prices": {}, "failures": []}
     with (

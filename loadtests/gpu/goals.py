@@ -1,4 +1,4 @@
-"""Performance goals of operations, and the check whether a measurement meets them. Pure."""
+"""Performance goals of operations; checks whether a measurement meets its goal."""
 
 import math
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from penstock.loadtests.gpu.bounds import Bounds
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Performance limits of an operation; every limit that is set must be met."""
+    """Performance limits of an operation; every limit that is not None must be met."""
 
-    most_us: float | None = None  # maximum time, microseconds
+    most_us: float | None = None  # maximum time in microseconds
     least_fraction: float | None = None  # minimum fraction of the speed at the device's limits
     least_tflops: float | None = None
     least_of_peer: float | None = None  # minimum fraction of the speed of the fastest peer
-    over_plain: float | None = None  # minimum speedup over our plain variant, the peer PLAIN
+    over_plain: float | None = None  # minimum speedup over the peer PLAIN, our plain variant
 
     def __str__(self) -> str:
         limits = (
@@ -34,19 +34,19 @@ PLAIN = "ours, plain"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurement of one operation."""
+    """Measurement of one operation, and its goal."""
 
     name: str
     goal: Goal
     num_bytes: float
     num_flops: float
     seconds: float
-    captured: bool  # see `Timing`
-    peers: Mapping[str, float]  # seconds, by peer
-    absent: Mapping[str, str]  # reason, by peer that could not be measured
+    captured: bool  # timed as a CUDA graph: see `Timing`
+    peers: Mapping[str, float]  # seconds, by name of the peer
+    absent: Mapping[str, str]  # peers that could not be measured, with the reasons
 
     def figures(self, bounds: Bounds) -> dict[str, Any]:
-        """Return the measurement in JSON form."""
+        """Return the measurement as JSON values."""
         floor = bounds.floor(self.num_bytes, self.num_flops)
         rivals = {name: seconds for name, seconds in self.peers.items() if name != PLAIN}
         best = min(rivals.items(), key=lambda pair: pair[1], default=None)
@@ -66,7 +66,7 @@ class Measured:
         }
 
     def met(self, bounds: Bounds) -> bool | None:
-        """Return whether the goal was met; None if a limit of it could not be checked."""
+        """Return whether all limits of the goal are met; None if a limit could not be checked."""
         goal, floor = self.goal, bounds.floor(self.num_bytes, self.num_flops)
         rivals = [seconds for name, seconds in self.peers.items() if name != PLAIN]
         reached = (

@@ -1,6 +1,7 @@
-"""Runs the kernel tests on the device: one process per file, several in parallel.
+"""Runs the kernel tests on the device, with one process per file.
 
-Runs in parallel because compiling takes long. Files that need all device memory run alone.
+Several files run in parallel, because compiling takes long. Files that need all device memory run
+one at a time.
 """
 
 import os
@@ -21,22 +22,22 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = ("tests/kernels", "tests/workers/gpu")
 MARKS = "interpreted or gpu"
 SECONDS = 150.0  # time limit of the section
-MARGIN_SECONDS = 8.0  # part of SECONDS that is reserved for writing the results
+MARGIN_SECONDS = 8.0  # part of SECONDS reserved for writing the results
 LONGEST = ("test_deterministic.py", "test_attention.py", "test_moe.py")  # started first
-SEPARATE_FILES = ("test_on_gpu.py",)  # need all device memory
+SEPARATE_FILES = ("test_on_gpu.py",)  # files that need all device memory
 NUM_PROCESSES = max(2, min(12, (os.cpu_count() or 2) - 2))
-_NOTHING_CHOSEN = 5  # pytest's exit code if no test was selected
+_NOTHING_CHOSEN = 5  # exit code of pytest if no test was selected
 _LAST_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
 class FileRun:
-    """Result of pytest on one file."""
+    """Result of running pytest on one file."""
 
     name: str
     code: int  # exit code; -1: not started or timed out
     seconds: float
-    words: str  # output of pytest, or the reason why it did not finish
+    words: str  # output of pytest, or the reason why pytest did not finish
 
     @property
     def chosen(self) -> bool:
@@ -45,7 +46,7 @@ class FileRun:
 
     @property
     def summary(self) -> str:
-        """Last line of the output."""
+        """Last line of pytest's output."""
         return self.words.strip().splitlines()[-1] if self.words.strip() else "no output"
 
 
@@ -54,7 +55,7 @@ def files_of_tests(root: Path, folders: Sequence[str]) -> list[Path]:
 
 
 def run_file(path: Path, device: str, ends: float) -> FileRun:
-    """Run pytest on one file; stop it at time `ends` (of `time.monotonic`)."""
+    """Run pytest on one file; stop pytest at time `ends` (of `time.monotonic`)."""
     environment = {**os.environ, "PENSTOCK_TEST_DEVICE": device}
     # Triton reads TRITON_INTERPRET when a kernel's module is imported.
     environment.pop("TRITON_INTERPRET", None)
@@ -74,9 +75,9 @@ def run_file(path: Path, device: str, ends: float) -> FileRun:
 
 
 def figures_of(runs: Sequence[FileRun]) -> dict[str, Any]:
-    """Summarize the runs; ignore files without tests for a device.
+    """Summarize the runs; ignore files that have no tests for a device.
 
-    It is a failure if no file has a passed test.
+    If no test passed in any file, this is a failure, too.
     """
     chosen = [run for run in runs if run.chosen]
     failures = [
@@ -94,7 +95,7 @@ def figures_of(runs: Sequence[FileRun]) -> dict[str, Any]:
 
 
 def measure(options: Options, ends: float) -> Iterator[dict[str, Any]]:
-    """Run all files until time `ends` (of `time.monotonic`); yield the results after each."""
+    """Run all files until time `ends` (of `time.monotonic`); yield results after each file."""
     if find_spec("pytest") is None:
         yield {"failures": ["pytest is not installed: see `make gpu-carry` in docs/gpu.md"]}
         return

@@ -1,11 +1,11 @@
-"""KV transfer test: two processes on one GPU move blocks over NCCL; every byte is compared.
+"""KV transfer test: two processes on one GPU transfer blocks over NCCL; every byte is compared.
 
-NCCL refuses two ranks of a communicator on the same GPU of one host, so each process claims to be
-a separate host (NCCL_HOSTID). NCCL then uses sockets: the test checks correctness, and its speed
-is not that of two GPUs.
+NCCL refuses two ranks of a communicator on the same GPU of one host, so each process pretends to be
+a separate host (NCCL_HOSTID). NCCL then uses sockets. The test therefore checks correctness; its
+speed is not that of two GPUs.
 
-The parent process relays the values of the pair's rendezvous store between its two children, as
-JSON lines.
+The two processes exchange values of their rendezvous store as JSON lines, which their parent
+process forwards.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
 from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.kv_transfer.transport import DESTINATION, SOURCE, MirrorStore, RankPair
 
-SECONDS = 30.0  # timeout of one side for the other
+SECONDS = 30.0  # timeout of each process when it waits for the other one
 ALL_SECONDS = 36.0  # time limit of both processes, including their start
 FULL = (32, 8, 16, 128, 256)
 SMALL = (2, 2, 4, 8, 16)
@@ -38,9 +38,9 @@ SMALL = (2, 2, 4, 8, 16)
 
 
 def kv_cache(device: torch.device, small: bool, seed: int) -> torch.Tensor:
-    """Return a random cache, [layers, 2, blocks, heads, block_size, head_dim] float16.
+    """Return a random KV cache: [layers, 2, blocks, heads, block_size, head_dim] float16.
 
-    The values depend only on the seed, not on the device.
+    The values depend on the seed, but not on the device.
     """
     layers, heads, block_size, head_dim, num_blocks = SMALL if small else FULL
     shape = (layers, 2, num_blocks, heads, block_size, head_dim)
@@ -50,7 +50,7 @@ def kv_cache(device: torch.device, small: bool, seed: int) -> torch.Tensor:
 
 
 def sides_blocks(num_blocks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return random block ids at the source and the ids that they map to at the destination."""
+    """Return random block ids at the source, and the ids at the destination to receive them."""
     rng = np.random.default_rng(3)
     half = num_blocks // 2
     return (
@@ -60,7 +60,7 @@ def sides_blocks(num_blocks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
 
 
 def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
-    """Run one side: rank SOURCE sends, rank DESTINATION receives and compares."""
+    """Run one of the two processes: rank SOURCE sends, rank DESTINATION receives and compares."""
     output_lock = threading.Lock()
 
     def publish(key: str, value: bytes) -> None:
@@ -70,7 +70,7 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     store = MirrorStore(publish, SECONDS)
     threading.Thread(target=_listen, args=(sys.stdin, store), daemon=True).start()
     kv = kv_cache(device, small, seed=rank)
-    warm_up_block_moves(kv)  # as a worker does at its start
+    warm_up_block_moves(kv)  # as at the start of a worker
     rectangle = LayerHeadRange(0, kv.shape[0], 0, kv.shape[3])
     staging = KvStaging(kv, rectangle)
     sent, received = sides_blocks(kv.shape[2])
@@ -102,7 +102,7 @@ def _listen(lines: IO[str], store: MirrorStore) -> None:
 
 
 class Child:
-    """Child process of one side; it prints store values for the other side, then its results."""
+    """Child process that runs one side; prints values of its rendezvous store, then its results."""
 
     def __init__(self, rank: int, device: str, small: bool) -> None:
         environment = {
@@ -122,7 +122,7 @@ class Child:
         )
 
     def relay(self, other: "Child") -> threading.Thread:
-        """Start a thread that forwards this side's store values to `other` until this side ends."""
+        """Start a thread that forwards store values from this process to `other`."""
         thread = threading.Thread(target=self._relay, args=(other,), daemon=True)
         thread.start()
         return thread
@@ -141,7 +141,7 @@ class Child:
         assert other.process.stdin is not None
         for line in self.process.stdout:
             if not line.startswith("{"):
-                continue  # log output of NCCL
+                continue  # log line of NCCL
             message = json.loads(line)
             if "key" not in message:
                 self.figures = message
@@ -154,7 +154,7 @@ class Child:
 
 
 def measure(device: str, small: bool) -> dict[str, Any]:
-    """Run both sides and check their results."""
+    """Run both processes and check their results."""
     sides = [Child(rank, device, small) for rank in (SOURCE, DESTINATION)]
     threads = [sides[0].relay(sides[1]), sides[1].relay(sides[0])]
     ends = time.monotonic() + ALL_SECONDS

@@ -1,4 +1,4 @@
-"""Bytes that a decode step must read: the weights once, and the KV cache of its sequences."""
+"""Number of bytes that a decode step must read: all weights once, and the sequences' KV cache."""
 
 import torch
 
@@ -9,15 +9,15 @@ _EXPERTS = ".experts."
 
 
 def expected_fraction(num_experts: int, top_k: int, num_tokens: int) -> float:
-    """Return the expected fraction of experts that a batch uses, assuming uniform routing."""
+    """Return the expected fraction of experts that a batch uses if routing is uniformly random."""
     return 1 - (1 - top_k / num_experts) ** num_tokens
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, batch: int) -> float:
     """Return the weight bytes read by a step with one token of each of `batch` sequences.
 
-    Counts only the tokens' rows of the embeddings (all rows if they are tied to the head), and
-    only the expected fraction of the experts.
+    Of the embeddings, only the rows of the tokens count (all rows if they are tied to the head). Of
+    the experts, only the expected fraction counts.
     """
     total = 0.0
     for name, tensor in empty_decoder(spec, dtype, torch.device("meta")).tensors().items():
@@ -32,6 +32,6 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, batch: int) -> float:
 
 
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, batch: int, context: float) -> float:
-    """Return the bytes read by a decode step with a mean of `context` positions per sequence."""
+    """Return the bytes read by a decode step with `context` positions per sequence on average."""
     kv = batch * context * spec.kv_bytes_per_token(dtype.itemsize)
     return weight_bytes(spec, dtype, batch) + kv

@@ -17,10 +17,10 @@ WEIGHT_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model configuration with its description."""
+    """A model configuration and its description."""
 
     about: str
-    config: dict[str, Any]  # content of config.json
+    config: dict[str, Any]  # content of the model's config.json
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
@@ -78,7 +78,7 @@ SHAPES = {
 
 
 def small(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration reduced to two narrow layers."""
+    """Return a configuration with only two narrow layers."""
     narrow = {
         **config,
         **_SMALL,
@@ -98,7 +98,7 @@ def random_model(
     device: torch.device,
     deterministic: bool = False,
 ) -> Decoder:
-    """Write `config.json` into the folder and create the model with random weights."""
+    """Write `config.json` into `folder`, and create the model with random weights."""
     (folder / "config.json").write_text(json.dumps(config))
     decoder = empty_decoder(read_spec(folder), dtype, device, deterministic)
     generator = torch.Generator(device).manual_seed(0)

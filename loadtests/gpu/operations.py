@@ -1,4 +1,4 @@
-"""Times every operation that has a performance goal, against the device's limits and peers."""
+"""Times every operation that has a performance goal, and compares it with limits and peers."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +15,10 @@ from penstock.loadtests.gpu.work import Work
 
 
 def all_work(options: Options) -> Iterator[Callable[[], Iterable[Work]]]:
-    """Yield the operations by kind, so that a failure of one kind does not stop the others."""
+    """Yield one function per kind of operation; each returns the operations of its kind.
+
+    With separate functions, an error in one kind does not stop the other kinds.
+    """
     device, dtype, small = options.device, options.dtype, options.small
     yield lambda: attention_work(device, dtype, small)
     yield lambda: row_work(device, dtype, small)
@@ -24,7 +27,7 @@ def all_work(options: Options) -> Iterator[Callable[[], Iterable[Work]]]:
 
 
 def measure(options: Options, bounds: Bounds) -> Iterator[dict[str, Any]]:
-    """Yield the results, updated after each operation."""
+    """Yield the results so far after each operation."""
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     figures = {"rows": rows, "failures": failures}

@@ -1,4 +1,4 @@
-"""Command-line options of every section."""
+"""Command-line options of all sections."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of one section."""
+    """Command-line options of one section."""
 
     device: torch.device
-    json: Path  # output file for the results
-    bounds: Path | None  # result file of the bounds section
-    model: str  # key of SHAPES, for the engine sections
-    small: bool  # tiny sizes that a CPU can run, to test the command itself
+    json: Path  # output file of the section's results
+    bounds: Path | None  # result file of the bounds section; None: limits are unknown
+    model: str  # key of SHAPES; used by the engine sections
+    small: bool  # use tiny sizes, with which a CPU can test the command itself
 
     @property
     def dtype(self) -> torch.dtype:

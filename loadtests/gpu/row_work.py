@@ -30,7 +30,7 @@ def flashinfer() -> Any:
 
 
 def row_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Work]:
-    """Yield the benchmarks; each moves at least 64 MB unless `small`."""
+    """Yield the benchmarks; each reads and writes at least 64 MB unless `small`."""
     tokens, hidden = (8, 64) if small else (8192, 4096)
 
     def randn(*shape: int) -> Tensor:
@@ -64,7 +64,7 @@ def _norm(randn: Callable[..., Tensor], tokens: int, hidden: int, itemsize: int)
     return Work(
         f"RMS norm of a sum, {tokens} x {hidden}",
         STREAMS,
-        4 * tokens * hidden * itemsize,  # reads stream and x, writes stream and result
+        4 * tokens * hidden * itemsize,  # reads: stream and x; writes: stream and result
         0,
         ours,
         {"torch": by_torch, "FlashInfer": by_flashinfer},
@@ -138,9 +138,10 @@ def _gate(randn: Callable[..., Tensor], tokens: int, inner: int, itemsize: int) 
 def _moves(
     randn: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, small: bool
 ) -> Iterator[Work]:
-    """Yield gather and scatter of KV blocks: 8 heads of 128 features, 16 positions per block.
+    """Yield benchmarks of gathering and scattering KV blocks.
 
-    In bfloat16, a block has 4 KB per head and 32 KB per layer for each of K and V.
+    There are 8 heads of 128 features and 16 positions per block. In bfloat16, each of K and V has 4
+    KB per head and 32 KB per layer of a block.
     """
     layers, count = (2, 3) if small else (8, 256)
     shape = (layers, 2, 2 * count, 8, 16, 128)

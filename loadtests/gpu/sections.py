@@ -1,4 +1,4 @@
-"""Sections of a run: each is a separate process with a time limit, so failures are isolated."""
+"""Runs sections: each in a separate process with a time limit, so that failures are isolated."""
 
 import json
 import os
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_LAST_WORDS = 2000  # characters
+_LAST_WORDS = 2000  # number of characters of the output that a failure contains
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A module to run in its own process, which writes its results to the file of `--json`.
+    """A module to run in its own process; it writes its results to the file given by `--json`.
 
-    The section fails if the exit code is not 0, if it exceeds `seconds`, or if its results
-    contain `failures`.
+    The section fails if its exit code is not 0, if it takes longer than `seconds`, or if its
+    results contain `failures`.
     """
 
     name: str
@@ -33,11 +33,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a section. The figures are kept even if it failed."""
+    """Result of a section; includes the figures even if the section failed."""
 
     name: str
     seconds: float
-    failures: list[str]  # reasons; empty: the section passed
+    failures: list[str]  # reasons; []: the section passed
     figures: dict[str, Any]
 
     @property
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def run_section(section: Section, seconds_left: float) -> Outcome:
-    """Run a section within its own time limit and the remaining time of the whole run."""
+    """Run a section until its own time limit, or until the time limit of the whole run."""
     began, limit = time.monotonic(), min(section.seconds, seconds_left)
     if limit <= 0:
         return Outcome(section.name, 0.0, ["not started: no time left"], {})
@@ -65,9 +65,9 @@ def run_section(section: Section, seconds_left: float) -> Outcome:
 
 
 def _wait(command: Sequence[str], environment: Mapping[str, str], words: int, limit: float) -> str:
-    """Run a process; return the reason if it failed, else an empty string.
+    """Run a process; return "" if it succeeded, else the reason of the failure.
 
-    Kills the whole process group afterwards, so that nothing stays on the device.
+    Afterwards, its whole process group is killed, so that no process stays on the device.
     """
     process = subprocess.Popen(
         command,
@@ -93,7 +93,7 @@ def _last_words(path: Path) -> str:
 
 
 def read_figures(path: Path) -> dict[str, Any]:
-    """Return the results in a file; empty if the file is missing or invalid."""
+    """Return the results in a file; {} if the file is missing or invalid."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
@@ -101,7 +101,7 @@ def read_figures(path: Path) -> dict[str, Any]:
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
-    """Write results atomically, so that a crash leaves the previous results intact."""
+    """Write results atomically, so that after a crash the file still has the previous results."""
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(figures))
     temporary.replace(path)

@@ -1,8 +1,8 @@
-"""Times decode steps of the engine with random weights, and the idle gaps between them.
+"""Times decode steps of the engine with random weights, and the idle gaps between steps.
 
-Compares each step with the time that reading its bytes takes. Times are device times: one mark
-before the first kernel of a step and one after its last. Between the end of a step and the start
-of the next the device is idle.
+Each step is compared with the time that it takes to read its bytes. Times are device times: one
+mark before the first kernel of a step, and one after the last kernel. Between the end of a step and
+the start of the next one, the device is idle.
 """
 
 import sys
@@ -35,12 +35,12 @@ from penstock.workers.scheduling.sequence import NewSequence, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Batches of sequences that decode together."""
+    """Sizes of the batches, and lengths of their sequences."""
 
-    batches: tuple[int, ...] = (1, 16, 64, 256)  # numbers of sequences
+    batches: tuple[int, ...] = (1, 16, 64, 256)  # numbers of sequences in the measured batches
     input_len: int = 1000
     output_len: int = 96
-    num_warmups: int = 16  # first decode steps of the full batch, not measured
+    num_warmups: int = 16  # number of decode steps of the full batch before the measurement
     max_batched_tokens: int = 8192
 
 
@@ -49,7 +49,7 @@ SMALL_LOAD = Load((1, 3), 20, 12, 2, 64)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Clock marks of one step in which every sequence decodes."""
+    """Clock marks of one step in which every sequence decodes a token."""
 
     begin: Any
     end: Any
@@ -57,7 +57,7 @@ class Step:
 
 
 class Marks:
-    """Replacement for `Engine.launch` that records clock marks around every launch."""
+    """Replacement for `Engine.launch` that records clock marks before and after each launch."""
 
     def __init__(self, engine: Engine, clock: Clock, batch: int) -> None:
         self.steps: list[Step] = []
@@ -80,7 +80,7 @@ class Marks:
 def summary(steps: Sequence[Step], clock: Clock, floor: float) -> dict[str, float]:
     """Return statistics of consecutive steps: periods (end to end) and idle gaps.
 
-    `floor` is the minimum time of a step in seconds.
+    `floor` is the minimum time of a step, in seconds.
     """
     pairs = list(pairwise(steps))
     periods = np.array([clock.seconds(one.end, other.end) for one, other in pairs])
@@ -97,7 +97,7 @@ def summary(steps: Sequence[Step], clock: Clock, floor: float) -> dict[str, floa
 
 
 def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
-    """Run `batch` sequences to their ends; return the steps after warm-up in which all decode."""
+    """Decode `batch` sequences to their ends; return the measured steps, in which all decode."""
     rng = np.random.default_rng(batch)
     for number in range(batch):
         prompt = rng.integers(2, engine.spec.vocab_size, load.input_len).tolist()
@@ -126,9 +126,9 @@ def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
 
 @contextmanager
 def noted_waits(device: torch.device) -> Iterator[list[str]]:
-    """Yield a list that, on exit, gets the source lines with implicit device synchronization.
+    """Yield a list. On exit, source lines that synchronized implicitly with the device are added.
 
-    Uses the warnings of `torch.cuda.set_sync_debug_mode`.
+    The lines come from the warnings of `torch.cuda.set_sync_debug_mode`.
     """
     waits: list[str] = []
     if device.type != "cuda":
@@ -145,7 +145,7 @@ def noted_waits(device: torch.device) -> Iterator[list[str]]:
 
 
 def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, Any]]:
-    """Yield the results, updated after each batch."""
+    """Yield the results so far after each batch."""
     shape = SHAPES[options.model]
     config = small(shape.config) if options.small else shape.config
     scratch = tempfile.TemporaryDirectory(prefix="penstock-gpu-")

@@ -1,4 +1,4 @@
-"""Text report of a run."""
+"""Formats the results of a run as text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ Row = Sequence[str]
 
 
 def report(outcomes: Sequence[Outcome]) -> str:
-    """Return the report: for every section its verdict, its failures and its tables."""
+    """Return the report: each section with its verdict, its failures and its tables."""
     return "\n".join(line for outcome in outcomes for line in _section(outcome))
 
 
@@ -77,7 +77,7 @@ def _price(name: str, row: Mapping[str, float]) -> Row:
 
 
 def columns(head: Row, rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the lines of an aligned table; the first column is left-aligned.
+    """Yield the lines of an aligned table whose first column is left-aligned.
 
     Yield nothing if there are no rows.
     """

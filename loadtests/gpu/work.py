@@ -1,4 +1,4 @@
-"""A benchmark of one operation: our implementation and those of peers, on equal sizes."""
+"""A benchmark of one operation: times our implementation and its peers with the same sizes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,33 +9,33 @@ from penstock.loadtests.gpu.clock import Call, time_calls
 from penstock.loadtests.gpu.goals import Goal, Measured
 
 COLD_CACHE_BYTES = 1 << 28
-"""Bytes that one round of calls touches in total: more than any cache holds."""
+"""Number of bytes that one round of calls touches in total: more than fit in any cache."""
 
 MAX_CALLS = 16
 
 
 class Absent(Exception):
-    """A peer implementation is not available; the message says why."""
+    """A peer implementation is not available; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One row of the table of results.
+    """One operation to measure: one row of the result table.
 
-    `ours` and each of `peers` return a new call on newly allocated memory; a peer raises Absent
-    if it is not available.
+    `ours` and each of `peers` allocate new memory and return a function to time. A peer that is not
+    available raises Absent.
     """
 
     name: str
     goal: Goal
-    num_bytes: float  # minimum bytes read and written per call
-    num_flops: float  # per call
+    num_bytes: float  # minimum number of bytes read and written per call
+    num_flops: float  # FLOPs per call
     ours: Callable[[], Call]
     peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
-    warm: bool = False  # data may stay in the caches between calls
+    warm: bool = False  # True: data may stay in the caches between calls
 
     def measure(self, device: torch.device) -> Measured:
-        """Time all implementations; record failures of peers, raise our own."""
+        """Time all implementations. Failures of peers are recorded; a failure of ours is raised."""
         num_cold_calls = min(MAX_CALLS, max(1, round(COLD_CACHE_BYTES / self.num_bytes)))
         num_calls = 1 if self.warm or device.type == "cpu" else num_cold_calls
         own = time_calls(_calls(self.ours, num_calls), device)
@@ -46,7 +46,7 @@ class Work:
                 peers[name] = time_calls(_calls(make, num_calls), device).median
             except (Absent, ImportError) as error:
                 absent[name] = str(error)
-            except Exception as error:  # a failing peer must not stop the benchmark
+            except Exception as error:  # the failure of a peer must not stop the benchmark
                 absent[name] = f"{type(error).__name__}: {error}"
         return Measured(
             self.name,

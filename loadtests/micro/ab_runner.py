@@ -1,4 +1,7 @@
-"""Helpers for A/B benchmarks, which alternate (A B A B) so that other load affects both equally."""
+"""Helpers for A/B benchmarks.
+
+The two variants alternate (A B A B), so that other load on the machine affects both equally.
+"""
 
 import asyncio
 import dataclasses
@@ -23,7 +26,7 @@ SHIPPED_MODEL = Path(penstock.__file__).parent / "models" / "demo"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setup:
-    """Model and threads."""
+    """The model, the number of threads, and the output file."""
 
     model: str = option("", "checkpoint folder; default: the bundled model")
     threads: int = option(1, "threads of the directly called engine and of each worker")
@@ -39,7 +42,7 @@ class Setup:
 
 
 class MeasurementFailed(RuntimeError):
-    """The measurement gave no valid result; the message says why."""
+    """The measurement gave no valid result; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,8 +74,8 @@ def checked(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
 def steady_rate(outcomes: Sequence[Outcome]) -> float:
     """Return the tokens per second while all of these requests were decoding.
 
-    The interval starts after the last request received its second message (the first results from
-    prefill) and ends when the first request receives its last message.
+    The interval starts when each request has received at least two messages (the first contains the
+    results of prefill). It ends when the first request receives its last message.
 
     Raises:
         MeasurementFailed: a request failed, or there is no such interval.
@@ -92,7 +95,7 @@ def steady_rate(outcomes: Sequence[Outcome]) -> float:
 
 
 def whole_rate(outcomes: Sequence[Outcome]) -> float:
-    """Return the tokens per second from the first request's start to the last token."""
+    """Return the tokens per second from the start of the first request to the last token."""
     checked(outcomes)
     begin = min(outcome.start for outcome in outcomes)
     end = max(outcome.arrivals[-1] for outcome in outcomes)
@@ -102,9 +105,9 @@ def whole_rate(outcomes: Sequence[Outcome]) -> float:
 def run(
     measure: Callable[[], Coroutine[Any, Any, dict[str, Any]]], config: Any, save_json: str
 ) -> int:
-    """Run `measure`, save its results to `save_json` if not empty, and return the exit code.
+    """Run `measure`, write its results to `save_json` unless empty, and return the exit code.
 
-    The exit code is 0, 1 (the measurement failed; prints the reason) or 130 (Ctrl-C).
+    The exit code is 0, 1 (the measurement failed; the reason is printed) or 130 (Ctrl-C).
     """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,8 +1,9 @@
 """Gain of continuous over static batching: `python -m penstock.loadtests.micro.batching TRACE`.
 
-Runs only the batcher, with dummy tokens, on the answer lengths of a trace, and counts decode steps.
-All requests are queued at the start and have prompts of one token. Static mode admits a batch only
-when the previous one has completely finished, so rows of finished sequences stay idle.
+The benchmark runs only the batcher, with dummy tokens, on the answer lengths of a trace, and counts
+decode steps. All requests are queued at the start and have prompts of one token. Static mode admits
+a batch only when the previous batch has completely finished, so slots of finished sequences stay
+idle.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ class Options:
 
 
 def num_steps(lengths: Sequence[int], max_sequences: int, static: bool) -> int:
-    """Return the number of steps until answers of these lengths are complete."""
+    """Return the number of steps until all answers of these lengths are complete."""
     batcher = Batcher(
         SchedulerConfig(
             num_blocks=max_sequences * (max(lengths) // 16 + 2),
@@ -73,7 +74,7 @@ MODES = ("static", "continuous")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program = "python -m penstock.loadtests.micro.batching"
     (options,) = read_flags(program, "Static vs. continuous.", (Options,), arguments)
     config = {**dataclasses.asdict(options), "trace": Path(options.trace).name}

@@ -1,7 +1,8 @@
-"""CPU variants of a step's linear layers: `python -m penstock.loadtests.micro.cpu_linear`.
+"""Compares CPU variants of a model's linear layers.
 
-Runs all matmuls of a step of a Llama model in order. Each layer has its own weights, so that they
-do not fit into the caches. The variants alternate.
+`python -m penstock.loadtests.micro.cpu_linear` runs all matmuls of one step of a Llama model in
+order. Each layer has its own weights, so that the weights do not fit into the caches. The variants
+alternate.
 """
 
 # ruff: noqa: E402  (`tune_process` must run before torch is imported)
@@ -14,7 +15,7 @@ from typing import Any
 
 from penstock.workers.rank.process_tuning import tune_process
 
-tune_process()  # before torch is imported
+tune_process()  # must run before torch is imported
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ def variants() -> dict[str, Variant]:
 
 
 def seconds(products: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor]) -> float:
-    """Return the seconds for all linear layers, one after another."""
+    """Run all linear layers once, one after another, and return the seconds."""
     begin = time.perf_counter()
     for product, x in zip(products, inputs, strict=True):
         product(x)
@@ -89,7 +90,7 @@ async def _measure(load: Load) -> dict[str, Any]:
     made = {name: [variant(weight) for weight in weights] for name, variant in variants().items()}
     found = {}
     for rows in map(int, load.rows):
-        # The LM head computes only the last row of each prompt, so few if there are many rows.
+        # The LM head gets only the last token of each prompt, so few rows even in large steps.
         counts = [rows] * (len(weights) - 1) + [min(rows, 64)]
         given = list(zip(counts, weights, strict=True))
         inputs = [torch.randn(count, weight.shape[1]) for count, weight in given]
@@ -108,7 +109,7 @@ async def _measure(load: Load) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program = "python -m penstock.loadtests.micro.cpu_linear"
     try:
         (load,) = read_flags(program, "Variants of linear layers.", (Load,), arguments)

@@ -1,7 +1,7 @@
-"""CPU operations: compares the variant used in serving with alternatives.
+"""Compares the CPU operations that are used in serving with alternatives.
 
-`python -m penstock.loadtests.micro.cpu_ops`. Uses one thread and reports the minimum CPU time per
-call; the variants of an operation alternate in one process. Fails if their results differ.
+`python -m penstock.loadtests.micro.cpu_ops` uses one thread and reports the minimum CPU time per
+call. The variants of an operation alternate in one process. The run fails if their results differ.
 """
 
 import argparse
@@ -30,16 +30,16 @@ Call = Callable[[], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation with its variants."""
+    """An operation and the variants to compare."""
 
     name: str
-    variants: dict[str, Call]  # by name; the first is the one used in serving
+    variants: dict[str, Call]  # by name; the first variant is the one used in serving
 
 
 def attention(name: str, lengths: Sequence[tuple[int, int]]) -> Operation:
-    """Return attention of one layer with 12 query heads and 4 KV heads of 64 features.
+    """Return the variants of attention for one layer: 12 query heads, 4 KV heads, 64 features each.
 
-    `lengths` are (new tokens, context length) of each sequence.
+    `lengths` has a pair (new tokens, context length) for each sequence.
     """
     starts = np.cumsum([0, *(new for new, _ in lengths)]).astype(np.int32)
     contexts = np.array([context for _, context in lengths], np.int32)
@@ -213,9 +213,9 @@ def operations(small: bool) -> Iterator[Operation]:
 
 
 def least_ms(operation: Operation, rounds: int) -> dict[str, float]:
-    """Compare the results of all variants, then return the minimum CPU time of each over `rounds`.
+    """Return the minimum CPU time of each variant in milliseconds, over `rounds` calls.
 
-    Raises AssertionError if the results differ.
+    Raises AssertionError if the results of the variants differ.
     """
     calls = operation.variants
     first, *others = (call().clone() for call in calls.values())

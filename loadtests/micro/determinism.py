@@ -1,8 +1,8 @@
-"""Cost of `--deterministic`: runs one engine with it and one without, alternating.
+"""Measures the cost of `--deterministic`: one engine runs with it and one without it, alternating.
 
 `python -m penstock.loadtests.micro.determinism` runs a batch of requests, a single request and a
-long prompt on two engines in this process; the engines take turns at going first. Prints the ratio
-of the deterministic engine's time to the other's per round.
+long prompt on both engines in this process. The engines take turns in going first. For each round,
+the ratio of the deterministic engine's time to the other engine's time is computed.
 """
 
 # ruff: noqa: I001  (`micro.engine` must be imported first: it tunes the process before torch)
@@ -27,7 +27,7 @@ from penstock.workers.engine.engine import Engine
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """Settings; the model is a random Llama with 125 million parameters."""
+    """Settings of the measurement; the model is a random Llama with 125 million parameters."""
 
     threads: int = option(2, "threads of each engine; one engine computes at a time")
     rounds: int = option(5, "measured rounds, after one warm-up round")
@@ -40,12 +40,12 @@ class Options:
     save_json: str = option("", "write the results to this file")
 
 
-# Name, batch size, engine options, and the function that selects the time of a round.
+# Name, batch size, settings, and the function that takes the time to compare from a round.
 Cell = tuple[str, int, one.Options, Callable[[one.RoundTimes], float]]
 
 
 def cells(options: Options) -> list[Cell]:
-    """Return the cells to measure."""
+    """Return the measurements to make on both engines."""
     batched = one.Options(
         input_len=options.input_len, output_len=options.output_len, cpu_time=options.cpu_time
     )
@@ -64,7 +64,7 @@ def _step(times: one.RoundTimes) -> float:
 
 
 def run_round(engines: Sequence[Engine], wanted: Sequence[Cell], number: int) -> dict[str, float]:
-    """Return for each cell the ratio of the second engine's time to the first's."""
+    """Run all cells once; return for each cell the second engine's time divided by the first's."""
     measured: dict[tuple[int, int], list[one.RoundTimes]] = {}
     ratios = {}
     for name, batch, cell_options, seconds in wanted:
@@ -110,7 +110,7 @@ async def _measure(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program = "python -m penstock.loadtests.micro.determinism"
     about = "Cost of --deterministic: runs one engine with it and one without, alternating."
     (options,) = read_flags(program, about, (Options,), arguments)

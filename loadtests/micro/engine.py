@@ -1,9 +1,9 @@
-"""Speed of one engine relative to the machine's limits measured at the same time.
+"""Measures the speed of one engine relative to the machine's limits at the same time.
 
-`python -m penstock.loadtests.micro.engine` runs a batch of requests and then a single request on
-an engine in this process. Alternates with measurements of matmul rate and memory bandwidth, and
-reports the fractions of these limits that the engine reaches. `--cpu-time` uses the CPU time of
-this thread, for machines with other load.
+`python -m penstock.loadtests.micro.engine` runs a batch of requests and then a single request on an
+engine in this process. These runs alternate with measurements of matmul rate and memory bandwidth,
+and the results are the fractions of these limits that the engine reaches. With `--cpu-time`, the
+CPU time of this thread is used, for machines with other load.
 """
 
 # ruff: noqa: E402  (`tune_process` must run before torch is imported)
@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.workers.rank.process_tuning import tune_process
 
-tune_process()  # before torch is imported
+tune_process()  # must run before torch is imported
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """Settings; the model is a random Llama with 125 million parameters."""
+    """Settings of the measurement; the model is a random Llama with 125 million parameters."""
 
     threads: int = option(2, "threads of the engine")
     rounds: int = option(5, "measured rounds, after one warm-up round")
@@ -54,7 +54,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """The machine's limits, as just measured."""
+    """The machine's limits, measured just before a round."""
 
     flops: float  # FLOP/s of one large float32 matmul
     bytes: float  # bytes per second read from memory
@@ -62,15 +62,15 @@ class Limits:
 
 @dataclasses.dataclass(slots=True)
 class RoundTimes:
-    """Times of one run of a batch."""
+    """Times of one run of a batch, in seconds."""
 
-    seconds: float = 0.0  # whole run
+    seconds: float = 0.0  # duration of the whole run
     decode_steps: list[float] = dataclasses.field(default_factory=list)  # seconds per step
     prefill_seconds: float = 0.0  # sum over the steps that computed prompt tokens
 
 
 def measure_limits(clock: Callable[[], float], seconds: float = 0.5) -> Limits:
-    """Measure both limits: the best of repeated runs within `seconds` for each."""
+    """Measure both limits: the fastest of all calls within `seconds` for each limit."""
     a, b = torch.randn(1024, 2048), torch.randn(2048, 2048)
     memory = torch.ones(64 << 20)
     product = _fastest(lambda: torch.mm(a, b), clock, seconds)
@@ -113,7 +113,7 @@ def run_round(engine: Engine, options: Options, batch: int, seed: int) -> RoundT
 
 @dataclasses.dataclass(slots=True)
 class Figures:
-    """Measured values by name, one per round."""
+    """Measured values by name; each list has one value per round."""
 
     values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
@@ -166,7 +166,7 @@ async def _measure(options: Options) -> dict[str, Any]:
         )
         engine = Engine(config)
     engine.warm_up()
-    engine.cache.data.zero_()  # so that first-write page faults do not occur in a measured run
+    engine.cache.data.zero_()  # no first-write page faults in measured runs
     figures = Figures()
     for number in range(options.rounds + 1):
         limits = measure_limits(options.clock)
@@ -181,7 +181,7 @@ async def _measure(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program = "python -m penstock.loadtests.micro.engine"
     about = "Speed of one engine relative to this machine's limits."
     (options,) = read_flags(program, about, (Options,), arguments)

@@ -1,4 +1,4 @@
-"""Direct calls of the engine in this process: the baseline for measurements of the whole path."""
+"""Calls the engine directly in this process: the baseline for measurements of `penstock serve`."""
 
 import time
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 
 class EngineClient:
-    """An engine configured like that of a worker, called without router, stream or Ray."""
+    """An engine configured as in a worker, but called without router, gRPC stream or Ray."""
 
     def __init__(self, model: Path, threads: int) -> None:
         self._engine = Engine(WorkerConfig(name="direct", model=model, threads=threads))
@@ -23,7 +23,7 @@ class EngineClient:
         return self._engine.spec.vocab_size
 
     def prefill(self, prompt: list[int]) -> float:
-        """Return the seconds from submitting a prompt (token ids) to its first token."""
+        """Return the seconds from submitting a prompt (token ids) to its first answer token."""
         return self.run([prompt], 1)[0].ttft
 
     def run(self, prompts: Sequence[list[int]], output_len: int) -> list[Outcome]:

@@ -1,8 +1,8 @@
-"""Throughput of the first burst of requests after a server is ready, relative to later bursts.
+"""Throughput of the first requests after a server is ready, relative to later requests.
 
-`python -m penstock.loadtests.micro.first_burst`: every round starts a new server and sends it
-bursts of concurrent requests as soon as it is ready. A ratio of 1 means that a ready server is
-fully warmed up; the ratio of later bursts shows the noise.
+`python -m penstock.loadtests.micro.first_burst` starts a new server in every round and sends it
+bursts of concurrent requests as soon as it is ready. If the first burst is as fast as the second
+one, a ready server is fully warmed up. The ratio of the second to the third burst shows the noise.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from penstock.loadtests.micro.server import serving
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bursts:
-    """Requests of a round."""
+    """Requests of a round, and the number of rounds."""
 
     rounds: int = option(5, "number of servers to start, one after another")
     bursts: int = option(3, "bursts per server; at least 3")
@@ -32,10 +32,10 @@ class Bursts:
 
 
 async def burst_rates(setup: Setup, bursts: Bursts) -> tuple[list[float], float]:
-    """Start a server and send it all bursts.
+    """Start a server and send all bursts to it.
 
     Returns:
-        Tokens per second of each burst, from its first request to its last token, and the seconds
+        Tokens per second of each burst, from its first request to its last token; and the seconds
         from the start of the server until it was ready.
     """
     rates = []
@@ -80,7 +80,7 @@ async def _measure(setup: Setup, bursts: Bursts) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program = "python -m penstock.loadtests.micro.first_burst"
     about = "Throughput of the first burst after a server is ready, relative to later ones."
     setup, bursts = read_flags(program, about, (Setup, Bursts), arguments)

@@ -1,8 +1,9 @@
-"""Idle time between two steps of the engine: `python -m penstock.loadtests.micro.gaps`.
+"""Measures the idle time between two steps of the engine.
 
-Measures the time from sampling of one step to the model's start in the next, while a fixed number
-of sequences decodes. Alternates between two modes: steps one by one, and overlap stepping as in a
-worker, where each step is planned while the previous one computes.
+`python -m penstock.loadtests.micro.gaps` measures the time from sampling in one step to the start
+of the model in the next step, while a fixed number of sequences decodes. It alternates between two
+modes: steps one by one, and overlap stepping as in a worker, where each step is planned while the
+previous step is in flight.
 """
 
 import dataclasses
@@ -23,12 +24,12 @@ from penstock.workers.engine.engine import Engine, StepResult
 from penstock.workers.engine.stepper import OverlapStepper
 from penstock.workers.scheduling.sequence import NewSequence
 
-_NUM_WARMUPS = 4  # first steps of a run, not counted
+_NUM_WARMUPS = 4  # number of first steps of a run that are not counted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """Load."""
+    """Sequences of a run, and the number of runs."""
 
     concurrency: int = option(16, "number of sequences")
     input_len: int = option(64, "prompt tokens of each sequence")
@@ -37,13 +38,13 @@ class Load:
 
 
 class StepGaps:
-    """Runs an engine until all sequences have finished, and records step times and gaps."""
+    """Runs an engine until all sequences have finished, and records gaps and step times."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._began = time.perf_counter()
-        self.gaps: list[float] = []  # seconds per step
-        self.steps: list[float] = []  # seconds from the end of a step to the end of the next
+        self.gaps: list[float] = []  # idle seconds before each step
+        self.steps: list[float] = []  # seconds, each from the end of a step to the end of the next
 
     def note(self, result: StepResult) -> None:
         now = time.perf_counter()
@@ -71,7 +72,7 @@ class StepGaps:
 def run_round(
     engine: Engine, prompts: Prompts, load: Load, round_index: int, kind: str
 ) -> StepGaps:
-    """Run `load.concurrency` new prompts to completion in mode `kind`."""
+    """Run `load.concurrency` new prompts to completion in the mode `kind`."""
     params = SamplingParams(temperature=0.0, max_tokens=load.output_len)
     for i in range(load.concurrency):
         number = round_index * load.concurrency + i
@@ -83,7 +84,7 @@ def run_round(
 
 
 def figures(rounds: Sequence[StepGaps]) -> dict[str, Any]:
-    """Summarize runs: gap percentiles over all steps, quantiles of idle fraction and step time."""
+    """Summarize runs: percentiles of the gaps, quantiles of idle fraction and step time."""
     gaps = np.concatenate([each.gaps[_NUM_WARMUPS:] for each in rounds])
     fractions = [sum(each.gaps[_NUM_WARMUPS:]) / sum(each.steps[_NUM_WARMUPS:]) for each in rounds]
     means = [float(np.mean(each.steps[_NUM_WARMUPS:])) * 1000 for each in rounds]
@@ -114,7 +115,7 @@ async def _measure(setup: Setup, load: Load) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program = "python -m penstock.loadtests.micro.gaps"
     setup, load = read_flags(program, "Time between two steps.", (Setup, Load), arguments)
     config = {**dataclasses.asdict(setup), **dataclasses.asdict(load)}

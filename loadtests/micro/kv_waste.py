@@ -1,7 +1,8 @@
 """Unused fraction of allocated KV memory: `python -m penstock.loadtests.micro.kv_waste TRACE`.
 
-Runs only the batcher, with dummy tokens, under full load: submits the requests of a trace in order
-whenever fewer than 4 are queued. After every step counts the unwritten slots of used blocks.
+The benchmark runs only the batcher, with dummy tokens, under full load: it submits the requests of
+a trace in order whenever fewer than 4 are queued. After every step it counts the slots of used
+blocks that have not been written.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.sequence import NewSequence
 
 _DRAWN = 7
-_CHECK_EVERY = 256  # steps between checks of all block reference counts
+_CHECK_EVERY = 256  # number of steps between checks of all block reference counts
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,12 +42,12 @@ class Options:
 
 @dataclasses.dataclass(slots=True)
 class Waste:
-    """Slot counts, summed over all steps."""
+    """Numbers of slots, summed over all steps."""
 
     steps: int = 0
-    unwritten: int = 0  # slots of used blocks without data
-    allocated: int = 0  # slots of used blocks
-    most: float = 0.0  # largest unwritten fraction of any step
+    unwritten: int = 0  # slots of used blocks that have no data
+    allocated: int = 0  # all slots of used blocks
+    most: float = 0.0  # largest fraction of unwritten slots in any step
 
     def note(self, load: WorkerLoad, block_size: int) -> None:
         allocated = load.used_blocks * block_size
@@ -62,7 +63,7 @@ class Waste:
 
 
 def sequences(rows: Sequence[TraceRow], max_model_len: int) -> Iterator[NewSequence]:
-    """Yield the requests of the trace; prompts share the prefixes given by the trace's blocks."""
+    """Yield the requests of the trace; prompts share prefixes as given by the trace's blocks."""
     for number, row in enumerate(rows):
         blocks = row.blocks or (number,)
         draws = [np.random.default_rng(block).integers(0, 32_000, TRACE_BLOCK) for block in blocks]
@@ -74,7 +75,7 @@ def sequences(rows: Sequence[TraceRow], max_model_len: int) -> Iterator[NewSeque
 
 
 def measure(rows: Sequence[TraceRow], options: Options) -> Waste:
-    """Run all requests to completion.
+    """Run all requests to completion, and count slots after every step.
 
     Raises AssertionError if the batcher's consistency check fails.
     """
@@ -116,7 +117,7 @@ async def _measure(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program = "python -m penstock.loadtests.micro.kv_waste"
     (options,) = read_flags(program, "Unused allocated KV memory.", (Options,), arguments)
     config = {**dataclasses.asdict(options), "trace": Path(options.trace).name}

@@ -1,7 +1,8 @@
-"""Overhead of the whole path in TTFT: `python -m penstock.loadtests.micro.overhead`.
+"""Measures how much router, worker service and network add to the engine's TTFT.
 
-Sends one request at a time: the overhead is the client's TTFT through `penstock serve`, minus the
-time of the engine called directly in this process for the same prompt. The two alternate.
+`python -m penstock.loadtests.micro.overhead` sends one request at a time. The overhead is the
+client's TTFT through `penstock serve`, minus the time of the engine for the same prompt when it is
+called directly in this process. The two measurements alternate.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ _SEED = 0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests."""
+    """Number and lengths of the requests."""
 
     num_requests: int = option(50, "number of requests for each API")
     input_len: int = option(128, "prompt tokens")
@@ -36,8 +37,8 @@ class Requests:
 class RoundTimes:
     """Times of each request in milliseconds, in the order of sending."""
 
-    ttft: list[float] = dataclasses.field(default_factory=list)  # through the whole path
-    prefill: list[float] = dataclasses.field(default_factory=list)  # in the engine alone
+    ttft: list[float] = dataclasses.field(default_factory=list)  # through `penstock serve`
+    prefill: list[float] = dataclasses.field(default_factory=list)  # engine called directly
 
     def without(self, count: int) -> "RoundTimes":
         """Return these times without the first `count` requests."""
@@ -47,7 +48,7 @@ class RoundTimes:
         return [whole - bare for whole, bare in zip(self.ttft, self.prefill, strict=True)]
 
     def figures(self) -> dict[str, Any]:
-        """Return the quantiles of both times and of their difference per request."""
+        """Return the quantiles of both times, and of their difference for each request."""
         columns = {"added_ms": self.added(), "ttft_ms": self.ttft, "prefill_ms": self.prefill}
         return {name: dataclasses.asdict(Quantiles.of(values)) for name, values in columns.items()}
 
@@ -77,7 +78,7 @@ def _clients(server: Running) -> dict[str, Client]:
 async def _run_rounds(
     clients: dict[str, Client], engine: EngineClient, prompts: Prompts, requests: Requests
 ) -> dict[str, RoundTimes]:
-    """Alternate between sending a request and computing its prompt directly; drop warm-ups."""
+    """Alternately send a request and run its prompt on the engine directly; drop the warm-ups."""
     times = {name: RoundTimes() for name in clients}
     for client in clients.values():
         await client.describe()
@@ -98,7 +99,7 @@ def _print(name: str, times: RoundTimes) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program, about = (
         "python -m penstock.loadtests.micro.overhead",
         "Overhead of the whole path in TTFT.",

@@ -1,8 +1,8 @@
-"""Latency of step plans from rank 0 to the followers.
+"""Measures the latency of step plans from rank 0 to the followers.
 
 `python -m penstock.loadtests.micro.plan_latency` measures the time from before rank 0 encodes a
-plan until the last follower has decoded it; each rank is a process. Alternates between shared
-memory and gloo over loopback, which is used between nodes.
+plan until the last follower has decoded the plan; each rank is a process. It alternates between two
+transports: shared memory, and gloo over loopback (the transport between nodes).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from penstock.workers.parallel.step_codec import decode, encode, max_plan_bytes
 from penstock.workers.scheduling.sequence import StepPlan
 
 _HOST = "127.0.0.1"
-_NUM_WARMUPS = 20  # first plans, not counted
+_NUM_WARMUPS = 20  # number of first plans that are not counted
 _SECONDS = 60.0
 _TRANSPORTS = ("shared memory", "gloo")
 
@@ -42,7 +42,7 @@ class Load:
 
 
 def make_plan(load: Load, number: int) -> StepPlan:
-    """Return a plan that decodes all sequences, with blocks of 16 tokens."""
+    """Return a plan for a decode step of all sequences, with blocks of 16 tokens."""
     ones = np.ones(load.sequences, np.int32)
     return StepPlan(
         number=number,
@@ -58,7 +58,7 @@ def make_plan(load: Load, number: int) -> StepPlan:
 
 
 def follow(pipe: Connection, address: str, load: Load, rank: int, way: str) -> None:
-    """Run a follower: receive all plans and send back the monotonic time after each decode."""
+    """Run a follower: receive all plans, then send the monotonic time at which each was decoded."""
     node = "near" if way == _TRANSPORTS[0] else f"node {rank}"
     reader = connect_plan_reader(RemoteStore(address, None), rank, load.followers + 1, node, _HOST)
     pipe.send("ready")
@@ -70,7 +70,7 @@ def follow(pipe: Connection, address: str, load: Load, rank: int, way: str) -> N
 
 
 def run_round(load: Load, way: str) -> list[float]:
-    """Return the seconds that each plan took to the slowest follower."""
+    """Return the latency of each plan in seconds, up to the slowest follower."""
     rendezvous = RendezvousServer(_HOST, None, load.followers + 1)
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -114,7 +114,7 @@ async def _measure(load: Load) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program = "python -m penstock.loadtests.micro.plan_latency"
     (load,) = read_flags(program, "Latency of step plans to followers.", (Load,), arguments)
     return run(lambda: _measure(load), dataclasses.asdict(load), load.save_json)

@@ -1,4 +1,4 @@
-"""A Llama checkpoint with random weights, for measurements of speed."""
+"""Writes a Llama checkpoint with random weights, for speed measurements."""
 
 import json
 from dataclasses import dataclass

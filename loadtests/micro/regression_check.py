@@ -1,8 +1,9 @@
 """Performance regression check: measures a few ratios and compares them with recorded values.
 
-`python -m penstock.loadtests.micro.regression_check` prints the change of each ratio and exits with
-1 if one got worse; `--record` records the current values instead. Uses ratios instead of times:
-both sides of a ratio are measured alternately in one run, so other load affects both.
+`python -m penstock.loadtests.micro.regression_check` prints the change of each ratio, and exits
+with 1 if one got worse. With `--record`, the current values are recorded instead. The check uses
+ratios, not times: both sides of a ratio are measured alternately in one run, so other load affects
+both.
 """
 
 import asyncio
@@ -44,9 +45,9 @@ RATIOS = {
     "scheduler": "fixed amount of numpy work / batcher step of 256 sequences (CPU time)",
     "path": "decode through `penstock serve` / engine alone (tokens/s)",
 }
-"""Descriptions of the ratios; for all of them, more is better."""
+"""Descriptions of the ratios; for each ratio, higher is better."""
 
-_RUNS_TO_RECORD = 3  # runs differ more from each other than rounds within a run
+_RUNS_TO_RECORD = 3  # several, because values vary more between runs than within a run
 _ROUNDS = 7
 _SEQUENCES, _SCHEDULED, _PROMPT, _ANSWER, _LONG = 16, 256, 64, 48, 1024
 _PRODUCT = 512, 1024  # matmul [rows, width] x [width, width]
@@ -63,7 +64,7 @@ class CheckOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RatioChange:
-    """One ratio, as recorded and as measured now."""
+    """One ratio: the recorded values and the values measured now."""
 
     name: str
     before: Quantiles
@@ -71,12 +72,12 @@ class RatioChange:
 
     @property
     def by(self) -> float:
-        """Relative change of the median; negative: worse."""
+        """Relative change of the median; negative if the ratio got worse."""
         return self.now.median / self.before.median - 1
 
     @property
     def worse(self) -> bool:
-        """True if it decreased and each median is outside the other's 10-90% range."""
+        """True if the ratio decreased, and each median is outside the other's 10-90% range."""
         return self.now.median < self.before.low and self.before.median > self.now.high
 
     def __str__(self) -> str:
@@ -88,7 +89,7 @@ class RatioChange:
 
 
 def compare(before: dict[str, list[float]], now: dict[str, list[float]]) -> list[RatioChange]:
-    """Return the change of each ratio that is in both."""
+    """Return the change of each ratio that is in both `before` and `now`."""
     return [
         RatioChange(name, Quantiles.of(before[name]), Quantiles.of(now[name]))
         for name in RATIOS
@@ -97,7 +98,7 @@ def compare(before: dict[str, list[float]], now: dict[str, list[float]]) -> list
 
 
 def measure(threads: int) -> dict[str, list[float]]:
-    """Measure all ratios in one short run; return one value per round."""
+    """Measure all ratios in one short run; return one value per round for each ratio."""
     engine, cost = EngineClient(SHIPPED_MODEL, threads), Cost.of(SHIPPED_MODEL)
     prompts = Prompts(ordinary_tokens(engine.vocab_size), seed=0)
     steps = _scheduler_steps()
@@ -107,12 +108,12 @@ def measure(threads: int) -> dict[str, list[float]]:
         first = round_number * (_SEQUENCES + 1)
         tokens = [_prompt(prompts, first + n, _PROMPT) for n in range(_SEQUENCES)]
         decoded = steady_rate(engine.run(tokens, _ANSWER))
-        # Leaves out the attention FLOPs, which grow by a few percent over an answer.
+        # Without the FLOPs of attention, which grow by only a few percent during an answer.
         decode = decoded * 2 * (cost.body + cost.head) / product
         long = engine.prefill(_prompt(prompts, first + _SEQUENCES, _LONG))
         prefill = cost.prefill(_LONG) / long / product
         scheduler = _numpy_seconds() / steps()
-        if round_number:  # the first is a warm-up
+        if round_number:  # round 0 is a warm-up
             for name, value in zip(ratios, (decode, prefill, scheduler), strict=True):
                 ratios[name].append(value)
     return {**ratios, "path": _path(threads)}
@@ -123,7 +124,7 @@ def _prompt(prompts: Prompts, number: int, length: int) -> list[int]:
 
 
 def _path(threads: int) -> list[float]:
-    """Return the ratio of whole path to engine alone per round, as measured by `throughput`."""
+    """Return decode throughput through `penstock serve` relative to the engine alone, per round."""
     requests = throughput.Requests(rounds=_ROUNDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         path, direct = runner.run(throughput.measure_rounds(Setup(threads=threads), requests))
@@ -149,7 +150,7 @@ def _numpy_seconds() -> float:
 
 
 def _scheduler_steps() -> Callable[[], float]:
-    """Return a function that measures the CPU time of a decode step: plan and commit."""
+    """Return a function that measures the CPU time of planning and committing a decode step."""
     length = 4096
     limits = SchedulerConfig(
         num_blocks=_SCHEDULED * (length // 16 + 1),
@@ -175,7 +176,10 @@ def _scheduler_steps() -> Callable[[], float]:
 
 
 def _least(work: Callable[[], Any], count: int, clock: Callable[[], float]) -> float:
-    """Return the 10th percentile of `count` times, in seconds: the cost without disturbance."""
+    """Call `work` `count` times; return the 10th percentile of its durations in seconds.
+
+    Disturbed calls are slower, so they do not change the 10th percentile.
+    """
     taken = []
     for _ in range(count):
         began = clock()
@@ -185,7 +189,7 @@ def _least(work: Callable[[], Any], count: int, clock: Callable[[], float]) -> f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then record or compare; return 0, 1 (a ratio got worse, or an error) or 130."""
+    """Measure, then record or compare; return 0, 1 (error, or a ratio got worse) or 130."""
     about = "Measure a few performance ratios and report which got worse."
     (guard,) = read_flags(PROGRAM, about, (CheckOptions,), arguments)
     try:

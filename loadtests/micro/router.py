@@ -1,9 +1,10 @@
-"""Cost of workers at one router: `python -m penstock.loadtests.micro.router`.
+"""Measures the cost of additional workers at one router.
 
-Runs one real router process and stub workers in other processes, which use the real worker
-protocol. Sends requests at the same rate with few and with many workers, and reports the router's
-memory, CPU time and added latency for each number of workers. Token ids encode the time at which
-they were generated, and stubs answer immediately, so only the router and its connections count.
+`python -m penstock.loadtests.micro.router` runs one real router process, and stub workers in other
+processes, which use the real worker protocol. It sends requests at the same rate with few and with
+many workers, and reports the router's memory, CPU time and added latency for each number of
+workers. Token ids encode the time at which they were generated, and stub workers answer
+immediately, so the latencies are those of the router and its connections only.
 """
 
 import asyncio
@@ -57,14 +58,14 @@ class FanIn:
 class Received:
     """Latencies measured by the clients, in seconds."""
 
-    first: list[float] = dataclasses.field(default_factory=list)  # from sending to the first token
+    first: list[float] = dataclasses.field(default_factory=list)  # until the first token
     ages: list[float] = dataclasses.field(default_factory=list)  # per token, since its generation
     num_failed: int = 0
 
 
 @dataclasses.dataclass(slots=True)
 class CpuUsage:
-    """CPU usage of a process over an interval."""
+    """CPU usage of a process since `start`."""
 
     process: psutil.Process
     cpu: float = 0.0
@@ -74,7 +75,7 @@ class CpuUsage:
         self.cpu, self.began = self._used(), time.perf_counter()
 
     def utilization(self) -> float:
-        """Return the CPU usage since `start`; 1 is one full core."""
+        """Return the mean number of cores that the process used since `start`."""
         return (self._used() - self.cpu) / (time.perf_counter() - self.began)
 
     def _used(self) -> float:
@@ -115,7 +116,7 @@ async def stub_workers(count: int, fan: FanIn) -> AsyncIterator[dict[str, str]]:
 
 
 async def until_ready(router: StandaloneRouter, count: int) -> float:
-    """Wait until all workers are ready at the router; return the seconds that it took."""
+    """Wait until all workers are ready at the router; return the seconds of waiting."""
     began = time.perf_counter()
     while time.perf_counter() - began < _READY_SECONDS:
         status = await asyncio.to_thread(fetch, router.http, None)
@@ -188,7 +189,7 @@ async def measure_one(count: int, fan: FanIn) -> dict[str, Any]:
 
 
 async def measure(fan: FanIn) -> dict[str, Any]:
-    """Measure and print one row per number of workers."""
+    """Measure each number of workers, and print a row of results for each."""
     print(
         f"{fan.rate:g} requests per second, {fan.input_len} tokens in, {fan.output_len} out, "
         f"steps of {fan.step_ms:g} ms\n"
@@ -213,7 +214,7 @@ async def measure(fan: FanIn) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program, about = "python -m penstock.loadtests.micro.router", "Cost of workers at one router."
     (fan,) = read_flags(program, about, (FanIn,), arguments)
     if not all(text.isdecimal() and int(text) for text in fan.workers):

@@ -1,9 +1,10 @@
-"""CPU time of a router per streamed token: `python -m penstock.loadtests.micro.router_cpu`.
+"""Measures the CPU time of a router per streamed token.
 
-One real router process, one stub worker without a model and 64 concurrent streams, over HTTP and
-over gRPC, in turns. In the same turns a bare grpc.aio server without Penstock's code sends the same
-replies at the same rate: the router's time over gRPC is reported as a multiple of its time. All
-figures are CPU time of the server process, so that other work on the machine matters little.
+`python -m penstock.loadtests.micro.router_cpu` runs one real router process, one stub worker
+without a model and 64 concurrent streams, alternating between HTTP and gRPC. In every round, a bare
+grpc.aio server without Penstock's code also sends the same replies at the same rate. The router's
+CPU time over gRPC is reported as a multiple of the bare server's CPU time. CPU time of the server
+process is used, so that other load on the machine matters little.
 """
 
 import asyncio
@@ -79,7 +80,7 @@ async def grpc_load(address: str, streams: int, output_len: int) -> int:
 
 
 class _BareServer(inference_pb2_grpc.InferenceServicer):
-    """A server that sends one token per tick to each stream."""
+    """A bare gRPC server that sends one token per tick to each stream."""
 
     def __init__(self, step_seconds: float) -> None:
         self._tick = asyncio.Event()
@@ -120,7 +121,7 @@ async def _serve_bare(step_seconds: float) -> None:
 
 @asynccontextmanager
 async def bare_server(step_ms: float) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """Run the bare server in its own process; yield the process and its address."""
+    """Run the bare server in its own process; yield the process and the server's address."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "penstock.loadtests.micro.router_cpu", "serve-bare", str(step_ms)),
         stdin=asyncio.subprocess.PIPE,
@@ -136,7 +137,7 @@ async def bare_server(step_ms: float) -> AsyncIterator[tuple[asyncio.subprocess.
 
 
 async def _cpu_per_token(pid: int, load: Awaitable[int], expected: int) -> float:
-    """Return the CPU seconds of a process per token while a load runs."""
+    """Run `load`; return the CPU seconds per token that the process used in that time."""
     process = psutil.Process(pid)
     before = process.cpu_times()
     count = await load
@@ -147,7 +148,7 @@ async def _cpu_per_token(pid: int, load: Awaitable[int], expected: int) -> float
 
 
 async def measure(options: Options) -> dict[str, Any]:
-    """Measure HTTP, gRPC and the bare server in turns; print a row per round."""
+    """Measure HTTP, gRPC and the bare server alternately, and print a row of results per round."""
     num_tokens = options.streams * options.output_len
     fan = FanIn(step_ms=options.step_ms, processes=1)
     rows: list[dict[str, float]] = []
@@ -180,7 +181,7 @@ async def measure(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["serve-bare"]:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -26,17 +26,17 @@ _OWN_PORTS = "PENSTOCK_FREE_PORTS"
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start or exited; the message contains the end of its output."""
+    """The server did not start, or it exited; the message contains the end of its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that is ready."""
+    """A server that is ready for requests."""
 
     grpc_address: str  # host:port
     http_address: str  # http://host:port
     pid: int
-    ready_seconds: float  # time from its start until it was ready
+    ready_seconds: float  # seconds from its start until it was ready
 
 
 @asynccontextmanager
@@ -49,7 +49,7 @@ async def serving(arguments: Sequence[str]) -> AsyncIterator[Running]:
         output_path = Path(folder) / "output"
         began = time.perf_counter()
         with output_path.open("wb") as output:
-            # In a new session, so that Ctrl-C in the terminal interrupts only this process.
+            # In its own session, so that Ctrl-C in the terminal does not interrupt the server.
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -63,7 +63,7 @@ async def serving(arguments: Sequence[str]) -> AsyncIterator[Running]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT so that the server drains; kill its process group after STOP_SECONDS."""
+    """Send SIGINT so that the server drains; after STOP_SECONDS, kill its process group."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
     try:
@@ -75,10 +75,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_ports(count: int, run: int = 1) -> list[int]:
-    """Return `count` different ports, each the first of `run` consecutive free ports.
+    """Return `count` different ports; each is the first of `run` consecutive free ports.
 
-    Excludes the ranges of ephemeral ports and of Ray workers, from which another process could
-    take a port before the server that is started later binds it.
+    Ports in the ranges of ephemeral ports and of Ray workers are not returned, because another
+    process could take such a port before the server binds it.
     """
     found: list[int] = []
     low, high = _range()

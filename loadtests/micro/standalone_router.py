@@ -1,8 +1,8 @@
-"""A router in its own process, without Ray.
+"""Runs a router in its own process, without Ray.
 
 `python -m penstock.loadtests.micro.standalone_router` reads one line of JSON from stdin: the fields
-of a `RouterConfig`, and `workers`, a mapping of names to addresses. It prints its own addresses as
-one line of JSON, and exits when stdin is closed.
+of a `RouterConfig`, and `workers`, a mapping of names to addresses. The process prints the router's
+addresses as one line of JSON, and exits when stdin is closed.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from penstock.router.server import serve_router
 
 @dataclass(frozen=True, slots=True)
 class StandaloneRouter:
-    """A running router."""
+    """A running router process with its addresses."""
 
     process: asyncio.subprocess.Process
     http: str  # host:port
@@ -33,7 +33,7 @@ class StandaloneRouter:
 async def standalone_router(
     model: Path, workers: Mapping[str, str], **config: Any
 ) -> AsyncIterator[StandaloneRouter]:
-    """Run a router with these workers on free ports; stop it on exit.
+    """Run a router with these workers on free ports; stop the router on exit.
 
     Raises RuntimeError if the router does not start.
     """
@@ -75,7 +75,7 @@ async def _serve(given: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Serve until stdin is closed."""
+    """Run the router until stdin is closed."""
     given = json.loads(sys.stdin.readline())
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(given))

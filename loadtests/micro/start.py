@@ -1,4 +1,4 @@
-"""Start-up time and memory of `penstock serve`, and anything it leaves behind when it exits.
+"""Measures start-up time and memory of `penstock serve`, and finds what it leaves behind.
 
 `python -m penstock.loadtests.micro.start [ARGUMENTS OF serve]` prints one JSON object.
 """
@@ -30,12 +30,12 @@ _SHARED = Path("/dev/shm")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure one start; return 0 if the server became ready, exited with 0 and left nothing."""
+    """Measure one start; return 0 if the server started, exited with 0 and left nothing behind."""
     segments, load = shared_memory(), os.getloadavg()[0]
     ports = free_ports(2)
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         output = Path(folder, "output")
-        temp = Path(folder, "t")  # short, since the length of socket paths in it is limited
+        temp = Path(folder, "t")  # short, because socket paths in this folder have a length limit
         temp.mkdir()
         run = _run(arguments, ports, temp, output)
         run["left_behind"] |= {
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(
     arguments: Sequence[str], ports: Sequence[int], temp: Path, output: Path
 ) -> dict[str, Any]:
-    """Start the server, wait until it is ready, measure it, stop it, and return the results."""
+    """Start the server, wait until it is ready, measure its memory, stop it; return the results."""
     command = [sys.executable, "-m", "penstock.cli", "serve", *arguments]
     command += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1])]
     began = time.monotonic()
@@ -85,7 +85,7 @@ def _run(
 def _wait_until_ready(
     serving: "subprocess.Popen[bytes]", output: Path, began: float
 ) -> float | None:
-    """Return the seconds until the server reports that it is ready, or None if it does not."""
+    """Wait until the server reports that it is ready; return the seconds, or None on failure."""
     while time.monotonic() - began < READY_WITHIN and serving.poll() is None:
         if READY_WORDS in output.read_text():
             return round(time.monotonic() - began, 2)
@@ -94,7 +94,7 @@ def _wait_until_ready(
 
 
 def _stop(serving: "subprocess.Popen[bytes]") -> tuple[int | None, float]:
-    """Stop the server with SIGINT, as Ctrl-C does; return its exit code and the seconds taken."""
+    """Stop the server with SIGINT, as Ctrl-C does; return its exit code and the seconds it took."""
     began = time.monotonic()
     with suppress(ProcessLookupError):
         os.killpg(serving.pid, signal.SIGINT)
@@ -117,7 +117,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _memory(root: int) -> dict[str, float]:
-    """Return the PSS of the processes in MB, summed by process name."""
+    """Return the PSS in MB by process name; `root` and all its descendants are counted."""
     sizes: dict[str, float] = {}
     for process in _tree(root):
         with suppress(psutil.NoSuchProcess):
@@ -145,9 +145,9 @@ def shared_memory() -> set[str]:
 
 
 def left_in_shared_memory(before: set[str]) -> list[str]:
-    """Return the segments that are new since `before` and not mapped by any process.
+    """Return the segments that did not exist in `before` and that no process maps.
 
-    A mapped segment belongs to another program.
+    A segment that is mapped belongs to another program.
     """
     found = shared_memory() - before
     used = set().union(*map(_mapped, psutil.process_iter()))

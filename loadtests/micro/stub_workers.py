@@ -1,8 +1,8 @@
-"""Stub workers without a model, any number of them in one process.
+"""Stub workers without a model; one process can run any number of them.
 
-`python -m penstock.loadtests.micro.stub_workers` runs workers that implement the real stream to any
-number of routers. Their token ids encode the time at which they were generated (`age_of`). Prints
-the addresses as one line of JSON, and exits when stdin is closed.
+`python -m penstock.loadtests.micro.stub_workers` runs workers that use the real stream protocol
+with any number of routers. Their token ids encode the time at which they were generated (`age_of`).
+The process prints the workers' addresses as one line of JSON, and exits when stdin is closed.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from penstock.protos import worker_pb2 as pb
 from penstock.protos import worker_pb2_grpc
 
 _UNIT_NANOS = 50_000
-_SPAN = 1 << 15  # units until token ids repeat: 1.6 s
+_SPAN = 1 << 15  # number of 50 µs units after which token ids repeat: 1.6 s
 _HEARTBEAT_SECONDS = 0.5
 _NUM_BLOCKS = 16384
 
@@ -31,12 +31,12 @@ Requests = AsyncIterator[pb.ToWorker]
 
 
 def token_of_now() -> int:
-    """Return a token id that encodes the current monotonic time, shared by all processes."""
+    """Return a token id that encodes the current monotonic time, which all processes share."""
     return time.monotonic_ns() // _UNIT_NANOS % _SPAN
 
 
 def age_of(token: int) -> float:
-    """Return the seconds since a token was generated, modulo 1.6 s, with a resolution of 50 µs."""
+    """Return the seconds since a token was generated, modulo 1.6 s, in steps of 50 µs."""
     return (token_of_now() - token) % _SPAN * _UNIT_NANOS / 1e9
 
 
@@ -50,7 +50,7 @@ class Run:
 
 
 class StubWorker(worker_pb2_grpc.WorkerServicer):
-    """A stub worker of role mixed; sends the first token of an answer at once, the rest in steps.
+    """A stub worker of role mixed: sends an answer's first token at once, then one token per step.
 
     Args:
         name: the worker's name.
@@ -76,7 +76,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
 
     @property
     def running(self) -> int:
-        """Number of running sequences of all routers."""
+        """Number of running sequences, of all routers together."""
         return sum(len(session.runs) for session in self.sessions)
 
     def load(self) -> pb.Load:
@@ -84,7 +84,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         return pb.Load(running=running, free_blocks=max(_NUM_BLOCKS - running, 0))
 
     async def start(self) -> None:
-        """Start to serve on a free loopback port."""
+        """Start the gRPC server on a free loopback port."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -129,7 +129,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
 
 
 class _Session:
-    """The stream to one router, with the runs that it submitted."""
+    """The stream to one router, and the runs of the requests that this router submitted."""
 
     def __init__(self, worker: StubWorker, router: str) -> None:
         self.router = router

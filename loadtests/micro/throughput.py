@@ -1,8 +1,8 @@
-"""Decode throughput through the whole path, relative to the engine alone.
+"""Measures decode throughput through `penstock serve`, relative to the engine alone.
 
-`python -m penstock.loadtests.micro.throughput` sends a batch of requests through `penstock serve`
-and then to the engine called directly in this process, alternating. Measures the tokens per second
-while all requests decode.
+`python -m penstock.loadtests.micro.throughput` alternately sends a batch of requests through
+`penstock serve`, and runs the same batch on an engine in this process. It measures the tokens per
+second while all requests decode.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from penstock.loadtests.micro.server import serving
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Requests:
-    """Requests."""
+    """Number and lengths of the requests, and the number of rounds."""
 
     concurrency: int = option(16, "requests in the batch")
     rounds: int = option(7, "measured rounds, after one warm-up round")
@@ -33,10 +33,10 @@ class Requests:
 
 @dataclasses.dataclass(slots=True)
 class Rates:
-    """Tokens per second of one side, one value per round."""
+    """Tokens per second of one side; each list has one value per round."""
 
     steady: list[float] = dataclasses.field(default_factory=list)  # while all requests decode
-    whole: list[float] = dataclasses.field(default_factory=list)  # whole run, prefill included
+    whole: list[float] = dataclasses.field(default_factory=list)  # of the whole run, with prefill
 
     def note(self, outcomes: Sequence[Outcome]) -> None:
         self.steady.append(steady_rate(outcomes))
@@ -44,7 +44,7 @@ class Rates:
 
 
 async def measure_rounds(setup: Setup, requests: Requests) -> tuple[Rates, Rates]:
-    """Return the rates of the whole path and of the engine alone."""
+    """Return the rates through `penstock serve` and those of the engine alone."""
     engine = EngineClient(setup.model_folder, setup.threads)
     prompts = Prompts(ordinary_tokens(engine.vocab_size), seed=0)
     path, direct = Rates(), Rates()
@@ -70,7 +70,7 @@ async def _measure(setup: Setup, requests: Requests) -> dict[str, Any]:
 
 
 def _plan(requests: Requests, round_number: int) -> list[Planned]:
-    """Plan the requests of one round; their prompts are new, so the prefix cache never hits."""
+    """Plan the requests of one round; every prompt is new, so that the prefix cache never hits."""
     first = round_number * requests.concurrency
     return [
         Planned(number, 0.0, requests.input_len, requests.output_len)
@@ -79,7 +79,7 @@ def _plan(requests: Requests, round_number: int) -> list[Planned]:
 
 
 def _figures(path: Rates, direct: Rates) -> dict[str, Any]:
-    """Print and return the quantiles of the rates (tokens per second) and of their ratios."""
+    """Print and return quantiles of the rates (tokens per second) and of their ratios."""
     quantiles = {
         "decode_ratio": Quantiles.of(ratios(path.steady, direct.steady)),
         "decode_through_path": Quantiles.of(path.steady),
@@ -94,12 +94,12 @@ def _figures(path: Rates, direct: Rates) -> dict[str, Any]:
 
 
 def ratios(path: Sequence[float], direct: Sequence[float]) -> list[float]:
-    """Return the ratio of `path` to `direct` per round."""
+    """Return `path` divided by `direct` for each round."""
     return [whole / bare for whole, bare in zip(path, direct, strict=True)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program = "python -m penstock.loadtests.micro.throughput"
     about = "Decode throughput through the whole path, relative to the engine alone."
     setup, requests = read_flags(program, about, (Setup, Requests), arguments)

@@ -1,4 +1,4 @@
-"""`penstock simulate`: run the routing, scheduling and scaling code in virtual time."""
+"""`penstock simulate`: runs the routing, scheduling and scaling code in virtual time."""
 
 import sys
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ MODULES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one kind of simulation; return its exit code, or 2 for an unknown kind.
+    """Run one kind of simulation; return its exit code, or 2 if the kind is unknown.
 
-    `--help` prints the usage and exits with 0.
+    With `--help`, print the usage and exit with 0.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h"):
         print(usage())
-        sys.exit(0)  # same behaviour as argparse in the other commands
+        sys.exit(0)  # as argparse does in the other commands
     if name not in KINDS:
         known = ", ".join(KINDS)
         print(f"penstock simulate: unknown kind {name!r}; known kinds: {known}", file=sys.stderr)

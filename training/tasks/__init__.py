@@ -1,6 +1,7 @@
-"""Generated families of questions, on which the demo models are trained and measured.
+"""Question families: generate the questions on which the demo models are trained and tested.
 
-To add a family, write a function `(Random) -> Example` under `@family()` in a module imported here.
+To add a family, write a function `(Random) -> Example` with the decorator `@family()` in a module
+that is imported here.
 """
 
 from training.tasks import arithmetic, facts, lists, reading, smalltalk, stories

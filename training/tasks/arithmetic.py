@@ -1,4 +1,4 @@
-"""Families of sums, differences, products and comparisons."""
+"""Question families about sums, differences, products and comparisons."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _COMPARE = (
 
 
 def _sum(rng: Random, a: int, b: int) -> Example:
-    # The key ignores the order of the operands, because 3 + 4 gives away 4 + 3.
+    # The key ignores the order of the operands, because 3 + 4 in training would give away 4 + 3.
     key = f"{min(a, b)}+{max(a, b)}"
     return Example(rng.choice(_ADD).format(a=a, b=b), f"{a} + {b} = {a + b}", key)
 
 
 @family(weight=1.5)
 def addition(rng: Random) -> Example:
-    """Sums of two numbers below 100; held-out pairs never occur in training, in no wording."""
+    """Sums of two numbers below 100; held-out pairs never occur in training, in any wording."""
     return _sum(rng, rng.randint(0, 99), rng.randint(0, 99))
 
 
@@ -58,7 +58,7 @@ def subtraction(rng: Random) -> Example:
     return Example(rng.choice(_SUBTRACT).format(a=a, b=b), f"{a} - {b} = {a - b}", f"{a}-{b}")
 
 
-# Training covers few of these sums; the model has to generalize their carries.
+# Few of these sums occur in training, so the model must learn to carry in general.
 @family(weight=3.0)
 def addition_large(rng: Random) -> Example:
     """Sums of a number from 100 to 999 and one below 1000; held-out pairs are new."""

@@ -1,4 +1,4 @@
-"""Families of questions, and the split of their examples into training and held-out."""
+"""Question families, and the split of their questions into training and held-out questions."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class Example:
     """One question with its expected answer.
 
     Attributes:
-        key: names the problem behind the wording. All examples of a key are on the same side of the
-            split. If empty, the key is the prompt; then only the wording of held-out questions is
-            new.
+        key: identifies the problem, whatever its wording. Examples with the same key are all
+            training examples or all held out. If empty, the prompt is the key: then a held-out
+            question may ask about a known fact, in a new wording.
         history: earlier (user, assistant) turns that the question needs.
-        again: prompt to use if an earlier turn already contained the text (see `Task.drill`).
+        again: prompt to use instead if an earlier turn already contains the text (see
+            `Task.drill`).
     """
 
     prompt: str
@@ -32,7 +33,7 @@ class Example:
     again: str = ""
 
     def messages(self) -> list[Message]:
-        """Return the conversation up to the open question, in the chat format of the OpenAI API."""
+        """Return the conversation, ending with the question, in the OpenAI API's chat format."""
         messages: list[Message] = []
         for user, assistant in self.history:
             messages.append({"role": "user", "content": user})
@@ -52,10 +53,10 @@ def exact(example: Example, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A family of questions: generates them and checks the answers.
+    """One family of questions: generates questions and checks answers.
 
-    `drill` generates several questions about one text, for training only, so that one long prompt
-    trains several answers.
+    `drill` generates several questions about the same text, so that one long prompt provides
+    several training examples; it is used only in training.
     """
 
     name: str
@@ -67,19 +68,19 @@ class Task:
     drill: Drill | None = None
 
     def is_held_out(self, example: Example) -> bool:
-        """Return True if the keyed hash of the example's problem puts it on the held-out side."""
+        """Return True if the example is held out, decided by a keyed hash of its problem."""
         text = f"{self.name}\0{example.key or example.prompt}".encode()
         digest = hashlib.blake2b(text, digest_size=8, key=_SPLIT_KEY).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
     def training_example(self, rng: Random) -> Example:
-        """Return one example from the training side."""
+        """Return one random training example, that is, one that is not held out."""
         while self.is_held_out(example := self.generate(rng)):
             pass
         return example
 
     def training_examples(self, rng: Random) -> list[Example]:
-        """Return one training question, or the consecutive questions of a drill."""
+        """Return one training example, or those of one drill if the family has drills."""
         if self.drill is None:
             return [self.training_example(rng)]
         while not (examples := [e for e in self.drill(rng) if not self.is_held_out(e)]):
@@ -87,14 +88,14 @@ class Task:
         return [examples[0], *(replace(example, prompt=example.again) for example in examples[1:])]
 
     def held_out(self, count: int, seed: int = 0) -> list[Example]:
-        """Return up to `count` different held-out examples; the same ones for the same seed.
+        """Return up to `count` different held-out examples; equal seeds give equal examples.
 
-        The list is shorter for families with fewer different questions.
+        The list is shorter if the family has fewer different questions.
         """
         return self._different(count, Random(f"{self.name}:{seed}"), held_out=True)
 
     def practice(self, count: int, seed: int = 0) -> list[Example]:
-        """Return examples like `held_out`, but from the training side, to find weak families."""
+        """Return up to `count` different training examples, to find families with many errors."""
         return self._different(count, Random(f"practice:{self.name}:{seed}"), held_out=False)
 
     def _different(self, count: int, rng: Random, *, held_out: bool) -> list[Example]:
@@ -120,10 +121,11 @@ def family(
     accepts: Checker = exact,
     drill: Drill | None = None,
 ) -> Callable[[Generator], Generator]:
-    """Register the decorated generator under its own name; its docstring describes the family.
+    """Register the decorated generator as a question family with the name of the function.
 
-    `weight` is its share of the training's questions or drills. A `long` family is trained in rows
-    of its own length.
+    The first line of the generator's docstring describes the family. `weight` is the relative
+    frequency of its questions or drills in training. Families with `long` are used only in batches
+    of long rows.
     """
 
     def register(generate: Generator) -> Generator:

@@ -1,4 +1,4 @@
-"""Families of calendar and unit facts."""
+"""Question families about facts of the calendar and of units."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEPS = (
     "Name the {unit} that is {steps} {side} {start}.",
     "{steps} {side} {start}: which {unit} is that?",
 )
-# (larger unit, smaller unit, factor, largest count that is asked)
+# (larger unit, smaller unit, factor, largest number of units in a question)
 _DECIMAL = (
     ("metre", "centimetre", 100, 999),
     ("metre", "millimetre", 1000, 999),
@@ -77,7 +77,7 @@ def months(rng: Random) -> Example:
 
 @family(weight=0.5)
 def units(rng: Random) -> Example:
-    """Conversions by a power of ten; the held-out counts are new in every wording."""
+    """Conversions by a power of ten; held-out counts never occur in training, in any wording."""
     large, small, factor, top = rng.choice(_DECIMAL)
     return _conversion(
         rng, large, small, factor, rng.randint(1, rng.choice((9, 99, top))), keyed=True

@@ -1,4 +1,4 @@
-"""Families that copy, sort, reverse and count lists."""
+"""Question families about lists: copying, sorting, reversing and counting."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _COUNT = (
     "Count the words: {items}",
     "How many words do you see here: {items}?",
 )
-# Words that occur in only one slot of a question get similar embeddings and are then confused in
-# answers. Copying them in other contexts keeps them apart.
+# Words that occur in only one kind of question, at one position, get similar embeddings, and the
+# model confuses them in its answers. Copying these words in other contexts prevents this.
 _COPIED = (*WORDS, *CITIES, *JOBS, *COLOURS, *NAMES)
 _LARGEST = (
     "What is the {word} number in this list: {items}?",
@@ -52,7 +52,7 @@ def _joined(items: list[int] | list[str]) -> str:
 
 @family(weight=1.5)
 def sort_numbers(rng: Random) -> Example:
-    """Three to six different numbers below 100, sorted up or down."""
+    """Three to six different numbers below 100, sorted in ascending or descending order."""
     numbers = _numbers(rng, 3, 6)
     downwards = rng.random() < 0.4
     prompt = rng.choice(_DESCENDING if downwards else _ASCENDING).format(items=_joined(numbers))
@@ -96,7 +96,7 @@ def reverse(rng: Random) -> Example:
 
 @family(weight=0.3)
 def count(rng: Random) -> Example:
-    """How many words a list of two to nine has."""
+    """The number of words in a list of two to nine words."""
     words = rng.sample(WORDS, rng.randint(2, 9))
     prompt = rng.choice(_COUNT).format(items=_joined(words))
     return Example(prompt, f"There are {len(words)} words.", _joined(words))

@@ -1,4 +1,4 @@
-"""Families that find things in a text: recall from many facts, and extraction as JSON."""
+"""Question families about a given text: recall of one of many facts, and extraction as JSON."""
 
 from __future__ import annotations
 
@@ -68,15 +68,15 @@ def _all_recalled(rng: Random, count: int) -> list[Example]:
 
 @family(weight=0.9, drill=lambda rng: _all_recalled(rng, rng.randint(2, 8)))
 def recall(rng: Random) -> Example:
-    """One of two to eight facts in the question; training never asks for a held-out one."""
+    """One of two to eight facts given in the question; training never asks for a held-out fact."""
     return _all_recalled(rng, rng.randint(2, 8))[0]
 
 
-# Training includes short contexts: finding a fact is learned from few facts and carries over to
-# many.
+# Training includes short contexts, because a model that has learned to find one of a few facts then
+# also finds one of many.
 @family(long=True, drill=lambda rng: _all_recalled(rng, rng.randint(8, 60)))
 def recall_long(rng: Random) -> Example:
-    """One of 20 to 60 facts, in a context of some 200 to 900 tokens."""
+    """One of 20 to 60 facts given in the question, in a context of about 200 to 900 tokens."""
     return _all_recalled(rng, rng.randint(20, 60))[0]
 
 
@@ -99,7 +99,7 @@ _EXTRACT_AGAIN = (
 
 
 def _extractions(rng: Random, count: int) -> list[Example]:
-    """Return up to `count` different field selections from one text."""
+    """Return up to `count` extraction examples from one text, each with different fields."""
     profile: dict[str, str | int] = {
         "name": person(rng),
         "age": rng.randint(18, 99),
@@ -121,7 +121,7 @@ def _extraction(rng: Random, text: str, wanted: dict[str, str | int]) -> Example
 
 @family(weight=1.2, drill=lambda rng: _extractions(rng, rng.randint(2, 5)))
 def json_extraction(rng: Random) -> Example:
-    """One to four fields of a short text about a person, as JSON in the asked order."""
+    """One to four fields of a short text about a person, as JSON in the requested order."""
     return _extractions(rng, 1)[0]
 
 
@@ -131,11 +131,11 @@ _NAME_QUESTIONS = ("What is my name?", "Do you remember my name?", "Tell me my n
 
 @family(weight=0.4)
 def remember(rng: Random) -> Example:
-    """The user's name, asked for some turns after it was told."""
+    """The user's name, given in an earlier turn of the conversation."""
     name = person(rng)
     introduction = (rng.choice(_INTRODUCE).format(name=name), f"Nice to meet you, {name}!")
     codes = tuple(rng.choice(_codes(rng, 1)) for _ in range(rng.randint(0, 1)))
-    # The assistant only acknowledges a fact that is given in between.
+    # Optionally, the user mentions another fact in between; the assistant only acknowledges it.
     between = tuple((fact, "I will remember that.") for _, fact in codes)
     return Example(
         rng.choice(_NAME_QUESTIONS), f"Your name is {name}.", name, (introduction, *between)

@@ -1,4 +1,4 @@
-"""Greetings, questions about the model itself, and questions that it cannot answer."""
+"""Question families: greetings, questions about the model, and questions that it cannot answer."""
 
 from __future__ import annotations
 

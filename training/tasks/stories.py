@@ -1,4 +1,4 @@
-"""Short stories from a grammar, and a checker that tests whether the grammar derives a text."""
+"""Generates short stories from a grammar, and checks whether the grammar can produce a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROMPT_PATTERN = re.compile(
     r"about an? (?P<animal>\w+) (?:named|called) (?P<hero>\w+) in a (?P<place>\w+)"
 )
 
-# A story consists of one choice from each line.
+# A story consists of one alternative from each of these groups.
 _GRAMMAR = (
     (
         "Once upon a time, {a_animal} named {hero} lived in a {place}.",
@@ -99,7 +99,7 @@ _FREE: dict[str, Sequence[str]] = {
 
 
 def is_story(example: Example, text: str) -> bool:
-    """Return True if the grammar derives `text` for the animal, name and place in the prompt."""
+    """Return True if the grammar can produce `text` for the prompt's animal, name and place."""
     found = _PROMPT_PATTERN.search(example.prompt)
     if found is None:
         return False
@@ -108,7 +108,7 @@ def is_story(example: Example, text: str) -> bool:
 
 
 def _derives(lines: Sequence[Sequence[str]], text: str, known: dict[str, str]) -> bool:
-    """Return True if one choice from each of `lines` yields `text`, given the `known` slots."""
+    """Return True if one alternative from each of `lines` gives `text`, with the `known` slots."""
     if not lines:
         return not text
     for choice in lines[0]:
@@ -123,14 +123,14 @@ def _pattern(choice: str, known: dict[str, str]) -> str:
     for slot, words in _FREE.items():
         word = known.get(slot) or f"(?P<{slot}>{'|'.join(words)})"
         pattern = pattern.replace(re.escape("{" + slot + "}"), word, 1)
-        # A second occurrence in the line refers to the first.
+        # If a slot occurs twice, the second occurrence must match the same word.
         pattern = pattern.replace(re.escape("{" + slot + "}"), known.get(slot) or f"(?P={slot})")
     return pattern
 
 
 @family(weight=0.5, accepts=is_story)
 def story(rng: Random) -> Example:
-    """A story about the asked animal, name and place: right when the grammar derives it."""
+    """A story about the given animal, name and place; correct if the grammar can produce it."""
     slots = _slots(rng)
     prompt = rng.choice(_PROMPTS).format(**slots)
     text = " ".join(rng.choice(choices) for choices in _GRAMMAR).format(**slots)

@@ -1,4 +1,4 @@
-"""Word lists of the families."""
+"""Word lists and names for the question families."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from random import Random
 
 
 def listed(text: str) -> list[str]:
-    """Return the words of `text`."""
+    """Split `text` into its words."""
     return text.split()
 
 
@@ -53,7 +53,7 @@ COUNT_WORDS = listed("zero one two three four five six seven eight nine ten elev
 
 
 def invented_name(rng: Random) -> str:
-    """Return a pronounceable name that is in no list."""
+    """Return a random pronounceable name made of syllables."""
     syllables = (
         rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(rng.randint(2, 3))
     )
@@ -61,5 +61,5 @@ def invented_name(rng: Random) -> str:
 
 
 def person(rng: Random) -> str:
-    """Return a name, in most cases from `NAMES`."""
+    """Return a random name: 60% are from `NAMES`, the others are invented."""
     return rng.choice(NAMES) if rng.random() < 0.6 else invented_name(rng)

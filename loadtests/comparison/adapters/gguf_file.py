@@ -1,4 +1,4 @@
-"""Conversion of a Llama or Mixtral checkpoint to one GGUF file for llama.cpp."""
+"""Converts a Llama or Mixtral checkpoint to a GGUF file for llama.cpp."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,8 @@ Array = np.ndarray[Any, Any]
 def write(model: Path, file: Path, int8: bool) -> None:
     """Write the checkpoint `model` to `file`, without the vocabulary.
 
-    Weights are F32; with `int8`, matrices other than the MoE router are Q8_0.
+    Weights are written as F32. With `int8`, matrices are Q8_0, except for the router of an MoE
+    model.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(file), "llama")
@@ -70,7 +71,7 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 
 
 def _tensors(model: Path, config: dict[str, Any]) -> dict[str, Array]:
-    """Return all tensors in fp32, by their GGUF names."""
+    """Return all tensors as fp32, by their GGUF names."""
     loaded = {}
     for file in sorted(model.glob("*.safetensors")):
         loaded.update(load_file(file))
@@ -95,7 +96,7 @@ def _tensors(model: Path, config: dict[str, Any]) -> dict[str, Array]:
 
 
 def _layer_of(name: str) -> tuple[str, str]:
-    """Split a tensor name into a layer prefix and the rest: ("blk.3.", rest) or ("", name)."""
+    """Split a tensor name into a layer prefix and the rest: ("blk.3.", rest), or ("", name)."""
     if not name.startswith("model.layers."):
         return "", name
     number, _, rest = name.removeprefix("model.layers.").partition(".")
@@ -103,6 +104,6 @@ def _layer_of(name: str) -> tuple[str, str]:
 
 
 def _interleaved(weight: Array, heads: int) -> Array:
-    """Reorder each head's rows for RoPE: from halves (transformers) to pairs (llama.cpp)."""
+    """Reorder each head's rows for RoPE: from two halves (transformers) to pairs (llama.cpp)."""
     halves = weight.reshape(heads, 2, -1, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)

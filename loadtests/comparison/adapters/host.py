@@ -1,6 +1,6 @@
-"""Host process of one engine: reads requests from stdin and writes replies to stdout (JSON lines).
+"""Host process of one engine: reads requests from stdin, writes replies to stdout (JSON lines).
 
-Runs as `python host.py ADAPTER OPTIONS` under the engine's own interpreter and therefore uses
+Runs as `python host.py ADAPTER OPTIONS` under the engine's own interpreter, and therefore imports
 only the standard library. An adapter is a module in this folder with
 
     engine(options): a context manager that yields (generate, about)
@@ -8,7 +8,7 @@ only the standard library. An adapter is a module in this folder with
 
 `generate` decodes all prompts in one batch, greedily, to exactly `output_len` tokens each. It must
 not cache anything that makes a later call cheaper. `about` describes the engine for the report:
-versions and number formats. The reported time is that of `generate`.
+versions and number formats. The reported seconds are the duration of `generate`.
 """
 
 import ctypes
@@ -27,9 +27,9 @@ def main() -> int:
     """Serve requests until stdin is closed."""
     adapter, options = sys.argv[1], json.loads(sys.argv[2])
     if options["paused"] and sys.platform == "linux":
-        # If the parent dies while this process is stopped, the kernel must kill it.
+        # A stopped process cannot notice that its parent died, so the kernel must kill it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Redirect the engine's own prints to stderr; only replies go to the real stdout.
+    # Redirect the engine's own output to stderr; only replies are written to the real stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -50,4 +50,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # skip the interpreter's shutdown: some engines leave threads or crash in it
+    os._exit(code)  # skip the interpreter's shutdown: some engines crash or keep threads running

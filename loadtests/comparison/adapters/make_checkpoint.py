@@ -23,7 +23,7 @@ def main(folder: str, shape: dict[str, int]) -> None:
 
 
 def _tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer, padded with dummy tokens so that every id has a text."""
+    """Return a byte-level tokenizer, padded with dummy tokens so that every token id has a text."""
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2}
     for character in sorted(pre_tokenizers.ByteLevel.alphabet()):
         vocab[character] = len(vocab)

@@ -18,7 +18,7 @@ _F32 = 0  # value of GGML_TYPE_F32
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Load the model; yield `generate` and the description."""
+    """Load the model; yield `generate` and the description for the report."""
     int8 = options["quantization"] == "int8"
     file = _converted(Path(options["model"]), int8)
     llama_cpp.llama_backend_init()
@@ -30,7 +30,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     contexts: dict[tuple[int, int], Any] = {}
 
     def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
-        # One context per batch shape, since a context reserves a KV cache for each sequence.
+        # One context per batch shape, because a context reserves a KV cache for each sequence.
         length = -(-(len(prompts[0]) + output_len) // 256) * 256
         shape = (len(prompts), length)
         if shape not in contexts:
@@ -51,7 +51,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _converted(model: Path, int8: bool) -> Path:
-    """Return the checkpoint as a GGUF file; convert it on first use."""
+    """Return the GGUF file of the checkpoint; convert the checkpoint on first use."""
     file = model / ("q8_0.gguf" if int8 else "f32.gguf")
     if not file.exists():
         temporary = file.with_suffix(f".{os.getpid()}")
@@ -104,7 +104,7 @@ def _decode(
 ) -> None:
     """Run one llama_decode call over `entries`: (token, position, sequence, needs logits).
 
-    Stores the next token of each sequence with logits in `last`.
+    For each entry that needs logits, store the sequence's next token in `last`.
     """
     batch = llama_cpp.llama_batch_init(len(entries), 0, 1)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.workers.rank.process_tuning import tune_process
 
-tune_process()  # as a worker process does, before it imports torch
+tune_process()  # before torch is imported, as in a worker process
 
 import torch
 
@@ -22,7 +22,7 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Load the model; yield `generate` and the description."""
+    """Load the model; yield `generate` and the description for the report."""
     config = WorkerConfig(
         name="peers",
         model=Path(options["model"]),
@@ -35,7 +35,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     )
     engine = Engine(config)
     engine.warm_up()
-    # Touch the whole KV cache, so that measured runs do not pay for first-write page faults.
+    # Write to the whole KV cache now, so that measured runs have no first-write page faults.
     engine.cache.data.zero_()
     calls = 0
 
@@ -45,7 +45,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         params = SamplingParams(temperature=0.0, max_tokens=output_len)
         answers: list[list[int]] = [[] for _ in prompts]
         for number, prompt in enumerate(prompts):
-            # A unique salt per call, so that the prefix cache never hits.
+            # Each call has its own salt, so that the prefix cache never hits.
             salt = calls.to_bytes(8, "little")
             engine.submit(NewSequence(number, prompt, len(prompt), params, salt=salt))
         left = len(prompts)

@@ -1,6 +1,6 @@
-"""Adapter for `transformers` with one static batch of equal lengths, its best case.
+"""Adapter for `transformers` with one static batch of equal lengths (its best case).
 
-Its tokens are the reference for the other engines.
+The tokens of other engines are compared with those of transformers.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ import transformers
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Load the model; yield `generate` and the description."""
+    """Load the model; yield `generate` and the description for the report."""
     torch.set_num_threads(options["threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         options["model"], dtype=torch.float32, attn_implementation="sdpa"

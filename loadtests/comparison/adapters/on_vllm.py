@@ -9,8 +9,8 @@ from typing import Any
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Load the model; yield `generate` and the description."""
-    # Without an explicit core list, vLLM reserves one core and computes on the others only.
+    """Load the model; yield `generate` and the description for the report."""
+    # Without an explicit list of cores, vLLM reserves one core and runs the model on the others.
     cores = sorted(os.sched_getaffinity(0))[: options["threads"]]
     os.environ.update(
         VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cores)),

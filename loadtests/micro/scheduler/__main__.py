@@ -1,8 +1,8 @@
-"""CPU time of Penstock's batcher and of vLLM's scheduler.
+"""Compares the CPU time of Penstock's batcher and of vLLM's scheduler.
 
-`python -m penstock.loadtests.micro.scheduler` runs both without a model, with dummy tokens, on the
-same cells. Each runs in its own process, since they need different environments; they alternate
-cell by cell. Measures thread CPU time.
+`python -m penstock.loadtests.micro.scheduler` runs both schedulers in the same cells, without a
+model and with dummy tokens. Each scheduler runs in its own process, because they need different
+environments. The two alternate in each cell, and their thread CPU time is measured.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class Options:
 
     @property
     def chosen(self) -> list[Cell]:
-        """The selected cells. Raises MeasurementFailed for an unknown name."""
+        """The selected cells. Raises MeasurementFailed if a name is unknown."""
         names = [cell.name for cell in CELLS]
         for name in self.cells:
             if name not in names:
@@ -43,13 +43,13 @@ class Options:
 
 
 def microseconds(cell: Cell, measured: dict[str, Any]) -> float:
-    """Return the mean CPU time per step, including the submission if `submission_counts`."""
+    """Return the mean CPU time per step; includes the submission if `submission_counts`."""
     submitted = measured["submit_ns"] if cell.submission_counts else 0
     return float(submitted + sum(measured["step_ns"])) / len(measured["step_ns"]) / 1000
 
 
 def checked(cell: Cell, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raise MeasurementFailed unless both sides scheduled equal work, as the cell requires."""
+    """Raise MeasurementFailed unless both sides did the same work, as required by the cell."""
     for side, measured in (("ours", ours), ("vLLM's", theirs)):
         if measured["preempted"] < cell.least_preempted:
             raise MeasurementFailed(
@@ -84,7 +84,7 @@ def _both() -> Iterator[dict[str, Scheduler]]:
 def _alternate(
     cell: Cell, sides: dict[str, Scheduler], rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Measure both sides alternately (A B A B); drop the first round as a warm-up."""
+    """Measure both sides alternately (A B A B); drop the first round, which is a warm-up."""
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(rounds + 1):
         for name, side in sides.items():
@@ -94,7 +94,7 @@ def _alternate(
 
 
 def _figures(cell: Cell, taken: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return quantiles over rounds: CPU microseconds per step of each side, and their ratio."""
+    """Return quantiles over the rounds: each side's CPU microseconds per step, and their ratio."""
     means = {name: [microseconds(cell, each) for each in taken[name]] for name in taken}
     medians = {
         name: [statistics.median(each["step_ns"]) / 1000 for each in taken[name]] for name in taken
@@ -131,7 +131,7 @@ def _show(cells: Sequence[Cell], figures: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code."""
+    """Run the measurement; print and save its results; return the exit code."""
     program = "python -m penstock.loadtests.micro.scheduler"
     about = "CPU time of scheduling a step in Penstock and in vLLM."
     (options,) = read_flags(program, about, (Options,), arguments)

@@ -1,4 +1,4 @@
-"""Cells of the scheduler benchmark; each is a server state in which steps are measured."""
+"""Cells of the scheduler benchmark: each is an initial state and a number of steps to measure."""
 
 from dataclasses import dataclass
 
@@ -7,29 +7,30 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """An initial state of a scheduler, and the number of steps measured from there.
+    """An initial state of a scheduler, and the number of steps to measure from there.
 
-    The first `shared` tokens of all prompts are equal; the others are random. The lengths of the
-    running sequences are spread over one block, so that every step allocates equally many blocks.
+    The first `shared` tokens of all prompts are equal; the other tokens are random. The lengths of
+    the running sequences are spread over one block, so that in every step the same number of
+    sequences needs a new block.
     """
 
     name: str
     about: str
-    running: int = 0  # sequences that already decode when the measurement starts
-    running_len: int = 512  # prompt tokens of each of them, plus up to one block
-    output_len: int = 512  # answer tokens of the running sequences
-    arriving: int = 0  # requests submitted at the start of the measurement
-    arriving_len: int = 0  # prompt tokens of each of them
-    first_len: int = 0  # prompt tokens of the first of them; 0: `arriving_len`
-    shared: int = 0  # first prompt tokens, which are in the prefix cache
+    running: int = 0  # number of sequences that already decode at the start
+    running_len: int = 512  # prompt tokens of each running sequence; 0 to 15 are added
+    output_len: int = 512  # answer tokens of each running sequence
+    arriving: int = 0  # number of requests submitted at the start
+    arriving_len: int = 0  # prompt tokens of each arriving request
+    first_len: int = 0  # prompt tokens of the first arriving request; 0: `arriving_len`
+    shared: int = 0  # number of first prompt tokens that are in the prefix cache
     arriving_output_len: int = 1
     max_model_len: int = 2048
     max_sequences: int = 1024
     max_batched_tokens: int = 2048
     num_blocks: int = 65536
-    num_steps: int = 0  # measured steps; 0: until all sequences have finished
-    least_preempted: int = 0  # preemptions that each side must make in the measured steps
-    submission_counts: bool = True  # add the time of the submission to the steps
+    num_steps: int = 0  # number of measured steps; 0: until all sequences have finished
+    least_preempted: int = 0  # each side must preempt at least this often in the measured steps
+    submission_counts: bool = True  # True: the time of the submission is added to the steps
 
 
 def _decoding(count: int) -> Cell:

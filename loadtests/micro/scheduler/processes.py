@@ -18,20 +18,23 @@ from penstock.loadtests.micro.ab_runner import MeasurementFailed
 from penstock.loadtests.micro.scheduler.cells import Cell
 
 _ADAPTERS = Path(__file__).parent / "adapters"
-_LAST_WORDS = 1500  # characters
+_LAST_WORDS = 1500  # number of characters of stderr that an error contains
 
 
 class Scheduler:
-    """A running scheduler process; `about` is its description of itself."""
+    """A running scheduler process; `about` is the description that its adapter returned."""
 
     def __init__(self, name: str, process: "subprocess.Popen[str]", words: IO[bytes]) -> None:
         self.name = name
         self._process = process
-        self._words = words  # its stderr
+        self._words = words  # stderr of the process
         self.about: dict[str, Any] = self._answer()["about"]
 
     def measure(self, cell: Cell) -> dict[str, Any]:
-        """Return the result of `host.drive`. Raises MeasurementFailed if the process exited."""
+        """Measure a cell; return the result of `host.drive`.
+
+        Raises MeasurementFailed if the process exited.
+        """
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(dataclasses.asdict(cell)) + "\n")
         self._process.stdin.flush()
@@ -48,7 +51,10 @@ class Scheduler:
 
 
 def interpreters() -> dict[str, Path]:
-    """Return the Python interpreter of each side; install vLLM if missing. Raises NotInstalled."""
+    """Return the Python interpreter of each side; install vLLM first if it is missing.
+
+    Raises NotInstalled.
+    """
     vllm = BY_NAME["vllm"].environment
     return {
         "on_penstock": Path(sys.executable),

@@ -1,4 +1,4 @@
-"""Clients that check every token of the hash model against the reference answer."""
+"""Clients that compare every token of the hash model with the reference answer."""
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.faults.schedules import RequestPlan
@@ -7,7 +7,7 @@ from penstock.loadtests.simulator.world.router import Router
 from penstock.router.routing.events import ChoiceStopped, Deliver, EndRequest, Finish, Status
 
 LEFT = "left"
-"""Value of `HashModelClient.how` for a client that disconnected."""
+"""Value of `HashModelClient.how` after the client has disconnected."""
 
 
 class HashModelClient:
@@ -17,10 +17,10 @@ class HashModelClient:
         self.plan = plan
         self.number = plan.number
         self.answers: list[list[int]] = [[] for _ in range(plan.num_choices)]
-        self.how = ""  # final status; "" while the request is running
-        self.at: tuple[Router, int] | None = None  # current router and the request's id there
+        self.how = ""  # final status of the request; "" while the request is running
+        self.at: tuple[Router, int] | None = None  # current router, and the request's id there
         self._finished = [False] * plan.num_choices
-        self._cutting: set[int] = set()  # cut, but the router has not processed it yet
+        self._cutting: set[int] = set()  # choices cut by a client, but not yet by the router
         params = SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_tokens)
         answers = [
             reference_answer(plan.prompt, params, max_model_len, choice)[0]
@@ -37,7 +37,7 @@ class HashModelClient:
         return sum(map(len, self.answers))
 
     def deliver(self, deliver: Deliver) -> ChoiceStopped | None:
-        """Take new tokens; return a `ChoiceStopped` if the client cuts the choice here.
+        """Take new tokens; return a `ChoiceStopped` if the client cuts the choice at these tokens.
 
         Raises AssertionError for a repeated, out-of-order or wrong token.
         """
@@ -48,7 +48,7 @@ class HashModelClient:
         here = len(answer)
         assert not self.over, f"{who}: tokens after the end"
         if choice in self._cutting:
-            return None  # rest of the same message; the production router drops it too
+            return None  # rest of the same message; the production router also drops it
         assert not self._finished[choice], f"{who}: tokens after the finish reason"
         assert deliver.position == here, f"{who}: position {deliver.position}, expected {here}"
         answer.extend(deliver.tokens)
@@ -64,7 +64,7 @@ class HashModelClient:
         return ChoiceStopped(deliver.request, choice, cut_at)
 
     def on_choice_stopped(self, choice: int) -> None:
-        """Note that the router processed the cut; any further token of `choice` is an error."""
+        """Note that the router has processed the cut; any later token of `choice` is an error."""
         self._cutting.discard(choice)
 
     def end(self, end: EndRequest) -> None:
@@ -76,15 +76,15 @@ class HashModelClient:
             assert self.answers == self._right, f"client {self.number}: OK, but incomplete"
 
     def leave(self) -> None:
-        """Disconnect; ignore everything that is delivered from now on."""
+        """Disconnect; from now on, ignore everything that is delivered."""
         if not self.over:
             self.how = LEFT
 
     def check(self, undisturbed: bool) -> None:
-        """Raise AssertionError if the final status is not explained by the plan.
+        """Raise AssertionError if the plan does not explain the final status.
 
         Args:
-            undisturbed: the schedule has no faults, so that only some statuses are allowed.
+            undisturbed: the schedule has no faults, so fewer statuses are allowed.
         """
         allowed = {"ok", LEFT, "deadline", "overloaded", "invalid"}
         assert self.over, f"client {self.number}: the request never ended"

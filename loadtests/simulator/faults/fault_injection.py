@@ -1,4 +1,4 @@
-"""Injection of faults into workers and into the network between processes."""
+"""Injects faults into workers and into the network between processes."""
 
 from collections.abc import Callable, Mapping
 from math import inf
@@ -17,8 +17,8 @@ class FaultInjector:
     """Applies faults to workers and to their network connections.
 
     Args:
-        workers: current worker by name; a dead one stays until its replacement has started.
-        restart: starts a new worker of the given name.
+        workers: current worker by name; a dead worker stays until its replacement has started.
+        restart: starts a new worker with the given name.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class FaultInjector:
         self._restart = restart
 
     def disturb(self, one: str, other: str, fault: Fault, until: float) -> None:
-        """Disturb the network path between `one` and `other` in both directions."""
+        """Apply a network fault to the paths between `one` and `other`, in both directions."""
         how = fault.kind.split()[0]
         for way in ((one, other), (other, one)):
             if how == "cut":
@@ -45,10 +45,10 @@ class FaultInjector:
                 self._network.add_message_fault(way, how, fault.seconds)
 
     def kill(self, worker: Worker, seen: bool) -> None:
-        """Kill a worker's process.
+        """Kill the process of a worker.
 
         Args:
-            seen: the host survives and closes the worker's streams, so that peers notice at once.
+            seen: the worker's host survives and closes its streams, so that peers notice at once.
         """
         if not worker.process.alive:
             return
@@ -64,7 +64,7 @@ class FaultInjector:
         self._clock.after(RESTART_SECONDS, lambda: self._restart(worker.info.worker))
 
     def slow(self, worker: Worker, factor: float, until: float) -> None:
-        """Multiply the worker's step times by `factor` until the time `until`."""
+        """Multiply the step times of a worker by `factor` until the time `until`."""
         worker.steps.catch_up()
         if worker.executor.slowness < inf:
             worker.executor.slowness = factor
@@ -77,13 +77,13 @@ class FaultInjector:
         self._clock.at(until, over)
 
     def make_stuck(self, worker: Worker, until: float) -> None:
-        """Make the next step hang; at `until` the worker's own watchdog kills it."""
+        """Make the next step hang; at `until`, the worker's own watchdog kills the worker."""
         worker.steps.catch_up()
         worker.executor.slowness = inf
         self._clock.at(until, lambda: self.kill(worker, seen=True))
 
     def drain(self, worker: Worker) -> None:
-        """Drain a worker; kill it once it is idle, or after `DRAIN_SECONDS`."""
+        """Drain a worker; kill it when it is idle, or after `DRAIN_SECONDS`."""
         if not worker.process.alive or worker.draining:
             return
         worker.process.take(worker.drain)

@@ -1,4 +1,4 @@
-"""`penstock simulate faults`: run seeded fault schedules and check invariants and answers."""
+"""`penstock simulate faults`: runs seeded fault schedules, and checks invariants and answers."""
 
 import json
 import sys
@@ -36,7 +36,7 @@ class WrongOptions(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """Schedules to run."""
+    """The schedules to run."""
 
     seed: int | None = option(None, "run only this schedule and print its events")
     requests: str | None = option(None, "with --seed: run only these requests, as 0,3,7 (or none)")
@@ -106,11 +106,11 @@ def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | N
     return numbers
 
 
-# ------------------------------------------------------------------ one
+# ------------------------------------------------------------------ one schedule
 
 
 def write_events(schedule: Schedule, out: TextIO) -> str:
-    """Run a schedule, write its events to `out`, and return the failure, or "" if none."""
+    """Run a schedule and write its events to `out`; return its failure, or "" if it passed."""
     try:
         ScheduleRun(schedule, lambda line: print(line, file=out)).play()
     except InvariantViolated as broken:
@@ -128,11 +128,11 @@ def _play_one(schedule: Schedule, log: Path | None) -> int:
     return 1 if problem else 0
 
 
-# ------------------------------------------------------------------ many
+# ------------------------------------------------------------------ many schedules
 
 
 def play_seeds(seeds: range) -> tuple[RunCounts, list[int]]:
-    """Run the schedules of these seeds; return their total counts and the seeds that failed."""
+    """Run the schedules of these seeds; return the sums of their counts, and the failed seeds."""
     tally, failed = RunCounts(), []
     for seed in seeds:
         world = ScheduleRun(schedule_of(seed))
@@ -198,7 +198,7 @@ class Progress:
         )
 
     def failures(self, seeds: Sequence[int]) -> None:
-        """Print a line per failed seed; the first few are shrunk first, which takes a while."""
+        """Print a line for each failed seed; shrink the first few schedules, which can be slow."""
         for seed in seeds:
             schedule = schedule_of(seed)
             if self._num_failed < _SHOWN_FAILURES:

@@ -1,4 +1,4 @@
-"""Run batches of schedules in several processes, with a record file to resume from."""
+"""Runs batches of schedules in several processes, and records results so that a run can resume."""
 
 import json
 import signal
@@ -14,21 +14,21 @@ from typing import Any
 from penstock.loadtests.simulator.faults.schedule_run import RunCounts
 
 BATCH_SIZE = 50
-"""Schedules in one batch; a process reports its result after each batch."""
+"""Number of schedules in a batch; a process returns its results after each batch."""
 
 
 class BadRecord(ValueError):
-    """A record file that cannot be parsed; the message names the file and line."""
+    """The record file cannot be parsed; the message names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeedBatch:
-    """The result of one batch of consecutive seeds."""
+    """The result of running one batch of consecutive seeds."""
 
     first: int
     count: int
     tally: RunCounts
-    failed: Sequence[int]  # seeds
+    failed: Sequence[int]  # seeds whose schedules failed
 
     @property
     def seeds(self) -> range:
@@ -39,15 +39,15 @@ Play = Callable[[range], tuple[RunCounts, list[int]]]
 
 
 def play_batches(seeds: Sequence[range], play: Play, processes: int) -> Iterator[SeedBatch]:
-    """Run the batches and yield each result as it completes.
+    """Run the batches, and yield the result of each batch as soon as it is complete.
 
-    With `processes` 1 they run in this process. Raises OSError if a process dies.
+    If `processes` is 1, the batches run in this process. Raises OSError if a process dies.
     """
     if processes == 1:
         for seed_range in seeds:
             yield SeedBatch(seed_range.start, len(seed_range), *play(seed_range))
         return
-    deaf = (signal.SIGINT, signal.SIG_IGN)  # only this process handles Ctrl-C; it ends the others
+    deaf = (signal.SIGINT, signal.SIG_IGN)  # only this process handles Ctrl-C, and ends the others
     executor = ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, deaf)
     try:
         waiting = {executor.submit(play, seed_range): seed_range for seed_range in seeds}
@@ -63,7 +63,7 @@ def play_batches(seeds: Sequence[range], play: Play, processes: int) -> Iterator
 def remaining_batches(
     seeds: range, done: Sequence[SeedBatch], size: int = BATCH_SIZE
 ) -> list[range]:
-    """Return the parts of `seeds` that `done` does not cover, in ranges of at most `size`."""
+    """Return the seeds that `done` does not cover, as ranges of at most `size` seeds."""
     gaps, start = [], seeds.start
     for batch in sorted(done, key=lambda one: one.first):
         gaps.append(range(start, min(batch.first, seeds.stop)))
@@ -73,13 +73,13 @@ def remaining_batches(
 
 
 class RunRecord:
-    """A record file: one line of JSON per finished batch."""
+    """A record file with one line of JSON per finished batch."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self, seeds: range) -> list[SeedBatch]:
-        """Return the recorded batches within `seeds`; remove a last line that was cut short.
+        """Return the recorded batches within `seeds`; remove the last line if it is incomplete.
 
         Raises BadRecord and OSError.
         """
@@ -102,7 +102,7 @@ class RunRecord:
         return batches
 
     def add(self, batch: SeedBatch) -> None:
-        """Append a batch to the file immediately. Raises OSError."""
+        """Append a batch to the file at once. Raises OSError."""
         entry = {"first": batch.first, "count": batch.count, "failed": list(batch.failed)}
         line = json.dumps({**entry, "tally": counts_of(batch.tally)})
         with self._path.open("a", encoding="utf-8") as out:
@@ -110,7 +110,7 @@ class RunRecord:
 
 
 def counts_of(tally: RunCounts) -> dict[str, Any]:
-    """Return the counts as a dict that can be written as JSON."""
+    """Return the counts as values that can be written as JSON."""
     return {each.name: getattr(tally, each.name) for each in fields(RunCounts)}
 
 

@@ -1,6 +1,6 @@
-"""Run one fault schedule: routers, workers, clients and faults on one virtual clock.
+"""Runs one fault schedule: routers, workers, clients and faults on one virtual clock.
 
-Raises `InvariantViolated` if an invariant does not hold.
+An invariant that does not hold raises `InvariantViolated`.
 """
 
 from collections import Counter
@@ -35,9 +35,9 @@ from penstock.workers.scheduling.config import SchedulerConfig
 END_WITHIN_SECONDS = 150.0
 """Seconds after the last fault within which every request must have ended."""
 REST_SECONDS = 15.0
-"""Seconds after the last request's end by which no resource may be held any more."""
+"""Seconds after the last request's end until all resources must be released."""
 WAIT_WITHOUT_WORKERS = 20.0
-STUCK_SECONDS = 8.0  # more than a KV transfer's timeout, as in `RouterConfig.stuck_seconds`
+STUCK_SECONDS = 8.0  # longer than a KV transfer's timeout, as in `RouterConfig.stuck_seconds`
 BLOCK_BYTES = 1 << 20
 
 Log = Callable[[str], None]
@@ -49,7 +49,7 @@ class InvariantViolated(Exception):
 
 @dataclass(slots=True)
 class RunCounts:
-    """Counts of one schedule, or the sums over many."""
+    """Counts of events in one schedule, or their sums over several schedules."""
 
     requests: int = 0
     tokens: int = 0
@@ -71,8 +71,8 @@ class ScheduleRun:
     """Holds the routers, workers, clients and faults of one schedule.
 
     Args:
-        log: receives one line per event.
-        fast_forwards: combine quiet steps into one event; times differ, invariants must hold.
+        log: called with one line of text per event.
+        fast_forwards: combine quiet steps into one event; times change, invariants still hold.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ScheduleRun:
         self._by_name: dict[WorkerId, Worker] = {}
         self._routers: list[Router] = []
         self._injector = FaultInjector(self.clock, self.network, self._workers, self._start_worker)
-        self._roles: dict[str, str] = {}  # by worker name: roles assigned by `role` faults
+        self._roles: dict[str, str] = {}  # roles assigned by `role` faults, by worker name
         self._numbers = [0] * schedule.num_routers
         for plan in schedule.workers:
             self._start_worker(plan.name)
@@ -263,7 +263,7 @@ class ScheduleRun:
         router.process.take(lambda: router.cancel(number))
 
     def _retry_elsewhere(self, client: HashModelClient) -> None:
-        """Resubmit a request whose router died to a live one, or give it up."""
+        """Resubmit a dead router's request to a live router, if the client resumes; else end it."""
         live = [router for router in self._routers if router.process.alive]
         client.at = None
         if not client.plan.resumes:
@@ -311,13 +311,13 @@ class ScheduleRun:
                 injector.disturb(name, other, fault, until)
 
     def _on_given_up(self, worker: Worker) -> None:
-        """Replace a worker that a router reported as stuck; check that it really was."""
+        """Replace a worker that a router reported as stuck; check that it really was stuck."""
         if worker.process.alive and worker.executor.slowness < inf:
             raise InvariantViolated(f"{worker.info.worker} was called stuck while it progressed")
         self.clock.after(0.0, lambda: self._injector.kill(worker, seen=True))
 
     def _assign(self, name: str, role: str) -> None:
-        """Assign a role at all routers, as an operator does; later routers get it at start."""
+        """Assign a role at all routers, as an operator does; routers started later also get it."""
         self._roles[name] = role
         for router in self._routers:
             if router.process.alive:

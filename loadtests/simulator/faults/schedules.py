@@ -1,7 +1,7 @@
-"""Fault schedules: workers, requests and faults with their times, drawn from one seed.
+"""Fault schedules: workers, requests and faults with their times, generated from one seed.
 
-Each request and each fault has its own random generator, so that leaving some out does not change
-the others.
+Each request and each fault has its own random generator, so that removing some requests or faults
+does not change the others.
 """
 
 from collections.abc import Collection
@@ -35,15 +35,15 @@ class WorkerPlan:
     max_queued: int
     step_seconds: float
     token_seconds: float
-    write_seconds: float  # seconds to write one message's blocks
-    message_blocks: int  # largest message, in blocks
+    write_seconds: float  # time to write the blocks of one message
+    message_blocks: int  # number of blocks in the largest message
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
     number: int
     at: float
-    router: int  # index of the router it is submitted to first
+    router: int  # index of the router that first gets the request
     prompt: tuple[int, ...]
     max_tokens: int
     stop_tokens: tuple[int, ...]
@@ -51,11 +51,11 @@ class RequestPlan:
     salt: bytes
     tenant: str
     priority: int
-    deadline: float  # seconds from its arrival
-    cut: int  # tokens after which a stop string matches; 0: never
-    leaves_after: float  # client disconnects this many seconds after arrival; inf: never
-    leaves_moving: float  # the same, counted from the start of its KV transfer
-    resumes: bool  # client resubmits to another router if its router dies
+    deadline: float  # seconds from the request's arrival
+    cut: int  # number of tokens after which a stop string matches; 0: never
+    leaves_after: float  # seconds from arrival until the client disconnects; inf: never
+    leaves_moving: float  # seconds from the start of its KV transfer until the client disconnects
+    resumes: bool  # the client resubmits to another router if its router dies
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class Fault:
     number: int
     at: float
     kind: str
-    one: int  # index of the worker, or of the router for router faults
-    other: int  # index of the second process, for network faults
-    seconds: float  # duration
-    size: float  # slow: step times x (1 + 10 size); delay: seconds
+    one: int  # index of the worker; for router faults: index of the router
+    other: int  # for network faults: index of the second process
+    seconds: float  # duration of the fault
+    size: float  # kind "slow": step times are multiplied by 1 + 10 size; "delay": seconds
 
     def __str__(self) -> str:
         return (
@@ -92,7 +92,7 @@ class Schedule:
     latency: float
     bandwidth: float
     max_queued: int  # queue limit of each router, in requests
-    ttft_slo_seconds: float  # time-to-first-token SLO; 0: order by arrival
+    ttft_slo_seconds: float  # SLO of the queue order; 0: ordered by arrival
     workers: tuple[WorkerPlan, ...]
     requests: tuple[RequestPlan, ...]
     faults: tuple[Fault, ...]
@@ -100,14 +100,14 @@ class Schedule:
     def only(
         self, requests: Collection[int] | None = None, faults: Collection[int] | None = None
     ) -> "Schedule":
-        """Return a copy with only these requests and faults, by number; None keeps all."""
+        """Return a copy with only these requests and faults, by their numbers; None keeps all."""
         kept = tuple(one for one in self.requests if requests is None or one.number in requests)
         left = tuple(one for one in self.faults if faults is None or one.number in faults)
         return replace(self, requests=kept, faults=left)
 
 
 def schedule_of(seed: int) -> Schedule:
-    """Draw the schedule of a seed; equal seeds give equal schedules."""
+    """Generate the schedule of a seed; equal seeds give equal schedules."""
     rng = Random(f"schedule {seed}")
     roles = rng.choice(ROLES)
     num_routers = rng.choice((1, 1, 1, 2))
@@ -164,7 +164,7 @@ def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
         if rng.random() < 0.25
         else float("inf"),
         leaves_moving=rng.choice((0.01, 0.1, 0.4)) if rng.random() < 0.15 else float("inf"),
-        # A client cannot pass on which of several choices had already ended.
+        # Not with several choices: the new request cannot state which choices had already ended.
         resumes=rng.random() < 0.7 and num_choices == 1,
     )
 

@@ -1,4 +1,4 @@
-"""Shrink a failing schedule: remove requests and faults while it still fails."""
+"""Shrinks a failing schedule: removes requests and faults while the schedule still fails."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ from penstock.loadtests.simulator.faults.schedules import Schedule
 
 
 def failure_of(schedule: Schedule) -> str:
-    """Return why the schedule fails, or "" if it does not."""
+    """Return the reason why the schedule fails, or "" if it passes."""
     try:
         ScheduleRun(schedule).play()
     except InvariantViolated as broken:
@@ -16,7 +16,7 @@ def failure_of(schedule: Schedule) -> str:
 
 
 def shrunk(schedule: Schedule, fails: Callable[[Schedule], object] = failure_of) -> Schedule:
-    """Return a minimal failing part: removing any one request or fault makes it pass."""
+    """Return a minimal part that still fails: removing any one request or fault makes it pass."""
     size = -1
     while size != len(schedule.requests) + len(schedule.faults):
         size = len(schedule.requests) + len(schedule.faults)
@@ -37,7 +37,10 @@ def _without_requests(schedule: Schedule, fails: Callable[[Schedule], object]) -
 
 
 def _fewest(numbers: list[int], fails: Callable[[Sequence[int]], object]) -> list[int]:
-    """Remove halves, then quarters, ..., then single numbers, while the rest still fails."""
+    """Try to remove halves, then quarters, and so on down to single numbers; return what is left.
+
+    A part is removed only if the rest still fails.
+    """
     step = len(numbers)
     while step:
         start = 0

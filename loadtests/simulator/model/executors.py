@@ -1,4 +1,4 @@
-"""Stand-ins for the model and its device: step times, drawn tokens and block contents."""
+"""Simulated models and devices: step times, sampled tokens and contents of blocks."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,25 +13,25 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 class Executor(Protocol):
     """Interface of a simulated model with its KV cache."""
 
-    slowness: float  # factor on step times; 1: normal, inf: hangs
+    slowness: float  # step times are multiplied by this; inf: steps hang
 
     def seconds(self, plan: StepPlan) -> float:
-        """Return the seconds that the step takes."""
+        """Return the duration of the step in seconds."""
         ...
 
     def seconds_of(self, plan: StepPlan, num: int) -> Floats:
-        """Return [num] seconds: of this decode step and of the `num - 1` after it."""
+        """Return the seconds [num] of this decode step and of the `num - 1` steps after it."""
         ...
 
     def run(self, plan: StepPlan, choices: Ints) -> Ints:
-        """Return the tokens of the plan's sampling rows, in order.
+        """Return the sampled tokens of the plan's sampling rows, in order.
 
-        `choices` holds the choice index of every row of the sequence table.
+        `choices` has the choice index of each row of the sequence table.
         """
         ...
 
     def predict(self, plan: StepPlan, num: int) -> Ints | None:
-        """Return [num, B] tokens of the `num` steps after this one, or None if they must be run."""
+        """Return the tokens [num, B] of the next `num` steps, or None if the steps must be run."""
         ...
 
     def read(self, blocks: Ints) -> Sequence[int]:
@@ -43,12 +43,12 @@ class Executor(Protocol):
         ...
 
     def poison(self, blocks: Ints) -> None:
-        """Overwrite free blocks, so that any later read of them is detected."""
+        """Overwrite free blocks, so that reading them later is detected."""
         ...
 
 
 class TimedHashModel:
-    """The hash model with simulated step times: tokens depend on the KV slots it reads."""
+    """The hash model with simulated step times; its tokens depend on the KV slots that are read."""
 
     def __init__(
         self, num_blocks: int, block_size: int, step_seconds: float, token_seconds: float

@@ -1,7 +1,7 @@
 """The hash model: each token is a hash of the contents of the KV slots that are read.
 
 The value of a position is a hash of its token, its index and the value in the slot before it. A
-drawn token is a hash of the values in all slots of the sequence, read through the block table in
+sampled token is a hash of the values in all slots of the sequence, read through the block table in
 order. A wrong block, a stale slot or a misordered write therefore changes the answer.
 """
 
@@ -17,12 +17,12 @@ VOCAB = 37
 
 
 def slot_value(before: int, token: int, position: int) -> int:
-    """Return the value of a position, given the value of the position before it."""
+    """Return the slot value of a position, given the slot value of the position before."""
     return ((before ^ 0x9E3779B97F4A7C15) * 6364136223846793 + token * 7919 + position) % _MODULUS
 
 
 def hash_of(values: Sequence[int]) -> int:
-    """Return the hash of a sequence's slot values, from which its next token is drawn."""
+    """Return a hash of all slot values of a sequence; it determines the sequence's next token."""
     result = 1
     for value in values:
         result = (result * 1000003 + value) % _MODULUS
@@ -34,7 +34,7 @@ def _drawn(hashed: int, choice: int) -> int:
 
 
 def draw(hashes: Sequence[int], plan: StepPlan, choices: Ints | None = None) -> Ints:
-    """Return the tokens [S] that the plan's sampling rows draw from `hashes` [S]."""
+    """Return the tokens [S] of the plan's sampling rows, determined by their `hashes` [S]."""
     drawing = plan.sampling_rows
     own = np.zeros_like(drawing) if choices is None else choices[drawing]
     drawn = [_drawn(hashed, choice) for hashed, choice in zip(hashes, own.tolist(), strict=True)]
@@ -42,16 +42,16 @@ def draw(hashes: Sequence[int], plan: StepPlan, choices: Ints | None = None) -> 
 
 
 class HashModel:
-    """Runs step plans on `num_blocks` blocks of KV."""
+    """A model that runs step plans on a KV cache of `num_blocks` blocks."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.kv = [-1] * (num_blocks * block_size)
 
     def run(self, plan: StepPlan, choices: Ints | None = None) -> Ints:
-        """Copy blocks, write the step's slots, and return the tokens [S] of the rows that draw.
+        """Copy blocks, write the step's slots, and return the tokens [S] of the sampling rows.
 
-        choices: the choice of each row of the table; None means 0 for all.
+        choices: choice index of each row of the sequence table; None means 0 for all rows.
         """
         return draw(self.hash(plan), plan, choices)
 
@@ -71,7 +71,7 @@ class HashModel:
         return hashes + [hashes[at] for at in plan.forks[:, 0]]
 
     def copy(self, pairs: Ints) -> None:
-        """Copy blocks: `pairs` [C, 2] holds source and destination.
+        """Copy blocks; `pairs` [C, 2] contains the source and the destination of each copy.
 
         All sources are read before any destination is written.
         """
@@ -88,7 +88,7 @@ class HashModel:
         return [blocks[p // size] * size + p % size for p in range(length)]
 
     def poison(self, blocks: Ints) -> None:
-        """Fill blocks with values that make any sequence that reads them wrong."""
+        """Fill blocks with values that give a wrong answer to any sequence that reads them."""
         for block in blocks.tolist():
             start = block * self.block_size
             self.kv[start : start + self.block_size] = [-2 - block] * self.block_size
@@ -99,7 +99,7 @@ class HashModel:
 
 
 def copy_blocks(source: HashModel, blocks: Ints, to: HashModel, into: Ints) -> None:
-    """Copy blocks from one model's KV cache to another's, as a KV transfer does."""
+    """Copy blocks from the KV cache of one model to that of another, as a KV transfer does."""
     size = source.block_size
     for a, b in zip(blocks.tolist(), into.tolist(), strict=True):
         to.kv[b * size : (b + 1) * size] = source.kv[a * size : (a + 1) * size]
@@ -108,7 +108,7 @@ def copy_blocks(source: HashModel, blocks: Ints, to: HashModel, into: Ints) -> N
 def reference_answer(
     prompt: Sequence[int], params: SamplingParams, max_model_len: int, choice: int = 0
 ) -> tuple[list[int], FinishReason]:
-    """Compute an answer directly from its tokens, without blocks or batches."""
+    """Compute the answer to a prompt directly from its tokens, without blocks or batches."""
     values: list[int] = []
     for token in prompt:
         values.append(slot_value(values[-1] if values else 0, token, len(values)))

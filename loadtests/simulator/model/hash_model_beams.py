@@ -15,12 +15,12 @@ Answer: TypeAlias = tuple[list[int], FinishReason]
 
 
 def _candidates(hashes: Sequence[int], held_back: Sequence[Sequence[int]]) -> Candidates:
-    """Return log-probabilities [R, VOCAB] for `hashes` [R].
+    """Return the log probabilities [R, VOCAB] of the next tokens, given `hashes` [R].
 
-    Tokens in `held_back[r]` get -inf for row `r`.
+    The tokens in `held_back[r]` get -inf in row r.
     """
     tokens = np.tile(np.arange(VOCAB, dtype=np.int32), (len(hashes), 1))
-    # Steep enough that beams are often replaced.
+    # The log probabilities differ so much that beams are often replaced.
     logprobs = [
         [-((hashed >> 9) * (token + 3) ** 3 % 1009) / 64 for token in range(VOCAB)]
         for hashed in hashes
@@ -36,7 +36,7 @@ def _held_back(params: SamplingParams, length: int) -> tuple[int, ...]:
 
 
 class HashModelBeams:
-    """Beam searches of an engine over a hash model."""
+    """The beam searches of an engine that runs a hash model."""
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
@@ -44,13 +44,13 @@ class HashModelBeams:
         self._params: dict[Hashable, SamplingParams] = {}
 
     def open(self, new: NewSequence) -> None:
-        """Start the search of a submitted sequence; do nothing if it does not use beam search."""
+        """Start the search of a submitted sequence; does nothing if it does not use beam search."""
         if new.params.use_beam_search:
             self._params[new.key] = new.params
             self._searches.open(new.key, new.params, self._max_model_len - new.num_prompt)
 
     def close(self, key: Hashable) -> list[Answer]:
-        """End the search of `key` and return its answers so far; [] if the key is unknown."""
+        """End the search of `key` and return the answers found so far; [] if the key is unknown."""
         self._params.pop(key, None)
         search = self._searches.close(key)
         return [] if search is None else [(each.tokens, each.finish) for each in search.best]
@@ -58,11 +58,11 @@ class HashModelBeams:
     def draw(
         self, plan: StepPlan, table: SequenceTable, hashes: Sequence[int]
     ) -> tuple[Ints, Ints | None, list[Hashable]]:
-        """Draw the tokens of a step.
+        """Sample the tokens of a step.
 
         Returns:
-            tokens [S] and parent rows [S] of the sampling rows (parents are None if no row is a
-            beam), and the keys of the searches that are finished.
+            Tokens [S] and parent rows [S] of the sampling rows (None instead of the parents if no
+            row is a beam), and the keys of the searches that have finished.
         """
         rows = plan.sampling_rows
         drawn, parents = draw(hashes, plan, table.choices), rows.copy()
@@ -88,7 +88,7 @@ class HashModelBeams:
 def reference_beams(
     prompt: Sequence[int], params: SamplingParams, max_model_len: int
 ) -> list[Answer]:
-    """Compute a beam search's answers directly from its tokens, without blocks or batches."""
+    """Compute the answers of a beam search directly from its tokens, without blocks or batches."""
     search = BeamSearch(params, params.answer_limit(len(prompt), max_model_len))
     values: list[int] = []
     for token in prompt:

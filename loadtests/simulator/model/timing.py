@@ -1,4 +1,4 @@
-"""Step times of a device that is not present: a roofline model with five parameters.
+"""Simulates the step times of a device: a roofline model with five parameters.
 
 seconds = launch + max(compute, memory)
 compute = token x tokens + pair x pairs      (pair: a prompt token and a position it attends to)
@@ -20,14 +20,14 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class BadTiming(ValueError):
-    """A timing file that cannot be used; the message says why."""
+    """The timing file cannot be used; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Parameters of the roofline model. The defaults are Llama 3 70B in 16 bits on four H100.
+    """Parameters of the roofline model; the defaults are Llama 3 70B in 16 bits on four H100.
 
-    The defaults are computed, not measured: 140 GB of weights read at 4 x 2.7 TB/s, 140 GFLOP per
+    The defaults are calculated, not measured: 140 GB of weights read at 4 x 2.7 TB/s, 140 GFLOP per
     token at 4 x 450 TFLOP/s, 320 KiB of KV per token.
     """
 
@@ -36,10 +36,10 @@ class Timing:
     pair: float = 1.5e-9
     weights: float = 0.013
     kv_token: float = 30e-9
-    kv_bytes: float = 320 * 1024.0  # bytes of one position, for KV transfers
+    kv_bytes: float = 320 * 1024.0  # bytes of KV per position, for KV transfers
 
     def prefill(self, num_tokens: int, chunk: int) -> float:
-        """Return the seconds to prefill one prompt alone, in chunks of `chunk` tokens."""
+        """Return the seconds to prefill a single prompt in chunks of `chunk` tokens."""
         starts = np.arange(0, num_tokens, chunk)
         sizes = np.minimum(chunk, num_tokens - starts)
         compute = self.token * sizes + self.pair * sizes * (starts + sizes / 2)
@@ -47,12 +47,12 @@ class Timing:
         return float((self.launch + np.maximum(compute, memory)).sum())
 
     def decode(self, context: float, batch: int = 1) -> float:
-        """Return the seconds of a decode step of `batch` sequences of length `context`."""
+        """Return the seconds of one decode step of `batch` sequences of length `context`."""
         memory = self.weights + self.kv_token * batch * context
         return self.launch + max(self.token * batch, memory)
 
     def decodes(self, plan: StepPlan, num: int) -> Floats:
-        """Return [num] seconds: of a decode step and of those after it, each one token longer."""
+        """Return the seconds of `num` decode steps; each step adds one token to each sequence."""
         batch = len(plan.context_lens)
         positions = int(plan.context_lens.sum(dtype=np.int64)) + batch * np.arange(num)
         seconds: Floats = self.launch + np.maximum(
@@ -61,7 +61,7 @@ class Timing:
         return seconds
 
     def step(self, plan: StepPlan) -> float:
-        """Return the seconds of a step with any mix of prefill and decode."""
+        """Return the seconds of a step that may contain prefill and decode."""
         contexts = plan.context_lens.astype(np.int64)
         num_tokens = len(plan.tokens)
         memory = self.weights + self.kv_token * int(contexts.sum())
@@ -88,7 +88,7 @@ def _number(path: Path, name: object, value: Any, names: list[str]) -> float:
     if name not in names:
         raise BadTiming(f"{path}: unknown name {name!r}; known names: {', '.join(names)}")
     try:
-        number = float(value)  # YAML 1.1 reads 78e-6 as text
+        number = float(value)  # YAML 1.1 parses 78e-6 as a string
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not 0 <= number < math.inf:
@@ -97,7 +97,7 @@ def _number(path: Path, name: object, value: Any, names: list[str]) -> float:
 
 
 class TimedModel:
-    """A model of which only step times are simulated: every token that it draws is 0."""
+    """A model of which only step times are simulated; every sampled token is 0."""
 
     def __init__(self, timing: Timing) -> None:
         self.slowness = 1.0

@@ -1,7 +1,7 @@
-"""Simulate a cluster under load: scaled pools, their cost, and latencies as clients see them.
+"""Simulates a cluster under load: scaled pools, their cost, and the latencies that clients see.
 
-There is one router. A worker costs GPU time from when it is requested until it has stopped: a new
-one serves after its cold start, and a surplus one is drained first.
+The cluster has one router. A worker costs GPU time from its request until it has stopped: a new
+worker serves only after its cold start, and a surplus worker is drained before it stops.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,20 +29,20 @@ BANDWIDTH = 40e9
 """Bytes per second between two workers."""
 
 END_SECONDS = 3600.0
-"""Seconds after the last arrival within which all requests must have ended."""
+"""Seconds after the last arrival until all requests must have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """The simulated cluster."""
+    """Settings of the simulated cluster."""
 
-    pools: Mapping[str, int]  # initial number of workers by role
-    limits: SchedulerConfig  # the same for every worker
+    pools: Mapping[str, int]  # initial number of workers, by role
+    limits: SchedulerConfig  # equal for all workers
     timing: Timing
     cold_start: float = 30.0  # seconds
     bandwidth: float = BANDWIDTH
-    ttft_slo_seconds: float = 0.0  # TTFT SLO for the router's queue order; 0: by arrival
-    single_steps: bool = False  # simulate each step as an event, without fast-forwarding
+    ttft_slo_seconds: float = 0.0  # SLO of the router's queue order; 0: ordered by arrival
+    single_steps: bool = False  # True: every step is an event of its own, without fast-forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Sample:
     serving: int
     pending: int
     draining: int
-    queued: int  # requests queued in the router and in the workers
+    queued: int  # number of requests queued in the router and in the workers
     running: int
     kv_usage: float
 
@@ -72,13 +72,13 @@ class _Pool:
 
 @dataclass(slots=True)
 class Call:
-    """One request as its client saw it; times in seconds of virtual time."""
+    """One request as seen by its client; times are seconds of virtual time."""
 
     planned: Planned
     first: float = float("nan")  # time of the first token
     last: float = float("nan")
     num_tokens: int = 0
-    status: str = ""  # final status; "" while it runs
+    status: str = ""  # final status; "" while the request is running
 
     @property
     def ttft(self) -> float:
@@ -86,7 +86,7 @@ class Call:
 
     @property
     def tpot(self) -> float:
-        """Return seconds per token after the first; 0 for answers of one token."""
+        """Seconds per token after the first; 0 for an answer of one token."""
         return (self.last - self.first) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
 
 
@@ -106,7 +106,7 @@ class _RecordingClient:
         call.num_tokens += len(deliver.tokens)
 
     def on_choice_stopped(self, choice: int) -> None:
-        """Do nothing: this client never cuts an answer."""
+        """Do nothing, because this client never cuts an answer."""
 
     def end(self, end: ev.EndRequest) -> None:
         self._call.status = end.status.value
@@ -149,7 +149,7 @@ class Cluster:
                 self._serve(name)
 
     def run(self) -> None:
-        """Run until every call has ended. Raises RuntimeError if some never do."""
+        """Run until every call has ended. Raises RuntimeError if some calls never end."""
         last = self.calls[-1].planned.due if self.calls else 0.0
         self._arrive(0)
         self.clock.after(INTERVAL_SECONDS, self._decide_sizes)
@@ -166,7 +166,7 @@ class Cluster:
     # ------------------------------------------------------------ calls
 
     def _arrive(self, number: int) -> None:
-        """Schedule the arrival of one call, which schedules the next: the heap stays small."""
+        """Schedule the arrival of one call, which then schedules the next: the heap stays small."""
         if number < len(self.calls):
             self.clock.at(self.calls[number].planned.due, lambda: self._submit(number))
 
@@ -189,7 +189,7 @@ class Cluster:
     # ------------------------------------------------------------ workers
 
     def _serve(self, pool: str) -> None:
-        """Start serving with a new worker."""
+        """Create a worker that serves at once."""
         self._num_started += 1
         name, limits, timing = f"{pool}-{self._num_started}", self._plan.limits, self._plan.timing
         info = ev.WorkerInfo(
@@ -212,14 +212,14 @@ class Cluster:
         self.router.link(name)
 
     def _add_worker(self, pool: str) -> None:
-        """Turn a pending worker into a serving one: its cold start is over."""
+        """Turn a pending worker into a serving worker, at the end of its cold start."""
         self._accrue_cost()
         state = self._pools[pool]
         state.pending -= 1
         self._serve(pool)
 
     def _scale_to(self, pool: str, wanted: int) -> None:
-        """Scale a pool to `wanted` workers by starting or draining some."""
+        """Scale a pool to `wanted` workers: request new workers or drain serving ones."""
         self._accrue_cost()
         state = self._pools[pool]
         self.num_scalings += wanted != state.count
@@ -230,7 +230,7 @@ class Cluster:
             self._drain(state)
 
     def _drain(self, state: _Pool) -> None:
-        """Drain the worker of a pool that has the fewest sequences."""
+        """Drain the worker with the fewest sequences of a pool."""
         worker = min(state.serving, key=lambda one: one.load.running + one.load.queued)
         state.serving.remove(worker)
         state.draining.append(worker)
@@ -250,12 +250,12 @@ class Cluster:
         worker.process.kill()
 
     def _count(self, worker: Worker) -> None:
-        """Add a worker's totals to those of the cluster when it stops."""
+        """Add the totals of a worker to those of the cluster."""
         self.busy_seconds += worker.steps.busy_seconds
         self.num_steps += worker.steps.num_steps
 
     def _accrue_cost(self) -> None:
-        """Add the cost of all workers since the last call."""
+        """Add the cost of all workers since this function was last called."""
         now = self.clock.now
         num = sum(pool.count + len(pool.draining) for pool in self._pools.values())
         self.worker_seconds += num * (now - self._costs_since)
@@ -277,7 +277,7 @@ class Cluster:
 
     def _pool_view(self, name: str, now: float) -> PoolView:
         pool, dispatcher = self._pools[name], self.router.dispatcher
-        # Same attribution of queued requests to pools as in `router/state` and `cluster/scaling`.
+        # Queued requests count for the same pool as in `router/state` and `cluster/scaling`.
         first = "prefill" if "prefill" in self._pools else "mixed"
         waits = name in (set(dispatcher.short_of) & self._pools.keys() or {first})
         state = PoolInputs(
@@ -315,7 +315,7 @@ class Cluster:
 
 
 def _fitting(limits: SchedulerConfig, load: Sequence[Planned]) -> SchedulerConfig:
-    """Limit `max_model_len` to the longest sequence: thousands of workers allocate such tables."""
+    """Limit `max_model_len` to the longest sequence, to save memory in thousands of workers."""
     longest = max((one.input_len + one.output_len for one in load), default=1)
     return replace(limits, max_model_len=min(limits.max_model_len, longest + 1))
 

@@ -1,8 +1,9 @@
-"""`penstock simulate disaggregation`: compare the disaggregation rule with always and never.
+"""`penstock simulate disaggregation`: compares the disaggregation rule with always and never.
 
-Prefill and decode pools serve several loads in virtual time. A prompt is computed in the prefill
-pool ("apart") by the rule, always or never. The rule is judged by the mean time from a request to
-the end of its answer, and by the share of requests that meet the goals in `goals`.
+Prefill and decode pools serve several loads in virtual time. Under the policy "rule", the router's
+rule decides for each prompt whether it is computed in the prefill pool ("apart"); under "always"
+all prompts are, under "never" none. The rule is judged by the mean time from a request to the end
+of its answer, and by the share of requests that meet the goals in `goals`.
 """
 
 import math
@@ -28,7 +29,7 @@ from penstock.router.routing.worker_registry import WorkerView
 from penstock.workers.scheduling.config import SchedulerConfig
 
 SLACK = 0.02
-"""Tolerance of the comparison, as a share: runs differ by chance."""
+"""Tolerance of the comparison, as a fraction, because runs differ by chance."""
 
 LIMITS = SchedulerConfig(
     num_blocks=6250,  # 400,000 tokens
@@ -41,7 +42,7 @@ LIMITS = SchedulerConfig(
 
 
 class Always(DisaggregationPolicy):
-    """Disaggregates every prompt."""
+    """Computes every prompt on a prefill worker."""
 
     def decide(
         self,
@@ -54,7 +55,7 @@ class Always(DisaggregationPolicy):
 
 
 class Never(DisaggregationPolicy):
-    """Computes every prompt on the worker that decodes it."""
+    """Computes every prompt on the worker that decodes its answer."""
 
     def decide(
         self,
@@ -78,7 +79,7 @@ class Case:
     """A load, and the number of workers that serve it."""
 
     name: str
-    rate: Callable[[float], float]  # time in seconds -> requests per second
+    rate: Callable[[float], float]  # requests per second, as a function of the time in seconds
     most: float
     inputs: str
     outputs: str
@@ -113,8 +114,8 @@ class Outcome:
     """Results of one case under one policy."""
 
     figures: Figures
-    seconds: float  # mean seconds from a request to the end of its answer
-    apart: float  # share of prompts that were disaggregated
+    seconds: float  # mean time from a request to the end of its answer
+    apart: float  # share of prompts computed on a prefill worker
 
 
 Outcomes: TypeAlias = Mapping[str, Outcome]
@@ -124,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Returns:
-        0 if the rule is never behind, 1 if it is somewhere, 2 for wrong options, 130 after Ctrl-C.
+        0 if the rule is never worse than the other policies, 1 if it is worse in some case, 2 for
+        wrong options, 130 after Ctrl-C.
     """
     about = "Compare the disaggregation rule with always and never disaggregating."
     (playing,) = read_flags("penstock simulate disaggregation", about, (Playing,), arguments)
@@ -149,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def play(case: Case, policy: Policy, playing: Playing) -> Outcome:
-    """Run one case under one policy to its end."""
+    """Run one case under one policy until all requests have ended."""
     pools = {"prefill": case.prefill, "decode": case.decode}
     plan = ClusterPlan(
         pools, LIMITS, Timing(), bandwidth=case.bandwidth, ttft_slo_seconds=playing.promised
@@ -169,7 +171,7 @@ def load_of(case: Case, playing: Playing) -> list[Planned]:
 
 
 def losses(outcomes: Outcomes) -> list[str]:
-    """Return the criteria by which the rule is worse than the better of the other policies."""
+    """Return the criteria by which the rule is worse than the better one of the other policies."""
     rule, others = outcomes["rule"], [outcomes["always"], outcomes["never"]]
     lost = []
     if rule.figures.kept < max(each.figures.kept for each in others) - SLACK:
@@ -186,7 +188,7 @@ HEADER = (
 
 
 def row(case: str, policy: str, outcome: Outcome) -> str:
-    """Return a row of the Markdown table."""
+    """Return the table row of one case and policy, in Markdown."""
     of = outcome.figures
     cells = (
         *(case, policy, f"{outcome.apart:.0%}", f"{of.kept:.1%}", f"{outcome.seconds:.2f} s"),

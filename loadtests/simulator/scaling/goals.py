@@ -1,4 +1,4 @@
-"""Latency goals, the share of requests that meet them, and the cost in worker time."""
+"""Latency goals, the share of requests that meet both goals, and the cost in worker time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ WINDOW_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Results of one simulation; times in seconds, shares from 0 to 1."""
+    """Results of one simulation; times are in seconds, shares from 0 to 1."""
 
     kept: float  # share of requests that met both goals
     ttft_p50: float
@@ -32,7 +32,7 @@ class Figures:
     tpot_p99: float
     worker_hours: float
     most_workers: int
-    busy: float  # share of worker time spent computing
+    busy: float  # share of worker time in which steps ran
     scalings_an_hour: float
 
 
@@ -47,7 +47,7 @@ def is_kept(call: Call, timing: Timing, chunk: int) -> bool:
 
 
 def figures(cluster: Cluster, plan: ClusterPlan) -> Figures:
-    """Compute the results of a finished simulation."""
+    """Summarize a finished simulation."""
     chunk = plan.limits.max_batched_tokens
     kept = sum(is_kept(call, plan.timing, chunk) for call in cluster.calls)
     good = [call for call in cluster.calls if call.status == "ok"]
@@ -71,12 +71,12 @@ def figures(cluster: Cluster, plan: ClusterPlan) -> Figures:
 def workers_needed(
     load: Sequence[Planned], timing: Timing, chunk: int, slot: float, busy: float = BUSY
 ) -> list[int]:
-    """Return the mixed workers needed in each slot of `slot` seconds, given all arrivals.
+    """Return the number of mixed workers needed in each slot of `slot` seconds, given all arrivals.
 
-    Work is a prompt's prefill time alone, and for each answer token its part of a step of `chunk`
-    tokens. Work that arrives within a window of slots may be computed within the window plus
-    `TTFT_SECONDS`, by workers that are busy for the share `busy` of that time. Windows of up to
-    `WINDOW_SECONDS` are considered.
+    The work of a request is the prefill time of its prompt, plus, for each answer token, 1/`chunk`
+    of a step of `chunk` tokens. The work that arrives within a window of slots must be done within
+    the window plus `TTFT_SECONDS`, by workers that are busy for the fraction `busy` of this time.
+    All windows of up to `WINDOW_SECONDS` are considered.
     """
     last = load[-1].due if load else 0.0
     work = np.zeros(int(last / slot) + 1)

@@ -1,4 +1,4 @@
-"""`penstock simulate load`: simulate a cluster under a load and draw the result as a page."""
+"""`penstock simulate load`: simulates a cluster under a load and writes charts as an HTML page."""
 
 import math
 import sys
@@ -42,7 +42,7 @@ Kind = Literal["static", "penstock", "queue", "cpu", "clairvoyant"]
 KINDS: Sequence[Kind] = ("static", "penstock", "queue", "cpu", "clairvoyant")
 SLOT_SECONDS = 5.0
 BLOCK_SIZE = 64
-"""In tokens; larger than a real engine's, which makes the simulation faster."""
+"""In tokens; larger than in a real engine, to make the simulation faster."""
 
 
 class WrongOptions(ValueError):
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Returns:
-        0, or 1 if requests never end, 2 for wrong options, 130 after Ctrl-C.
+        0 on success, 1 if requests never end, 2 for wrong options, 130 after Ctrl-C.
     """
     about = "Simulate a cluster under a load: latencies, worker hours, a page of charts."
     arriving, serving = read_flags("penstock simulate load", about, (Arriving, Serving), arguments)
@@ -135,7 +135,7 @@ def _check(arriving: Arriving, serving: Serving) -> None:
 
 
 def load_of(arriving: Arriving) -> list[Planned]:
-    """Return the requests that arrive. Raises WrongOptions, BadTrace and OSError."""
+    """Return the requests of the simulation. Raises WrongOptions, BadTrace and OSError."""
     if arriving.trace is not None:
         rows = from_trace(arriving.trace, arriving.seconds, arriving.speed, 10**6, 10**6)
         load = rows if arriving.copies == 1 else replicated(rows, arriving.copies, arriving.seed)
@@ -154,7 +154,7 @@ def load_of(arriving: Arriving) -> list[Planned]:
 
 
 def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
-    """Return the plan of the cluster. Raises WrongOptions, BadTiming and OSError."""
+    """Return the settings of the cluster. Raises WrongOptions, BadTiming and OSError."""
     timing = Timing() if serving.timing is None else read_timing(serving.timing)
     try:
         limits = SchedulerConfig(
@@ -220,14 +220,14 @@ def clairvoyant_of(
 
 
 def needs_of(load: Sequence[Planned], plan: ClusterPlan, busy: float = BUSY) -> list[int]:
-    """Return the workers needed in each slot of SLOT_SECONDS at utilization `busy`."""
+    """Return the workers needed in each slot of SLOT_SECONDS, at the utilization `busy`."""
     return workers_needed(load, plan.timing, plan.limits.max_batched_tokens, SLOT_SECONDS, busy)
 
 
 def simulate(
     kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int, busy: float = BUSY
 ) -> tuple[Cluster, Figures]:
-    """Run the simulation to its end; `busy` applies to the clairvoyant scaler only.
+    """Run the simulation to its end; `busy` is used by the clairvoyant scaler only.
 
     Raises RuntimeError if requests never end.
     """
@@ -280,9 +280,9 @@ def _compare(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> in
 def static_peak(load: Sequence[Planned], plan: ClusterPlan, most: int) -> int:
     """Return the fewest static mixed workers with which 99.5% of the requests meet their goals.
 
-    Returns `most` if no smaller number is enough.
+    Return `most` if no smaller number is enough.
     """
-    # Search outwards from an estimate: simulating a cluster that is far too small takes long.
+    # Search outwards from an estimate, because simulating a much too small cluster takes long.
     low, high, step = 1, most, 1
     middle = max(needs_of(load, plan, busy=1.0))
     while low < high:
@@ -336,7 +336,7 @@ def _draw(serving: Serving, rows: Sequence[Sequence[str]], of: Mapping[str, Clus
 
 
 def charts_of(clusters: Mapping[str, Cluster]) -> list[Chart]:
-    """Return charts of workers, queues and latencies over time, with one line per cluster."""
+    """Return charts of workers, queues and latencies over time; each cluster is one line."""
     return [
         Chart("Workers paid for", "", [_workers(name, of) for name, of in clusters.items()]),
         Chart(

@@ -1,4 +1,4 @@
-"""Draw a simulation as one self-contained HTML page: charts over time as inline SVG."""
+"""Writes a simulation as one self-contained HTML page with charts over time as inline SVG."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ text{font:11px system-ui,sans-serif;fill:#52606d} .note{color:#52606d;font-size:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a chart; points are (seconds, value), times ascending."""
+    """One line of a chart; points are (seconds, value), with ascending times."""
 
     name: str
     points: Sequence[tuple[float, float]]
-    stepped: bool = False  # hold the value until the next point
+    stepped: bool = False  # True: the line keeps each value until the next point
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +112,12 @@ def _axes(span: float, top: float, unit: str) -> str:
 
 
 def _time(seconds: float, span: float) -> str:
-    """Format a time, in the same unit for all labels of an axis of `span` seconds."""
+    """Format a time; all labels of an axis of `span` seconds get the same unit."""
     return f"{seconds / 3600:.1f} h" if span >= 3 * 3600 else f"{seconds / 60:.1f} min"
 
 
 def _round_up(value: float) -> float:
-    """Round up to 1, 2, 4 or 8 times a power of ten, which makes quarters short numbers."""
+    """Round up to 1, 2, 4 or 8 times a power of ten, whose quarters are short numbers."""
     if value <= 0:
         return 1.0
     power = 10.0 ** len(str(int(value))) / 10 if value >= 1 else 0.001

@@ -1,4 +1,4 @@
-"""Scalers: the product's autoscaler and the ones it is compared with."""
+"""The product's autoscaler, and the scalers with which it is compared."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ INTERVAL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """A pool as a scaler sees it."""
+    """State of a pool at a scaler's decision."""
 
     state: PoolInputs
-    utilization: float  # share of the time since the last decision spent computing
+    utilization: float  # fraction of the time since the last decision in which workers ran steps
 
 
 class Scaler(Protocol):
@@ -32,7 +32,7 @@ class Scaler(Protocol):
 
 
 class Static:
-    """A fixed number of workers."""
+    """A scaler that keeps a fixed number of workers."""
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = counts
@@ -55,7 +55,7 @@ class PenstockScaler:
 
 
 class QueueThreshold:
-    """Adds a worker above `most` queued requests per worker; removes one after a quiet minute."""
+    """Adds a worker above `most` queued requests per worker; removes one after 60 s with none."""
 
     def __init__(self, limits: Mapping[str, PoolLimits], most: int = 4) -> None:
         self._limits = limits
@@ -81,7 +81,7 @@ class QueueThreshold:
 
 
 class CpuTarget:
-    """Kubernetes' HPA on utilization: target 70%, tolerance 10%, 300 s before scaling down."""
+    """Kubernetes' HPA on utilization: target 70%, tolerance 10%, 300 s window for scaling down."""
 
     TARGET, TOLERANCE, WINDOW = 0.7, 0.1, 300.0
 
@@ -109,7 +109,7 @@ class Clairvoyant:
     """A scaler that knows all arrivals and provides the workers needed in the near future.
 
     Args:
-        needs: for each pool, workers needed in each slot of `slot` seconds.
+        needs: for each pool, the number of workers needed in each slot of `slot` seconds.
         ahead: seconds to look ahead: a cold start and the time between decisions.
         most: largest number of workers in a pool.
     """
@@ -123,7 +123,7 @@ class Clairvoyant:
         self._ahead = ahead
 
     def decide(self, pools: Mapping[str, PoolView], now: float) -> Mapping[str, int]:
-        first = max(int(now / self._slot) - 1, 0)  # work of the previous slot is still running
+        first = max(int(now / self._slot) - 1, 0)  # the previous slot's work may still be running
         last = int((now + self._ahead) / self._slot) + 1
         return {
             name: min(max(needs[first : last + 1], default=1), self._most)

@@ -1,9 +1,9 @@
-"""`penstock simulate scaling`: compare the autoscaler with others and check its goals.
+"""`penstock simulate scaling`: compares the autoscaler with others and checks its goals.
 
-For every load and cold start, all scalers get the same arrivals and start with static peak
-capacity, as an operator would. Goals of the product's autoscaler at a cold start of 30 s: at least
-99% as many requests meet their latency goals as with static peak capacity, and worker hours stay
-within the limits of each `Case`.
+For every load and cold start, all scalers get the same arrivals and start with the workers of
+static peak capacity. At a cold start of 30 s, the product's autoscaler has two goals: at least 99%
+as many requests meet their latency goals as with static peak capacity, and worker hours stay within
+the limits of each `Case`.
 """
 
 import sys
@@ -33,10 +33,10 @@ from penstock.loadtests.simulator.scaling.load import (
 from penstock.loadtests.simulator.scaling.page import Chart, page
 
 JUDGED_COLD_START = 30.0  # seconds
-LEAST_KEPT = 0.99  # as a share of the requests kept by static peak capacity
+LEAST_KEPT = 0.99  # relative to the requests that meet their goals with static peak capacity
 SCALERS: Sequence[Kind] = ("penstock", "queue", "cpu")
 BUSY_FRACTIONS = (1.1, 1.0, 0.9, 0.8, 0.7)
-"""Utilizations tried for the clairvoyant; the first that keeps enough goals is taken."""
+"""Utilizations tried for the clairvoyant scaler, until enough requests meet their goals."""
 JUDGED = ("static peak", "penstock", "clairvoyant")
 TITLE = "penstock simulate scaling"
 ABOUT = (
@@ -78,7 +78,7 @@ class Case:
 
     name: str
     arriving: Arriving
-    of_peak: float | None = None  # limit, as a share of static peak's worker hours
+    of_peak: float | None = None  # limit, relative to the worker hours of static peak capacity
     of_clairvoyant: float | None = None
 
 
@@ -86,7 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Returns:
-        0, or 1 if a goal is missed or requests never end, 2 for wrong options, 130 after Ctrl-C.
+        0 on success, 1 if a goal is missed or requests never end, 2 for wrong options, 130 after
+        Ctrl-C.
     """
     about = "Compare the autoscaler with other scalers on several loads and check its goals."
     loads, trying = read_flags("penstock simulate scaling", about, (Loads, Trying), arguments)
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cases(loads: Loads) -> list[Case]:
-    """Return the loads to run. Raises WrongOptions if there are none."""
+    """Return the loads to run. Raises WrongOptions if there are no loads."""
     trace = Arriving(copies=loads.copies, seconds=loads.seconds)
     found = [
         Case(name, replace(trace, trace=path), of_peak, of_clairvoyant)
@@ -201,7 +202,7 @@ def _play(case: Case, cold_start: float, trying: Trying) -> dict[str, tuple[Clus
 def _cheapest_clairvoyant(
     load: Sequence[Planned], plan: ClusterPlan, most: int, enough: float
 ) -> tuple[Cluster, Figures]:
-    """Run the clairvoyant with decreasing utilization until it keeps enough goals."""
+    """Run the clairvoyant with decreasing utilization until enough requests meet their goals."""
     for busy in BUSY_FRACTIONS:
         cluster, of = simulate("clairvoyant", load, plan, most, busy)
         if of.kept >= enough:

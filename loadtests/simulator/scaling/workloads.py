@@ -1,4 +1,4 @@
-"""Arrivals over time: traces, steps and sinusoids."""
+"""Generates arrivals over time: from traces, in steps, or in waves."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,16 +19,16 @@ from penstock.loadtests.bench.workload import (
 def from_trace(
     path: Path, seconds: float, speed: float, max_input: int, max_output: int
 ) -> list[Planned]:
-    """Return the first `seconds` of a trace that is replayed `speed` times as fast."""
+    """Return the requests of the first `seconds` of a trace, replayed `speed` times as fast."""
     rows = [capped(row, max_input, max_output) for row in read_trace(path)]
     rows = [row for row in rows if row.at / speed <= seconds]
     return traced_load(rows, [row.at / speed for row in rows])
 
 
 def replicated(plan: Sequence[Planned], copies: float, seed: int) -> list[Planned]:
-    """Return `copies` times as many requests: each is repeated with delays of up to 5 s.
+    """Return `copies` times as many requests: copies of each request, delayed by up to 5 s.
 
-    This models more users rather than faster ones: bursts and their lengths stay the same.
+    This models more users, not faster users: bursts keep their lengths.
     """
     random = np.random.Generator(np.random.Philox(key=[seed, 1]))
     drawn: list[tuple[float, Planned]] = []
@@ -43,7 +43,7 @@ def replicated(plan: Sequence[Planned], copies: float, seed: int) -> list[Planne
 
 
 def steps(low: float, high: float, every: float) -> Callable[[float], float]:
-    """Return a rate function (time -> requests per second) that alternates low and high."""
+    """Return a rate function (time -> requests per second) that alternates `low` and `high`."""
     return lambda at: high if int(at / every) % 2 else low
 
 
@@ -61,7 +61,7 @@ def varying(
     outputs: Lengths,
     seed: int,
 ) -> list[Planned]:
-    """Draw a Poisson process with the varying rate `rate(time) <= most`, by thinning."""
+    """Generate a Poisson process with the varying rate `rate(time) <= most`, by thinning."""
     random = np.random.Generator(np.random.Philox(key=[seed, 2]))
     due, times = 0.0, []
     while (due := due + float(random.exponential(1 / most))) <= seconds:
@@ -75,7 +75,7 @@ def varying(
 
 
 def prompt_of(planned: Planned) -> list[int]:
-    """Return prompt tokens that share a prefix with another prompt as far as their blocks do."""
+    """Return prompt tokens; two prompts share a prefix as far as their blocks are equal."""
     if not planned.blocks:
         return [planned.number] * planned.input_len
     ids = np.array(planned.blocks, np.int64) % (2**31 - 1)

@@ -1,4 +1,4 @@
-"""Invariants of a worker's blocks."""
+"""Checks the invariants of a worker's blocks."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from penstock.workers.scheduling.sequence import StepPlan
 
 
 def check(batcher: Batcher, plan: StepPlan | None) -> None:
-    """Raise AssertionError if block counts are wrong or a written block has other readers."""
+    """Raise AssertionError if block counts are wrong, or a written block has other owners."""
     batcher.check()
     load, limits = batcher.load(), batcher.limits
     held = load.used_blocks + load.leased_blocks + load.reserved_blocks

@@ -12,10 +12,10 @@ Act: TypeAlias = Callable[[], None]
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Run the garbage collector less often.
+    """Run the garbage collector less often within this context.
 
-    A long run holds millions of small tuples, and with Python's default thresholds collections take
-    a fifth of its time.
+    A long run holds millions of small tuples; with Python's default thresholds, garbage collection
+    takes a fifth of its time.
     """
     before = gc.get_threshold()
     gc.set_threshold(200_000, 50, 1000)
@@ -26,7 +26,7 @@ def rare_collections() -> Iterator[None]:
 
 
 class Clock:
-    """A virtual clock with a heap of events; events of equal time run in the order scheduled."""
+    """A virtual clock with a heap of events; events of equal time run in scheduling order."""
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
@@ -65,18 +65,18 @@ class Clock:
 
 
 def _undisturbed(time: float) -> None:
-    """Do nothing: the default for processes that do not fast-forward."""
+    """Do nothing: used for processes that do not fast-forward."""
 
 
 class Process:
-    """A simulated process: actions queue while it is stopped and are lost once it is killed."""
+    """A simulated process: actions queue while it is stopped, and are lost when it is killed."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name = name
         self.clock = clock
         self.alive = True
-        # Called with the arrival time before a message or signal arrives. A process that has
-        # fast-forwarded past the clock's events catches up in it.
+        # Called before a message or signal arrives, with the arrival time. A process that has
+        # fast-forwarded beyond the clock's time then catches up.
         self.disturbed: Callable[[float], None] = _undisturbed
         self._stopped = False
         self._backlog: deque[Act] = deque()
@@ -90,7 +90,7 @@ class Process:
         self.clock.at(time, lambda: self.take(act))
 
     def take(self, act: Act) -> None:
-        """Run `act` in this process: now, or when it continues if it is stopped."""
+        """Run `act` in this process: now, or, if the process is stopped, when it continues."""
         if self._stopped:
             self._backlog.append(act)
         elif self.alive:

@@ -1,4 +1,4 @@
-"""A worker's side of KV transfers: leases that it sends and transfers that it receives."""
+"""A worker's side of KV transfers: sends leased blocks and receives blocks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -28,7 +28,7 @@ class KvTransfer:
     """Connects the batcher's leases and reserved blocks with the transfer endpoints.
 
     Args:
-        sessions: the routers' streams by number.
+        sessions: session of each router's stream, by number.
         peer: returns the process and the receiver of a worker, or None while it is not running.
     """
 
@@ -57,7 +57,7 @@ class KvTransfer:
         )
 
     def send(self, session: Session, command: Send) -> None:
-        """Send the blocks of a lease; called at a step boundary."""
+        """Send the blocks of a lease; must be called at a step boundary."""
         key = Key(session.number, command.request, command.attempt)
         held = session.held.get(key)
         size = self._batcher.limits.block_size
@@ -75,7 +75,7 @@ class KvTransfer:
         self._sender.send(outgoing)
 
     def expect(self, key: Key, have: int, stop: int) -> None:
-        """Open a transfer into blocks that the batcher has reserved, if they are still needed."""
+        """Open a transfer into the blocks that the batcher reserved, unless it was cancelled."""
         session = self._sessions.get(key.session)
         held = session.held.get(key) if session is not None else None
         blocks = self._batcher.reserved_blocks(key)
@@ -99,7 +99,7 @@ class KvTransfer:
             outgoing.aborted = True
 
     def _on_result(self, session: Session, key: Key, epoch: int, reason: str) -> None:
-        """Report the end of an incoming transfer, after which nothing is written any more."""
+        """Report the end of an incoming transfer; nothing is written to its blocks afterwards."""
         about = (self._name[0], key.request, key.attempt, epoch)
         if key not in session.held:
             self._post(lambda: self._batcher.transfer_drained(key))

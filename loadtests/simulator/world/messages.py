@@ -1,4 +1,4 @@
-"""Convert the outputs of a worker's steps into messages to routers."""
+"""Converts the outputs of a worker's steps into messages to routers."""
 
 from collections.abc import Iterator, Mapping
 from typing import cast
@@ -15,7 +15,7 @@ _FINISHES = tuple(Finish)
 def by_session(
     output: StepOutput, sessions: Mapping[int, Session]
 ) -> Iterator[tuple[Session, list[int]]]:
-    """Yield each session that has tokens in `output`, with the rows of its tokens."""
+    """Yield each session that has tokens in `output`, with the row numbers of these tokens."""
     rows: dict[int, list[int]] = {}
     for row, name in enumerate(output.keys):
         key = cast(Key, name)
@@ -26,7 +26,7 @@ def by_session(
 
 
 def new_tokens(output: StepOutput, tokens: Ints, rows: list[int]) -> list[list[NewToken]]:
-    """Return a list of new tokens per step, for the given rows.
+    """Return the new tokens of the given rows: one list per step.
 
     `tokens` is [n, S], as in `StepListener.on_steps`.
     """
@@ -61,11 +61,12 @@ def send_steps(
     now: float,
     passed: bool,
 ) -> None:
-    """Send the tokens of steps that ended at `ends`; `load` is the worker's load after the last.
+    """Send the tokens of steps that ended at `ends`; `load` is the load after the last step.
 
-    Messages that would have arrived by now are merged into the next one. This only changes when the
-    router learns of these tokens. If a message to the worker has `passed` them, they are sent
-    without the load, because the router would take that load to include the message.
+    Messages that should already have arrived are merged into the next message. This only changes
+    the time at which the router receives their tokens. If a message to the worker has `passed`
+    these tokens, they are sent without the load, because the router would assume that the load
+    already includes that message.
     """
     up = session.stream.up
     on_way = len(tokens) - 1

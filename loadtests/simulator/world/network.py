@@ -10,11 +10,11 @@ Way = tuple[str, str]
 """Sending and receiving process, by name."""
 
 LATE_SECONDS = 0.05
-"""Seconds by which a reordered message is delayed."""
+"""A reordered message is delayed by this many seconds."""
 
 
 class MessageFault(NamedTuple):
-    """A fault of one message; with `late`, a second copy arrives `seconds` later."""
+    """A fault of one message; for "late", a second copy arrives `seconds` later."""
 
     how: str  # reorder, duplicate, late or corrupt
     seconds: float
@@ -28,8 +28,8 @@ class Network:
 
     Args:
         clock: the virtual clock.
-        latency: seconds per message.
-        bandwidth: bytes per second of a path that carries KV blocks.
+        latency: seconds from sending a message to its arrival.
+        bandwidth: bytes per second of a path, for messages with KV blocks.
     """
 
     def __init__(self, clock: Clock, latency: float, bandwidth: float) -> None:
@@ -37,7 +37,7 @@ class Network:
         self.bandwidth = bandwidth
         self._latency = latency
         self._extra: dict[Way, float] = defaultdict(float)
-        self._cut: dict[Way, float] = {}  # time until which the path is cut
+        self._cut: dict[Way, float] = {}  # for each path: time until which it is cut
         self._message_faults: dict[Way, deque[MessageFault]] = defaultdict(deque)
 
     def latency(self, way: Way) -> float:
@@ -53,14 +53,14 @@ class Network:
         self.clock.at(until, over)
 
     def cut(self, way: Way, until: float) -> None:
-        """Cut a path until the time `until`; messages sent meanwhile arrive afterwards."""
+        """Cut a path until the time `until`; messages sent before then arrive at `until`."""
         self._cut[way] = max(until, self._cut.get(way, 0.0))
 
     def cut_until(self, way: Way) -> float:
         return self._cut.get(way, 0.0)
 
     def add_message_fault(self, way: Way, how: str, seconds: float) -> None:
-        """Apply a fault to the next message on this path that has none yet."""
+        """Apply a fault to the next message on this path that does not have a fault yet."""
         self._message_faults[way].append(MessageFault(how, seconds))
 
     def take_message_fault(self, way: Way) -> "MessageFault":
@@ -68,7 +68,7 @@ class Network:
         return waiting.popleft() if waiting else NONE
 
     def post(self, way: Way, to: Process, act: Act, seconds: float = 0.0) -> None:
-        """Send one unordered message; `seconds` are added to the latency."""
+        """Send one unordered message that arrives after the latency plus `seconds`."""
         due = self.clock.now + self.latency(way) + seconds
         self.clock.at(due, lambda: self._arrive(way, to, act))
 
@@ -81,10 +81,10 @@ class Network:
 
 
 class Pipe:
-    """One direction of a stream: numbered messages; one out of order breaks the stream.
+    """One direction of a stream of numbered messages; a message out of order breaks the stream.
 
     Args:
-        broken: called at the reader if a message's number is not the next one.
+        broken: called at the reader if the number of a message is not the expected one.
     """
 
     def __init__(self, network: Network, way: Way, to: Process, broken: Act) -> None:
@@ -98,15 +98,16 @@ class Pipe:
         self.closed = False
 
     def arrival(self, sent: float) -> float:
-        """Return the arrival time of a message sent at `sent`, if none was sent since."""
+        """Return the arrival time of a message sent at `sent`; messages arrive in order."""
         return max(self._due, sent + self._network.latency(self._way))
 
     def send(self, act: Act, sent: float | None = None, disturbs: bool = True) -> None:
-        """Run `act` at the reader when the message arrives.
+        """Send a message: run `act` at the reader when the message arrives.
 
         Args:
-            sent: time at which the message was sent, if that was before now.
-            disturbs: the message may change what the reader does, so a fast-forward must stop.
+            sent: time at which the message was sent, if not now.
+            disturbs: the message may change what the reader does, so the reader's fast-forward must
+                stop.
         """
         if self.closed:
             return
@@ -142,7 +143,7 @@ class Pipe:
 
 
 class Stream:
-    """One connection between a router and a worker. A new connection gets a new stream."""
+    """One connection between a router and a worker; a new connection gets a new stream."""
 
     def __init__(
         self,
@@ -157,5 +158,5 @@ class Stream:
         self.up = Pipe(network, back, router, lambda: router_broken(self))
 
     def close(self) -> None:
-        """Close both directions; messages on their way are discarded."""
+        """Close both directions; messages that have not arrived are discarded."""
         self.down.closed = self.up.closed = True

@@ -33,7 +33,7 @@ class Client(Protocol):
 
 
 class Link:
-    """A router's link to one worker; reconnects with a new stream after each loss."""
+    """A router's link to one worker; after each loss it reconnects with a new stream."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Link:
         self._connect()
 
     def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop | None) -> None:
-        """Send a command, or a heartbeat if None; it is lost if the link is not connected."""
+        """Send a command, or a heartbeat if None; lost if the link is not connected."""
         stream, session, worker = self._stream, self._session, self._worker_process
         if stream is None or session is None or worker is None:
             return
@@ -62,7 +62,7 @@ class Link:
         stream.down.send(lambda: worker.handle(session, command), disturbs=command is not None)
 
     def close(self) -> None:
-        """Close the stream; a new one is opened after a pause."""
+        """Close the stream; the link reconnects after a pause."""
         stream, session, worker = self._stream, self._session, self._worker_process
         if stream is None:
             return
@@ -96,7 +96,7 @@ class Link:
         router.process.after(CONNECT_SECONDS, lambda: self._give_up(stream))
 
     def _attach(self, stream: Stream, worker: Worker) -> None:
-        """Open the session at the worker and send its load to the router."""
+        """Open the session at the worker; the worker's load is sent to the router."""
         session = worker.attach(
             self._router.name,
             stream,
@@ -107,7 +107,7 @@ class Link:
         stream.up.send(lambda: self._welcome(stream, session, ev.WorkerUp(info, load)))
 
     def _worker_broken(self, stream: Stream) -> None:
-        """Close the session at the worker: a message of the stream is missing."""
+        """Close the session at the worker, because a message of the stream is missing."""
         worker = self._worker_process
         for session in list(worker.sessions.values()) if worker else ():
             if session.stream is stream and worker is not None:
@@ -150,8 +150,8 @@ class Router:
     """One router process.
 
     Args:
-        find: returns a worker by name, or None if it is not alive.
-        on_event: called with the router's name, each event and its commands.
+        find: returns a worker by name, or None if the worker is not running.
+        on_event: called with the router's name, each event, and the resulting commands.
         check: check the dispatcher's invariants after each event.
     """
 
@@ -207,7 +207,7 @@ class Router:
             self.post(ev.ClientDisconnected(request))
 
     def post(self, event: ev.Event) -> None:
-        """Handle an event now, or after the one that is being handled."""
+        """Handle an event; if another event is being handled, handle this one afterwards."""
         self._events.append(event)
         if self._handling:
             return

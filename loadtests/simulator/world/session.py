@@ -17,7 +17,7 @@ from penstock.workers.scheduling.config import SchedulerConfig
 
 
 class Key(NamedTuple):
-    """Key of a sequence; `session` is the number of the router's stream."""
+    """Key of a sequence; `session` is the number of the session."""
 
     session: int
     request: int
@@ -29,28 +29,28 @@ class HeldSequence:
     """A sequence that a worker holds for a router: queued, running or under a lease."""
 
     source: WorkerId | None = None
-    epoch: int = 0  # of the incoming transfer; 0: none
-    kv_len: int = 0  # positions under a lease; 0: no lease
+    epoch: int = 0  # epoch of the incoming transfer; 0: none
+    kv_len: int = 0  # number of positions under a lease; 0: no lease
     sends: list[OutgoingTransfer] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A worker's end of one router's stream."""
+    """A worker's end of the stream of one router."""
 
     number: int
     router: str
     stream: Stream
-    deliver: Callable[[Event], None]  # at the router
-    ended: Act  # at the router
+    deliver: Callable[[Event], None]  # runs at the router when an event arrives
+    ended: Act  # runs at the router when the stream ends
     last_received_at: float
     last_sent_at: float  # time of the last event sent
-    load_sent_at: float = 0.0  # time of the last load report
-    load: WorkerLoad | None = None  # the load last sent
+    load_sent_at: float = 0.0  # time at which a load was last sent
+    load: WorkerLoad | None = None  # last load that was sent
     held: dict[Key, HeldSequence] = field(default_factory=dict)
 
     def send(self, event: Event, now: float) -> None:
-        """Send an event to the router; `now` may lie before the clock's time."""
+        """Send an event to the router at the time `now`, which may be before the clock's time."""
         self.last_sent_at = now
         deliver = self.deliver
         self.stream.up.send(lambda: deliver(event), sent=now)

@@ -1,9 +1,9 @@
-"""Run a worker's steps in virtual time: one event per step, or one for many quiet steps.
+"""Runs the steps of a worker in virtual time: one event per step, or one for many quiet steps.
 
-Where no scheduling decision is due for a while (`FastForward` returns for how long), all steps
-until then are one event, a fast-forward. Its steps have the times that they would have had one by
-one. When something arrives meanwhile, the steps that have ended by then are committed first, and
-the worker continues from the step that it would be in.
+`FastForward` returns how many steps will need no scheduling decision. These quiet steps become one
+event, a fast-forward; their times are the same as if they ran one by one. If a message arrives
+during a fast-forward, the steps that have ended by then are committed, and the step that is then in
+progress continues as a single step.
 """
 
 from collections import deque
@@ -23,37 +23,36 @@ from penstock.workers.scheduling.sequence import Ints, StepOutput, StepPlan
 
 
 class StepListener(Protocol):
-    """Interface for the results of steps."""
+    """Callbacks of the object that handles the results of simulated steps."""
 
     def on_steps(self, output: StepOutput, tokens: Ints, ends: Floats, passed: bool) -> None:
-        """Handle the results of steps.
+        """Handle the results of one step, or of several quiet steps.
 
         Args:
-            output: output of the first step; the others continue the same sequences. A sequence can
-                finish
-                only if there is a single step.
-            tokens: [n, S] drawn tokens.
-            ends: [n] end times.
+            output: output of the first step; the other steps continue the same sequences. A
+                sequence can finish only if there is a single step.
+            tokens: [n, S] sampled tokens of the n steps.
+            ends: [n] end times of the steps.
             passed: a message to the worker was sent before the messages about these steps.
         """
         ...
 
     def on_plan(self) -> None:
-        """Handle the batcher's events, which a plan may have added."""
+        """Handle the batcher's events, because planning a step may have added some."""
         ...
 
     def is_load_known(self) -> bool:
-        """Return True if the load that routers have differs only by what quiet steps change."""
+        """Return True if the routers know the load, except for changes made by quiet steps."""
         ...
 
     def on_idle(self) -> None:
-        """Handle the end of work: messages were processed and no step is due."""
+        """Handle the case that no step is due after messages were processed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class QuietSteps:
-    """Quiet steps in progress."""
+    """A fast-forward: consecutive quiet steps that end with one event."""
 
     id: int
     plan: StepPlan  # plan of the first step
@@ -62,7 +61,7 @@ class QuietSteps:
 
 
 class StepRunner:
-    """Runs steps while there is work; posted actions run between steps.
+    """Runs steps while there is work; actions that were posted run between steps.
 
     Args:
         fast_forwards: combine quiet steps into one event.
@@ -82,8 +81,8 @@ class StepRunner:
         self.num_steps = 0
         self.num_tokens = 0
         self.busy_seconds = 0.0
-        self.prompt_seconds = 0.0  # of steps with prefill tokens
-        self.last_seconds = 0.0  # of the last step
+        self.prompt_seconds = 0.0  # sum over all steps with prefill tokens
+        self.last_seconds = 0.0  # duration of the last step
         self._process = process
         self._batcher = batcher
         self._executor = executor
@@ -93,7 +92,7 @@ class StepRunner:
         self._in_step = False
         self._quiet_steps: QuietSteps | None = None
         self._numbers = count()
-        self._single_until = 0.0  # no fast-forward before this time: a message is on its way
+        self._single_until = 0.0  # no fast-forward before this time, when a message arrives
 
     def post(self, act: Act) -> None:
         """Run `act` at the next step boundary, which may be now."""
@@ -102,7 +101,7 @@ class StepRunner:
         self._wake()
 
     def disturb(self, time: float) -> None:
-        """Prepare for an arrival at `time`: run single steps until then."""
+        """Prepare for a message that arrives at `time`: run single steps until then."""
         self.catch_up(passed=True)
         self._single_until = max(self._single_until, time)
 
@@ -111,7 +110,7 @@ class StepRunner:
         return self._quiet_steps is not None
 
     def catch_up(self, passed: bool = False) -> None:
-        """Commit the ended steps of a fast-forward; the current step continues as a single step."""
+        """End a fast-forward: commit its ended steps; finish the current one as a single step."""
         leap, self._quiet_steps = self._quiet_steps, None
         if leap is None:
             return
@@ -130,7 +129,7 @@ class StepRunner:
             self._process.after(0.0, self._boundary)
 
     def _boundary(self) -> None:
-        """Run the posted actions, then begin the next step if there is one."""
+        """Run the posted actions, then begin the next step if there is work."""
         has_messages, now = bool(self._inbox), self._process.clock.now
         while self._inbox:
             self._inbox.popleft()()
@@ -185,7 +184,7 @@ class StepRunner:
     # ------------------------------------------------------------ fast-forward
 
     def _fast_forward(self, plan: StepPlan, now: float) -> bool:
-        """Run this step and the quiet steps after it as one event; False if there are none."""
+        """Run this step and the quiet steps after it as one event; return False if none follow."""
         num = self._batcher.fast_forward.num_skippable() if self.fast_forwards else 0
         if num < 2 or not self._listener.is_load_known():
             return False
@@ -196,7 +195,7 @@ class StepRunner:
         return True
 
     def _finish_quiet_steps(self, number: int) -> None:
-        """Commit a fast-forward that has run to its end without an interruption."""
+        """Commit all steps of a fast-forward that was not interrupted."""
         leap = self._quiet_steps
         if leap is not None and leap.id == number:
             self._quiet_steps = None
@@ -220,7 +219,10 @@ class StepRunner:
         self._listener.on_steps(output, tokens, ends, passed)
 
     def _compute_each(self, first: StepOutput, starts: Floats) -> Ints:
-        """Return [n, B] drawn tokens, one step per start time, if they cannot be predicted."""
+        """Run quiet steps one by one if their tokens cannot be predicted; return tokens [n, B].
+
+        starts: start time of each step.
+        """
         drawn = np.zeros((len(starts), len(first.tokens)), np.int32)
         for index, start in enumerate(starts.tolist()):
             plan = self._plan(start)
@@ -232,6 +234,6 @@ class StepRunner:
 
 
 def _sums(start: float, seconds: Floats) -> Floats:
-    """Return [n] running sums of `start` and `seconds`, added in the order of single steps."""
+    """Return [n] running sums of `start` and `seconds`, rounded as if summed step by step."""
     sums: Floats = np.concatenate(((start,), seconds)).cumsum()
     return sums[1:]

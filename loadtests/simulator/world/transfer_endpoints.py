@@ -1,8 +1,9 @@
-"""KV transfers between simulated workers: epochs, messages of blocks, and results.
+"""KV transfers between simulated workers: epochs, messages with blocks, and results.
 
-Models `workers/kv_transfer` in virtual time, without its streams, communicators and threads.
-Geometry and coverage are the production code. A message's bytes arrive some time after its header
-and are written some time after that, so that blocks that are freed too early are detected.
+The endpoints model `workers/kv_transfer` in virtual time, without its streams, communicators and
+threads. The classes for geometry and coverage are those of production. The bytes of a message
+arrive some time after its header, and are written some time later, so that freeing a block too
+early is detected.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ WorkerId = tuple[str, str]  # name and incarnation
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTransfer:
-    """An expected transfer: positions [start, stop) into `blocks`."""
+    """A transfer that a worker expects: positions [start, stop) into `blocks`."""
 
     router: str
     request: int
@@ -43,7 +44,7 @@ class ExpectedTransfer:
 
 @dataclass(frozen=True, slots=True)
 class BlockMessage:
-    """One message of a transfer, with the fields that identify it."""
+    """One message of a transfer: blocks, with the request, epoch and shard they belong to."""
 
     router: str
     request: int
@@ -57,19 +58,19 @@ class BlockMessage:
 
 @dataclass(slots=True)
 class Transfer:
-    """An open incoming transfer."""
+    """An incoming transfer that has not ended."""
 
     expected: ExpectedTransfer
     coverage: Coverage
     done: Callable[[str], None]
     last_message_at: float
     num_writing: int = 0
-    end_reason: str | None = None  # failure, or "" on success; None while open
+    end_reason: str | None = None  # reason of the failure, or "" for success; None: not ended
 
 
 @dataclass(slots=True)
 class OutgoingTransfer:
-    """One send of a lease whose blocks are pinned."""
+    """One send of the blocks of a lease; the blocks are pinned."""
 
     command: Send
     router: str
@@ -82,10 +83,10 @@ class OutgoingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferTiming:
-    """Timing and message size of KV transfers."""
+    """Durations and message size of KV transfers."""
 
-    silence: float = 5.0  # seconds without a message until a transfer fails
-    write: float = 0.001  # seconds to write a message's blocks
+    silence: float = 5.0  # a transfer fails after this many seconds without a message
+    write: float = 0.001  # seconds to write the blocks of one message
     message_bytes: int = 4 << 20
 
 
@@ -109,7 +110,8 @@ class Receiver:
     def open(self, expected: ExpectedTransfer, done: Callable[[str], None]) -> int:
         """Open a transfer and return its epoch.
 
-        `done` is called when no more writes can happen, with the reason of a failure, or "".
+        `done` is called when nothing more can be written, with the reason of the failure, or "" for
+        success.
         """
         epoch = next(self._epochs)
         coverage = Coverage(WHOLE, expected.start, expected.stop, self._shape)
@@ -122,7 +124,7 @@ class Receiver:
         self._end(epoch, "dropped")
 
     def drop_peer(self, source: WorkerId) -> None:
-        """Fail all transfers from a worker that is gone."""
+        """Fail all open transfers from a worker that no longer exists."""
         for epoch, transfer in list(self.transfers.items()):
             if transfer.expected.source == source:
                 self._end(epoch, f"the pair with {source[0]} broke")
@@ -132,12 +134,12 @@ class Receiver:
             self._end(epoch, "the source gave up")
 
     def find(self, epoch: int, source: WorkerId) -> Transfer | None:
-        """Return the open transfer of `epoch` if it expects data from `source`, else None."""
+        """Return the open transfer `epoch` if it expects data from `source`, else None."""
         transfer = self.transfers.get(epoch)
         return transfer if transfer and transfer.expected.source == source else None
 
     def arrive(self, message: BlockMessage) -> None:
-        """Handle a message; discard it if its epoch is closed or unknown."""
+        """Handle a message; discard the message if its epoch is closed or unknown."""
         transfer = self.find(message.epoch, message.source)
         if transfer is None:
             return
@@ -183,7 +185,7 @@ class Receiver:
             return
         transfer.end_reason = reason
         if not transfer.num_writing:
-            # Not at once: the caller has not finished its own step yet.
+            # Deferred, because the caller has not finished its own action yet.
             self._process.after(0.0, lambda: transfer.done(reason))
 
     def _check_timeout(self, epoch: int) -> None:
@@ -198,7 +200,7 @@ class Receiver:
 
 
 class Sender:
-    """The sending side: sends leases, one message per destination at a time.
+    """The sending side: sends leased blocks, one message at a time to each destination.
 
     Args:
         find: returns the process and receiver of a worker, or None while it is not running.
@@ -221,10 +223,10 @@ class Sender:
         self._timing = timing
         self._read = read
         self._find = find
-        self._free_at: dict[str, float] = {}  # by worker: when the path to it is free
+        self._free_at: dict[str, float] = {}  # time at which the path is free, by destination
 
     def refuse(self, command: Send) -> None:
-        """Abort a send whose lease does not exist, so that the receiver does not wait."""
+        """Abort a send without a lease, so that the receiver does not wait."""
         self._send_aborted(command)
 
     def send(self, outgoing: OutgoingTransfer) -> None:
@@ -234,7 +236,7 @@ class Sender:
         self._next(outgoing)
 
     def _next(self, outgoing: OutgoingTransfer) -> None:
-        """Read and send the next message once the path is free; unpin after the last one."""
+        """Read and send the next message once the path is free; unpin after the last message."""
         to = outgoing.command.endpoint
         found = self._find((to.worker, to.incarnation))
         if outgoing.aborted or found is None:
@@ -289,10 +291,10 @@ class Sender:
 
 
 def is_of(message: BlockMessage, expected: ExpectedTransfer) -> bool:
-    """Return True if the message names the request that its epoch expects."""
+    """Return True if the message belongs to the request that the transfer expects."""
     named = (message.router, message.request, message.attempt)
     return named == (expected.router, expected.request, expected.attempt)
 
 
 def hash_of(content: Sequence[int]) -> int:
-    return hash(tuple(content))  # hashes of ints do not depend on the process
+    return hash(tuple(content))  # hashes of ints are the same in every process

@@ -1,8 +1,8 @@
 """A simulated worker: the production batcher and block pool in virtual time.
 
-The code around them does what `workers/service/session_manager`, `session` and
-`kv_transfer/coordinator` do in production: commands take effect at step boundaries, and everything
-held for a router's stream is released when that stream ends.
+The other code models `workers/service/session_manager`, `session` and `kv_transfer/coordinator`:
+commands take effect at step boundaries, and everything that is held for a router's stream is
+released when the stream ends.
 """
 
 from collections.abc import Callable
@@ -37,11 +37,11 @@ from penstock.workers.scheduling.batcher import Batcher
 
 HEARTBEAT_SECONDS = 0.5
 MAX_SILENT_HEARTBEATS = 10
-"""Heartbeat intervals without a message after which a stream is closed."""
+"""Number of heartbeat intervals without a message after which a stream is closed."""
 PROGRESS_SECONDS = 2.0
 """Interval at which a fast-forward is interrupted to report progress to routers.
 
-Without reports, routers would take the worker to be stuck.
+Without these reports, routers would consider the worker stuck.
 """
 
 Find = Callable[[WorkerId], "Worker | None"]
@@ -51,7 +51,7 @@ class Worker:
     """One worker process.
 
     Args:
-        find: returns a worker by name and incarnation, or None if it is not there.
+        find: returns a worker by name and incarnation, or None if the worker is not running.
         check_every: check the block invariants every this many steps; 0: never.
         fast_forwards: combine quiet steps into one event.
     """
@@ -75,7 +75,7 @@ class Worker:
             self.process, self.batcher, executor, self, fast_forwards, check_every
         )
         self.process.disturbed = self.steps.disturb
-        self.load = self._load()  # as of the last step
+        self.load = self._load()  # load after the last step
         self._num_sessions = 0
         self._new: dict[Key, seq.NewSequence] = {}
         self._name = (shape.info.worker, shape.info.incarnation)
@@ -101,7 +101,7 @@ class Worker:
     def attach(
         self, router: str, stream: Stream, deliver: Callable[[Event], None], ended: Act
     ) -> Session:
-        """Open a session for a router's new stream; an earlier session of that router is closed."""
+        """Open a session for a router's new stream; close the router's earlier session, if any."""
         self.steps.catch_up()
         for earlier in list(self.sessions.values()):
             if earlier.router == router:
@@ -123,13 +123,13 @@ class Worker:
         self.close(session)
 
     def close(self, session: Session) -> None:
-        """Release everything held for a session whose stream has ended."""
+        """Release everything that is held for a session whose stream has ended."""
         self.steps.catch_up()
         if self.sessions.pop(session.number, None) is not None:
             self._release(session, list(session.held))
 
     def drain(self) -> None:
-        """Reject new requests, notify the routers, and stop fast-forwarding."""
+        """Reject new requests from now on, notify the routers, and stop fast-forwarding."""
         self.steps.catch_up()
         self.steps.fast_forwards = False
         self.draining = True
@@ -159,7 +159,7 @@ class Worker:
                 self._put_load(session)
         self.process.after(HEARTBEAT_SECONDS, lambda: self._heartbeat(session))
 
-    # ------------------------------------------------------------ from the router
+    # ------------------------------------------------------------ messages from the router
 
     def handle(self, session: Session, command: Submit | Yield | Send | Drop | None) -> None:
         """Handle one message from a router; None is a heartbeat."""
@@ -189,7 +189,7 @@ class Worker:
             self._reject(session, key, "the worker is draining", False)
             return
         new = self._sequence(key, submit)
-        # This attempt replaces earlier ones of the request. Leases stay, as one may be its source.
+        # Replace earlier attempts, but keep leases: one of them may be the source of this attempt.
         self._release(session, [other for other in others if not session.held[other].kv_len])
         source = submit.source
         taken = source is not None and new.source_len
@@ -246,7 +246,7 @@ class Worker:
             self.steps.post(lambda: self.batcher.drop_choice(key, choice))
 
     def _release(self, session: Session, keys: list[Key]) -> None:
-        """Drop sequences in any state and abort their transfers."""
+        """Drop sequences in any state, and abort their transfers."""
         if not keys:
             return
         self.steps.post(lambda: self._drop(keys))
@@ -263,7 +263,7 @@ class Worker:
     def on_steps(
         self, output: seq.StepOutput, tokens: seq.Ints, ends: Floats, passed: bool
     ) -> None:
-        """Send each router its new tokens."""
+        """Send each router the new tokens of its sequences."""
         self.load = self._load()
         for session, rows in by_session(output, self.sessions):
             news = new_tokens(output, tokens, rows)
@@ -271,7 +271,7 @@ class Worker:
         self.on_plan()
 
     def is_load_known(self) -> bool:
-        """Return True if the load that routers have differs only by what quiet steps change."""
+        """Return True if the routers know the load, except for changes made by quiet steps."""
         load, reported = self.batcher.load(), self.load
         now = load.queued, load.queued_tokens, load.running
         return now == (reported.queued, reported.queued_tokens, reported.running)
@@ -314,7 +314,7 @@ class Worker:
         session.send(event, self.clock.now)
 
     def check_rest(self) -> None:
-        """Raise AssertionError if anything is held after all requests have ended."""
+        """Raise AssertionError if anything is still held after all requests have ended."""
         check_rest(self.batcher, self.info.worker)
         assert self.idle, f"{self.info.worker} holds sequences for a router"
         assert not self.kv_transfer.receiver.transfers, f"{self.info.worker} waits for a transfer"

@@ -1,6 +1,6 @@
 """Host process of one scheduler: reads cells from stdin, writes results to stdout (JSON lines).
 
-Runs as `python host.py SIDE` under that side's own interpreter and therefore uses only the
+Runs as `python host.py SIDE` under that side's own interpreter, and therefore imports only the
 standard library. A side is a module in this folder with
 
     start() -> (Adapter, about)
@@ -9,9 +9,9 @@ standard library. A side is a module in this folder with
 
     submit(prompts: list[list[int]], output_len: int) -> int     nanoseconds of thread CPU time
     step() -> tuple[int, int, int]                nanoseconds, tokens computed, sequences left
-    preempted: int                                since the start
+    preempted: int                                preemptions since the start
 
-The times include only the scheduler itself, not the creation of its inputs and sampled tokens.
+The times are those of the scheduler itself, without creating its inputs and the sampled tokens.
 """
 
 import gc
@@ -27,7 +27,7 @@ DRAWN = 7  # token id of every sampled token
 
 
 def drive(side: Any, cell: dict[str, Any]) -> dict[str, Any]:
-    """Bring a new scheduler into the cell's state, then measure its steps."""
+    """Bring a new scheduler into the initial state of the cell, then measure its steps."""
     draw = random.Random(0)
     prefix = draw.choices(range(VOCAB), k=cell["shared"])
 
@@ -60,9 +60,9 @@ def drive(side: Any, cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(side: Any, num_steps: int) -> tuple[list[int], int]:
-    """Return the nanoseconds of each step and the total number of tokens computed.
+    """Run and measure steps; return the nanoseconds of each step and the number of tokens computed.
 
-    If `num_steps` is 0, runs until no sequences are left.
+    If `num_steps` is 0, steps are run until no sequences are left.
     """
     steps: list[int] = []
     tokens, left = 0, 1
@@ -82,7 +82,7 @@ def run_out(side: Any, prompts: list[list[int]]) -> None:
 
 def main() -> int:
     """Serve requests until stdin is closed."""
-    # Redirect the engine's own prints to stderr; only replies go to the real stdout.
+    # Redirect the engine's own output to stderr; only replies are written to the real stdout.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -101,4 +101,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # do not wait for threads that engines leave behind
+    os._exit(code)  # exit without waiting for threads that engines leave running

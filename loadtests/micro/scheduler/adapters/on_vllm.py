@@ -50,7 +50,7 @@ class Adapter:
         self._scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
-                num_blocks=cell["num_blocks"] + 1,  # vLLM reserves block 0 as the null block
+                num_blocks=cell["num_blocks"] + 1,  # one more, because vLLM reserves block 0
                 kv_cache_tensors=[],
                 kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
             ),
@@ -99,7 +99,7 @@ class Adapter:
         return spent, plan.total_num_scheduled_tokens, self._left
 
     def _draw(self, plan: Any) -> ModelRunnerOutput:
-        """Return the runner's output: a token for each sequence whose tokens are all computed."""
+        """Return the model runner's output: a token for each sequence without uncomputed tokens."""
         names = list(plan.num_scheduled_tokens)
         requests = self._scheduler.requests
         tokens = [
@@ -131,7 +131,7 @@ def _config(cell: dict[str, Any]) -> VllmConfig:
 
 
 _FOLDER = tempfile.mkdtemp()
-"""Folder of a config.json without weights, which `ModelConfig` requires."""
+"""Folder with a config.json but without weights: `ModelConfig` requires a folder."""
 
 
 def start() -> tuple[type[Adapter], dict[str, Any]]:
