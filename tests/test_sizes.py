@@ -22,8 +22,7 @@ ABOVE_THE_LIMIT = {
     "workers/engine/engine.py": 413,
     "workers/engine/engine.py Engine": 312,
     "workers/kv_transfer/receiver.py KvReceiver": 287,
-    "workers/scheduling/batcher.py Batcher": 336,
-    "workers/scheduling/running_batch.py RunningBatch": 320,
+    "workers/scheduling/batcher.py Batcher": 326,
 }
 """To be split: what is above its limit, with the lines that it may have. Only remove or lower."""
 

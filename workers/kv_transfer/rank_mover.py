@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 import torch
 
-from penstock.kernels.kv_cache.checksum import checksum
 from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
 from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.kv_transfer.transport import (
     DESTINATION,
     SOURCE,
     MirrorStore,
-    PairBroken,
     RankPair,
 )
+from penstock.workers.kv_transfer.verification import make_trailer, verify
 from penstock.workers.parallel.communicator import backend_for
 from penstock.workers.parallel.lazy_module import LazyModule
 from penstock.workers.scheduling.sequence import Ints
@@ -198,7 +197,7 @@ class RankMover:
     def _send(self, pair: RankPair, piece: wire.Piece) -> str:
         """Send a piece and its trailer. Call this in the pair's thread."""
         data = self._staging.gather(_blocks(piece), shard_of(piece), piece.unit)
-        trailer = _trailer(piece, data)
+        trailer = make_trailer(piece.epoch, piece.index, data)
         pair.send(data)
         pair.send(trailer)
         return ""
@@ -213,14 +212,9 @@ class RankMover:
         trailer = torch.empty(3, dtype=torch.int64, device=data.device)
         pair.receive(data)
         pair.receive(trailer)
-        expected = _trailer(piece, data)
-        if not torch.equal(trailer[:2], expected[:2]):
-            raise PairBroken(
-                f"a message came out of order: expected message {piece.index} of "
-                f"transfer {piece.epoch}"
-            )
-        if not torch.equal(trailer, expected):
-            return f"checksum mismatch in message {piece.index}"
+        problem = verify(trailer, piece.epoch, piece.index, data)
+        if problem:
+            return problem
         if not gate.enter():
             return ""  # the epoch has been closed for writing in the meantime: discard the bytes
         try:
@@ -261,13 +255,6 @@ def rectangle_of(
 
 def _blocks(piece: wire.Piece) -> Ints:
     return np.frombuffer(piece.blocks, np.dtype("<i4")).copy()
-
-
-def _trailer(piece: wire.Piece, data: torch.Tensor) -> torch.Tensor:
-    """Return the trailer sent after a message's bytes: [3] int64 of epoch, index and checksum."""
-    value = checksum(data)
-    signed = value - (1 << 64) if value >> 63 else value
-    return torch.tensor([piece.epoch, piece.index, signed], device=data.device)
 
 
 def _reason(error: BaseException | None) -> str:

@@ -1,4 +1,4 @@
-"""Admission of waiting sequences to the batch, and preemption of running ones."""
+"""Admission of waiting sequences to the batch."""
 
 from penstock.workers.scheduling.config import SchedulerConfig
 from penstock.workers.scheduling.kv_pool import BlockPool
@@ -10,7 +10,7 @@ from penstock.workers.scheduling.waiting import SequenceState, WaitingQueue
 
 
 class Admission:
-    """Policy that admits waiting sequences, and preempts running ones when blocks run out."""
+    """Policy that admits waiting sequences while table rows, blocks and token budget last."""
 
     def __init__(
         self,
@@ -27,28 +27,9 @@ class Admission:
         self._waiting = waiting
         self._batch = batch
         self._leases = leases
-        self.num_preempted = 0  # number of preemptions since the start
         self._blocked: tuple[SequenceState, int] | None = (
             None  # last queue head that did not fit, and its number of cached blocks
         )
-
-    def reclaim_blocks(self, budget: int) -> Ints:
-        """Free blocks for the next step of the running sequences: reclaim leases, then preempt.
-
-        Args:
-            budget: token budget of the step.
-
-        Returns:
-            [running] number of tokens that the step computes for each of `batch.rows`.
-        """
-        batch = self._batch
-        counts = batch.split_budget(budget)
-        while batch.num_missing(batch.rows, counts) > self._pool.num_available:
-            if not self._leases.reclaim():
-                self._waiting.push(batch.preempt())
-                self.num_preempted += 1
-                counts = batch.split_budget(budget)
-        return counts
 
     def admit(self, budget: int) -> list[list[SequenceState]]:
         """Give waiting sequences table rows, in queue order, while rows, blocks and `budget` last.

@@ -18,6 +18,7 @@ from penstock.workers.scheduling.fast_forward import FastForward
 from penstock.workers.scheduling.in_flight import InFlightSteps
 from penstock.workers.scheduling.kv_pool import BlockPool
 from penstock.workers.scheduling.leases import Leases
+from penstock.workers.scheduling.preemption import Preemption
 from penstock.workers.scheduling.running_batch import RunningBatch
 from penstock.workers.scheduling.sequence import (
     NO_TOKENS,
@@ -58,12 +59,13 @@ class Batcher:
         self._leases = Leases(self.pool, int(limits.num_blocks * limits.lease_fraction))
         components = self.table, self.pool, self._waiting, self._batch, self._leases
         self._admission = Admission(limits, *components)
+        self._preemption = Preemption(*components)
         self._fast_path = DecodeFastPath(self.table, self.pool)
         self._in_flight = InFlightSteps(self._batch)
         queues = self.table, self._waiting, self._batch
         self._groups = SequenceGroups(*queues, self._leases, self._in_flight, self._fast_path)
         self._totals = Totals()
-        self._stats = SchedulerStats(*components, self._admission, self._in_flight, self._totals)
+        self._stats = SchedulerStats(*components, self._preemption, self._in_flight, self._totals)
         self.fast_forward = FastForward(*queues, self._in_flight, self._fast_path, self._totals)
 
     # ------------------------------------------------------------ submission and removal
@@ -216,11 +218,11 @@ class Batcher:
 
     def _plan_from_tables(self, number: int) -> StepPlan | None:
         budget = self.limits.max_batched_tokens
-        counts = self._admission.reclaim_blocks(budget)
+        counts = self._preemption.reclaim_blocks(budget)
         num_events = len(self._groups.events)
         if self._admit(budget - int(counts.sum())):
             # Forks of a cached prompt start at once and may need more blocks than are available.
-            counts = self._admission.reclaim_blocks(budget)
+            counts = self._preemption.reclaim_blocks(budget)
             self._groups.forget_preempted(num_events)
         rows = self._batch.rows
         if not counts.all():
@@ -228,7 +230,7 @@ class Batcher:
             rows, counts = rows[scheduled], counts[scheduled]
         if not rows.size:
             return None
-        copies = self._batch.grow(rows, counts)
+        copies = self._batch.block_growth.grow(rows, counts)
         plan = self.table.pack(number, rows, counts, copies)
         if self._batch.fork_parents or self._batch.beam_groups:
             # The fast path needs constant rows, but forks start soon and beams exchange blocks.
@@ -243,7 +245,7 @@ class Batcher:
         if len(plans) >= self.limits.num_stages:
             return None
         if not plans:  # preempt only while no step in flight uses the blocks
-            self._admission.reclaim_blocks(budget)
+            self._preemption.reclaim_blocks(budget)
         self._admit(budget)
         number = self._totals.steps + 1
         if not self._batch.beam_groups:
@@ -258,13 +260,12 @@ class Batcher:
     def _plan_idle_rows(self, number: int) -> StepPlan | None:
         """Plan a step for one stage's share of the table rows that are not in a step in flight."""
         rows, counts = self._batch.split_budget_over_idle(self._in_flight.plans, self.limits)
-        if not rows.size or self._batch.num_missing(rows, counts) > self.pool.num_available:
+        growth = self._batch.block_growth
+        if not rows.size or growth.num_missing(rows, counts) > self.pool.num_available:
             return None
-        copies = self._batch.grow(rows, counts)
-        plan = self.table.pack(number, rows, counts, copies)
-        return (
-            replace(plan, forks=self._batch.plan_forks(plan)) if self._batch.fork_parents else plan
-        )
+        plan = self.table.pack(number, rows, counts, growth.grow(rows, counts))
+        forks = self._batch.plan_forks(plan) if self._batch.fork_parents else plan.forks
+        return replace(plan, forks=forks)
 
     def _commit_to_tables(self, plan: StepPlan, drawn: Ints, parents: Ints | None) -> StepOutput:
         table, rows, drawing, lengths = self.table, plan.rows, plan.sampling_rows, plan.context_lens
@@ -288,7 +289,8 @@ class Batcher:
         finishes = table.append(drawing, drawn)
         due = np.concatenate((rows, drawing)) if len(plan.forks) else rows
         due = due[table.num_tokens[due] >= table.yield_len[due]]
-        output = self._output(drawing, indices, drawn, finishes)
+        has_beams = bool(self._batch.beam_groups)
+        output = _step_output(table, has_beams, drawing, indices, drawn, finishes)
         ended = drawing[finishes != FinishReason.NONE].tolist()
         for row in ended:
             self._groups.finish_row(row)
@@ -297,17 +299,6 @@ class Batcher:
             if row not in ended and row in self._batch:
                 self._groups.yield_if_due(self._batch.sequence(row).key)
         return output
-
-    def _output(self, rows: Ints, indices: Ints, tokens: Ints, finishes: Ints) -> StepOutput:
-        """Return the output of a step without beams, whose tokens only the beam search uses."""
-        table = self.table
-        if self._batch.beam_groups:
-            visible = ~table.is_beam[rows]
-            rows, indices, tokens, finishes = (
-                each[visible] for each in (rows, indices, tokens, finishes)
-            )
-        keys = table.keys[rows].tolist()
-        return StepOutput(keys, table.choices[rows], rows, indices, tokens, finishes)
 
     # ------------------------------------------------------------ events and state
 
@@ -377,3 +368,16 @@ class Batcher:
             self._fork(NO_TOKENS)
         if key in self._groups:
             self._groups.yield_if_due(key)
+
+
+def _step_output(
+    table: SequenceTable, has_beams: bool, rows: Ints, indices: Ints, tokens: Ints, finishes: Ints
+) -> StepOutput:
+    """Return the output of a step without beams, whose tokens only the beam search uses."""
+    if has_beams:
+        visible = ~table.is_beam[rows]
+        rows, indices, tokens, finishes = (
+            each[visible] for each in (rows, indices, tokens, finishes)
+        )
+    keys = table.keys[rows].tolist()
+    return StepOutput(keys, table.choices[rows], rows, indices, tokens, finishes)

@@ -6,9 +6,10 @@ from operator import attrgetter
 
 import numpy as np
 
+from penstock.workers.scheduling.block_growth import BlockGrowth
 from penstock.workers.scheduling.config import SchedulerConfig
 from penstock.workers.scheduling.kv_pool import BlockPool, State
-from penstock.workers.scheduling.sequence import NEVER, NO_PAIRS, NO_TOKENS, Ints, StepPlan
+from penstock.workers.scheduling.sequence import NEVER, NO_TOKENS, Ints, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 
@@ -37,9 +38,9 @@ class RunningBatch:
     def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
         self._table = table
         self._pool = pool
+        self.block_growth = BlockGrowth(table, pool)
         self._by_row: dict[int, SequenceState] = {}  # also receiving sequences and waiting forks
         self._running: list[SequenceState] = []  # sorted by `order`
-        self._shared_rows: set[int] = set()  # rows whose last block may be shared
         self.fork_parents: list[SequenceState] = []  # sequences with a row whose forks still wait
         self.beam_groups: list[
             list[SequenceState]
@@ -58,6 +59,11 @@ class RunningBatch:
 
     def __contains__(self, row: int) -> bool:
         return row in self._by_row
+
+    @property
+    def last(self) -> SequenceState:
+        """The youngest running sequence of the lowest priority, which is preempted first."""
+        return self._running[-1]
 
     def sequence(self, row: int) -> SequenceState:
         return self._by_row[row]
@@ -90,8 +96,8 @@ class RunningBatch:
             follower.hashes = ticket.hashes[: num_prompt // self._table.block_size]
             self._start_row(follower, blocks, num_prompt)
             self.run(follower)
-            self._shared_rows.add(follower.row)
-        self._shared_rows.add(ticket.row)
+            self.block_growth.shared_rows.add(follower.row)
+        self.block_growth.shared_rows.add(ticket.row)
         self.fork_parents.remove(ticket)
         ticket.forks = []
         if ticket.beams:  # beams exchange blocks, so blocks of their answers are never published
@@ -166,50 +172,13 @@ class RunningBatch:
         self._pool.release(blocks[num_kept:], State.USED)
         table.remove(ticket.row)
         del self._by_row[ticket.row]
-        self._shared_rows.discard(ticket.row)
+        self.block_growth.shared_rows.discard(ticket.row)
         if ticket.forks:
             self.fork_parents.remove(ticket)
         if ticket.beams:
             self.beam_groups = [beams for beams in self.beam_groups if beams is not ticket.beams]
         ticket.row = -1
         return blocks[:num_kept]
-
-    def preempt(self) -> SequenceState:
-        """Take row and blocks from the youngest running sequence of the lowest priority.
-
-        Forks of the sequence, or all beams of its beam search, are preempted with it.
-
-        Returns:
-            The sequence to queue again; its forks, or the other beams of its search, are attached.
-        """
-        ticket = self._running[-1]
-        if ticket.beams:
-            ticket = self._preempt_beams(ticket.beams)
-        else:
-            self._save(ticket)
-            for follower in ticket.forks:
-                self.release_row(follower)
-            self.release_row(ticket)
-        ticket.phase = SequencePhase.WAITING
-        return ticket
-
-    def _preempt_beams(self, beams: list[SequenceState]) -> SequenceState:
-        """Release the rows of a search's beams; return the leader, with the others as forks."""
-        leader = beams[0]
-        for one in reversed(beams):  # release the leader after its forks
-            self._save(one)
-            self.release_row(one)
-            one.phase = SequencePhase.AWAITING_FORK
-            # Keep only the prompt's hashes, because beams exchange the blocks of their answers.
-            del one.hashes[leader.new.num_prompt // self._table.block_size :]
-        leader.forks = beams[1:]
-        return leader
-
-    def _save(self, ticket: SequenceState) -> None:
-        """Copy the row's state back into `ticket` before the row is released."""
-        table, row = self._table, ticket.row
-        ticket.prompt_known = int(table.prompt_known[row])
-        ticket.tokens = table.tokens[row, : table.num_tokens[row]].copy()
 
     # ------------------------------------------------------------ steps
 
@@ -246,12 +215,6 @@ class RunningBatch:
         scheduled = np.flatnonzero(counts)[: -(-len(self.rows) // limits.num_stages)]
         return rows[scheduled], counts[scheduled]
 
-    def num_missing(self, rows: Ints, counts: Ints) -> int:
-        """Return how many blocks must be taken to compute the next `counts` tokens of `rows`."""
-        ends = self._table.num_computed[rows] + counts
-        missing = int(self._table.num_missing_blocks(rows, ends).sum())
-        return missing + (self._num_copies(rows[counts > 0]) if self._shared_rows else 0)
-
     def num_still_needed(self) -> int:
         """Return how many blocks the sequences with a table row still need for their tokens."""
         rows = np.fromiter(self._by_row, np.int32, len(self._by_row))
@@ -259,51 +222,12 @@ class RunningBatch:
         for leader in self.fork_parents:  # forks share the prompt's full blocks
             shared = leader.new.num_prompt // self._table.block_size
             missing -= shared * len(leader.forks)
-        return missing + (self._num_copies(rows) if self._shared_rows else 0)
+        return missing + self.block_growth.num_copies(rows)
 
     def num_unwritten(self) -> int:
         """Return the number of unwritten KV slots in the blocks of running sequences."""
         rows, table = self.rows, self._table
         return int((table.num_blocks[rows] * table.block_size - table.num_computed[rows]).sum())
-
-    def grow(self, rows: Ints, counts: Ints) -> Ints:
-        """Take the blocks for the next `counts` tokens of these rows.
-
-        Returns:
-            [C, 2] (source, destination) of the blocks to copy before the step, namely shared blocks
-            that a row is about to write.
-        """
-        copies = self._copy_on_write(rows) if self._shared_rows else NO_PAIRS
-        missing = self._table.num_missing_blocks(rows, self._table.num_computed[rows] + counts)
-        num = int(missing.sum())
-        if num:
-            self._table.add_blocks(rows, missing, self._pool.take(num, State.USED))
-        return copies
-
-    def _begun_shared_blocks(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Find the rows whose next token is written to a partly filled block that may be shared.
-
-        Returns:
-            [n] these rows, and [n] the column of this block in the block table.
-        """
-        rows = rows[np.isin(rows, np.fromiter(self._shared_rows, np.int32, len(self._shared_rows)))]
-        computed = self._table.num_computed[rows]
-        begun = computed % self._table.block_size > 0
-        return rows[begun], computed[begun] // self._table.block_size
-
-    def _num_copies(self, rows: Ints) -> int:
-        return self._pool.num_copies(self._table.block_table[self._begun_shared_blocks(rows)])
-
-    def _copy_on_write(self, rows: Ints) -> Ints:
-        copies = []
-        for row, column in zip(*self._begun_shared_blocks(rows), strict=True):
-            block = self._table.block_table[row, column]
-            if self._pool.is_shared(block):
-                (own,) = self._pool.take(1, State.USED)
-                self._table.block_table[row, column] = own
-                self._pool.release(block[None], State.USED)
-                copies.append((block, own))
-        return np.array(copies, np.int32).reshape(-1, 2)
 
     def reorder_beams(self, rows: Ints, parents: Ints) -> None:
         """Give beam rows [n] the tokens and blocks of their parent rows [n], all at once.
@@ -322,7 +246,7 @@ class RunningBatch:
         for blocks, differ in zip(old, others, strict=True):
             self._pool.release(blocks[differ], State.USED)
         table.copy_rows(rows, parents)
-        self._shared_rows.update(rows.tolist(), parents.tolist())
+        self.block_growth.shared_rows.update(rows.tolist(), parents.tolist())
 
     def publish(self, rows: Ints, lengths: Ints) -> None:
         """Publish the full blocks of `rows`; `lengths` are the numbers of computed positions."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.common.worker_load import WorkerLoad
-from penstock.workers.scheduling.admission import Admission
 from penstock.workers.scheduling.in_flight import InFlightSteps
 from penstock.workers.scheduling.kv_pool import BlockPool, State
 from penstock.workers.scheduling.leases import Leases
+from penstock.workers.scheduling.preemption import Preemption
 from penstock.workers.scheduling.running_batch import RunningBatch
 from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import SequencePhase, SequenceState, WaitingQueue
@@ -33,7 +33,7 @@ class SchedulerStats:
     waiting: WaitingQueue
     batch: RunningBatch
     leases: Leases
-    admission: Admission
+    preemption: Preemption
     in_flight: InFlightSteps
     totals: Totals
 
@@ -52,7 +52,7 @@ class SchedulerStats:
             used_blocks=pool.num(State.USED),
             prompt_tokens_computed=self.totals.computed,
             prompt_tokens_cached=self.totals.cached,
-            preemptions=self.admission.num_preempted,
+            preemptions=self.preemption.num_preempted,
             unwritten_slots=self.batch.num_unwritten(),
         )
 

@@ -152,7 +152,7 @@ def test_search_preempted_in_any_step_draws_no_token_twice(length: int) -> None:
         for _ in range(step):
             bench.step()
         num_before = bench.num_tokens
-        bench.batcher._waiting.push(bench.batcher._batch.preempt())
+        bench.batcher._waiting.push(bench.batcher._preemption.preempt())
         bench.batcher.check()
         bench.run()
         bench.expect(new)

@@ -1,0 +1,68 @@
+"""Growth of table rows: new KV blocks for the next tokens, and copy-on-write of shared blocks."""
+
+import numpy as np
+
+from penstock.workers.scheduling.kv_pool import BlockPool, State
+from penstock.workers.scheduling.sequence import NO_PAIRS, Ints
+from penstock.workers.scheduling.table import SequenceTable
+
+
+class BlockGrowth:
+    """Takes the blocks that table rows need for their next tokens.
+
+    Attributes:
+        shared_rows: table rows whose last block may be shared with another row.
+    """
+
+    def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
+        self._table = table
+        self._pool = pool
+        self.shared_rows: set[int] = set()
+
+    def num_missing(self, rows: Ints, counts: Ints) -> int:
+        """Return how many blocks must be taken to compute the next `counts` tokens of `rows`."""
+        ends = self._table.num_computed[rows] + counts
+        missing = int(self._table.num_missing_blocks(rows, ends).sum())
+        return missing + self.num_copies(rows[counts > 0])
+
+    def grow(self, rows: Ints, counts: Ints) -> Ints:
+        """Take the blocks for the next `counts` tokens of these rows.
+
+        Returns:
+            [C, 2] (source, destination) of the blocks to copy before the step, namely shared blocks
+            that a row is about to write.
+        """
+        copies = self._copy_on_write(rows) if self.shared_rows else NO_PAIRS
+        missing = self._table.num_missing_blocks(rows, self._table.num_computed[rows] + counts)
+        num = int(missing.sum())
+        if num:
+            self._table.add_blocks(rows, missing, self._pool.take(num, State.USED))
+        return copies
+
+    def _begun_shared_blocks(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Find the rows whose next token is written to a partly filled block that may be shared.
+
+        Returns:
+            [n] these rows, and [n] the column of this block in the block table.
+        """
+        rows = rows[np.isin(rows, np.fromiter(self.shared_rows, np.int32, len(self.shared_rows)))]
+        computed = self._table.num_computed[rows]
+        begun = computed % self._table.block_size > 0
+        return rows[begun], computed[begun] // self._table.block_size
+
+    def num_copies(self, rows: Ints) -> int:
+        """Return how many blocks must be copied before the next tokens of `rows` are written."""
+        if not self.shared_rows:
+            return 0
+        return self._pool.num_copies(self._table.block_table[self._begun_shared_blocks(rows)])
+
+    def _copy_on_write(self, rows: Ints) -> Ints:
+        copies = []
+        for row, column in zip(*self._begun_shared_blocks(rows), strict=True):
+            block = self._table.block_table[row, column]
+            if self._pool.is_shared(block):
+                (own,) = self._pool.take(1, State.USED)
+                self._table.block_table[row, column] = own
+                self._pool.release(block[None], State.USED)
+                copies.append((block, own))
+        return np.array(copies, np.int32).reshape(-1, 2)
