@@ -14,8 +14,8 @@ from torch import Tensor
 from training import chat, ddp
 from training.tasks import FAMILIES, Example, Message, Task
 
-# Tokens of user messages get a small loss weight, because predicting them trains features that
-# answers need. A random part of these tokens is enough; for the other ones, no logits are computed.
+# Tokens of user messages also count in the loss, with a small weight: predicting them trains
+# features that answers need. Only a random part is used; no logits are computed for the others.
 PROMPT_WEIGHT = 0.25
 _PROMPT_FRACTION = 0.25
 _FULL_LENGTH = 16

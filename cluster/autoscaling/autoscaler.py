@@ -65,7 +65,7 @@ class ScalingPolicy:
     late: float = 0.0  # if `hedge` is set: share of the work that may be late
 
     def memory(self, cold_start: float) -> float:
-        """Return how long a burst is remembered [s]: 20 cold starts, but 2.5 to 15 times `down`."""
+        """Return the seconds that a burst counts: 20 cold starts, within 2.5 to 15 times `down`."""
         return min(max(MEMORY_COLD_STARTS * cold_start, 2.5 * self.down), 15 * self.down)
 
 

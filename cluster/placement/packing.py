@@ -237,7 +237,7 @@ class _Packing:
 
 
 def _lowest_even_cpus(nodes: Iterable[NodeCapacity]) -> float:
-    """Return the smallest even CPU share on `nodes`; `MIN_CPUS` if no ranks share CPUs there."""
+    """Return the least CPUs of a rank where ranks divide a node's CPUs evenly; else `MIN_CPUS`."""
     return min((node.even_cpus for node in nodes if node.num_even_ranks), default=MIN_CPUS)
 
 

@@ -195,7 +195,8 @@ def mla_attention(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan, scale
 
     Args:
         query: [T, H, Q + P].
-        layer: [1, N, 1, S, R + P] contiguous, of the query's dtype, or bfloat16 (`reads_bf16`).
+        layer: [1, N, 1, S, R + P] contiguous, of the query's dtype; it may also be bfloat16 if
+            `reads_bf16(layer)`.
         up: [H, Q + V, R] contiguous, of the query's dtype.
         plan: plan of this step.
         scale: scores are multiplied by this.

@@ -158,7 +158,7 @@ class ChaosRun:
         return any(down > began - 5.0 for down in self._faults.router_down)
 
     async def _until_rest(self) -> list[str]:
-        """Wait until all workers serve and hold no requests or blocks; return any that remain."""
+        """Wait until all workers serve and hold no requests or blocks; return what is wrong."""
         if not await self._cluster.wait_until_complete(REST_SECONDS):
             return [f"not all workers served again within {REST_SECONDS:g} s"]
         deadline = time.monotonic() + REST_SECONDS

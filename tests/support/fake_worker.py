@@ -68,7 +68,7 @@ class Held:
     epoch: int = 0
     kv: tuple[int, ...] = ()  # if leased: tokens of the kept blocks
     sending: int = 0  # number of transfers that read the lease
-    found: list[NewToken] = field(default_factory=list)  # all tokens, sent last by a search
+    found: list[NewToken] = field(default_factory=list)  # new tokens; a search sends them last
 
     def tokens(self) -> tuple[int, ...]:
         return (*self.submit.request.prompt, *self.answers[0])

@@ -23,8 +23,8 @@ def wait_for(happened: Callable[[], bool], what: str, patience: float = PATIENCE
         time.sleep(0.05)
 
 
-# Prefix that restores SIGINT, which shells ignore in background jobs. Unlike a `preexec_fn`, this
-# prefix does not fork the test process, where gRPC's threads can abort a fork.
+# Command prefix that resets SIGINT, because shells start background jobs with SIGINT ignored. A
+# `preexec_fn` would need a fork, and a fork can abort in a process with gRPC's threads.
 INTERRUPTIBLE = ("env", "--default-signal=INT")
 
 

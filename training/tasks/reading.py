@@ -72,8 +72,8 @@ def recall(rng: Random) -> Example:
     return _all_recalled(rng, rng.randint(2, 8))[0]
 
 
-# Training includes short contexts, because a model that has learned to find one of a few facts then
-# also finds one of many.
+# Training also uses short contexts: a model learns to find a fact among a few first, and can then
+# find one among many.
 @family(long=True, drill=lambda rng: _all_recalled(rng, rng.randint(8, 60)))
 def recall_long(rng: Random) -> Example:
     """One of 20 to 60 facts given in the question, in a context of about 200 to 900 tokens."""

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-WINDOW = 4  # most messages per pair that are announced but not sent; bounds staging memory
+WINDOW = 4  # maximum announced, unsent messages per pair; bounds staging memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from penstock.workers.parallel.communicator import Communicator, connect, first_
 from penstock.workers.parallel.groups import RankLost
 from penstock.workers.parallel.shm_ring import ShmRingReader, ShmRingWriter
 
-NUM_SLOTS = 32  # most unread messages; a power of two, larger than the number of plans in flight
+NUM_SLOTS = 32  # maximum number of unread messages; a power of two, above the plans in flight
 _FOR_EVER = timedelta(days=365)  # an idle worker sends nothing; if a peer exits, its socket fails
 
 

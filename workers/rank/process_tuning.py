@@ -20,9 +20,9 @@ _TOP_PAD_BYTES = 64 << 20
 
 
 def tune_process() -> None:
-    """Tune thread waiting and malloc for an engine; call this once, before torch is loaded.
+    """Tune OpenMP spin-waiting and malloc for an engine; call this once, before torch is loaded.
 
-    Settings that the user made in the environment are kept.
+    Environment variables that the user has set are kept.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPINS

@@ -32,7 +32,7 @@ class Admission:
         )
 
     def admit(self, budget: int) -> list[list[SequenceState]]:
-        """Give waiting sequences table rows, in queue order, while rows, blocks and `budget` last.
+        """Admit waiting sequences in queue order until table rows, blocks or `budget` run out.
 
         Args:
             budget: number of tokens left in the budget of the step.

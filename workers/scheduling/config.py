@@ -10,13 +10,13 @@ class SchedulerConfig:
     """Limits of the scheduler. Raises ValueError if a value is invalid."""
 
     num_blocks: int
-    max_model_len: int  # most tokens of a sequence, prompt and answer together
+    max_model_len: int  # maximum number of prompt and answer tokens of a sequence
     block_size: int = 16  # tokens per block
-    max_sequences: int = 64  # most sequences that hold a table row at the same time
+    max_sequences: int = 64  # maximum number of sequences that hold a table row
     max_batched_tokens: int = 512  # token budget of a step
-    max_queued: int = 1024  # most sequences that may wait
+    max_queued: int = 1024  # maximum number of waiting sequences
     lease_fraction: float = 0.5  # largest share of the blocks that leases may hold
-    num_stages: int = 1  # pipeline stages, and the most steps that can be in flight
+    num_stages: int = 1  # pipeline stages; also the maximum number of steps in flight
     watermark: int = 1  # free blocks to keep per sequence in the batch when another is admitted
     static: bool = False  # static batching, as a baseline: admit only when the batch is empty
 

@@ -11,7 +11,7 @@ from penstock.protos import worker_pb2 as wire
 from penstock.workers.kv_transfer.sender import OutgoingTransfer
 from penstock.workers.service.codec import SequenceKey, merge_steps
 
-MAX_TOKENS_WAITING = 1 << 15  # most tokens in a Step that waits for a slow reader
+MAX_TOKENS_WAITING = 1 << 15  # maximum number of tokens in a Step that waits for a slow reader
 MAX_MESSAGES_WAITING = 1 << 12
 
 

@@ -88,7 +88,7 @@ class HashModelBeams:
 def reference_beams(
     prompt: Sequence[int], params: SamplingParams, max_model_len: int
 ) -> list[Answer]:
-    """Compute the answers of a beam search directly from its tokens, without blocks or batches."""
+    """Run a beam search on plain token lists, without blocks or batches; return its answers."""
     search = BeamSearch(params, params.answer_limit(len(prompt), max_model_len))
     values: list[int] = []
     for token in prompt:

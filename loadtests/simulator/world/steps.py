@@ -219,7 +219,7 @@ class StepRunner:
         self._listener.on_steps(output, tokens, ends, passed)
 
     def _compute_each(self, first: StepOutput, starts: Floats) -> Ints:
-        """Run quiet steps one by one if their tokens cannot be predicted; return tokens [n, B].
+        """Run quiet steps one by one, for executors that cannot predict; return tokens [n, B].
 
         starts: start time of each step.
         """

@@ -96,7 +96,7 @@ class BaseRequest(StrictModel):
     typical_p: float | None = None
 
     def limit(self) -> int | None:
-        """Return the largest number of answer tokens; None if the body has none."""
+        """Return the maximum number of answer tokens; None if the request body sets no maximum."""
         return self.max_tokens
 
     def num_logprobs(self) -> int | None:
