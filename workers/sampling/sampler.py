@@ -173,7 +173,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample_on_device(self, logits: Tensor, rows: Ints, indices: Ints) -> tuple[Tensor, Tensor]:
-        """Version of `sample` that does not wait for the device; see `can_sample_on_device`.
+        """Sample tokens without waiting for the device; requires `can_sample_on_device`.
 
         Return tokens [S] int32, and whether each row is valid, [S] bool, on the device.
         """

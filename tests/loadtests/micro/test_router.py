@@ -1,4 +1,4 @@
-"""The measurement of one router with stub workers, in real processes."""
+"""Runs the router benchmark with one router and stub workers in real processes."""
 
 import json
 from pathlib import Path
