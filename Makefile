@@ -1,4 +1,5 @@
-# The verbs: setup, serve, lint, check, test, kernels, aot, gpu, protos, train-demo, router-environment.
+# The verbs: setup, serve, lint, check, test, fuzz, kernels, aot, gpu, protos, locks, sbom, train-demo,
+# router-environment.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.penstock-installed
@@ -6,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve lint check test kernels aot gpu gpu-carry protos train-demo router-environment
+.PHONY: setup serve lint check test fuzz kernels aot gpu gpu-carry protos locks sbom train-demo router-environment
 
 setup: $(STAMP)
 
@@ -34,18 +35,24 @@ test: setup
 	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "process or cluster"
 	@$(MAKE) --no-print-directory kernels
 
+# Random and malformed requests to a router, in two processes. ARGS: --inputs N, --seed N.
+fuzz: setup
+	$(BIN)/python -m tests.fuzz $(ARGS)
+
 # Triton reads the variable when it is imported: hence a run of their own.
 kernels: setup
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m interpreted tests/kernels/interpreted tests/workers/gpu
 
-# A router in an environment of its own: the packages of an image for routers, and the wheel.
+# A router in an environment of its own, as in its image: the packages of its lock, and the wheel.
+# Locks are for Python 3.11 on Linux, x86-64.
 router-environment: setup
-	@$(PYTHON) -m venv --clear .venv/router-only
-	@.venv/router-only/bin/python -m pip install --quiet --upgrade "pip>=25.1"
-	@.venv/router-only/bin/python -m pip install --quiet --constraint constraints.txt \
-	  --requirement requirements-router.txt
-	@.venv/router-only/bin/python -m pip install --quiet --no-deps .
-	ROUTER_ENVIRONMENT=.venv/router-only $(BIN)/python -m pytest -q tests/cluster/test_router_environment.py
+	@$(PYTHON) -m venv --clear --without-pip .venv/router-only
+	@$(BIN)/python -m pip --python .venv/router-only install --quiet --require-hashes \
+	  --only-binary :all: --requirement locks/router.txt
+	@$(BIN)/python -m pip --python .venv/router-only install --quiet --no-deps .
+	@$(MAKE) --no-print-directory sbom SBOM_PYTHON=.venv/router-only/bin/python
+	ROUTER_ENVIRONMENT=.venv/router-only SBOM=build/sbom.cdx.json $(BIN)/python -m pytest -q \
+	  tests/test_sbom.py tests/cluster/test_router_environment.py
 
 aot: setup
 	$(BIN)/python -m tests.aot
@@ -59,6 +66,20 @@ GPU_PYTHON ?= 3.12
 gpu-carry: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --target build/gpu-site --upgrade \
 	  --python-version $(GPU_PYTHON) --only-binary=:all: pytest hypothesis
+
+# Versions and hashes of the packages of the images: needs the platform of the images and a network.
+locks: setup
+	$(BIN)/python -m tests.locks
+
+# The packages of an environment as CycloneDX: build/sbom.cdx.json.
+SBOM_PYTHON ?= $(BIN)/python
+sbom: setup
+	@$(PYTHON) -m venv --clear .venv/sbom
+	@.venv/sbom/bin/python -m pip install --quiet --require-hashes --only-binary :all: \
+	  --requirement locks/build.txt
+	@mkdir -p build
+	.venv/sbom/bin/cyclonedx-py environment --output-reproducible \
+	  --output-file build/sbom.cdx.json $(SBOM_PYTHON)
 
 protos: setup
 	$(BIN)/python -m tests.generated --write

@@ -1,38 +1,77 @@
 """Build the configurations of a cluster's routers and workers from its specification."""
 
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from penstock.cluster.placement.placement import WorkerPlacement
 from penstock.cluster.spec.spec import ClusterSpec, PoolSpec
-from penstock.router.config import RouterConfig
+from penstock.common.api_key import ApiKey
+from penstock.common.block_hash import new_hash_key
+from penstock.router.config import RequestBounds, RouterConfig
 from penstock.workers.config import WorkerConfig
 
 
-def router_config(spec: ClusterSpec, model: Path, token: str, index: int = 0) -> RouterConfig:
+@dataclass(frozen=True, slots=True)
+class ClusterSecrets:
+    """Secrets that all routers and workers of a cluster share, made once by the driver.
+
+    A process that is started again gets the same secrets, so that its block hashes still match.
+    """
+
+    token: str = field(repr=False)  # workers accept only routers that send this token
+    hash_key: bytes = field(repr=False)  # keys the hashes of cached blocks: see `root_hash`
+
+    @classmethod
+    def new(cls) -> Self:
+        """Return new random secrets."""
+        return cls(secrets.token_urlsafe(32), new_hash_key())
+
+
+def router_config(
+    spec: ClusterSpec,
+    model: Path,
+    shared: ClusterSecrets,
+    index: int = 0,
+    api_keys: Sequence[ApiKey] = (),
+) -> RouterConfig:
     """Return the configuration of router number `index`."""
-    http_port, grpc_port = spec.ports(index)
+    http_port, grpc_port, admin_port = spec.ports(index)
     return RouterConfig(
         model=model,
         served_name=spec.model_name,
+        aliases=spec.model.aliases,
         name=f"router-{index}",
         host=spec.router.host,
         http_port=http_port,
         grpc_port=grpc_port,
-        api_keys=spec.router.api_keys,
-        worker_token=token,
+        admin_host=spec.router.admin_host,
+        admin_port=admin_port,
+        api_keys=tuple(api_keys),
+        allowed_origins=spec.router.allowed_origins,
+        worker_token=shared.token,
+        hash_key=shared.hash_key,
         max_model_len=spec.model.max_model_len,
+        no_special_in_completions=spec.router.no_special_in_completions,
+        generation_config=spec.model.generation_config,
         max_queued_requests=spec.router.max_queued,
+        routing=spec.router.routing,
+        max_wait_seconds=spec.router.max_wait_seconds,
         ttft_slo_seconds=spec.engine.ttft_slo_seconds,
+        tpot_slo_seconds=spec.engine.tpot_slo_seconds,
         vllm_metrics=spec.router.vllm_metrics,
         waits_for_both=bool(spec.pools.prefill.least and spec.pools.decode.least),
         wakes_workers=spec.pools.may_be_empty,
         worker_timeout_seconds=spec.router.worker_timeout_seconds,
         step_timeout_seconds=spec.engine.step_timeout_seconds,
+        bounds=RequestBounds(max_request_cost=spec.router.max_request_cost),
     )
 
 
 def worker_config(
-    spec: ClusterSpec, model: Path, token: str, placement: WorkerPlacement
+    spec: ClusterSpec, model: Path, shared: ClusterSecrets, placement: WorkerPlacement
 ) -> WorkerConfig:
     """Return the configuration of the worker at `placement`.
 
@@ -44,13 +83,15 @@ def worker_config(
         name=placement.name,
         model=model,
         role=placement.role,
-        token=token,
+        token=shared.token,
+        hash_key=shared.hash_key,
         block_size=pool.block_size,
         kv_cache_mib=pool.kv_cache_mib,
         max_sequences=pool.max_sequences,
         max_batched_tokens=pool.max_batched_tokens,
         max_model_len=spec.model.max_model_len,
         threads=placement.threads,
+        max_threads=placement.max_threads,
         dtype=spec.model.dtype,
         quantization=spec.model.quantization,
         kv_cache_dtype=spec.model.kv_cache_dtype,

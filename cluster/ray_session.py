@@ -6,10 +6,10 @@ import secrets
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import ray
@@ -19,7 +19,9 @@ import ray._private.state as ray_state
 import ray._private.worker as ray_worker
 
 from penstock.cluster.placement.placement import Node
+from penstock.cluster.processes.environment import child_environment
 from penstock.cluster.processes.process_tree import DescendantTracker, is_alive
+from penstock.workers.rank.core_sharing import marks_path, remove_unused_marks
 
 OBJECT_STORE_BYTES = 80 * 2**20  # about Ray's minimum; Penstock stores no objects
 LONGEST_TEMP = 40  # characters; socket paths in this folder must stay under 107
@@ -48,10 +50,19 @@ class RaySession:
 
     Args:
         address: address of a running cluster, or None to start one here.
+        pass_env: names of variables that a local Ray's processes also get.
+        secret_env: names of variables that they never get.
     """
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(
+        self,
+        address: str | None,
+        pass_env: Collection[str] = (),
+        secret_env: Collection[str] = (),
+    ) -> None:
         self._address = address
+        self._pass_env = pass_env
+        self._secret_env = secret_env
         self._folder: Path | None = None
         self._vital: list[psutil.Process] = []
         self._descendants = DescendantTracker()
@@ -91,9 +102,7 @@ class RaySession:
         # Set a token; otherwise Ray generates one and writes a file in the home folder.
         os.environ.update(_LOCAL_SETTINGS, RAY_AUTH_TOKEN=secrets.token_hex(32))
         ray_constants.ENABLE_RAY_CLUSTER = False  # Ray read the environment variable at import
-        # Start Ray's processes in sessions of their own: a signal to our process group (Ctrl-C)
-        # must not kill them before the cluster has drained.
-        ray_services.ConsolePopen = partial(subprocess.Popen, start_new_session=True)
+        ray_services.ConsolePopen = self._start_process
         ray.init(
             address="local",
             _temp_dir=str(self._folder / "ray"),  # world-writable, so inside a private folder
@@ -103,6 +112,16 @@ class RaySession:
             logging_level=logging.ERROR,
         )
         self._vital = [each for each in self._descendants.alive() if each.name() in VITAL_PROCESSES]
+
+    def _start_process(
+        self, command: Sequence[str], env: Mapping[str, str], **options: Any
+    ) -> "subprocess.Popen[bytes]":
+        """Start a process of Ray: without the shell's secrets, in a session of its own.
+
+        A signal to our process group (Ctrl-C) must not kill Ray before the cluster has drained.
+        """
+        passed = child_environment(env, os.environ, self._pass_env, self._secret_env)
+        return subprocess.Popen(command, env=passed, start_new_session=True, **options)
 
     def stop(self) -> None:
         """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""
@@ -119,6 +138,7 @@ class RaySession:
         # Delete files last, because a process that is still alive may write new ones.
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            remove_unused_marks(marks_path())
 
 
 def free_nodes() -> list[Node]:

@@ -1,23 +1,23 @@
 """Starts and replaces a cluster's processes, resizes its pools and shuts the cluster down."""
 
 import asyncio
-import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.cluster.autoscaling.pool_changes import Phase
-from penstock.cluster.autoscaling.pool_sizer import (
+from penstock.cluster.autoscaling.autoscaler_adapter import (
+    AutoscalerAdapter,
     Phases,
-    PoolSizer,
     reassigned_workers,
     worker_load,
 )
-from penstock.cluster.configs import router_config, worker_config
+from penstock.cluster.autoscaling.pool_changes import Phase
+from penstock.cluster.configs import ClusterSecrets, router_config, worker_config
 from penstock.cluster.placement.placement import WorkerPlacement, describe_locality, plan_placements
-from penstock.cluster.pools.managed import ManagedRouter, ManagedWorker
+from penstock.cluster.pools.managed_router import ManagedRouter
+from penstock.cluster.pools.managed_worker import ManagedWorker
 from penstock.cluster.pools.router_set import RouterSet
 from penstock.cluster.pools.worker_pool import WorkerPool
 from penstock.cluster.processes.actor_handle import StartFailed
@@ -34,6 +34,7 @@ from penstock.cluster.status.status_events import (
     Report,
     Serving,
 )
+from penstock.common.api_key import ApiKey
 from penstock.router.observability.role_registry import RoleRegistry
 from penstock.router.observability.snapshot import Scaling
 
@@ -48,14 +49,17 @@ class Supervisor:
         spec: specification of the cluster.
         model: the checkpoint folder, at the same path on every node.
         report: called on the event loop with every status event.
+        api_keys: keys that the routers accept; none: no key is needed.
 
     Raises:
         PlacementError: the nodes have no room for the cluster.
     """
 
-    def __init__(self, spec: ClusterSpec, model: Path, report: Report) -> None:
-        # A new token at every start: workers accept only connections from this cluster's routers.
-        self._token = secrets.token_urlsafe(32)
+    def __init__(
+        self, spec: ClusterSpec, model: Path, report: Report, api_keys: Sequence[ApiKey] = ()
+    ) -> None:
+        # New at every start: workers accept only connections from this cluster's routers.
+        self._secrets = ClusterSecrets.new()
         self._spec = spec
         self._model = model
         nodes = free_nodes()
@@ -63,7 +67,7 @@ class Supervisor:
         self._placements = placements
         self._locality = describe_locality(spec, placements, nodes)
         self._reassigned: frozenset[str] = frozenset()  # workers whose role an operator changed
-        self._sizer = PoolSizer(spec, placements, nodes)
+        self._autoscaler = AutoscalerAdapter(spec, placements, nodes)
         self._drain_seconds = spec.router.drain_seconds
         self._reminders = ProgressReminders(report, asyncio.get_running_loop().time)
         report = self._report = self._reminders
@@ -72,7 +76,7 @@ class Supervisor:
         self._routers = RouterSet(
             [
                 ManagedRouter(
-                    router_config(spec, model, self._token, number),
+                    router_config(spec, model, self._secrets, number, api_keys),
                     report,
                     spec.pool_nodes,
                     with_events,
@@ -90,7 +94,7 @@ class Supervisor:
                 report,
                 self._on_given_up,
             )
-            for role in self._sizer.desired
+            for role in self._autoscaler.desired
         }
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -124,7 +128,7 @@ class Supervisor:
                 for router in self._routers.all:
                     self._spawn(self._keep_router(router))
                 for role in self._pools_by_labels():
-                    self._pools[role].scale_to(self._sizer.desired[role], {})
+                    self._pools[role].scale_to(self._autoscaler.desired[role], {})
                 self._spawn(self._serve())
                 self._spawn(self._remind())
                 await stop.wait()
@@ -148,7 +152,7 @@ class Supervisor:
     def _make_worker(self, placement: WorkerPlacement) -> ManagedWorker:
         # Once the cluster serves, a worker without room waits and does not end the cluster.
         placement = replace(placement, waits_for_node=placement.waits_for_node or self._serving)
-        config = worker_config(self._spec, self._model, self._token, placement)
+        config = worker_config(self._spec, self._model, self._secrets, placement)
         return ManagedWorker(placement, config, self._routers, self._report)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -184,8 +188,8 @@ class Supervisor:
             await worker.ready.wait()
         await self._routers.wait_for_workers(len(first))
         self._serving = True
-        (http, grpc), *others = self._routers.addresses
-        self._report("", Serving(http, grpc, others))
+        (http, grpc, admin), *others = self._routers.addresses
+        self._report("", Serving(http, grpc, admin, others))
         wrong = ""
         while True:
             try:
@@ -200,11 +204,13 @@ class Supervisor:
         if state is None:
             return
         self._reassigned = reassigned_workers(state, self._placements)
-        decisions = self._sizer.decide(state, self._phases(), asyncio.get_running_loop().time())
+        decisions = self._autoscaler.decide(
+            state, self._phases(), asyncio.get_running_loop().time()
+        )
         busy = worker_load(state)
         for decision in decisions:
             self._pools[decision.pool].scale_to(decision.desired, busy, self._reassigned)
-        for note in self._sizer.record(decisions, time.time()):
+        for note in self._autoscaler.record(decisions, time.time()):
             self._report("", PoolResized(note.pool, note.text))
         phases = self._phases()
         for each in self._placements:
@@ -212,7 +218,7 @@ class Supervisor:
                 left = busy.get(each.name, 0.0)
                 self._reminders.set_detail(each.title, f"{left:.0f} sequences are left")
         await self._routers.show_cluster(
-            self._with_reminders(self._sizer.scaling(decisions, phases))
+            self._with_reminders(self._autoscaler.scaling(decisions, phases))
         )
 
     def _with_reminders(self, scaling: Scaling) -> Scaling:

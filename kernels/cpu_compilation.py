@@ -26,7 +26,7 @@ from penstock.kernels.linear import cpu_packed_f32, quantize_rows
 from penstock.kernels.linear import cpu_packed_int8 as cpu_packed_int8
 from penstock.kernels.norm import op as norm
 from penstock.kernels.sampling import philox
-from penstock.kernels.step_graph import builder
+from penstock.kernels.step_graph import graph
 
 MAX_LOCK_SECONDS = 180.0
 """Maximum wait for a group that another process compiles; that process may be suspended."""
@@ -73,9 +73,7 @@ def required_groups(
     groups = []
     if weights == torch.float32:
         if single_rank and cpu_packed_f32.has_avx512():
-            groups.append(
-                KernelGroup(f"program-{kept}", lambda: builder.load_cpu_kernels(kv_cache))
-            )
+            groups.append(KernelGroup(f"program-{kept}", lambda: graph.load_cpu_kernels(kv_cache)))
         if cpu_packed_f32.has_avx512():
             groups.append(KernelGroup("panels", cpu_packed_f32.load_cpu_kernels))
     if cpu_plan.supports_cpu_paged(device, kv_cache):

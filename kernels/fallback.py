@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_taken: Counter[str] = Counter()
+_counts: Counter[str] = Counter()
 _strict = False
 _device: torch.device | None = None  # GPU on which all operations must run; None: any device
 
@@ -29,7 +29,7 @@ def record_fallback(operation: str, device: torch.device, why: str) -> None:
     """
     if device.type == "cpu" and _device is None:
         return
-    _taken[operation] += 1
+    _counts[operation] += 1
     if _strict:
         raise KernelFallbackError(f"{operation} has no Triton kernel for {why}")
 
@@ -47,7 +47,7 @@ def check_device(tensor: Tensor) -> None:
 
 def fallback_counts() -> dict[str, int]:
     """Return for each operation how often it has run on a GPU without its Triton kernel."""
-    return dict(_taken)
+    return dict(_counts)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ FINISH_STOP: Finish
 FINISH_LENGTH: Finish
 
 class ToWorker(_message.Message):
-    __slots__ = ("number", "hello", "submit", "send", "drop", "heartbeat")
+    __slots__ = ("number", "hello", "submit", "send", "drop", "heartbeat", "resync_cache")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
@@ -34,26 +34,34 @@ class ToWorker(_message.Message):
     SEND_FIELD_NUMBER: _ClassVar[int]
     DROP_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_CACHE_FIELD_NUMBER: _ClassVar[int]
     number: int
     hello: Hello
     submit: Submit
     send: Send
     drop: Drop
     heartbeat: Heartbeat
-    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., **kwargs) -> None: ...
+    resync_cache: ResyncCache
+    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resync_cache: _Optional[_Union[ResyncCache, _Mapping]] = ..., **kwargs) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "router", "incarnation")
+    __slots__ = ("protocol", "router", "incarnation", "cache_events")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CACHE_EVENTS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     router: str
     incarnation: str
-    def __init__(self, protocol: _Optional[int] = ..., router: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    cache_events: bool
+    def __init__(self, protocol: _Optional[int] = ..., router: _Optional[str] = ..., incarnation: _Optional[str] = ..., cache_events: _Optional[bool] = ...) -> None: ...
+
+class ResyncCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request", "attempt", "prompt", "log", "params", "source", "yield_after", "priority", "salt", "request_id", "prompt_known")
+    __slots__ = ("request", "attempt", "prompt", "log", "params", "source", "yield_after", "salt", "request_id", "prompt_known")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -61,7 +69,6 @@ class Submit(_message.Message):
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     YIELD_AFTER_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_KNOWN_FIELD_NUMBER: _ClassVar[int]
@@ -72,11 +79,10 @@ class Submit(_message.Message):
     params: SamplingParams
     source: Source
     yield_after: int
-    priority: int
     salt: bytes
     request_id: str
     prompt_known: int
-    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., log: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., yield_after: _Optional[int] = ..., priority: _Optional[int] = ..., salt: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_known: _Optional[int] = ...) -> None: ...
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., log: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., yield_after: _Optional[int] = ..., salt: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_known: _Optional[int] = ...) -> None: ...
 
 class ChoiceLog(_message.Message):
     __slots__ = ("choice", "tokens", "finished")
@@ -220,7 +226,7 @@ class BadWord(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ToRouter(_message.Message):
-    __slots__ = ("number", "welcome", "step", "yielded", "ready", "received", "failed", "rejected", "draining", "stored", "evicted", "heartbeat")
+    __slots__ = ("number", "welcome", "step", "yielded", "ready", "received", "failed", "rejected", "draining", "cache_snapshot", "heartbeat")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -230,8 +236,7 @@ class ToRouter(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
-    STORED_FIELD_NUMBER: _ClassVar[int]
-    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     number: int
     welcome: Welcome
@@ -242,13 +247,12 @@ class ToRouter(_message.Message):
     failed: Failed
     rejected: Rejected
     draining: Draining
-    stored: Stored
-    evicted: Evicted
+    cache_snapshot: CacheSnapshot
     heartbeat: Heartbeat
-    def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., yielded: _Optional[_Union[Yielded, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., stored: _Optional[_Union[Stored, _Mapping]] = ..., evicted: _Optional[_Union[Evicted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., yielded: _Optional[_Union[Yielded, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load", "step_bounds")
+    __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load", "step_bounds", "machine")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +267,7 @@ class Welcome(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STEP_BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     incarnation: str
@@ -277,10 +282,11 @@ class Welcome(_message.Message):
     vocab_size: int
     load: Load
     step_bounds: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_bounds: _Optional[_Iterable[float]] = ...) -> None: ...
+    machine: str
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_bounds: _Optional[_Iterable[float]] = ..., machine: _Optional[str] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("request", "attempt", "choice", "position", "token", "finish", "logprobs", "ended", "load", "prompts")
+    __slots__ = ("request", "attempt", "choice", "position", "token", "finish", "logprobs", "ended", "load", "prompts", "cached", "cache")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -291,6 +297,8 @@ class Step(_message.Message):
     ENDED_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     request: _containers.RepeatedScalarFieldContainer[int]
     attempt: _containers.RepeatedScalarFieldContainer[int]
     choice: _containers.RepeatedScalarFieldContainer[int]
@@ -301,7 +309,55 @@ class Step(_message.Message):
     ended: _containers.RepeatedCompositeFieldContainer[Ended]
     load: Load
     prompts: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
-    def __init__(self, request: _Optional[_Iterable[int]] = ..., attempt: _Optional[_Iterable[int]] = ..., choice: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., finish: _Optional[_Iterable[_Union[Finish, str]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ...) -> None: ...
+    cached: _containers.RepeatedCompositeFieldContainer[CachedPrompt]
+    cache: CacheEvents
+    def __init__(self, request: _Optional[_Iterable[int]] = ..., attempt: _Optional[_Iterable[int]] = ..., choice: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., finish: _Optional[_Iterable[_Union[Finish, str]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., cached: _Optional[_Iterable[_Union[CachedPrompt, _Mapping]]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
+
+class CachedPrompt(_message.Message):
+    __slots__ = ("request", "attempt", "tokens")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    attempt: int
+    tokens: int
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class CacheEvents(_message.Message):
+    __slots__ = ("incarnation", "first", "changes")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    first: int
+    changes: _containers.RepeatedCompositeFieldContainer[CacheChange]
+    def __init__(self, incarnation: _Optional[str] = ..., first: _Optional[int] = ..., changes: _Optional[_Iterable[_Union[CacheChange, _Mapping]]] = ...) -> None: ...
+
+class CacheChange(_message.Message):
+    __slots__ = ("evicted", "stored", "parents", "lengths")
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    evicted: _containers.RepeatedScalarFieldContainer[int]
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, evicted: _Optional[_Iterable[int]] = ..., stored: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CacheSnapshot(_message.Message):
+    __slots__ = ("incarnation", "next", "chunk", "last", "blocks")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    next: int
+    chunk: int
+    last: bool
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, incarnation: _Optional[str] = ..., next: _Optional[int] = ..., chunk: _Optional[int] = ..., last: _Optional[bool] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("request", "attempt", "position", "entries")
@@ -447,14 +503,24 @@ class Draining(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Stored(_message.Message):
-    __slots__ = ("blocks",)
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+class StepsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
-class Evicted(_message.Message):
-    __slots__ = ("blocks",)
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+class StepRecords(_message.Message):
+    __slots__ = ("number", "ended", "seconds", "tokens", "sequences", "positions", "pairs")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    number: _containers.RepeatedScalarFieldContainer[int]
+    ended: _containers.RepeatedScalarFieldContainer[float]
+    seconds: _containers.RepeatedScalarFieldContainer[float]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    sequences: _containers.RepeatedScalarFieldContainer[int]
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    pairs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, number: _Optional[_Iterable[int]] = ..., ended: _Optional[_Iterable[float]] = ..., seconds: _Optional[_Iterable[float]] = ..., tokens: _Optional[_Iterable[int]] = ..., sequences: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., pairs: _Optional[_Iterable[float]] = ...) -> None: ...

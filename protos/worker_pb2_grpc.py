@@ -40,6 +40,11 @@ class WorkerStub:
                 request_serializer=penstock_dot_protos_dot_worker__pb2.ToWorker.SerializeToString,
                 response_deserializer=penstock_dot_protos_dot_worker__pb2.ToRouter.FromString,
                 _registered_method=True)
+        self.Steps = channel.unary_unary(
+                '/penstock.worker.v1.Worker/Steps',
+                request_serializer=penstock_dot_protos_dot_worker__pb2.StepsRequest.SerializeToString,
+                response_deserializer=penstock_dot_protos_dot_worker__pb2.StepRecords.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -53,6 +58,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Steps(self, request, context):
+        """Returns the latest steps, for the calibration of the simulator. Call metadata: as for Attach.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +72,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=penstock_dot_protos_dot_worker__pb2.ToWorker.FromString,
                     response_serializer=penstock_dot_protos_dot_worker__pb2.ToRouter.SerializeToString,
+            ),
+            'Steps': grpc.unary_unary_rpc_method_handler(
+                    servicer.Steps,
+                    request_deserializer=penstock_dot_protos_dot_worker__pb2.StepsRequest.FromString,
+                    response_serializer=penstock_dot_protos_dot_worker__pb2.StepRecords.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +107,33 @@ class Worker:
             '/penstock.worker.v1.Worker/Attach',
             penstock_dot_protos_dot_worker__pb2.ToWorker.SerializeToString,
             penstock_dot_protos_dot_worker__pb2.ToRouter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Steps(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.worker.v1.Worker/Steps',
+            penstock_dot_protos_dot_worker__pb2.StepsRequest.SerializeToString,
+            penstock_dot_protos_dot_worker__pb2.StepRecords.FromString,
             options,
             channel_credentials,
             insecure,

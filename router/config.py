@@ -1,8 +1,12 @@
 """Configuration of a router, and size limits on client requests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+from penstock.common.api_key import ApiKey
+from penstock.common.block_hash import check_hash_key, new_hash_key
 from penstock.common.sampling_params import SamplingLimits
 
 
@@ -12,9 +16,41 @@ class RequestBounds(SamplingLimits):
 
     max_body_bytes: int = 4 << 20  # bytes of an HTTP body or a gRPC message
     max_header_bytes: int = 64 << 10
-    receive_seconds: float = 30.0  # for a request's head, and again for its body
-    max_prompts: int = 64  # prompts per call; each prompt becomes a separate request
+    receive_seconds: float = 30.0  # for a request's head, for its body, for each gRPC message
+    max_prompts: int = 1024  # prompts per call; each prompt becomes a separate request
+    max_request_cost: int = 1_000_000  # of one call: see `requests.cost`
+    max_messages: int = 4096  # of a chat
+    max_content_pieces: int = 4096  # content parts of all messages of a chat
+    max_template_kwargs: int = 16 << 10  # largest size of chat_template_kwargs, in bytes of JSON
+    max_detokenize_contexts: int = 64  # tokens per call to Detokenize, in contexts of the model
+    max_encoding_chars: int = 64 << 20  # characters of all texts that wait to be tokenized
+    max_helper_bytes: int = 64 << 20  # of all bodies and chats that wait for a helper process
     max_unread_tokens: int = 8192  # generated tokens that a slow client has not read
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionBounds:
+    """Limits on clients' connections; a connection beyond a limit is closed, and no other one."""
+
+    max_connections: int = 8192  # open HTTP connections
+    max_connections_per_address: int = 4096  # open HTTP connections from one IP address
+    idle_seconds: float = 75.0  # from a response to the next request of an HTTP connection
+    write_seconds: float = 60.0  # for a client that reads nothing
+    linger_seconds: float = 2.0  # for the rest of a request that was answered before its end
+    max_grpc_calls: int = 1024  # open calls of one gRPC connection
+    max_health_watches: int = 16  # open `Watch` calls of gRPC health from one IP address
+    grpc_idle_seconds: float = 300.0  # a gRPC connection without calls is then closed
+    grpc_age_seconds: float = 3600.0  # then a gRPC client is asked to connect again
+
+
+@dataclass(frozen=True, slots=True)
+class HelperLimits:
+    """Limits of a router's helper processes, which parse large bodies and render chats."""
+
+    num_processes: int = 2  # one tenant uses one at a time
+    cpu_seconds: float = 1.0  # for one job; the kernel ends a process that takes longer
+    wall_seconds: float = 30.0  # for one job
+    memory_bytes: int = 256 << 20  # of a process, in addition to its libraries
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,23 +64,45 @@ class RouterConfig:
 
     model: Path  # checkpoint folder; a router reads only its configuration and tokenizer
     served_name: str
+    aliases: tuple[str, ...] = ()  # further names of the model
     name: str = "router-0"
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 9000
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # empty: no key is needed
+    admin_host: str = "127.0.0.1"  # for /metrics, /status, /steps and /role
+    admin_port: int = 0
+    api_keys: tuple[ApiKey, ...] = ()  # empty: no key is needed
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may call /v1/; "*": all
     worker_token: str | None = field(default=None, repr=False)
+    # Secret of the cluster that keys the hashes of cached blocks.
+    hash_key: bytes = field(default_factory=new_hash_key, repr=False)
     max_model_len: int | None = None
+    no_special_in_completions: bool = False  # prompts given as text contain no control tokens
+    generation_config: Literal["auto", "none"] = "auto"  # whether to use the model's defaults
     timeout: float = 600.0  # seconds
     max_queued_requests: int = 1024
-    max_queued_tokens: int = 4 << 20
+    max_queued_tokens: int = 4 << 20  # prompt tokens
+    max_queued_cost: int = 32 << 20  # prompt and answer tokens of all sequences
+    routing: str = "cost"  # see `placement.routing_strategies`
+    max_wait_seconds: float = 60.0  # in the queue; 0: only the timeout applies
     ttft_slo_seconds: float = 0.0  # see `queue.slo_order`; 0: prompts are ordered by arrival
+    tpot_slo_seconds: float = 0.0  # bound of the time per token of running answers; 0: none
     vllm_metrics: bool = False  # also export metrics under vLLM's names
     waits_for_both: bool = False  # prefill and decode pool always have workers: see `readiness`
     wakes_workers: bool = False  # pools may be empty: queued requests start workers
     worker_timeout_seconds: float = 10.0  # a worker silent for longer is lost
     step_timeout_seconds: float = 30.0  # a worker's time limit per step: see `stuck_seconds`
     bounds: RequestBounds = field(default_factory=RequestBounds)
+    connections: ConnectionBounds = field(default_factory=ConnectionBounds)
+    helpers: HelperLimits = field(default_factory=HelperLimits)
+
+    def __post_init__(self) -> None:
+        check_hash_key(self.hash_key)
+
+    @property
+    def model_names(self) -> Sequence[str]:
+        """All names of the served model; the first is in answers."""
+        return list(dict.fromkeys((self.served_name, *self.aliases)))
 
     @property
     def stuck_seconds(self) -> float:

@@ -1,6 +1,11 @@
 """Errors that clients receive: one exception whose code each protocol maps to its own status."""
 
+import re
+from collections.abc import Mapping
 from enum import Enum
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""Reason by which clients know that they must shorten a conversation."""
 
 
 class Code(Enum):
@@ -26,18 +31,41 @@ class ServingError(Exception):
             tracebacks.
         param: name of the invalid request field, if any.
         retry_after: seconds after which the client should retry; None: no hint.
+        reason: OpenAI's name of the error, for programs; None: it has none.
     """
 
     def __init__(
-        self, code: Code, message: str, param: str | None = None, retry_after: float | None = None
+        self,
+        code: Code,
+        message: str,
+        param: str | None = None,
+        retry_after: float | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.param = param
         self.retry_after = retry_after
+        self.reason = reason
 
 
-def invalid(message: str, param: str | None = None) -> ServingError:
+def renamed(error: ServingError, names: Mapping[str, str]) -> ServingError:
+    """Return an error whose field has the client's name for it, if `names` has one."""
+    if error.param is None or error.param not in names:
+        return error
+    own, name = error.param, names[error.param]
+    # In prose, the word "prompt" is not the name of a field.
+    message = error.message if own == "prompt" else re.sub(rf"\b{own}\b", name, error.message)
+    return ServingError(error.code, message, name, error.retry_after, error.reason)
+
+
+def shutting_down() -> ServingError:
+    """Return the error of calls that a stopping server does not answer."""
+    text = "the server is shutting down: call again"
+    return ServingError(Code.UNAVAILABLE, text, retry_after=1.0)
+
+
+def invalid(message: str, param: str | None = None, reason: str | None = None) -> ServingError:
     """Return an INVALID error that names the invalid request field `param`."""
-    return ServingError(Code.INVALID, message, param)
+    return ServingError(Code.INVALID, message, param, reason=reason)

@@ -13,17 +13,29 @@ from typing import Any
 import grpc.aio
 import uvicorn
 from grpc_health.v1 import health
+from starlette.types import ASGIApp
 
+from penstock.common.text.token_bytes import UnsupportedTokenizer
 from penstock.common.text.tokenizer import ModelTokenizer
+from penstock.router.api.admin import admin_app
 from penstock.router.api.auth import ApiKeys
-from penstock.router.api.connection import BoundedConnection
+from penstock.router.api.connection import BoundedConnection, ConnectionLimits
 from penstock.router.api.grpc import set_health, start_grpc
+from penstock.router.api.http import CommonHeadersMiddleware, CorsMiddleware
 from penstock.router.api.openai.routes import openai_app
 from penstock.router.config import RouterConfig
+from penstock.router.errors import ServingError
 from penstock.router.frontend import Frontend
+from penstock.router.helpers.fork_server import ForkServer
+from penstock.router.helpers.pool import HelperPool
+from penstock.router.helpers.settings import HelperSettings
+from penstock.router.requests.generation_defaults import (
+    GenerationDefaults,
+    read_generation_defaults,
+)
 from penstock.router.requests.request import ModelLimits
 from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
-from penstock.router.routing.placement.policy import LeastLoaded
+from penstock.router.routing.placement.routing_strategies import policy_of
 from penstock.router.routing.worker_registry import LivenessBounds
 
 NO_WORKER_TIMEOUT_SECONDS = 60.0  # without a worker; then requests end with UNAVAILABLE
@@ -42,16 +54,21 @@ class RunningRouter:
         self,
         frontend: Frontend,
         http: "HttpServer",
+        admin: "HttpServer",
         grpc_server: grpc.aio.Server,
         health_service: health.aio.HealthServicer,
         grpc_address: str,
+        fork_server: ForkServer | None = None,
     ) -> None:
         self._frontend = frontend
         self._http = http
+        self._admin = admin
         self._grpc = grpc_server
         self._health = health_service
+        self._fork_server = fork_server
         self._tasks: set[asyncio.Task[None]] = set()
         self.http_address = http.address
+        self.admin_address = admin.address
         self.grpc_address = grpc_address
         frontend.on_readiness(self._update_health)
 
@@ -75,7 +92,9 @@ class RunningRouter:
     async def stop(self) -> None:
         """Close all servers and worker links; open calls end with UNAVAILABLE."""
         await self._frontend.stop()
-        await asyncio.gather(self._grpc.stop(grace=1.0), self._http.stop())
+        await asyncio.gather(self._grpc.stop(grace=1.0), self._http.stop(), self._admin.stop())
+        if self._fork_server is not None:
+            self._fork_server.close()
 
     def _update_health(self, why_not: str) -> None:
         task = asyncio.create_task(set_health(self._health, why_not))
@@ -83,23 +102,40 @@ class RunningRouter:
         task.add_done_callback(self._tasks.discard)
 
 
-async def serve_router(config: RouterConfig) -> RunningRouter:
+async def serve_router(
+    config: RouterConfig, fork_server: ForkServer | None = None
+) -> RunningRouter:
     """Start a router; if the start fails, stop everything that was started.
+
+    Args:
+        config: the router's configuration.
+        fork_server: starts the helper processes; by default the router has its own.
 
     Raises:
         UnsupportedTokenizer, ValueError: the model folder cannot be served.
         PortInUseError: a port cannot be bound.
     """
-    text = ModelTokenizer(config.model)
-    limits = read_model_limits(config, text)
+    forks = fork_server or ForkServer()
+    own = forks if fork_server is None else None
     with contextlib.ExitStack() as undo:
+        if own is not None:
+            undo.callback(own.close)
+        forks.start()  # it loads its libraries while the tokenizer is loaded
+        text = ModelTokenizer(config.model)
+        limits, defaults = read_model_limits(config, text), GenerationDefaults()
+        if config.generation_config == "auto":
+            defaults = read_generation_defaults(config.model, config.bounds)
         listener = undo.enter_context(listen(config.host, config.http_port))
+        admin_listener = undo.enter_context(listen(config.admin_host, config.admin_port))
         dispatcher = Dispatcher(
-            LeastLoaded(),
+            policy_of(config.routing),
             DispatcherLimits(
                 max_queued=config.max_queued_requests,
                 max_queued_tokens=config.max_queued_tokens,
+                max_queued_cost=config.max_queued_cost,
+                max_wait_seconds=config.max_wait_seconds or inf,
                 ttft_slo_seconds=config.ttft_slo_seconds,
+                tpot_slo_seconds=config.tpot_slo_seconds,
                 # If queued requests start workers, only a request's deadline limits its wait.
                 no_worker_timeout_seconds=inf
                 if config.wakes_workers
@@ -110,8 +146,12 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
             ),
         )
         check_port_is_free(config.host, config.grpc_port)
+        helpers = await start_helpers(config, text, forks)
+        undo.callback(helpers.close)
         tenants = ApiKeys(config.api_keys).tenant_names()
-        frontend = Frontend(config, text, limits, dispatcher, secrets.token_hex(8), tenants)
+        frontend = Frontend(
+            config, text, limits, dispatcher, secrets.token_hex(8), tenants, defaults, helpers
+        )
         try:
             grpc_server, health_service = start_grpc(frontend)
             grpc_port = bind_grpc(grpc_server, config)
@@ -119,11 +159,37 @@ async def serve_router(config: RouterConfig) -> RunningRouter:
         except BaseException:
             await frontend.stop()
             raise
-        http = HttpServer(config, frontend, listener)
+        app: ASGIApp = openai_app(frontend)
+        if config.allowed_origins:
+            app = CorsMiddleware(app, config.allowed_origins)
+        bounds, malformed = (config.bounds, config.connections), frontend.metrics.malformed
+        http = HttpServer(app, ConnectionLimits(*bounds, malformed), config.host, listener)
+        admin = HttpServer(
+            admin_app(frontend),
+            ConnectionLimits(*bounds, malformed),
+            config.admin_host,
+            admin_listener,
+        )
         undo.pop_all()
-    return RunningRouter(
-        frontend, http, grpc_server, health_service, _address(config.host, grpc_port)
-    )
+    grpc_address = _address(config.host, grpc_port)
+    return RunningRouter(frontend, http, admin, grpc_server, health_service, grpc_address, own)
+
+
+async def start_helpers(
+    config: RouterConfig, tokenizer: ModelTokenizer, fork_server: ForkServer
+) -> HelperPool:
+    """Start the helper processes of a router.
+
+    Raises:
+        UnsupportedTokenizer: the model's chat template is not valid.
+    """
+    settings = HelperSettings(tokenizer.chat_template, config.helpers, config.bounds)
+    pool = HelperPool(fork_server, settings)
+    try:
+        await pool.start()
+    except ServingError as error:
+        raise UnsupportedTokenizer(f"{config.model}: {error.message}") from error
+    return pool
 
 
 def read_model_limits(config: RouterConfig, tokenizer: ModelTokenizer) -> ModelLimits:
@@ -150,7 +216,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path.parent} has no config.json: give the path of a checkpoint folder"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} is not a JSON object")
@@ -187,11 +253,19 @@ def check_port_is_free(host: str, port: int) -> None:
 
 
 def bind_grpc(server: grpc.aio.Server, config: RouterConfig) -> int:
-    """Bind the server and return its port."""
+    """Bind the server and return its port.
+
+    Raises:
+        PortInUseError: the port cannot be bound.
+    """
     try:
         return int(server.add_insecure_port(_address(config.host, config.grpc_port)))
     except RuntimeError as error:
-        raise PortInUseError(f"cannot listen on {config.host} port {config.grpc_port}") from error
+        raise PortInUseError(
+            f"cannot listen on {config.host} port {config.grpc_port}: gRPC failed to bind it, "
+            "although it was free just before. Another process, such as a second router, may have "
+            "taken it: choose another port, or stop that process"
+        ) from error
 
 
 def _address(host: str, port: int) -> str:
@@ -207,20 +281,20 @@ class EmbeddedServer(uvicorn.Server):
 
 
 class HttpServer:
-    """The HTTP server: uvicorn as a task of the running event loop."""
+    """An HTTP server: uvicorn as a task of the running event loop."""
 
-    def __init__(self, config: RouterConfig, frontend: Frontend, listener: socket.socket) -> None:
-        self.address = _address(config.host, listener.getsockname()[1])
-        bounds = config.bounds
+    def __init__(
+        self, app: ASGIApp, limits: ConnectionLimits, host: str, listener: socket.socket
+    ) -> None:
+        self.address = _address(host, listener.getsockname()[1])
         self._server = EmbeddedServer(
             uvicorn.Config(
-                openai_app(frontend),
-                http=BoundedConnection.with_limits(bounds.max_header_bytes, bounds.receive_seconds),
+                CommonHeadersMiddleware(app),
+                http=BoundedConnection.with_limits(limits),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 log_level="warning",
-                timeout_keep_alive=75,
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,

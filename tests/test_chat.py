@@ -26,11 +26,11 @@ class StubServer(inference_pb2_grpc.InferenceServicer):
     refuse: bool = False
 
     def ListModels(self, request: Any, context: grpc.ServicerContext) -> Any:
-        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         return inference_pb2.ListModelsReply(models=[inference_pb2.Model(name="parrot")])
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         self.requests.append(request)
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         if self.refuse:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the prompt is\ntoo long")
         yield inference_pb2.GenerateReply(text=f"{len(request.chat.messages)} ")
@@ -58,7 +58,8 @@ def test_chat_sends_the_whole_conversation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     servicer, address = stub_server
-    given = ["--address", f"grpc://{address}", "--system", "be brief", "--api-key", "k"]
+    monkeypatch.setenv("PENSTOCK_API_KEY", "k")
+    given = ["--address", f"grpc://{address}", "--system", "be brief"]
     assert chat([*given, "--max-tokens", "7"], "one\n\n  two \n", monkeypatch) == 0
     assert capsys.readouterr().out == "2 heard\n4 heard\n"
     messages = [(each.role, each.content) for each in servicer.requests[1].chat.messages]
@@ -69,6 +70,7 @@ def test_chat_sends_the_whole_conversation(
         ("user", "two"),
     ]
     assert servicer.requests[0].sampling.max_tokens == 7
+    assert servicer.keys == ["Bearer k"] * 2
 
 
 def test_chat_without_a_server_gives_a_one_line_error(
@@ -176,6 +178,7 @@ class FailingServer(StubServer):
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
         self.requests.append(request)
+        self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         yield inference_pb2.GenerateReply(tokens=[5, 6], text="half ", seed=77)
         context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 

@@ -20,14 +20,17 @@ from penstock.cli.view import Bars, Lines
 from penstock.cluster.spec.spec import parse
 from penstock.cluster.status import status_events
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
-from tests.support.serving import PATIENCE
+from tests.support.api_keys import key_file
+from tests.support.serving import TIMEOUT_SECONDS
 
 SMALL = checkpoint.SHIPPED.parent / "demo-small"
 
 
 def run(*arguments: str, given: str = "") -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "penstock.cli", *arguments]
-    return subprocess.run(command, input=given, capture_output=True, text=True, timeout=PATIENCE)
+    return subprocess.run(
+        command, input=given, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
 
 
 # ------------------------------------------------------------------ the command itself
@@ -96,8 +99,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--config", "none.yaml"], "none.yaml: cannot be read"),
         (["a", "b"], "unrecognized arguments: b"),
         (["no-such-folder"], "is not a folder"),
-        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid"),
-        (["--host", "192.0.2.77"], "cannot listen on 192.0.2.77"),
+        (
+            ["--host", "no.such.host.invalid", "--allow-anonymous"],
+            "cannot listen on no.such.host.invalid",
+        ),
+        (["--host", "192.0.2.77", "--allow-anonymous"], "cannot listen on 192.0.2.77"),
+        (["--host", "0.0.0.0"], "router.host: 0.0.0.0 can be reached from other machines, and"),
+        (["--host", "::"], "or --allow-anonymous if"),
         (["--ray-address", "127.0.0.1:1"], "--ray-address 127.0.0.1:1: nothing answers"),
         (["--ray-address", "127.0.0.1:99999"], "nothing answers there"),
         (["--ray-address", "ray://127.0.0.1:1"], "give HOST:PORT of the cluster's head"),
@@ -108,6 +116,40 @@ def test_bad_flags_give_a_one_line_error(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "status", "role", "bench"])
+@pytest.mark.parametrize("arguments", [["--api-key", "sk-1"], ["--api-key=sk-1"], ["--api-key"]])
+def test_keys_on_the_command_line_are_refused_and_not_repeated(
+    command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, *arguments])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "use --api-key-file FILE or the variable PENSTOCK_API_KEY" in error
+    assert error.count("\n") == 1
+    assert "sk-1" not in error
+
+
+@pytest.mark.parametrize("command", ["chat", "status", "role", "bench"])
+def test_client_with_a_bad_key_file_ends_before_it_calls(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ["--api-key-file", str(key_file(tmp_path, "sk-1", mode=0o644))]
+    assert main([command, *(["decode-0", "mixed"] if command == "role" else []), *file]) == 2
+    error = capsys.readouterr().err
+    assert "the file can be read or written by other users" in error
+    assert error.count("\n") == 1
+
+
+def test_server_with_a_bad_key_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "sk-short")
+    error = refused(capsys, str(SMALL))
+    assert "PENSTOCK_API_KEY: the key has fewer than 16 characters" in error
+    assert "sk-short" not in error
 
 
 def test_unknown_key_in_the_file_is_named(
@@ -170,8 +212,9 @@ def test_missing_shard_is_named(model: Path) -> None:
         checkpoint.check(model)
 
 
-def test_invalid_index_of_weights_is_refused(model: Path) -> None:
-    (model / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+@pytest.mark.parametrize("weight_map", ["3", '{"a": 3}', '{"a": "../one"}', '{"a": "/etc/passwd"}'])
+def test_invalid_index_of_weights_is_refused(model: Path, weight_map: str) -> None:
+    (model / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
     with pytest.raises(BadCheckpoint, match="weight_map"):
         checkpoint.check(model)
 
@@ -287,25 +330,44 @@ def test_wrong_pools_are_refused_without_starting_ray() -> None:
 
 
 def test_greeting_has_commands_that_can_be_pasted() -> None:
-    spec = parse({"models": {"demo-small": {}}, "router": {"host": "0.0.0.0", "api_keys": ["k"]}})
-    lines = serve.greeting(spec, SMALL, status_events.Serving("0.0.0.0:80", "0.0.0.0:90"), 1.25)
+    spec = parse({"models": {"demo-small": {}}, "router": {"host": "0.0.0.0"}})
+    lines = serve.greeting(
+        spec, SMALL, status_events.Serving("0.0.0.0:80", "0.0.0.0:90", "127.0.0.1:81"), 1.25, True
+    )
     text = "\n".join(lines)
     assert "demo-small is served after 1.2 s" in text
-    assert "curl http://127.0.0.1:80/v1/chat/completions -H 'Authorization: Bearer" in text
-    assert "penstock chat --address 127.0.0.1:90 --api-key" in text
+    assert "No API key is needed" not in text
+    assert 'curl http://127.0.0.1:80/v1/chat/completions -H "Authorization: Bearer' in text
+    assert "penstock chat --address 127.0.0.1:90" in text
+    assert "PENSTOCK_API_KEY must contain" in text
+
+
+def test_greeting_says_that_other_machines_need_no_key() -> None:
+    serving = status_events.Serving("0.0.0.0:80", "0.0.0.0:90", "127.0.0.1:81")
+    for host, is_open in (("0.0.0.0", True), ("127.0.0.1", False)):
+        spec = parse({"router": {"host": host, "allow_anonymous": True}})
+        text = "\n".join(serve.greeting(spec, SMALL, serving, 1.0, False))
+        assert ("No API key is needed: whoever reaches" in text) == is_open
 
 
 def test_greeting_lists_all_routers() -> None:
     spec = flags.read_spec(["--routers", "2"])
     assert spec.routers == 2
-    serving = status_events.Serving("a:80", "a:90", [("a:81", "a:91")])
-    assert "and on http://a:81 and a:91" in serve.greeting(spec, SMALL, serving, 1.0)
+    serving = status_events.Serving("a:80", "a:90", "a:70", [("a:81", "a:91", "a:71")])
+    lines = serve.greeting(spec, SMALL, serving, 1.0, has_keys=False)
+    assert "and on http://a:81 and a:91" in lines
+    assert "for operators: http://a:70, http://a:71" in lines
+    assert any(line.endswith(" status http://a:70") for line in lines)
 
 
 def test_greeting_without_a_chat_template_shows_a_completion(model: Path) -> None:
     (model / "tokenizer_config.json").unlink()
     lines = serve.greeting(
-        parse({}), model, status_events.Serving("127.0.0.1:80", "127.0.0.1:90"), 1.0
+        parse({}),
+        model,
+        status_events.Serving("127.0.0.1:80", "127.0.0.1:90", "127.0.0.1:81"),
+        1.0,
+        False,
     )
     assert any("http://127.0.0.1:80/v1/completions" in line for line in lines)
 
@@ -318,7 +380,7 @@ EVENTS: list[tuple[str, status_events.StatusEvent]] = [
     ("decode worker 0", status_events.Progress("warming up", 2_000_000, 2_000_000)),
     ("decode worker 0", status_events.Ready(3.0)),
     ("decode worker 0", status_events.LogLine("something [bold]odd")),
-    ("", status_events.Serving("a", "b")),
+    ("", status_events.Serving("a", "b", "c")),
     ("decode worker 0", status_events.Died("its process died", 0.5)),
     ("decode worker 0", status_events.GivenUp("no such folder", 60.0)),
     ("decode worker 0", status_events.Waiting("weights", 20.4, "1.0 of 2.0 MB")),

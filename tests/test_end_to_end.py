@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.cli.checkpoint import SHIPPED
 from penstock.loadtests.micro.server import free_ports
-from tests.support.serving import PATIENCE, Serving, serving
+from tests.support.serving import TIMEOUT_SECONDS, Serving, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -34,14 +34,14 @@ def served() -> Iterator[Serving]:
         tempfile.TemporaryDirectory(prefix="pk-") as name,
         serving(["--kv-cache-mib", "64"], free_ports(2), Path(name)) as running,
     ):
-        running.wait_until_said("is served after")
+        running.wait_for_output("is served after")
         yield running
 
 
 @pytest.fixture(scope="module")
 def client(served: Serving) -> Iterator[OpenAI]:
     url = f"http://127.0.0.1:{served.http}/v1"
-    with OpenAI(base_url=url, api_key="none", timeout=PATIENCE, max_retries=0) as client:
+    with OpenAI(base_url=url, api_key="none", timeout=TIMEOUT_SECONDS, max_retries=0) as client:
         yield client
 
 

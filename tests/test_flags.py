@@ -5,24 +5,30 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import checkpoint, flags
+from penstock.cluster import configs
 from penstock.cluster.spec.records import SpecError
 from penstock.cluster.spec.spec import parse
 
 
-def test_flags_for_pool_nodes_and_api_keys(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("one\n")
+def test_flag_for_origins_of_web_pages_can_be_repeated() -> None:
+    origins = ("https://chat.example", "http://localhost:3000")
+    arguments = [part for origin in origins for part in ("--allowed-origins", origin)]
+    assert flags.read_spec(arguments).router.allowed_origins == origins
+
+
+def test_flags_for_pool_nodes_and_api_keys() -> None:
     arguments = [
         "--pool-nodes",
         "--cpus",
         "1",
         "--gpus",
         "0",
-        "--api-keys-file",
-        str(tmp_path / "keys"),
+        "--api-key-file",
+        "keys",
     ]
-    spec = flags.read_spec([*arguments, "--api-key", "two"])
+    spec = flags.read_spec([*arguments, "--allow-weak-keys"])
     assert spec.pool_nodes
-    assert spec.router.api_keys == ("two", "one")
+    assert (spec.router.api_key_file, spec.router.allow_weak_keys) == ("keys", True)
 
 
 def test_boolean_flag_needs_no_value() -> None:
@@ -39,8 +45,25 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert spec.pools.prefill.replicas == 0
 
 
+def test_variables_to_pass_are_named_one_by_one() -> None:
+    arguments = ["--pass-env", "HF_TOKEN", "--pass-env", "A"]
+    assert flags.read_spec(arguments).pass_env == ("HF_TOKEN", "A")
+    with pytest.raises(SpecError, match=r"^pass_env: has no effect with ray_address"):
+        flags.read_spec([*arguments, "--ray-address", "auto"])
+
+
 def test_no_flags_give_the_defaults() -> None:
     assert flags.read_spec([]) == parse({})
+
+
+def test_cost_of_a_call_is_bounded_by_flag_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("router: {max_request_cost: 7}\n")
+    shared = configs.ClusterSecrets.new()
+    assert configs.router_config(parse({}), tmp_path, shared).bounds.max_request_cost == 1_000_000
+    for arguments, cost in (([], 7), (["--max-request-cost", "5"], 5)):
+        spec = flags.read_spec(["--config", str(path), *arguments])
+        assert configs.router_config(spec, tmp_path, shared).bounds.max_request_cost == cost
 
 
 def test_flags_of_every_pool_reach_the_default_pools() -> None:
@@ -100,13 +123,12 @@ def test_size_limits_alone_keep_the_default_pools() -> None:
 
 def test_flag_names_of_other_engines_are_accepted() -> None:
     arguments = """
-        some/model --port 1 --served-model-name m --api-key a --api-key b --max-num-seqs 2
+        some/model --port 1 --served-model-name m --max-num-seqs 2
         --max-num-batched-tokens 3 --max-model-len 4 --block-size 5 --dtype float32
         --tensor-parallel-size 1 --pipeline-parallel-size 1 --mixed 1
     """
     spec = flags.read_spec(arguments.split())
     assert (spec.checkpoint, spec.router.http_port, spec.model_name) == ("some/model", 1, "m")
-    assert spec.router.api_keys == ("a", "b")
     pool = spec.pools.mixed
     assert (pool.max_sequences, pool.max_batched_tokens, pool.block_size) == (2, 3, 5)
     assert (spec.model.max_model_len, spec.model.dtype) == (4, "float32")
@@ -140,6 +162,12 @@ def test_model_flags_override_the_entry_of_the_file(
     assert (spec.model_name, spec.checkpoint) == (name, path)
     assert spec.model.dtype == ("float32" if "--dtype" in arguments else "float16")
     assert spec.model.max_model_len == 9
+
+
+def test_further_served_model_names_are_aliases() -> None:
+    spec = flags.read_spec(["org/qwen", "--served-model-name", "qwen", "gpt-4o", "org/qwen"])
+    assert (spec.model_name, spec.checkpoint) == ("qwen", "org/qwen")
+    assert spec.model.aliases == ("gpt-4o", "org/qwen")
 
 
 def test_model_name_flag_keeps_a_path_given_as_name(tmp_path: Path) -> None:

@@ -35,13 +35,18 @@ DECIDING = {
     "penstock.common.sampling_params": set(),
     "penstock.common.worker_load": set(),
     "penstock.workers.scheduling": {"numpy", *SHARED_RECORDS},
+    "penstock.workers.kv_transfer.shards": {"penstock.workers.scheduling.sequence"},
+    "penstock.workers.kv_transfer.protocol": {
+        *("penstock.workers.kv_transfer.shards", "penstock.workers.scheduling.sequence"),
+    },
     "penstock.router.routing": {"numpy", *SHARED_RECORDS},
     "penstock.cluster.spec.labels": set(),
     "penstock.cluster.spec.records": set(),
+    "penstock.cluster.spec.router_spec": {"penstock.cluster.spec.records"},
     "penstock.cluster.spec.spec": {
-        "yaml",
         "penstock.cluster.spec.labels",
         "penstock.cluster.spec.records",
+        "penstock.cluster.spec.router_spec",
     },
     "penstock.cluster.placement.packing": {
         "penstock.cluster.spec.labels",
@@ -58,11 +63,13 @@ DECIDING = {
     "penstock.cluster.autoscaling.autoscaler": {
         *(
             "penstock.cluster.autoscaling.arrival_rate",
+            "penstock.cluster.autoscaling.gpu_budget",
             "penstock.cluster.autoscaling.late_work",
             *SHARED_RECORDS,
         ),
     },
     "penstock.cluster.autoscaling.arrival_rate": set(),
+    "penstock.cluster.autoscaling.gpu_budget": set(),
     "penstock.cluster.autoscaling.late_work": set(),
     "penstock.cluster.autoscaling.pool_changes": set(),
     "penstock.cluster.autoscaling.cold_start": {"penstock.cluster.autoscaling.pool_changes"},
@@ -158,13 +165,29 @@ def test_nothing_is_imported_by_its_folder_name() -> None:
     assert not {module for module, top in tops.items() if top & folders}
 
 
+RAY_SERVE = "penstock.loadtests.comparison.routers.adapters.on_ray_serve"
+"""Runs under the interpreter of another environment, with that environment's Ray."""
+
+
 def test_ray_and_torch_stay_in_their_packages() -> None:
     for module in TREES:
         top = {name.split(".")[0] for name in imports(module)}
-        if package_of(module) != "cluster":
+        if package_of(module) != "cluster" and module != RAY_SERVE:
             assert "ray" not in top, module
         if package_of(module) in ("router", "cluster", "cli", "protos", "common"):
             assert not top & {"torch", "triton"}, module
+
+
+COMPILE_TEMPLATES = ("penstock.common.text.chat_renderer", "penstock.common.text.chat_template")
+
+
+def test_only_helper_processes_compile_chat_templates() -> None:
+    users = {module for module in TREES if {*COMPILE_TEMPLATES} & {*imports(module)}}
+    assert users == {
+        "penstock.common.text.chat_renderer",
+        "penstock.router.helpers.main",
+        "penstock.router.requests.render_job",
+    }
 
 
 def test_common_imports_only_allowed_packages() -> None:
@@ -212,8 +235,11 @@ def test_no_code_is_loaded_from_data() -> None:
     ("module", "absent"),
     [
         ("penstock.common.text.tokenizer", ("torch", "ray", "grpc", "numpy", "penstock.protos")),
-        ("penstock.router.server", ("torch", "ray")),
+        ("penstock.router.server", ("torch", "ray", "jinja2")),
+        ("penstock.router.helpers.main", ("torch", "ray", "grpc", "starlette", "uvicorn")),
         ("penstock.workers.scheduling.batcher", ("torch", "ray", "grpc")),
+        ("penstock.workers.kv_transfer.protocol.receive", ("torch", "ray", "grpc")),
+        ("penstock.workers.kv_transfer.protocol.send", ("torch", "ray", "grpc")),
         ("penstock.router.routing.dispatcher", ("torch", "ray", "grpc")),
         ("penstock.workers.models.spec", ("torch", "ray", "numpy")),
         ("penstock.cluster.supervisor", ("torch",)),

@@ -44,7 +44,7 @@ class Stream:
 
     async def read(self, router: RunningRouter, prompt: Sequence[int]) -> list[int]:
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        answers = router.frontend.submit([GenerationRequest(prompt, sampling)])
+        answers = await router.frontend.submit([GenerationRequest(prompt, sampling)])
         try:
             async for delta in answers:
                 assert delta.position == len(self.tokens), "a position is repeated or missing"
@@ -116,8 +116,8 @@ async def test_streams_are_complete_while_roles_change(cluster: Cluster) -> None
     before, inputs, others = frontend.take_snapshot(), prompts(1), prompts(2)
     streams, reading = await start_streams(cluster, inputs)
     assert cluster.running_by_worker()["d0"]
-    await frontend.assign("d0", "prefill")
-    await frontend.assign("p0", "mixed")
+    await frontend.assign("d0", "prefill", "ops")
+    await frontend.assign("p0", "mixed", "ops")
     async with asyncio.timeout(120):
         while cluster.running_by_worker()["d0"]:
             await asyncio.sleep(0.005)
@@ -125,11 +125,11 @@ async def test_streams_are_complete_while_roles_change(cluster: Cluster) -> None
         "the move must not wait for answers to end"
     )
     _, second = await start_streams(cluster, others)  # placed by the new roles of the workers
-    await frontend.assign("d1", "prefill")
-    await frontend.assign("d0", "decode")
-    await frontend.assign("p0", "prefill")
+    await frontend.assign("d1", "prefill", "ops")
+    await frontend.assign("d0", "decode", "ops")
+    await frontend.assign("p0", "prefill", "ops")
     found = [*await reading, *await second]
-    await frontend.assign("d1", "decode")
+    await frontend.assign("d1", "decode", "ops")
     after = frontend.take_snapshot()
     assert {one.worker: one.role for one in after.workers} == ROLES
     assert after.kv_transfers - before.kv_transfers > NUM_PROMPTS

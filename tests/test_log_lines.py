@@ -16,7 +16,7 @@ EVENTS: list[tuple[str, status_events.StatusEvent]] = [
     ("decode worker 0", status_events.Progress("weights", 1_000, 5_000)),
     ("decode worker 0", status_events.Progress("weights", 2_000, 5_000)),
     ("decode worker 0", status_events.Ready(2.5)),
-    ("", status_events.Serving("127.0.0.1:1", "127.0.0.1:2")),
+    ("", status_events.Serving("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")),
     ("decode worker 0", status_events.Died("its process died (killed)", 0.5)),
     ("decode worker 0", status_events.GivenUp("no memory", 60.0)),
     ("", status_events.PoolResized("decode", "decode: 1 to 2: KV is full")),
@@ -28,7 +28,7 @@ EVENTS: list[tuple[str, status_events.StatusEvent]] = [
     ("", status_events.Draining(30.0)),
     ("decode worker 0", status_events.Waiting("weights", 20.0, "1.0 of 2.0 MB")),
     ("", status_events.Draining(25.0, 3)),
-    ("router 0", status_events.RoleAssigned("decode-0", "mixed", AT)),
+    ("router 0", status_events.RoleAssigned("decode-0", "mixed", AT, "ops")),
 ]
 
 
@@ -80,9 +80,11 @@ def test_lines_of_keys_and_values() -> None:
 
 def test_all_routers_are_listed() -> None:
     lines: list[str] = []
-    EventLog("json", lines.append)("", status_events.Serving("a:1", "a:2", [("a:3", "a:4")]))
+    EventLog("json", lines.append)(
+        "", status_events.Serving("a:1", "a:2", "a:5", [("a:3", "a:4", "a:6")])
+    )
     record = json.loads(lines[0])
-    assert (record["http"], record["grpc"]) == ("a:1,a:3", "a:2,a:4")
+    assert (record["http"], record["grpc"], record["admin"]) == ("a:1,a:3", "a:2,a:4", "a:5,a:6")
 
 
 VALUES = st.text() | st.integers() | st.floats() | st.none()

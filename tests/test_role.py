@@ -13,15 +13,16 @@ from penstock.cli import main
 from penstock.cli.status import fetch
 from penstock.cli.status_view import page
 from penstock.router.config import RouterConfig
+from tests.support.api_keys import EVERY_ROLE, OPERATOR, key_file, user_keys
 from tests.support.served_router import Served, model_folder, serving
 from tests.support.stub_worker import StubWorker
-
-KEY = "admin-sesame"
 
 
 @pytest_asyncio.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    config = RouterConfig(model_folder(tmp_path), "stub", api_keys=("open-sesame", KEY))
+    config = RouterConfig(
+        model_folder(tmp_path), "stub", api_keys=(*user_keys("open-sesame"), *EVERY_ROLE)
+    )
     async with serving(config, StubWorker("decode-0", "decode")) as served:
         yield served
 
@@ -31,25 +32,36 @@ def command(*arguments: str) -> "asyncio.Future[int]":
 
 
 async def test_a_worker_gets_another_role_and_the_status_shows_it(
-    served: Served, capsys: pytest.CaptureFixture[str]
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert await command("decode-0", "mixed", served.url, "--api-key", KEY) == 0
+    key = ["--api-key-file", str(key_file(tmp_path, OPERATOR))]
+    assert await command("decode-0", "mixed", served.admin_url, *key) == 0
     assert capsys.readouterr().out == "decode-0 is now a mixed worker\n"
-    status = await asyncio.to_thread(fetch, served.url, KEY)
+    status = await asyncio.to_thread(fetch, served.admin_url, OPERATOR)
     assigned = status["roles"]["decode-0"]
     console = Console(file=io.StringIO(), width=80, highlight=False)
-    console.print(page(status, served.url, assigned["at"] + 90))
+    console.print(page(status, served.admin_url, assigned["at"] + 90))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    assert "decode-0: a mixed worker for 90.0 s, by an operator" in lines
+    assert "decode-0: a mixed worker for 90.0 s, set by ops" in lines
     assert [line.split()[:1] for line in lines if line.startswith("mixed ")] == [["mixed"]]
 
 
 @pytest.mark.parametrize(
     ("worker", "role", "key", "words"),
     [
-        ("decode-9", "mixed", KEY, "unknown worker 'decode-9': the workers are decode-0 (404)"),
-        ("decode-0", "mixed", "open-sesame", "this is for operators"),
+        (
+            "decode-9",
+            "mixed",
+            OPERATOR,
+            "unknown worker 'decode-9': the workers are decode-0 (404)",
+        ),
+        (
+            "decode-0",
+            "mixed",
+            "open-sesame",
+            "has the role user, but this needs the role operator (403)",
+        ),
         ("decode-0", "mixed", "close-sesame", "no valid API key"),
     ],
 )
@@ -60,11 +72,14 @@ async def test_refusal_gives_a_one_line_error(
     key: str,
     words: str,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert await command(worker, role, served.url, "--api-key", key) == 1
+    monkeypatch.setenv("PENSTOCK_API_KEY", key)
+    assert await command(worker, role, served.admin_url) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert words in error
+    assert key not in error
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from penstock.router.observability.snapshot import (
     Scaling,
     ScalingDecision,
 )
+from tests.support.api_keys import EVERY_ROLE, METRICS
 from tests.support.served_router import Served, model_folder, serving, until
 from tests.support.stub_worker import StubWorker
 
@@ -46,13 +47,14 @@ BUSY = pb.Load(
 
 
 @pytest_asyncio.fixture
-async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    """A router with an API key, a busy prefill worker and a dead decode worker."""
-    config = RouterConfig(model_folder(tmp_path), "stub", api_keys=("open-sesame",))
+async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
+    """A router with a busy prefill and a dead decode worker; the variable has a key for it."""
+    monkeypatch.setenv("PENSTOCK_API_KEY", METRICS)
+    config = RouterConfig(model_folder(tmp_path), "stub", api_keys=EVERY_ROLE)
     names = {"prefill-worker-0-on-a-long-name": "prefill", "decode-worker-0": "decode"}
     workers = [StubWorker(name, role) for name, role in names.items()]
     async with serving(config, *workers) as served:
-        workers[0].say(pb.ToRouter(step=pb.Step(load=BUSY)))
+        workers[0].send(pb.ToRouter(step=pb.Step(load=BUSY)))
         take_snapshot = served.router.frontend.take_snapshot
         await until(lambda: any(pool.running for pool in take_snapshot().pools))
         await workers[1].stop()
@@ -74,7 +76,7 @@ def command(*arguments: str) -> "asyncio.Future[int]":
 async def test_the_tables_fit_80_columns(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = rendered(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    lines = rendered(await asyncio.to_thread(fetch, served.admin_url, METRICS))
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert "stub at http://127.0.0.1:8000: serving" in text
@@ -83,7 +85,7 @@ async def test_the_tables_fit_80_columns(
     (busy,) = (line for line in lines if "12.3 s" in line)
     for word in ("ready", "90%", "256", "123k", "9.9M", "0%", "54k"):
         assert word in busy.split(), (word, busy)
-    assert await command(served.url, "--api-key", "open-sesame") == 0
+    assert await command(served.admin_url) == 0
     assert "decode-worker-0" in capsys.readouterr().out
 
 
@@ -91,32 +93,42 @@ async def test_pool_sizes_and_scaling_decisions_are_shown(served: Served) -> Non
     served.router.frontend.scaling = Scaling(
         [
             PoolScaling(
-                *("decode", 0, 12, 10, 8, 1, "KV of 7.9 workers in use", "the budget of 9 GPUs", 2),
+                *(
+                    "decode",
+                    0,
+                    12,
+                    10,
+                    8,
+                    1,
+                    "7.9 workers' KV caches in use",
+                    "the budget of 9 GPUs",
+                    2,
+                ),
                 waits=["decode worker 3: weights, 6.2 of 16.0 MB; 40 s so far"],
             ),
             PoolScaling("mixed", 1, 1, 1, 0, 0, "3 requests wait", "one worker leaves at a time"),
         ],
-        [ScalingDecision(1e9 - 90, "decode", "decode: 5 to 10: KV of 7.9 workers in use")],
+        [ScalingDecision(1e9 - 90, "decode", "decode: 5 to 10: 7.9 workers' KV caches in use")],
     )
-    lines = rendered(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    lines = rendered(await asyncio.to_thread(fetch, served.admin_url, METRICS))
     assert max(map(len, lines)) <= 80
     assert "mixed, always 1: 3 requests wait" in lines
-    assert "decode, 0 to 12: KV of 7.9 workers in use; held by the budget of 9 GPUs" in lines
+    assert "decode, 0 to 12: 7.9 workers' KV caches in use; held by the budget of 9 GPUs" in lines
     assert "  decode worker 3: weights, 6.2 of 16.0 MB; 40 s so far" in lines
     assert "  2 failed to start and will be retried: see the log" in lines
-    assert "90.0 s ago: decode: 5 to 10: KV of 7.9 workers in use" in lines
+    assert "90.0 s ago: decode: 5 to 10: 7.9 workers' KV caches in use" in lines
     (pool,) = (line.split() for line in lines if line.startswith("decode  "))
     assert pool[:5] == ["decode", "10", "8", "1", "0"]
 
 
 async def test_all_routers_are_shown_where_there_are_several(served: Served) -> None:
-    lines = rendered(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    lines = rendered(await asyncio.to_thread(fetch, served.admin_url, METRICS))
     assert not [line for line in lines if line.startswith("router")]
     served.router.frontend.routers = [
         RouterState("router-0", "ready", "10.11.12.13:8000", "10.11.12.13:9000", streams=99),
         RouterState("router-1", "down", "10.11.12.14:8000", "10.11.12.14:9000", 1234, 7, 56_789),
     ]
-    lines = rendered(await asyncio.to_thread(fetch, served.url, "open-sesame"))
+    lines = rendered(await asyncio.to_thread(fetch, served.admin_url, METRICS))
     assert max(map(len, lines)) <= 80
     rows = [line.split() for line in lines if line.startswith("router-")]
     assert rows == [
@@ -128,8 +140,8 @@ async def test_all_routers_are_shown_where_there_are_several(served: Served) -> 
 async def test_json_flag_prints_the_status_of_the_router(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    address = served.url.removeprefix("http://")
-    assert await command(address, "--json", "--api-key", "open-sesame") == 0
+    address = served.admin_url.removeprefix("http://")
+    assert await command(address, "--json") == 0
     status = json.loads(capsys.readouterr().out)
     assert [worker["state"] for worker in status["workers"]] == ["down", "ready"]
 
@@ -145,26 +157,28 @@ async def test_watch_shows_the_status_again_until_ctrl_c(
             raise KeyboardInterrupt
 
     monkeypatch.setattr("penstock.cli.status.time.sleep", pause)
-    key = ["--api-key", "open-sesame"]
-    assert await command(served.url, *key, "--watch", "2") == 0
+    assert await command(served.admin_url, "--watch", "2") == 0
     assert pauses == [2.0] * 3
     assert "decode-worker-0" in capsys.readouterr().out
 
 
 async def test_missing_or_wrong_key_gives_a_one_line_error(
-    served: Served, capsys: pytest.CaptureFixture[str]
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for arguments in ([], ["--api-key", "close-sesame"], ["--watch"]):
-        assert await command(served.url, *arguments) == 1
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert "give --api-key" in error
+    for key in ("", "close-sesame"):
+        monkeypatch.setenv("PENSTOCK_API_KEY", key)
+        for arguments in ([], ["--watch"]):
+            assert await command(served.admin_url, *arguments) == 1
+            error = capsys.readouterr().err
+            assert error.count("\n") == 1
+            assert "give --api-key-file or PENSTOCK_API_KEY" in error
+            assert not key or key not in error
 
 
 async def test_router_without_workers_is_shown(served: Served) -> None:
     config = replace(served.router.frontend.config, api_keys=())
     async with serving(config) as empty:
-        lines = rendered(await asyncio.to_thread(fetch, empty.url, None))
+        lines = rendered(await asyncio.to_thread(fetch, empty.admin_url))
     assert lines[0].endswith("no worker is connected")
     assert "nothing" in lines[-1] + lines[-2]
 
@@ -202,7 +216,10 @@ def listening(answer: bytes | None) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [(None, "not a Penstock router"), (b"\x00\x00\x06\x04\x00\x00", "not an HTTP server")],
+    [
+        (None, "not the operators' port of a Penstock router"),
+        (b"\x00\x00\x06\x04\x00\x00", "not an HTTP server"),
+    ],
 )
 def test_answer_of_another_server_gives_a_one_line_error(
     answer: bytes | None, words: str, capsys: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.common.block_hash import check_hash_key, new_hash_key
 from penstock.workers.parallel.mesh import Mesh, MeshCoord
 
 ROLES = ("prefill", "decode", "mixed")
@@ -26,6 +27,8 @@ class WorkerConfig:
     host: str = "127.0.0.1"  # address to bind; routers and other workers connect to it
     port: int = 0  # 0: any free port
     token: str | None = field(default=None, repr=False)  # cluster token that routers must send
+    # Secret of the cluster that keys the hashes of cached blocks.
+    hash_key: bytes = field(default_factory=new_hash_key, repr=False)
     block_size: int = 16  # tokens per block
     kv_cache_mib: int | None = None
     max_sequences: int = 64
@@ -33,6 +36,7 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_queued: int = 1024
     threads: int | None = None  # number of torch threads on a CPU
+    max_threads: int | None = None  # while no other worker of this machine computes; CPU only
     dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # quantization of the weights
     kv_cache_dtype: str = "auto"  # auto: bfloat16 with INT8 weights on a CPU, otherwise `dtype`
@@ -59,11 +63,12 @@ class WorkerConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         for name in ("block_size", "max_sequences", "max_batched_tokens", "max_queued"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("kv_cache_mib", "max_model_len", "threads"):
+        for name in ("kv_cache_mib", "max_model_len", "threads", "max_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if not 0 <= self.rank < Mesh(self.tp, self.pp, self.ep).num_ranks:
             raise ValueError(f"rank must be below tp {self.tp} x pp {self.pp}, not {self.rank}")
+        check_hash_key(self.hash_key)
         if not self.name:
             raise ValueError("a worker needs a name")
         if self.host in _WILDCARDS:

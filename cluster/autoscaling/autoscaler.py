@@ -19,11 +19,12 @@ A mixed pool gets the larger of its prefill and decode needs.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from statistics import median
 
 from penstock.cluster.autoscaling.arrival_rate import ArrivalRate
+from penstock.cluster.autoscaling.gpu_budget import GrowthRequest, grant
 from penstock.cluster.autoscaling.late_work import LateWorkModel
 from penstock.common.worker_load import NO_LOAD, WorkerLoad
 
@@ -178,10 +179,22 @@ class Autoscaler:
         """Return a decision for each known pool in `states`; `now` is a monotonic time [s]."""
         decisions = [self._decide(name, states[name], now) for name in self._limits & states.keys()]
         decisions.sort(key=lambda decision: decision.pool)
-        leaving = sum(
-            self._limits[each.pool].gpus * states[each.pool].draining for each in decisions
-        )
-        return self._within_budget(decisions, leaving)
+        if self._budget is None:
+            return decisions
+        requests = [
+            GrowthRequest(
+                each.count,
+                each.desired,
+                self._limits[each.pool].gpus,
+                states[each.pool].draining,
+            )
+            for each in decisions
+        ]
+        reason = f"the budget of {self._budget} GPUs"
+        return [
+            each if num == each.desired else replace(each, desired=num, blocked_by=reason)
+            for each, num in zip(decisions, grant(requests, self._budget), strict=True)
+        ]
 
     def _decide(self, pool: str, state: PoolInputs, now: float) -> Decision:
         limits, memory = self._limits[pool], self._histories[pool]
@@ -270,7 +283,7 @@ class Autoscaler:
         return _Need(
             queue,
             kv / limits.kv,
-            f"KV of {kv:.2f} workers in use, {running:.0f} sequences run and {waiting} wait",
+            f"{kv:.2f} workers' KV caches in use, {running:.0f} sequences run and {waiting} wait",
         )
 
     # ------------------------------------------------------------ limits on the speed of changes
@@ -306,32 +319,6 @@ class Autoscaler:
         if state.count > self._limits[pool].least:
             memory.shrunk_at = now
         return state.count - 1, ""
-
-    # ------------------------------------------------------------ GPU budget
-
-    def _within_budget(self, decisions: list[Decision], leaving: int) -> list[Decision]:
-        """Limit growth to the GPU budget by granting one new worker at a time.
-
-        Each worker is granted to the pool with the largest ratio of desired to granted workers.
-        `leaving` is the number of GPUs that draining workers still hold.
-        """
-        if self._budget is None:
-            return decisions
-        granted = {each.pool: min(each.desired, each.count) for each in decisions}
-        held = leaving + sum(self._limits[pool].gpus * count for pool, count in granted.items())
-        left = max(self._budget - held, 0)
-        while True:
-            short = [
-                each
-                for each in decisions
-                if granted[each.pool] < each.desired and self._limits[each.pool].gpus <= left
-            ]
-            if not short:
-                break
-            worst = max(short, key=lambda each: each.desired / max(granted[each.pool], 0.5))
-            granted[worst.pool] += 1
-            left -= self._limits[worst.pool].gpus
-        return [_granted(each, granted[each.pool], self._budget) for each in decisions]
 
 
 def _queue_term(state: PoolInputs, seconds: float, wait: float) -> float:
@@ -383,17 +370,3 @@ def _remember(past: deque[tuple[float, int]], now: float, value: int, seconds: f
 def _unchanged(pool: str, state: PoolInputs, limits: PoolLimits, why: str) -> Decision:
     count = min(max(state.count, limits.least), limits.most)
     return Decision(pool, count, state.count, 0.0, 0.0, "no recent load", why)
-
-
-def _granted(decision: Decision, count: int, budget: int) -> Decision:
-    if count == decision.desired:
-        return decision
-    return Decision(
-        decision.pool,
-        count,
-        decision.count,
-        decision.queue_term,
-        decision.occupancy_term,
-        decision.reason,
-        f"the budget of {budget} GPUs",
-    )

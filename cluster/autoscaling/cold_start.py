@@ -17,7 +17,9 @@ class ColdStartTimes:
     """Measures, for each pool, the seconds from requesting a worker until the worker serves."""
 
     def __init__(self) -> None:
-        self._pending_since: dict[str, float] = {}  # worker name to time of the request
+        self._pending_since: dict[
+            str, float
+        ] = {}  # worker name to the time at which the worker was requested
         self._durations: dict[str, deque[float]] = {}  # pool to its last cold starts [s]
 
     def observe(self, phases: Mapping[str, Mapping[str, Phase]], now: float) -> None:

@@ -103,24 +103,12 @@ def pack_by_topology(
     search = _TopologySearch(requests, nodes, key, apart, spare)
     if len({node.labels.get(key) for node in nodes} - {None, ""}) < 2:
         return apart
-    values = search.largest()
     first = [request for request in requests if not request.may_wait]
     goals = [first] if apart.unplaced or len(first) == len(requests) else [list(requests), first]
-    for goal in goals:
-        for value in values:
-            if (found := search.attempt(goal, (value,))) is not None:
+    for pack_near in (search.on_one_value, search.on_fewest_values):
+        for goal in goals:
+            if (found := pack_near(goal)) is not None:
                 return found
-    for goal in goals:
-        # Bisect: more nodes hold more workers, with rare exceptions due to greedy packing. The set
-        # of all values is excluded, because it would give no locality.
-        numbers = range(2, len(values))
-        at = bisect_left(
-            numbers, True, key=lambda number: search.attempt(goal, values[:number]) is not None
-        )
-        if at < len(numbers):
-            found = search.attempt(goal, values[: numbers[at]])
-            assert found is not None
-            return found
     return apart
 
 
@@ -151,11 +139,25 @@ class _TopologySearch:
                 gpus, cpus = self._free.get(value, (0, 0.0))
                 self._free[value] = (gpus + node.gpus, cpus + node.cpus)
 
-    def largest(self) -> list[str]:
-        """Return the label values of usable nodes, most free GPUs first, then most free CPUs."""
-        return sorted(self._free, key=lambda v: (-self._free[v][0], -self._free[v][1], v))
+        # Values with the most free GPUs come first, then those with the most free CPUs.
+        self._values = sorted(self._free, key=lambda v: (-self._free[v][0], -self._free[v][1], v))
 
-    def attempt(
+    def on_one_value(self, goal: Sequence[PlacementRequest]) -> PackingResult | None:
+        """Pack all workers, those of `goal` on nodes with one label value; None on failure."""
+        attempts = (self._attempt(goal, (value,)) for value in self._values)
+        return next((found for found in attempts if found is not None), None)
+
+    def on_fewest_values(self, goal: Sequence[PlacementRequest]) -> PackingResult | None:
+        """Variant of `on_one_value` for the fewest values, 2 or more but not all of them."""
+        # Bisect: more nodes hold more workers, with rare exceptions due to greedy packing. The set
+        # of all values is excluded, because it would give no locality.
+        numbers = range(2, len(self._values))
+        at = bisect_left(
+            numbers, True, key=lambda number: self._attempt(goal, self._values[:number]) is not None
+        )
+        return None if at == len(numbers) else self._attempt(goal, self._values[: numbers[at]])
+
+    def _attempt(
         self, goal: Sequence[PlacementRequest], values: Sequence[str]
     ) -> PackingResult | None:
         """Pack all workers, those of `goal` on nodes with one of `values`; None on failure."""

@@ -57,6 +57,7 @@ class WorkerPlacement:
     waits_for_node: bool = False  # may wait for a node that does not exist yet
     labels: Mapping[str, str] = field(default_factory=dict)  # required labels of the worker's nodes
     near: Mapping[str, str] = field(default_factory=dict)  # preferred labels, for locality
+    max_threads: int | None = None  # per rank, while no other worker of the node computes
 
     @property
     def name(self) -> str:
@@ -113,6 +114,7 @@ def plan_placements(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlac
             near=near if request in packed.near else _NOWHERE,
             waits_for_node=request.may_wait,
             spare=spare,
+            most_threads=_fewest_cpus(request, nodes),
         )
         for request in requests
     ]
@@ -146,6 +148,16 @@ def _packed(
     return packed
 
 
+def _fewest_cpus(request: PlacementRequest, nodes: Sequence[Node]) -> int:
+    """Return the CPUs of the smallest node on which a worker may run; 0: there is none."""
+    able = [
+        node.cpus
+        for node in nodes
+        if node.cpus >= 1 and labels.match(request.pool.selector, node.labels)
+    ]
+    return int(min(able, default=0.0) + 1e-9)
+
+
 def _reserve_router(capacities: list[NodeCapacity], nodes: Sequence[Node]) -> None:
     node = max(capacities, key=lambda node: node.cpus, default=None)
     if node is None or node.cpus < ROUTER_CPUS:
@@ -162,6 +174,7 @@ def _to_placement(
     near: Mapping[str, str] = _NOWHERE,
     waits_for_node: bool = False,
     spare: float = 0.0,
+    most_threads: int = 0,
 ) -> WorkerPlacement:
     # Round down to hundredths, so that after Ray's rounding the ranks still fit on the node.
     cpus = request.cpus if request.cpus is not None else int(even_cpus * 100 + 1e-6) / 100
@@ -171,11 +184,14 @@ def _to_placement(
     # Count the routers' CPUs, which are rarely used: one worker on two cores gets two threads.
     usable = cpus if request.cpus is not None else cpus + spare + 1e-9
     pool = request.pool
+    threads = pool.threads or max(1, int(usable))
+    is_fixed = bool(pool.threads) or request.cpus is not None  # set by the operator
     return WorkerPlacement(
         role=request.role,
         index=request.index,
         bundles=(bundle,) * pool.pp,
-        threads=pool.threads or max(1, int(usable)),
+        threads=threads,
+        max_threads=threads if is_fixed else max(threads, most_threads),
         gpus=request.gpus,
         cpus=cpus,
         tp=pool.tp,

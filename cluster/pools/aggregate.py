@@ -47,7 +47,7 @@ class ClusterAggregator:
 
 
 def router_states(
-    states: Mapping[str, ClusterState | None], addresses: Mapping[str, tuple[str, str]]
+    states: Mapping[str, ClusterState | None], addresses: Mapping[str, tuple[str, str, str]]
 ) -> list[RouterState]:
     """Return the state of each router (`down` if it did not reply), with its addresses."""
     found = []
@@ -55,7 +55,7 @@ def router_states(
         own = RouterState(name, "down")
         if state is not None:
             own = next((each for each in state.routers if each.router == name), own)
-        http, grpc = addresses[name]
+        http, grpc, _ = addresses[name]
         found.append(replace(own, http=http, grpc=grpc))
     return found
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from penstock.cluster.pools.aggregate import ClusterAggregator, router_states
-from penstock.cluster.pools.managed import ManagedRouter
+from penstock.cluster.pools.managed_router import ManagedRouter
 from penstock.cluster.status.status_events import Draining, Report
 from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
 
@@ -32,8 +32,8 @@ class RouterSet:
         return self.all[0].with_events
 
     @property
-    def addresses(self) -> list[tuple[str, str]]:
-        """HTTP and gRPC addresses of each router."""
+    def addresses(self) -> list[tuple[str, str, str]]:
+        """HTTP and gRPC address of each router, and the HTTP address for operators."""
         return [router.addresses for router in self.all]
 
     @property

@@ -16,6 +16,7 @@ from penstock.cluster.status.status_events import ProcessEvent, Progress
 SECONDS_TO_STOP = 10.0
 RETRY_SECONDS = 0.5
 PING_TIMEOUT_SECONDS = 30.0
+DRAIN_REPLY_SECONDS = 5.0  # extra time for the reply to a drain request
 
 
 class StartFailed(RuntimeError):
@@ -102,6 +103,12 @@ class ActorHandle:
         """Call an actor method; return None if the process is dead (`death` gives the reason)."""
         with suppress(RayActorError):
             return await getattr(self._actor, method).remote(*arguments)
+
+    async def drain(self, seconds: float) -> None:
+        """Call the actor's `drain`; wait for its end, but not much longer than `seconds`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds + DRAIN_REPLY_SECONDS):
+                await self.call("drain", seconds)
 
     async def stop(self) -> None:
         """Request a stop, wait for up to `SECONDS_TO_STOP`, then kill the process."""

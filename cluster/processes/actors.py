@@ -8,7 +8,7 @@ this call fails, the process is dead.
 import asyncio
 import gc
 import logging
-from collections import deque
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,10 @@ from ray._raylet import setproctitle  # type: ignore[attr-defined]
 from penstock.cluster.kubernetes import node_drain, readiness_probe
 from penstock.cluster.processes import process_id
 from penstock.cluster.processes.descriptors import reserve_descriptors
+from penstock.cluster.processes.environment import OFFLINE
+from penstock.cluster.processes.event_queue import ActorFailed, EventLogHandler, EventQueue
 from penstock.cluster.processes.process_id import ProcessId
-from penstock.cluster.status.status_events import (
-    LogLine,
-    ProcessEvent,
-    Progress,
-    RoleAssigned,
-    Stuck,
-)
+from penstock.cluster.status.status_events import ProcessEvent, Progress, RoleAssigned, Stuck
 
 if TYPE_CHECKING:
     from penstock.router.config import RouterConfig
@@ -42,7 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED_EVENTS = 4096  # not yet fetched by the driver; above this, the oldest are dropped
+# Ray must neither repeat calls nor restart actors: the supervisor replaces them.
+NO_RAY_RESTARTS = {"max_restarts": 0, "max_task_retries": 0}
 
 
 def freeze_heap() -> None:
@@ -55,75 +52,6 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
-class ActorFailed(RuntimeError):
-    """The hosted router or worker failed; has only one line of text, so that Ray can pickle it."""
-
-
-class EventQueue:
-    """A bounded queue of events for the driver. `add` and `fail` may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._pending: deque[ProcessEvent] = deque(maxlen=MAX_QUEUED_EVENTS)
-        self._has_events = asyncio.Event()
-        self._num_dropped = 0
-        self._failure: ActorFailed | None = None
-
-    def add(self, item: ProcessEvent) -> None:
-        self._loop.call_soon_threadsafe(self._append, item)
-
-    def fail(self, reason: str) -> None:
-        """Report a failure; `next` raises `ActorFailed` once all events have been returned."""
-        self._failure = ActorFailed(reason)
-        self._loop.call_soon_threadsafe(self._has_events.set)
-
-    async def next(self) -> list[ProcessEvent]:
-        """Wait for events and return all new events; raise `ActorFailed` if `fail` was called."""
-        await self._has_events.wait()
-        if not self._pending and self._failure is not None:
-            raise self._failure
-        news = list(self._pending)
-        self._pending.clear()
-        if self._num_dropped:
-            news.insert(
-                0, LogLine(f"{self._num_dropped} older events were dropped: the queue was full")
-            )
-            self._num_dropped = 0
-        if self._failure is None:
-            self._has_events.clear()
-        return news
-
-    def _append(self, item: ProcessEvent) -> None:
-        # Replace an unread progress event of the same stage.
-        last = self._pending[-1] if self._pending else None
-        if isinstance(item, Progress) and isinstance(last, Progress) and last.stage == item.stage:
-            self._pending.pop()
-        self._num_dropped += len(self._pending) == MAX_QUEUED_EVENTS
-        self._pending.append(item)
-        self._has_events.set()
-
-
-class _EventLogHandler(logging.Handler):
-    """Sends log records to the driver, prefixed with the process's title.
-
-    A record with an attribute `fields` is sent as an event named by the record's message.
-    """
-
-    def __init__(self, title: str, events: EventQueue, level: int) -> None:
-        super().__init__(level)
-        self._events = events
-        self.setFormatter(logging.Formatter(f"{title}: %(levelname)s: %(message)s"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.WARNING and not record.name.startswith("penstock."):
-            return
-        text, event = self.format(record), record.getMessage()
-        fields = getattr(record, "fields", None)
-        if fields is None:
-            event, fields = "log", {"message": event, "exception": record.exc_text}
-        self._events.add(LogLine(text, record.levelname.lower(), event, fields, record.created))
-
-
 class _ProcessActor:
     """Base class of both actors: process title, event queue, ping.
 
@@ -133,6 +61,7 @@ class _ProcessActor:
     """
 
     def __init__(self, title: str, with_events: bool = False) -> None:
+        os.environ.update(OFFLINE)  # on a running Ray cluster, the node's environment lacks it
         self._title = f"penstock: {title}"
         self._level = logging.INFO if with_events else logging.WARNING
         setproctitle(self._title)
@@ -156,7 +85,7 @@ class _ProcessActor:
         if self._events is None:
             self._events = EventQueue()
             logging.getLogger("penstock").setLevel(self._level)
-            handler = _EventLogHandler(self._title, self._events, self._level)
+            handler = EventLogHandler(self._title, self._events, self._level)
             logging.getLogger().addHandler(handler)
             self._title_task = asyncio.create_task(self._keep_title())
         return self._events
@@ -302,8 +231,8 @@ class RouterActor(_ProcessActor):
         self._router: RunningRouter | None = None
         self._drain_task: asyncio.Task[None] | None = None
 
-    async def start(self, config: "RouterConfig") -> tuple[str, str]:
-        """Start serving; return the HTTP and gRPC addresses (host:port) or raise `ActorFailed`."""
+    async def start(self, config: "RouterConfig") -> tuple[str, str, str]:
+        """Start serving; return the HTTP, gRPC and operators' addresses or raise `ActorFailed`."""
         self._open_events().add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # send the event before the import blocks the event loop
         # Imported here, because the driver imports this module but does not need the router.
@@ -317,7 +246,8 @@ class RouterActor(_ProcessActor):
         self._router.frontend.on_stuck_worker = self._report_stuck
         self._router.frontend.roles.send = self._report_role
         self._drain_task = asyncio.create_task(node_drain.drain_on_request(self._router.drain))
-        return self._router.http_address, self._router.grpc_address
+        router = self._router
+        return router.http_address, router.grpc_address, router.admin_address
 
     async def set_workers(self, addresses: dict[str, str]) -> None:
         """Replace the known workers by `addresses`: worker name to host:port."""
@@ -332,7 +262,7 @@ class RouterActor(_ProcessActor):
         self._open_events().add(Stuck(worker, address, reason))
 
     def _report_role(self, worker: str, given: "Assignment") -> None:
-        self._open_events().add(RoleAssigned(worker, given.role, given.at))
+        self._open_events().add(RoleAssigned(worker, given.role, given.at, given.by))
 
     async def worker_died(self, name: str) -> None:
         self._running.worker_died(name)

@@ -25,10 +25,6 @@ class RankGroup:
         """Handles in the order of ranks."""
         return self._ranks
 
-    @property
-    def up(self) -> bool:
-        return self._leader.up
-
     async def start(self, config: object) -> Any:
         """Start all ranks with a `WorkerConfig` and return the worker's address.
 
@@ -70,9 +66,9 @@ class RankGroup:
         """Mark the worker as dead, because of `reason`."""
         self._leader.declare_dead(reason)
 
-    async def call(self, method: str, *arguments: object) -> Any:
-        """Call a method of rank 0; return None if rank 0 is dead."""
-        return await self._leader.call(method, *arguments)
+    async def drain(self, seconds: float) -> None:
+        """Drain rank 0, which has the requests; wait not much longer than `seconds`."""
+        await self._leader.drain(seconds)
 
     async def stop(self) -> None:
         """Request a stop of rank 0, wait for a limited time, then kill all ranks."""

@@ -54,8 +54,8 @@ async def keep_alive(
 ) -> StartFailed:
     """Keep a router or worker running until it must be given up; return its last start failure.
 
-    The router or worker is given up if the starting process reports an error itself, or after
-    several failed starts in a row.
+    The router or worker is given up if the process itself reports an error while it starts, or
+    after several failed starts in a row.
 
     Args:
         managed: the router or worker.

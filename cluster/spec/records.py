@@ -17,9 +17,19 @@ class SpecError(ValueError):
     """The specification is invalid; the message names the setting and what to change."""
 
 
-def knob(default: Any, about: str, least: float | None = None, most: float | None = None) -> Any:
-    """Return a dataclass field for a setting, with default, help text and inclusive range."""
-    return field(default=default, metadata={"about": about, "least": least, "most": most})
+def knob(
+    default: Any,
+    about: str,
+    least: float | None = None,
+    most: float | None = None,
+    is_secret: bool = False,
+) -> Any:
+    """Return a dataclass field for a setting, with default, help text and inclusive range.
+
+    The value of a secret setting is in no error message and in no `repr`.
+    """
+    metadata = {"about": about, "least": least, "most": most, "is_secret": is_secret}
+    return field(default=default, metadata=metadata, repr=not is_secret)
 
 
 def records_of(kind: type) -> Iterator[type]:
@@ -62,8 +72,9 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
     Raises:
         SpecError: one line that names the path of the first mistake.
     """
+    metadata = {f.name: f.metadata for f in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(content, Mapping):
-        raise SpecError(f"{where or 'the file'}: expected keys, not {content!r}")
+        raise SpecError(f"{where or 'the file'}: expected keys{_not(content, _has_secrets(kind))}")
     hints = get_type_hints(kind)
     for key in content:
         name = _below(where, key)
@@ -71,7 +82,6 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
             raise SpecError(f"{name}: has moved: write {moved[name]}")
         if key not in hints:
             raise SpecError(f"{name}: unknown key; known here: {', '.join(hints)}")
-    metadata = {f.name: f.metadata for f in fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for key, value in content.items():
         hint, path = hints[key], _below(where, key)
@@ -90,7 +100,8 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
 def _named(kind: type[T], content: Any, where: str, moved: Mapping[str, str]) -> dict[str, T]:
     """Parse a mapping whose keys are names chosen by the user and whose values are records."""
     if not isinstance(content, Mapping):
-        raise SpecError(f"{where}: expected names, each with its keys, not {content!r}")
+        wrong = _not(content, _has_secrets(kind))
+        raise SpecError(f"{where}: expected names, each with its keys{wrong}")
     for name in content:
         if not isinstance(name, str):
             raise SpecError(f"{where}: expected a string as name, not {name!r}: put it in quotes")
@@ -115,13 +126,23 @@ def _below(where: str, key: object) -> str:
 def _checked(value: Any, kind: Any, metadata: Mapping[str, Any], where: str) -> Any:
     result = _typed(value, kind)
     if result is _WRONG:
-        raise SpecError(f"{where}: expected {_spelled(kind)}, not {value!r}")
+        wrong = _not(value, metadata["is_secret"])
+        raise SpecError(f"{where}: expected {_spelled(kind)}{wrong}")
     least, most = metadata["least"], metadata["most"]
     numbers = isinstance(result, (int, float))
     if numbers and not ((least is None or result >= least) and (most is None or result <= most)):
         bounds = f"{least} or more" if most is None else f"from {least} to {most}"
         raise SpecError(f"{where}: expected {bounds}, not {value!r}")
     return result
+
+
+def _has_secrets(kind: type) -> bool:
+    return any(each.metadata.get("is_secret") for each in fields(kind))
+
+
+def _not(value: Any, is_secret: bool) -> str:
+    """Return the end of an error message about a wrong value, without the value if it is secret."""
+    return "; the value is not shown, because it may be secret" if is_secret else f", not {value!r}"
 
 
 _WRONG = object()

@@ -6,38 +6,16 @@ classes apply to the whole cluster. Unknown keys and invalid values are reported
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import combinations
 from typing import Any, Literal
 
-import yaml
-
 from penstock.cluster.spec import labels
-from penstock.cluster.spec.records import SpecError, knob, one_line, record
+from penstock.cluster.spec.records import SpecError, knob, record
+from penstock.cluster.spec.router_spec import KeySpec, RouterSpec
 
 ROLES = ("prefill", "decode", "mixed")
 BUNDLED = "demo"
 """Name and `path` of the model that is bundled with the package."""
-
-
-@dataclass(frozen=True, slots=True)
-class RouterSpec:
-    """Settings of the routers."""
-
-    host: str = knob("127.0.0.1", "address to listen on; 0.0.0.0 accepts other machines")
-    http_port: int = knob(8000, "port of the OpenAI API; 0: any free port", 0, 65535)
-    grpc_port: int = knob(9000, "port of the gRPC API; 0: any free port", 0, 65535)
-    api_keys: tuple[str, ...] = knob(
-        (), "API keys that clients may use (repeat for more); none: no key is needed"
-    )
-    api_keys_file: str | None = knob(None, "file with more API keys, one per line")
-    max_queued: int = knob(1024, "maximum number of queued requests", 1)
-    worker_timeout_seconds: float = knob(
-        10.0,
-        "a worker that sends nothing for this long is lost: its requests continue elsewhere",
-        3,
-    )
-    drain_seconds: float = knob(30.0, "time for running requests to end after a stop", 0, 86400)
-    vllm_metrics: bool = knob(False, "export the metrics under vLLM's names as well")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +36,11 @@ class ModelSpec:
     )
     max_model_len: int | None = knob(
         None, "most tokens of prompt and answer; default: the model's", 1
+    )
+    aliases: tuple[str, ...] = knob((), "further names of the model in the API")
+    generation_config: Literal["auto", "none"] = knob(
+        "auto",
+        "defaults of sampling parameters; auto: those of the model's generation_config.json",
     )
     deterministic: bool = knob(
         False, "equal requests get bitwise equal answers, whatever else is served (CPU)"
@@ -82,6 +65,13 @@ class EngineSpec:
         "requests are ordered so that most meet it; 0: by arrival",
         0,
         3600,
+    )
+    tpot_slo_seconds: float = knob(
+        0.0,
+        "limit of the time per output token: a worker whose running answers would exceed the limit "
+        "computes no prompt that another worker can compute; 0: no limit",
+        0,
+        60,
     )
     canary_seconds: float = knob(
         10.0, "an idle worker decodes a token this often, as a self-test", 0.1, 3600
@@ -113,7 +103,13 @@ class PoolSpec:
     cpus: float | None = knob(
         None, "CPUs per rank; by default an even share of the node's", 0.01, 4096
     )
-    threads: int | None = knob(None, "compute threads per rank; by default its CPUs", 1, 1024)
+    threads: int | None = knob(
+        None,
+        "compute threads per rank; by default its CPUs and, if cpus is not set, those that other "
+        "workers of the node leave idle",
+        1,
+        1024,
+    )
     block_size: int = knob(16, "tokens per KV block", 1, 1024)
     kv_cache_mib: int | None = knob(None, "MiB of KV cache per worker; by default what fits", 1)
     max_sequences: int = knob(64, "most sequences that run at once on a worker", 1)
@@ -218,7 +214,11 @@ class ClusterSpec:
     ray_address: str | None = knob(
         None, "address of a running Ray cluster; default: start Ray here"
     )
-    router: RouterSpec = RouterSpec()
+    pass_env: tuple[str, ...] = knob(
+        (), "variable of the shell that routers and workers get too (repeat for more)"
+    )
+    router: RouterSpec = field(default_factory=RouterSpec)
+    keys: Mapping[str, KeySpec] = field(default_factory=dict)
     engine: EngineSpec = EngineSpec()
     pools: Pools = DEFAULT_POOLS
     scaling: ScalingSpec = ScalingSpec()
@@ -242,6 +242,8 @@ class ClusterSpec:
     )
 
     def __post_init__(self) -> None:
+        if self.pass_env and self.ray_address is not None:
+            raise SpecError("pass_env: has no effect with ray_address: set it on Ray's nodes")
         self._check_models()
         self._check_ports()
         self._check_topology()
@@ -271,14 +273,24 @@ class ClusterSpec:
         """Checkpoint folder or hub name of the model, or `BUNDLED`."""
         return self.model_name if self.model.path is None else self.model.path
 
-    def ports(self, router: int) -> tuple[int, int]:
-        """Return the HTTP and gRPC ports of router number `router`; 0: any free port.
+    def ports(self, router: int) -> tuple[int, int, int]:
+        """Return the HTTP, gRPC and operators' ports of router number `router`; 0: any free port.
 
         With `pool_nodes` each router has its own node, so all routers use the same ports.
         """
         after = 0 if self.pool_nodes else router
-        http, grpc = self.router.http_port, self.router.grpc_port
-        return http and http + after, grpc and grpc + after
+        http, grpc, admin = self._first_ports()
+        return http and http + after, grpc and grpc + after, admin and admin + after
+
+    def _first_ports(self) -> tuple[int, int, int]:
+        http, grpc, admin = self.router.http_port, self.router.grpc_port, self.router.admin_port
+        if admin is None:
+            admin = http and http + self._ports_per_kind
+        return http, grpc, admin
+
+    @property
+    def _ports_per_kind(self) -> int:
+        return 1 if self.pool_nodes else self.routers
 
     def _check_models(self) -> None:
         if not self.models:
@@ -303,52 +315,24 @@ class ClusterSpec:
             raise SpecError(f"topology_key: {error}") from None
 
     def _check_ports(self) -> None:
-        http, grpc = self.router.http_port, self.router.grpc_port
         last = max(self.ports(self.routers - 1))
         if last > 65535:
             raise SpecError(f"routers: the last of {self.routers} would use port {last} (> 65535)")
-        if not (http and grpc):
-            return
-        if http == grpc:
-            raise SpecError(f"router: HTTP and gRPC cannot share port {http}; change one")
-        if not self.pool_nodes and abs(http - grpc) < self.routers:
+        used = zip(("HTTP", "gRPC", "operators"), self._first_ports(), strict=True)
+        for (kind, port), (other, another) in combinations(used, 2):
+            if not (port and another) or abs(port - another) >= self._ports_per_kind:
+                continue
+            if port == another:
+                raise SpecError(f"router: {kind} and {other} cannot share port {port}; change one")
             raise SpecError(
-                f"routers: {self.routers} need consecutive ports from {http} (HTTP) and from "
-                f"{grpc} (gRPC), which overlap: set them at least {self.routers} apart"
+                f"routers: {self.routers} need consecutive ports from {port} ({kind}) and from "
+                f"{another} ({other}), which overlap: set them at least {self.routers} apart"
             )
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raise `SpecError` if the file has no valid mapping."""
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read: {one_line(error)}") from None
-    except yaml.YAMLError as error:
-        raise SpecError(f"{path}: is not YAML: {one_line(error)}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise SpecError(
-            f"{path}: expected a mapping that begins like `models: {{NAME: {{path: FOLDER}}}}`"
-        )
-    return content
-
-
-def read_keys(path: str) -> tuple[str, ...]:
-    """Return the API keys in a file, one per non-empty line; raise `SpecError` without keys."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"router.api_keys_file: cannot be read: {one_line(error)}") from None
-    keys = tuple(line.strip() for line in lines if line.strip())
-    if not keys:
-        raise SpecError(f"router.api_keys_file: {path} has no key: add one, or remove the setting")
-    return keys
 
 
 MOVED = {
     "model": "models: {NAME: {path: FOLDER}}, where NAME is what clients call the model",
+    "router.api_keys": "the keys into a file, and router.api_key_file: FILE",
     "router.model_name": "it as the NAME in models: {NAME: {path: FOLDER}}",
     **{
         f"engine.{name}": f"models.NAME.{name}"

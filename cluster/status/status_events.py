@@ -69,7 +69,8 @@ class Serving:
 
     http: str
     grpc: str
-    others: Sequence[tuple[str, str]] = ()  # HTTP and gRPC of the other routers
+    admin: str  # HTTP, for operators
+    others: Sequence[tuple[str, str, str]] = ()  # the same of the other routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +110,10 @@ class RoleAssigned:
     worker: str
     role: str
     at: float  # seconds since 1970
+    by: str  # name of the operator's API key
 
     def __str__(self) -> str:
-        return f"{self.worker} is now a {self.role} worker, set by an operator"
+        return f"{self.worker} is now a {self.role} worker, set by {self.by}"
 
 
 ProcessEvent: TypeAlias = Progress | LogLine | Stuck | RoleAssigned

@@ -11,7 +11,6 @@ batch-invariant versions are built from `exp`.
 """
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -19,25 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.kernels.activation.triton import gated_triton
+from penstock.kernels.checks import FLOATS, check
 from penstock.kernels.cpu_common.numba_runtime import (
     MIN_PARALLEL_ELEMENTS,
     configure_numba,
     has_numba,
 )
-from penstock.kernels.triton_common.aot import AotCase, meta
-from penstock.kernels.triton_common.launch import (
-    FLOATS,
-    check,
-    device_info,
-    jit,
-    launch,
-    power_of_2,
-    tl,
-    use_triton,
-)
-
-MAX_COLUMNS = 2048
-"""Maximum number of columns of the result per program."""
+from penstock.kernels.triton_common.launch import use_triton
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -155,70 +143,9 @@ def swiglu_oai_reference(gate_up: Tensor, gain: float, limit: float) -> Tensor:
     return ((up + 1) * gate * (gate * gain).sigmoid()).to(gate_up.dtype)
 
 
-@jit
-def _gate_rows(
-    gate_up,  # [T, 2 I]
-    out,  # [T, I]
-    row_stride,  # stride of the rows in `gate_up`, in elements
-    gain,  # only for "clamped", see `swiglu_oai`
-    limit,  # only for "clamped", see `swiglu_oai`
-    KIND: tl.constexpr,  # "silu", "gelu" or "clamped"
-    DIM: tl.constexpr,  # I
-    COLUMNS: tl.constexpr,  # columns of the result per program
-):
-    """Compute COLUMNS columns of one row of the result. Grid: [T, I / COLUMNS]."""
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * COLUMNS
-    columns = first + tl.arange(0, COLUMNS)
-    mask = columns < DIM
-    source = gate_up + row * row_stride
-    if KIND == "clamped":
-        pairs = 2 * first + tl.arange(0, 2 * COLUMNS)
-        both = tl.load(source + pairs, mask=pairs < 2 * DIM, other=0.0).to(tl.float32)
-        gate, up = tl.split(both.reshape(COLUMNS, 2))
-        # Comparisons instead of min and max, so that NaN propagates.
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
-        inner = gate * gain
-    else:
-        gate = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
-        up = tl.load(source + DIM + columns, mask=mask, other=0.0).to(tl.float32)
-        inner = gate
-        if KIND == "gelu":
-            # (1 + tanh z) / 2 = sigmoid(2 z); 1.595... is 2 sqrt(2 / pi).
-            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    made = gate * tl.sigmoid(inner) * up
-    tl.store(out + row * DIM + columns, made.to(out.dtype.element_ty), mask=mask)
-
-
 def _gated(gate_up: Tensor, kind: str, gain: float = 1.0, limit: float = 0.0) -> Tensor:
     check("gate_up", gate_up, ["T", "2 I"], FLOATS)
-    num_rows, width = gate_up.shape
+    width = gate_up.shape[1]
     if width % 2 or not width:
         raise ValueError(f"gate_up: rows of two equal halves expected, not of {width} columns")
-    dim = width // 2
-    out = torch.empty(num_rows, dim, dtype=gate_up.dtype, device=gate_up.device)
-    columns = min(MAX_COLUMNS, power_of_2(dim))
-    launch(
-        _gate_rows,
-        (num_rows, -(-dim // columns)),
-        gate_up,
-        out,
-        gate_up.stride(0),
-        gain,
-        limit,
-        KIND=kind,
-        DIM=dim,
-        COLUMNS=columns,
-        num_warps=device_info(gate_up).warps(128),
-    )
-    return out
-
-
-def aot_cases() -> Iterator[AotCase]:
-    streams = ("_gate_rows",)
-    yield AotCase("silu 14336", lambda: silu_and_mul(meta(64, 2 * 14336)), streams=streams)
-    yield AotCase("gelu 9216", lambda: gelu_tanh_and_mul(meta(64, 2 * 9216)), streams=streams)
-    yield AotCase(
-        "clamped silu 2880", lambda: swiglu_oai(meta(64, 5760), 1.702, 7.0), streams=streams
-    )
+    return gated_triton(gate_up, kind, gain, limit)

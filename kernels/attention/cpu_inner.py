@@ -100,7 +100,7 @@ def _one_over(total: Any, most: float, sink: float) -> Any:
 
 
 @inner()
-def _sum_tail(rows: Floats, at: int, count: int, spare: Floats) -> Any:
+def _load_tail(rows: Floats, at: int, count: int, spare: Floats) -> Any:
     """Load `count` < 8 elements from `rows[at:]` into a vector of 8 lanes; the other lanes are 0.
 
     `spare` is a scratch array of 8 elements. Its elements from `count` on must be 0.
@@ -140,10 +140,10 @@ def qk_row(
             c, d = fma(x, load8(rows, k2 + i), c), fma(x, load8(rows, k3 + i), d)
         if whole < head_dim:
             x, count = load8(q, q_at + whole), head_dim - whole
-            a = fma(x, _sum_tail(rows, k0 + whole, count, spare), a)
-            b = fma(x, _sum_tail(rows, k1 + whole, count, spare), b)
-            c = fma(x, _sum_tail(rows, k2 + whole, count, spare), c)
-            d = fma(x, _sum_tail(rows, k3 + whole, count, spare), d)
+            a = fma(x, _load_tail(rows, k0 + whole, count, spare), a)
+            b = fma(x, _load_tail(rows, k1 + whole, count, spare), b)
+            c = fma(x, _load_tail(rows, k2 + whole, count, spare), c)
+            d = fma(x, _load_tail(rows, k3 + whole, count, spare), d)
         if s + 4 <= end:
             store(scores, at + s, hsum4(a, b, c, d))
         else:

@@ -13,13 +13,12 @@ Elements of a float8_e4m3fn cache are multiplied by `scales` [2, H] (keys and va
 
 `plan_attention` prepares everything that depends only on the batch. It is called once per step for
 all layers with the same window. If the lengths are on the GPU, `plan_attention_on_device` is used.
-On a GPU, Triton kernels read the blocks in place (`attention/triton_kernels`, launched by
+On a GPU, Triton kernels read the blocks in place (`attention/triton`, launched by
 `attention/triton_launch`). On a CPU, numba loops read the blocks of single tokens and short
 sequences in place (`attention/cpu_plan`). For other sequences, torch computes attention over
 gathered blocks (`attention/torch_gather`).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -32,16 +31,9 @@ from penstock.kernels.attention.cpu_plan import supports_cpu_paged
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.attention.torch_gather import GatheredPlan
 from penstock.kernels.attention.triton_launch import Batch, TiledPlan
+from penstock.kernels.checks import E4M3, FLOATS, check, check_contiguous
 from penstock.kernels.fallback import record_fallback
-from penstock.kernels.triton_common.aot import CHIPS, E4M3_CHIPS, AotCase, meta
-from penstock.kernels.triton_common.launch import (
-    E4M3,
-    FLOATS,
-    check,
-    check_contiguous,
-    device_info,
-    use_triton,
-)
+from penstock.kernels.triton_common.launch import device_info, use_triton
 
 Ints: TypeAlias = npt.NDArray[np.integer]
 
@@ -225,8 +217,7 @@ def check_device_batch(batch: Batch, layer: Tensor, max_context: int) -> None:
 
 
 def _check_layer(layer: Tensor) -> None:
-    if layer.dim() != 5 or layer.shape[0] != 2:
-        raise ValueError(f"layer: shape [2, N, H, S, D] expected, not {list(layer.shape)}")
+    check("layer", layer, (2, "N", "H", "S", "D"), (layer.dtype,))
     check_contiguous("layer", layer)
 
 
@@ -309,59 +300,3 @@ def _probabilities_reference(
         return raw.softmax(-1)
     sinks = scores.sinks[head].expand(len(raw), 1)
     return torch.cat((raw, sinks), 1).softmax(-1)[:, :-1]
-
-
-def aot_cases() -> Iterator[AotCase]:
-    """Yield cases with batches of prefill and decode, in the shapes of common models."""
-    bf16, half = torch.bfloat16, torch.float16
-    yield _aot_case("llama 8b", bf16, bf16, (8, 4, 128), 512, 0, PLAIN)
-    yield _aot_case("gemma 2", bf16, bf16, (4, 2, 256), 512, 4096, ScoreMod(cap=50.0))
-    yield _aot_case("gpt-oss, fp16", half, half, (8, 8, 64), 1, 128, ScoreMod(sinks=meta(64)))
-    for name, sizes, window in (("llama 8b", (8, 4, 128), 0), ("gemma 2", (4, 2, 256), 4096)):
-        yield _aot_case(f"{name}, one path", bf16, bf16, sizes, 512, window, PLAIN, one_path=True)
-    yield _aot_case("llama 8b, fp8 cache", bf16, E4M3, (8, 4, 128), 1, 0, PLAIN)
-    yield AotCase("llama 1b, shared prefix", _aot_prefix, ("attend_tiles",), ("attend_tiles",))
-
-
-def _aot_case(
-    name: str,
-    dtype: torch.dtype,
-    cached: torch.dtype,
-    sizes: tuple[int, int, int],
-    max_query: int,
-    window: int,
-    scores: ScoreMod,
-    one_path: bool = False,
-) -> AotCase:
-    num_heads, group, head_dim = sizes
-
-    def call() -> None:
-        layer = meta(2, 1024, num_heads, 16, head_dim, dtype=cached)
-        starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
-        tables = meta(32, 256, dtype=torch.int32)
-        plan = plan_attention_on_device(
-            starts, contexts, tables, layer, max_query, 4096, window, one_path
-        )
-        scales = meta(2, num_heads, dtype=torch.float32) if cached == E4M3 else None
-        query = meta(512, (group + 2) * num_heads, head_dim, dtype=dtype)[:, : group * num_heads]
-        paged_attention(query, layer, plan, scores, scales)
-
-    # With an FP8 cache, `attend_tiles` also loads rows 16 bytes at a time. But many 4-byte loads
-    # read the block table: only 49% of all loads have 16 bytes, and `streams` requires half.
-    streams = ("merge_partitions",) if cached == E4M3 else ("attend_tiles", "merge_partitions")
-    if one_path:  # the merge then reads single partitions, mostly with scalar loads
-        streams = ("attend_tiles",)
-    return AotCase(
-        name,
-        call,
-        products=("attend_tiles",),
-        streams=streams,
-        chips=E4M3_CHIPS if cached == E4M3 else CHIPS,
-    )
-
-
-def _aot_prefix() -> None:
-    layer, query = meta(2, 1024, 8, 16, 64), meta(64, 32, 64)
-    starts, contexts = np.arange(65, dtype=np.int32), np.full(64, 1100, np.int32)
-    plan = plan_attention(starts, contexts, np.zeros((64, 69), np.int32), layer, use_cascade=True)
-    paged_attention(query, layer, plan)

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.attention.triton import attend_kernel, merge_kernel
 from penstock.kernels.attention.triton_configs import (
     Tiles,
     batch_invariant_tiles,
     chunk_tiles,
     split_kv_tiles,
 )
-from penstock.kernels.attention.triton_kernels import attend_tiles, merge_partitions
 from penstock.kernels.triton_common.launch import device_info, launch, power_of_2
 
 Ints: TypeAlias = npt.NDArray[np.integer]
@@ -35,7 +35,7 @@ SPLIT = 512
 """Positions per partition. Constant, so that a sequence's partitions do not depend on the batch."""
 
 PARTITIONS_PER_MERGE = 32
-"""Number of partitions that `merge_partitions` merges per iteration."""
+"""Number of partitions that `merge_kernel` merges per iteration."""
 
 
 class Batch(NamedTuple):
@@ -230,7 +230,7 @@ def padded(head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Partitions:
-    """Partial results of partitions, which `merge_partitions` merges."""
+    """Partial results of partitions, which `merge_kernel` merges."""
 
     sums: Tensor  # [P, Hq, D] float32 unnormalized sums of values
     weights: Tensor  # [P, Hq, 2] float32 maximum score and sum of exponentials
@@ -254,14 +254,14 @@ class _Call:
     def tiles(
         self, batch: Batch, items: WorkItems, tiles: Tiles, partitions: _Partitions | None = None
     ) -> None:
-        """Launch `attend_tiles`. Items are partitions if `partitions` is given, else row tiles."""
+        """Launch `attend_kernel`. Items are partitions if `partitions` is given, else row tiles."""
         _, num_heads, head_dim = self.out.shape
         _, _, num_kv_heads, block_size, _ = self.layer.shape
         group = num_heads // num_kv_heads
         row_tiles = -(-partitions.tokens * group // tiles.rows) if partitions else 1
         scores = self.scores
         launch(
-            attend_tiles, (len(items.items), num_kv_heads, row_tiles),
+            attend_kernel, (len(items.items), num_kv_heads, row_tiles),
             self.query, self.layer, batch.tables, batch.query_starts, batch.context_lens,
             items.items, items.starts, self.out,
             partitions.sums if partitions else None, partitions.weights if partitions else None,
@@ -282,14 +282,14 @@ class _Call:
     def merge(
         self, batch: Batch, items: WorkItems, partitions: _Partitions, num_shared: int
     ) -> None:
-        """Launch `merge_partitions`.
+        """Launch `merge_kernel`.
 
         `partitions` holds the rows of `items`, then the rows of the shared prefix.
         """
         _, num_heads, head_dim = self.out.shape
         batch_size = len(batch.context_lens)
         launch(
-            merge_partitions, (batch_size, num_heads),
+            merge_kernel, (batch_size, num_heads),
             partitions.sums, partitions.weights, items.starts, batch.query_starts, self.out,
             self.scores.sinks, partitions.tokens, num_shared, len(items.items) * partitions.tokens,
             batch_size, HEADS=num_heads, D=head_dim,

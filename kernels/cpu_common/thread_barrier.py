@@ -124,16 +124,16 @@ def join(barrier: BarrierState, num_threads: int) -> tuple[int, int]:
         number = _atomic_load(barrier, _JOINED)
     if number >= _CLOSED:
         return -1, 0
-    looks = 0
+    polls = 0
     while True:
         joined = _atomic_load(barrier, _JOINED)
         if joined >= _CLOSED:
             return number, joined - _CLOSED
-        if joined == num_threads or looks == MAX_JOIN_SPINS:
+        if joined == num_threads or polls == MAX_JOIN_SPINS:
             _compare_exchange(barrier, _JOINED, joined, joined + _CLOSED)
         else:
-            backoff(looks)
-            looks += 1
+            backoff(polls)
+            polls += 1
 
 
 @inner()

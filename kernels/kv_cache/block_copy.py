@@ -5,25 +5,12 @@ because only bytes are copied. For a block number outside the cache, the kernel 
 writes nothing.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from penstock.kernels.triton_common.aot import AotCase, meta
-from penstock.kernels.triton_common.launch import (
-    INTS,
-    check,
-    check_contiguous,
-    device_info,
-    jit,
-    launch,
-    tl,
-    use_triton,
-)
-
-TILE_BYTES = 1 << 14
-"""Bytes that a program copies; enough for several loads in flight per thread."""
+from penstock.kernels.checks import INTS, check, check_contiguous
+from penstock.kernels.kv_cache.triton_block_copy import move_blocks_triton
+from penstock.kernels.triton_common.launch import use_triton
 
 
 def gather_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice) -> Tensor:
@@ -46,7 +33,7 @@ def gather_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice) -> Te
     num_layers, num_heads = layers.stop - layers.start, heads.stop - heads.start
     shape = (num_layers, num_sides, len(blocks), num_heads, block_size, dim)
     staged = torch.empty(shape, dtype=kv.dtype, device=kv.device)
-    _move(kv, blocks, layers, heads, staged, out=True)
+    move_blocks_triton(kv, blocks, layers, heads, staged, out=True)
     return staged
 
 
@@ -57,7 +44,8 @@ def scatter_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, stag
     the block numbers must be distinct.
     """
     if use_triton(kv):
-        _move(kv, blocks, layers, heads, staged, out=False)
+        _check_staged(kv, blocks, layers, heads, staged)
+        move_blocks_triton(kv, blocks, layers, heads, staged, out=False)
     else:
         kv[layers, :, :, heads].index_copy_(2, blocks.to(torch.int64), staged)
 
@@ -77,66 +65,7 @@ def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
         kv.index_copy_(2, targets, kv.index_select(2, sources))
 
 
-@jit(unspecialized=("num_chosen", "first_plane"))
-def _move_blocks(
-    held,  # the cache [planes, N, H, S, D] as words; a plane is the keys or the values of a layer
-    staged,  # the staging buffer [copied planes, n, heads, S, D] as words
-    blocks,  # [n] block numbers
-    num_chosen,  # n, number of blocks to copy
-    num_blocks,  # N, number of blocks of the cache
-    first_plane,  # first plane to copy
-    first_word,  # offset of the first copied head in a block, in words
-    num_words,  # number of words of the copied heads of a block, per plane
-    block_words,  # number of words of all heads of a block, per plane
-    OUT: tl.constexpr,  # True: copy from the cache to `staged`; False: from `staged` to the cache
-    TILE: tl.constexpr,  # words per program
-):
-    """Copy TILE words of one block in one plane. Grid: [copied planes * n, num_words / TILE]."""
-    piece = tl.program_id(0).to(tl.int64)
-    words = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    block = tl.load(blocks + piece % num_chosen).to(tl.int64)
-    inside = words < num_words
-    there = inside & (block >= 0) & (block < num_blocks)
-    plane = piece // num_chosen + first_plane
-    here = held + (plane * num_blocks + block) * block_words + first_word + words
-    away = staged + piece * num_words + words
-    if OUT:
-        tl.store(away, tl.load(here, mask=there, other=0), mask=inside)
-    else:
-        tl.store(here, tl.load(away, mask=there, other=0), mask=there)
-
-
-def _move(
-    kv: Tensor, blocks: Tensor, layers: slice, heads: slice, staged: Tensor, out: bool
-) -> None:
-    _check_move(kv, blocks, layers, heads, staged)
-    _, num_sides, num_blocks, num_heads, block_size, dim = kv.shape
-    head_bytes = block_size * dim * kv.element_size()
-    dtype = next(word for word in _WORDS if head_bytes % word.itemsize == 0)
-    head_words = head_bytes // dtype.itemsize
-    num_words, tile = staged.shape[3] * head_words, TILE_BYTES // dtype.itemsize
-    launch(
-        _move_blocks,
-        (staged.shape[0] * num_sides * len(blocks), -(-num_words // tile)),
-        kv.view(-1).view(dtype),
-        staged.view(-1).view(dtype),
-        blocks,
-        len(blocks),
-        num_blocks,
-        layers.start * num_sides,
-        heads.start * head_words,
-        num_words,
-        num_heads * head_words,
-        OUT=out,
-        TILE=tile,
-        num_warps=device_info(kv).warps(128),
-    )
-
-
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-def _check_move(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, staged: Tensor) -> None:
+def _check_staged(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, staged: Tensor) -> None:
     _check_cache(kv, layers, heads)
     _, num_sides, _, _, block_size, dim = kv.shape
     check("blocks", blocks, ["n"], INTS, like=kv)
@@ -152,19 +81,3 @@ def _check_cache(kv: Tensor, layers: slice, heads: slice) -> None:
         ends = (span.start, span.stop, span.step or 1)
         if None in ends or not 0 <= ends[0] <= ends[1] <= size or ends[2] != 1:
             raise ValueError(f"{name}: a range within [0, {size}) expected, not {span}")
-
-
-def aot_cases() -> Iterator[AotCase]:
-    streams, layers = ("_move_blocks",), slice(0, 32)
-    kv, blocks = meta(32, 2, 999, 8, 16, 128), meta(64, dtype=torch.int64)
-    yield AotCase(
-        "gather 4 of 8 heads",
-        lambda: gather_blocks(kv, blocks, layers, slice(4, 8)),
-        streams=streams,
-    )
-    staged = meta(32, 2, 64, 4, 16, 128)
-    yield AotCase(
-        "scatter 4 of 8 heads",
-        lambda: scatter_blocks(kv, blocks, layers, slice(4, 8), staged),
-        streams=streams,
-    )

@@ -12,28 +12,17 @@ All devices compute the same checksum, because an integer sum does not depend on
 terms.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.triton_common.aot import AotCase, meta
-from penstock.kernels.triton_common.launch import (
-    check,
-    check_contiguous,
-    jit,
-    launch,
-    power_of_2,
-    tl,
-    use_triton,
-)
+from penstock.kernels.checks import check, check_contiguous
+from penstock.kernels.kv_cache.triton_checksum import sum_words_triton
+from penstock.kernels.triton_common.launch import power_of_2, use_triton
 
 _SEED = 0x50454E5354
-
-TILE = 2048
-"""Words per program."""
 
 
 def checksum(data: Tensor) -> int:
@@ -55,7 +44,12 @@ def sum_words(words: Tensor, weights: Tensor) -> Tensor:
     `words` is [n] int64, and `weights` is [m] int64 with m > n.
     """
     if use_triton(words):
-        return _sum(words, weights)
+        check("words", words, ["n"], [torch.int64])
+        check("weights", weights, ["m"], [torch.int64], like=words)
+        check_contiguous("weights", weights)
+        if len(weights) <= len(words):
+            raise ValueError(f"weights: more than {len(words)} expected, not {len(weights)}")
+        return sum_words_triton(words, weights)
     mixed = (words >> 32).mul_(weights[1 : words.numel() + 1])
     mixed.addcmul_(words, weights[: words.numel()])
     return mixed.sum()
@@ -82,38 +76,3 @@ def _weights(num_words: int, device: torch.device) -> Tensor:
     # PCG64 gives the same raw numbers in every version of numpy.
     numbers = np.random.PCG64(_SEED).random_raw(num_words) | np.uint64(1)
     return torch.from_numpy(numbers.view(np.int64)).to(device)
-
-
-@jit
-def _add_words(
-    words,  # [n] int64
-    weights,  # [n + 1] int64 odd random numbers
-    total,  # [1] int64, initially zero
-    num_words,  # n, number of words
-    TILE: tl.constexpr,  # words per program
-):
-    """Add the checksum terms of TILE words to `total`. Grid: [n / TILE]."""
-    offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = offsets < num_words
-    values = tl.load(words + offsets, mask=mask, other=0)
-    products = values * tl.load(weights + offsets, mask=mask, other=0)
-    products += (values >> 32) * tl.load(weights + offsets + 1, mask=mask, other=0)
-    tl.atomic_add(total, tl.sum(products, axis=0), sem="relaxed")
-
-
-def _sum(words: Tensor, weights: Tensor) -> Tensor:
-    check("words", words, ["n"], [torch.int64])
-    check("weights", weights, ["m"], [torch.int64], like=words)
-    check_contiguous("weights", weights)
-    if len(weights) <= len(words):
-        raise ValueError(f"weights: more than {len(words)} expected, not {len(weights)}")
-    total = torch.zeros(1, dtype=torch.int64, device=words.device)
-    grid = (-(-len(words) // TILE),)
-    launch(_add_words, grid, words, weights, total, len(words), TILE=TILE, num_warps=8)
-    return total[0]
-
-
-def aot_cases() -> Iterator[AotCase]:
-    words = meta(1 << 20, dtype=torch.int64)
-    weights = meta(1 << 21, dtype=torch.int64)
-    yield AotCase("8 MiB", lambda: sum_words(words, weights), streams=("_add_words",))

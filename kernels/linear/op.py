@@ -13,7 +13,7 @@ When a model is loaded, its weights are rearranged once into one of these CPU fo
   (`cpu_packed_int8`), otherwise oneDNN with VNNI, otherwise FBGEMM. With FBGEMM, activations are
   quantized to 7 bits, because FBGEMM's products of 8 by 8 bits saturate.
 
-On a GPU, this module offers only `pack_batch_invariant` (kernel in `batch_invariant`).
+On a GPU, this module offers only `pack_batch_invariant` (see `batch_invariant`).
 """
 
 import platform
@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.kernels.checks import FLOATS
 from penstock.kernels.linear.batch_invariant import BatchInvariantLinear
 from penstock.kernels.linear.cpu_packed_f32 import pack_f32, supports_packed_f32
 from penstock.kernels.linear.cpu_packed_int8 import pack_int8_amx, supports_amx_int8
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
-from penstock.kernels.triton_common.launch import FLOATS, runs_kernels
+from penstock.kernels.triton_common.launch import runs_kernels
 
 
 class PackedLinear(Protocol):
@@ -70,8 +71,8 @@ class PaddedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         filled = functional.pad(x, (0, 0, 0, -len(x) % self.rows))
-        made = [self.product(block) for block in torch.split(filled, self.rows)]
-        return torch.cat(made)[: len(x)]
+        outputs = [self.product(block) for block in torch.split(filled, self.rows)]
+        return torch.cat(outputs)[: len(x)]
 
 
 def pack_batch_invariant(weight: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -215,9 +216,17 @@ def _has_vnni() -> bool:
 
 def _quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return scales [N] float32, one per row, and quantized weights [N, K] int8, -127 to 127."""
-    scales = weight.abs().amax(1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
-    qweight = (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+    scales = torch.empty(len(weight))
+    qweight = torch.empty(weight.shape, dtype=torch.int8)
+    for first in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        part = weight[rows]
+        scales[rows] = part.abs().amax(1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
+        qweight[rows] = (part / scales[rows, None]).round_().clamp_(-127, 127)
     return scales, qweight
+
+
+_ROWS_AT_ONCE = 256  # bounds the float copies that quantization makes
 
 
 def int8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, qmax: int) -> Tensor:

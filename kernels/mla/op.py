@@ -18,12 +18,12 @@ The result can be computed in two forms:
   Q + P + V multiplications per head, query and key.
 
 Each chunk uses the form with fewer multiplications. On a GPU, the absorbed form reads the blocks in
-place with the kernels of `attention`: all heads share one KV head, whose keys have a tail of P
-features. In this module, `one_path` requires Triton. All tokens then use the absorbed form, and the
-matrix products are batch-invariant.
+place with the Triton kernels of `attention`: all heads share one KV head, whose keys have a tail of
+P features. In all other cases, torch computes both forms over gathered blocks (`mla/torch_gather`).
+In this module, `one_path` requires Triton; `mla/cpu` is for CPUs. All tokens then use the absorbed
+form, and the matrix products are batch-invariant.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -31,31 +31,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from penstock.kernels.attention.op import check_batch, check_device_batch, reads_bf16
 from penstock.kernels.attention.score_mod import ScoreMod
 from penstock.kernels.attention.triton_launch import Batch, TiledPlan
+from penstock.kernels.checks import FLOATS, check, check_contiguous
 from penstock.kernels.fallback import record_fallback
 from penstock.kernels.linear.batch_invariant import batch_invariant_bmm
-from penstock.kernels.triton_common.aot import AotCase, meta
-from penstock.kernels.triton_common.launch import FLOATS, check, check_contiguous, use_triton
+from penstock.kernels.mla.torch_gather import Span, attend_absorbed_, attend_expanded_, to_device
+from penstock.kernels.triton_common.launch import use_triton
 
 Ints: TypeAlias = npt.NDArray[np.integer]
-
-MAX_NAIVE_BYTES = 1 << 26
-"""Maximum size of the keys and values that are expanded at a time, unless one head is larger."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """One sequence with its query tokens of this step."""
-
-    tokens: slice  # rows of the query that hold the sequence's tokens
-    blocks: Tensor  # [M] int64 blocks of the sequence
-    context: int  # context length, including this step's tokens
-    # [tokens, context] float32, 0 or -inf; None: one token, or causal over the whole context
-    mask: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +49,8 @@ class MlaPlan:
     """The MLA plan of one step, for all layers."""
 
     tiled: TiledPlan | None  # sequences whose absorbed form is computed by Triton kernels
-    absorbed: list[_Span]  # sequences whose absorbed form is computed by torch
-    expanded: list[_Span]
+    absorbed: list[Span]  # sequences whose absorbed form is computed by torch
+    expanded: list[Span]
     rows: Tensor | None  # [A] query rows of sequences in absorbed form; None: all rows
     num_tokens: int | str  # "T" if the number is only known on the device
     layer: Tensor  # any layer of the cache; all layers must have the same shape, dtype and device
@@ -120,14 +106,14 @@ def plan_mla(
         )
     if not in_kernel:
         record_fallback("latent attention", layer.device, f"{layer.dtype}")
-    absorbed: list[_Span] = []
-    expanded: list[_Span] = []
+    absorbed: list[Span] = []
+    expanded: list[Span] = []
     for b in np.flatnonzero((lengths > 0) & ~(absorbs & in_kernel)).tolist():
-        span = _span(query_starts, int(context_lens[b]), block_tables[b], b, layer)
+        span = Span.of(query_starts, int(context_lens[b]), block_tables[b], b, layer)
         (absorbed if absorbs[b] else expanded).append(span)
     rows = None
     if expanded:
-        rows = _to_device(np.flatnonzero(np.repeat(absorbs, lengths)), layer)
+        rows = to_device(np.flatnonzero(np.repeat(absorbs, lengths)), layer.device)
     most = max((len(span.blocks) for span in absorbed + expanded), default=0)
     gathered = layer.new_empty(most, block_size * width)
     num_tokens = int(query_starts[-1])
@@ -161,16 +147,6 @@ def runs_kernel(layer: Tensor) -> bool:
     return layer.dtype in FLOATS and use_triton(layer)
 
 
-def _span(query_starts: Ints, context: int, table: Ints, b: int, layer: Tensor) -> _Span:
-    tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
-    blocks = _to_device(table[: -(-context // layer.shape[3])], layer)
-    return _Span(tokens, blocks, context, _mask(tokens.stop - tokens.start, context, layer))
-
-
-def _to_device(numbers: Ints, layer: Tensor) -> Tensor:
-    return torch.from_numpy(numbers.astype(np.int64)).to(layer.device)
-
-
 def _absorbed_is_cheaper(
     query_len: int, context: int, rank: int, rope_dim: int, head_dim: int
 ) -> bool:
@@ -179,15 +155,6 @@ def _absorbed_is_cheaper(
     absorbed = query_len * rank * head_dim + pairs * (2 * rank + rope_dim)
     expanded = context * rank * head_dim + pairs * (head_dim + rope_dim)
     return absorbed <= expanded
-
-
-def _mask(query_len: int, context: int, layer: Tensor) -> Tensor | None:
-    if query_len in (1, context):
-        return None
-    positions = np.arange(context)
-    seen = positions <= positions[context - query_len :, None]
-    mask = np.where(seen, np.float32(0), np.float32(-np.inf))
-    return torch.from_numpy(mask).to(layer.device)
 
 
 def mla_attention(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan, scale: float) -> Tensor:
@@ -214,21 +181,14 @@ def mla_attention(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan, scale
     if plan.rows is None:
         return _absorbed(query, layer, keys_up, values_up, plan, scale)
     out = query.new_empty(*query.shape[:2], values_up.shape[1])
-    assert plan.rows is not None
     if len(plan.rows):
         picked = query[plan.rows]
         out[plan.rows] = _absorbed(picked, layer, keys_up, values_up, plan, scale)
     for span in plan.expanded:
-        rows = _gather(layer, span, plan.gathered, query.dtype)
-        _naive(out[span.tokens], query[span.tokens], rows, keys_up, values_up, span.mask, scale)
+        tokens = span.tokens
+        rows = span.gather(layer, plan.gathered, query.dtype)
+        attend_expanded_(out[tokens], query[tokens], rows, keys_up, values_up, span.mask, scale)
     return out
-
-
-def _gather(layer: Tensor, span: _Span, gathered: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the cached rows [context, R + P] of the span's sequence, converted to `dtype`."""
-    blocks = layer.view(layer.shape[1], -1)
-    found = torch.index_select(blocks, 0, span.blocks, out=gathered[: len(span.blocks)])
-    return found.view(-1, layer.shape[4])[: span.context].to(dtype)
 
 
 def _absorbed(
@@ -251,8 +211,8 @@ def _absorbed(
     start = 0
     for span in plan.absorbed:
         stop = start + span.tokens.stop - span.tokens.start
-        rows = _gather(layer, span, plan.gathered, query.dtype)
-        _attend_rows(sums[:, start:stop], wide[start:stop], rows, span.mask, scale)
+        rows = span.gather(layer, plan.gathered, query.dtype)
+        attend_absorbed_(sums[:, start:stop], wide[start:stop], rows, span.mask, scale)
         start = stop
     return torch.bmm(sums, values_up.transpose(1, 2)).transpose(0, 1)
 
@@ -262,66 +222,6 @@ def _by_head(x: Tensor, weight: Tensor, batch_invariant: bool) -> Tensor:
     if batch_invariant:
         return batch_invariant_bmm(x, weight)
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
-
-
-def _attend_rows(
-    sums: Tensor, query: Tensor, rows: Tensor, mask: Tensor | None, scale: float
-) -> None:
-    """Compute attention of `query` [L, H, R + P] over `rows` [C, R + P], which all heads share.
-
-    The weighted sums of the latents are written to `sums` [H, L, R].
-    """
-    rank = sums.shape[2]
-    if len(query) == 1:
-        probs = (query[0] @ rows.T).mul_(scale).softmax(-1)
-        torch.matmul(probs, rows[:, :rank], out=sums[:, 0])
-        return
-    mask = None if mask is None else mask.to(query.dtype)
-    # torch's fused attention needs values as wide as keys. So the rotated keys are summed too, and
-    # the last P features of the result are dropped.
-    shared = rows.expand(1, len(sums), -1, -1)
-    out = functional.scaled_dot_product_attention(
-        query.transpose(0, 1)[None], shared, shared, mask, is_causal=mask is None, scale=scale
-    )
-    sums.copy_(out[0, :, :, :rank])
-
-
-def _naive(
-    out: Tensor,
-    query: Tensor,
-    rows: Tensor,
-    keys_up: Tensor,
-    values_up: Tensor,
-    mask: Tensor | None,
-    scale: float,
-) -> None:
-    """Compute the expanded form for `query` [L, H, Q + P] over the cached `rows` [C, R + P].
-
-    The result is written to `out` [L, H, V]. Keys and values are expanded for some heads at once.
-    """
-    query_dim, rank = keys_up.shape[1:]
-    value_dim = values_up.shape[1]
-    latents, shared_key = rows[:, :rank], rows[:, rank:]
-    mask = None if mask is None else mask.to(query.dtype)
-    # Pad keys or values to equal width, as torch's fused attention requires.
-    width = max(query.shape[2], value_dim)
-    padded = functional.pad(query, (0, width - query.shape[2])).transpose(0, 1)
-    for heads in _head_groups(len(keys_up), 2 * len(rows) * width * rows.itemsize):
-        shape = (heads.stop - heads.start, len(rows), width)
-        keys, values = rows.new_zeros(shape), rows.new_zeros(shape)
-        keys[:, :, :query_dim] = latents @ keys_up[heads].transpose(1, 2)
-        keys[:, :, query_dim : query.shape[2]] = shared_key
-        values[:, :, :value_dim] = latents @ values_up[heads].transpose(1, 2)
-        found = functional.scaled_dot_product_attention(
-            padded[None, heads], keys[None], values[None], mask, is_causal=mask is None, scale=scale
-        )
-        out[:, heads] = found[0, :, :, :value_dim].transpose(0, 1)
-
-
-def _head_groups(num_heads: int, head_bytes: int) -> Iterator[slice]:
-    size = max(1, MAX_NAIVE_BYTES // head_bytes)
-    for start in range(0, num_heads, size):
-        yield slice(start, min(start + size, num_heads))
 
 
 def _check_layer(layer: Tensor, rank: int) -> None:
@@ -375,20 +275,3 @@ def mla_attention_reference(
             probs = scores.masked_fill(unseen, -torch.inf).softmax(-1)
             out[tokens, head] = probs @ (latents @ up[head, query_dim:].T)
     return out
-
-
-def aot_cases() -> Iterator[AotCase]:
-    """Yield cases for DeepSeek V3 with 16 heads, as on one of eight ranks, and with all 128."""
-    kernels = ("attend_tiles",)
-    yield AotCase("deepseek v3, tp 8", lambda: _aot_call(16, 1), kernels, kernels)
-    yield AotCase("deepseek v3", lambda: _aot_call(128, 512), kernels, kernels)
-    products = ("attend_tiles", "_matmul_kernel")
-    yield AotCase("deepseek v3, one path", lambda: _aot_call(16, 64, True), products)
-
-
-def _aot_call(num_heads: int, max_query: int, one_path: bool = False) -> None:
-    layer, up = meta(1, 1024, 1, 64, 576), meta(num_heads, 256, 512)
-    starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
-    tables = meta(32, 64, dtype=torch.int32)
-    plan = plan_mla_on_device(starts, contexts, tables, layer, 512, max_query, 4096, one_path)
-    mla_attention(meta(32 * max_query, num_heads, 192), layer, up, plan, 0.1)

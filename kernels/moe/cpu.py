@@ -15,7 +15,22 @@ import numpy.typing as npt
 from penstock.kernels.attention.cpu_inner import exp
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.partition import f32_array, partition
-from penstock.kernels.step_graph.opcodes import ALIGNMENT
+from penstock.kernels.step_graph.opcodes import (
+    ALIGNMENT,
+    CHOICES,
+    EXPERT_WEIGHTS,
+    LAYOUT,
+    NORMALISE,
+    NUM_EXPERTS,
+    OUT,
+    OUT_WIDTH,
+    SHARED,
+    SHARED_GATE,
+    TOP_K,
+    WEIGHT,
+    X_WIDTH,
+    X,
+)
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
@@ -34,13 +49,13 @@ def _dot(x: Floats, y: Floats) -> Any:
 @inner()
 def gemv(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
     """Compute x Wᵀ [T, E] for x [T, D] and a small unpacked weight W [E, D]."""
-    dim, num_outputs = op[2], op[4]
-    weight = f32_array(op[3], num_outputs * dim)
+    dim, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
+    weight = f32_array(op[WEIGHT], num_outputs * dim)
     first, last = partition(num_outputs * num_rows, me, count)
     for number in range(first, last):
         e, t = number // num_rows, number % num_rows
-        row = arena[op[1] + t * dim :][:dim]
-        arena[op[5] + t * num_outputs + e] = _dot(row, weight[e * dim : (e + 1) * dim])
+        row = arena[op[X] + t * dim :][:dim]
+        arena[op[OUT] + t * num_outputs + e] = _dot(row, weight[e * dim : (e + 1) * dim])
 
 
 @inner()
@@ -73,12 +88,13 @@ def _pop_largest(merits: Floats) -> int:
 @inner()
 def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
     """Choose each token's experts and weights, both [T, k], from logits [T, E] (overwritten)."""
-    num_experts, top_k = op[2], op[3]
+    num_experts, top_k = op[NUM_EXPERTS], op[TOP_K]
     merits, powers = np.empty(num_experts, np.float32), np.empty(num_experts, np.int32)
     first, last = partition(num_rows, me, count)
     for t in range(first, last):
-        chances = arena[op[1] + t * num_experts :][:num_experts]
-        weights, chosen = arena[op[5] + t * top_k :][:top_k], ints[op[6] + t * top_k :][:top_k]
+        chances = arena[op[X] + t * num_experts :][:num_experts]
+        weights = arena[op[OUT] + t * top_k :][:top_k]
+        chosen = ints[op[CHOICES] + t * top_k :][:top_k]
         _softmax(chances, powers)
         for e in range(num_experts):  # a NaN ranks below every other score
             merits[e] = chances[e] if chances[e] == chances[e] else _f32(-1)
@@ -87,7 +103,7 @@ def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, 
             chosen[rank] = _pop_largest(merits)
             weights[rank] = chances[chosen[rank]]
             total += weights[rank]
-        for rank in range(top_k if op[4] else 0):
+        for rank in range(top_k if op[NORMALISE] else 0):
             weights[rank] /= total + _f32(1e-20)
 
 
@@ -108,9 +124,10 @@ def permute_index(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
     """
     if me > 0:
         return
-    num_experts = op[2]
-    starts, counts = ints[op[1] :][:num_experts], ints[op[1] + num_experts :][:num_experts]
-    choices, at = ints[op[4] :][: num_rows * op[3]], 0
+    num_experts = op[NUM_EXPERTS]
+    starts = ints[op[LAYOUT] :][:num_experts]
+    counts = ints[op[LAYOUT] + num_experts :][:num_experts]
+    choices, at = ints[op[CHOICES] :][: num_rows * op[TOP_K]], 0
     counts[:] = 0
     for expert in choices:
         counts[expert] += 1
@@ -127,13 +144,13 @@ def permute_index(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
 @inner()
 def permute(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
     """Copy each token's row to the rows of the token's choices."""
-    dim, top_k = op[2], op[5]
+    dim, top_k = op[X_WIDTH], op[TOP_K]
     first, last = partition(num_rows * top_k, me, count)
     for number in range(first, last):
-        row = arena[op[1] + number // top_k * dim :][:dim]
-        made = arena[op[3] + ints[op[4] + number] * dim :][:dim]
+        row = arena[op[X] + number // top_k * dim :][:dim]
+        target = arena[op[OUT] + ints[op[CHOICES] + number] * dim :][:dim]
         for i in range(dim):
-            made[i] = row[i]
+            target[i] = row[i]
 
 
 @inner()
@@ -150,23 +167,23 @@ def unpermute_sum(
     The output of the shared expert, if any, is added. If the shared expert has a gate, the output
     is multiplied by the gate's sigmoid first. Threads split the columns.
     """
-    dim, top_k, shared_at, gate_at = op[2], op[5], op[7], op[8]
+    dim, top_k, shared_at, gate_at = op[X_WIDTH], op[TOP_K], op[SHARED], op[SHARED_GATE]
     first, last = partition(dim // 16, me, count)
     first, size = first * 16, (last - first) * 16
     for t in range(num_rows):
-        out = arena[op[6] + t * dim + first :][:size]
+        out = arena[op[OUT] + t * dim + first :][:size]
         for rank in range(top_k):
             number = t * top_k + rank
-            weight, row = arena[op[3] + number], ints[op[4] + number]
-            made = arena[op[1] + row * dim + first :][:size]
+            weight, row = arena[op[EXPERT_WEIGHTS] + number], ints[op[CHOICES] + number]
+            output = arena[op[X] + row * dim + first :][:size]
             if rank == 0:
                 for i in range(size):
-                    out[i] = weight * made[i]
+                    out[i] = weight * output[i]
             else:
                 for i in range(size):
-                    out[i] += weight * made[i]
+                    out[i] += weight * output[i]
         if shared_at >= 0:
             weight = _sigmoid(arena[gate_at + t]) if gate_at >= 0 else _f32(1)
-            made = arena[shared_at + t * dim + first :][:size]
+            output = arena[shared_at + t * dim + first :][:size]
             for i in range(size):
-                out[i] += weight * made[i]
+                out[i] += weight * output[i]

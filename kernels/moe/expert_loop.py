@@ -24,10 +24,10 @@ def moe_forward(
     one expert for rows [n, D]. A token's outputs are summed in the order of the token's choices.
     """
     top_k = experts.shape[1]
-    made = torch.empty(experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
+    outputs = torch.empty(experts.numel(), x.shape[1], dtype=x.dtype, device=x.device)
     for expert, choices in expert_groups(experts, num_experts):
-        made[choices] = run(expert, x[choices // top_k])
-    weighted = made.view(*experts.shape, -1) * weights.to(x.dtype)[:, :, None]
+        outputs[choices] = run(expert, x[choices // top_k])
+    weighted = outputs.view(*experts.shape, -1) * weights.to(x.dtype)[:, :, None]
     out = weighted[:, 0]
     for rank in range(1, top_k):
         out += weighted[:, rank]

@@ -6,28 +6,20 @@ optionally divided by their sum, and multiplied by a scale (Shazeer et al., 2017
 logit; experts may be chosen by p + bias, while the weights remain p; and only experts of the
 token's best groups may be chosen.
 
-The kernel runs one program per token, with the experts in a tile [groups, experts per group]. On
-ties, the kernel chooses the lowest expert number. A NaN ranks below every other score, so even a
-token with NaN logits gets k valid, distinct experts and does not affect other tokens.
+On ties, the Triton kernel (`triton_routing`) chooses the lowest expert number. A NaN ranks below
+every other score, so even a token with NaN logits gets k valid, distinct experts and does not
+affect other tokens.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.activation.op import sigmoid
-from penstock.kernels.triton_common.aot import AotCase, meta
-from penstock.kernels.triton_common.launch import (
-    FLOATS,
-    check,
-    jit,
-    launch,
-    power_of_2,
-    tl,
-    use_triton,
-)
+from penstock.kernels.checks import FLOATS, check
+from penstock.kernels.moe.triton_routing import route_triton
+from penstock.kernels.triton_common.launch import use_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +47,18 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
         Experts [T, k], int32 on a GPU and int64 on a CPU, and weights [T, k] float32.
     """
     if use_triton(logits):
-        return _route_on_device(logits, routing, bias)
+        _check(logits, routing, bias)
+        return route_triton(
+            logits,
+            bias,
+            top_k=routing.top_k,
+            normalise=routing.normalise,
+            sigmoid=routing.sigmoid,
+            num_groups=routing.num_groups,
+            top_groups=routing.top_groups,
+            group_best=routing.group_best,
+            scale=routing.scale,
+        )
     wide = logits.to(torch.float32)
     chances = sigmoid(wide) if routing.sigmoid else wide.softmax(-1)
     merits = chances if bias is None else chances + bias
@@ -99,109 +102,6 @@ def route_reference(
     return torch.tensor(chosen), torch.stack(weights)
 
 
-@jit
-def _route(
-    logits,  # [T, E] with a row stride of logits_stride
-    bias,  # [E] float32; read only with HAS_BIAS
-    experts,  # [T, TOP_K] int32
-    weights,  # [T, TOP_K] float32
-    logits_stride,
-    scale,
-    NUM_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    GROUP_BEST: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GROUPS: tl.constexpr,  # NUM_GROUPS, rounded up to a power of two
-    MEMBERS: tl.constexpr,  # GROUP_SIZE, rounded up to a power of two
-    RANKS: tl.constexpr,  # TOP_K, rounded up to a power of two
-):
-    """Choose the experts of one token and compute their weights. One program per token."""
-    token = tl.program_id(0).to(tl.int64)
-    group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)
-    inside = (group[:, None] < NUM_GROUPS) & (member[None, :] < GROUP_SIZE)
-    name = group[:, None] * GROUP_SIZE + member[None, :]
-    row = tl.load(logits + token * logits_stride + name, mask=inside, other=float("-inf"))
-    row = row.to(tl.float32)
-    if SIGMOID:
-        chance = 1 / (1 + tl.exp(-row))
-    else:
-        chance = tl.exp(row - tl.max(tl.max(row, axis=1), axis=0))
-        chance = chance / tl.sum(tl.sum(chance, axis=1), axis=0)
-    merit = chance
-    if HAS_BIAS:
-        merit += tl.load(bias + name, mask=inside, other=0.0)
-    merit = tl.where(merit == merit, merit, -1e30)
-    merit = tl.where(inside, merit, float("-inf"))
-
-    if TOP_GROUPS < NUM_GROUPS:
-        worth = tl.zeros((GROUPS,), tl.float32)
-        left = merit
-        for _ in tl.static_range(GROUP_BEST):
-            worth += tl.max(left, axis=1)
-            left = tl.where(member[None, :] == tl.argmax(left, axis=1)[:, None], -1e30, left)
-        worth = tl.where(group < NUM_GROUPS, worth, float("-inf"))
-        allowed = group < 0
-        for _ in tl.static_range(TOP_GROUPS):
-            best = group == tl.argmax(worth, axis=0)
-            allowed = allowed | best
-            worth = tl.where(best, float("-inf"), worth)
-        merit = tl.where(allowed[:, None], merit, float("-inf"))
-
-    merit = tl.reshape(merit, (GROUPS * MEMBERS,))
-    chance = tl.reshape(chance, (GROUPS * MEMBERS,))
-    name = tl.reshape(name, (GROUPS * MEMBERS,))
-    at, rank = tl.arange(0, GROUPS * MEMBERS), tl.arange(0, RANKS)
-    chosen = tl.zeros((RANKS,), tl.int32)
-    weight = tl.zeros((RANKS,), tl.float32)
-    for number in tl.static_range(TOP_K):
-        best = at == tl.argmax(merit, axis=0)
-        chosen = tl.where(rank == number, tl.sum(tl.where(best, name, 0), axis=0), chosen)
-        weight = tl.where(rank == number, tl.sum(tl.where(best, chance, 0.0), axis=0), weight)
-        merit = tl.where(best, float("-inf"), merit)
-    if NORMALISE:
-        weight = weight / (tl.sum(weight, axis=0) + 1e-20)
-    tl.store(experts + token * TOP_K + rank, chosen, mask=rank < TOP_K)
-    tl.store(weights + token * TOP_K + rank, weight * scale, mask=rank < TOP_K)
-
-
-def _route_on_device(
-    logits: Tensor, routing: Routing, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    _check(logits, routing, bias)
-    num_tokens, num_experts = logits.shape
-    shape = (num_tokens, routing.top_k)
-    experts = logits.new_empty(shape, dtype=torch.int32)
-    weights = logits.new_empty(shape, dtype=torch.float32)
-    group_size = num_experts // routing.num_groups
-    launch(
-        _route,
-        (num_tokens,),
-        logits,
-        weights if bias is None else bias,
-        experts,
-        weights,
-        logits.stride(0),
-        routing.scale,
-        NUM_GROUPS=routing.num_groups,
-        GROUP_SIZE=group_size,
-        TOP_K=routing.top_k,
-        TOP_GROUPS=routing.top_groups,
-        GROUP_BEST=min(routing.group_best, group_size),
-        SIGMOID=routing.sigmoid,
-        NORMALISE=routing.normalise,
-        HAS_BIAS=bias is not None,
-        GROUPS=power_of_2(routing.num_groups),
-        MEMBERS=power_of_2(group_size),
-        RANKS=power_of_2(routing.top_k),
-        num_warps=1,
-    )
-    return experts, weights
-
-
 def _check(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
     num_experts = logits.shape[-1]
     check("logits", logits, ("T", "E"), FLOATS)
@@ -218,13 +118,3 @@ def _check(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
     allowed = num_experts // routing.num_groups * routing.top_groups
     if not 0 < routing.top_k <= allowed:
         raise ValueError(f"routing: top_k from 1 to {allowed} expected, not {routing.top_k}")
-
-
-def aot_cases() -> Iterator[AotCase]:
-    plain, deepseek = Routing(8, True), Routing(8, True, True, 8, 4, 2, 2.5)
-    wide = {"dtype": torch.float32}
-    yield AotCase("qwen3 moe: 8 of 128", lambda: route(meta(64, 128), plain))
-    yield AotCase(
-        "deepseek v3: 8 of 256, grouped",
-        lambda: route(meta(64, 256, **wide), deepseek, meta(256, **wide)),
-    )

@@ -50,14 +50,14 @@ def norm_row(
     If `more` is not empty, its row is first added to the row of `x`, in place. `spare` is scratch.
     """
     width = len(weight)
-    row, made = x[at : at + width], out[out_at : out_at + width]
+    row, normed = x[at : at + width], out[out_at : out_at + width]
     if len(more):
         added = more[more_at : more_at + width]
         for i in range(width):
             row[i] += added[i]
     scale = _f32(1) / np.sqrt(_mean_square(x, at, width, spare) + _f32(eps))
     for i in range(width):
-        made[i] = row[i] * scale * weight[i]
+        normed[i] = row[i] * scale * weight[i]
 
 
 @inner()

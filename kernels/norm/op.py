@@ -5,11 +5,11 @@
     layer:      y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias
 
 `x` is [..., D], `weight` and `bias` are [D], all of the same floating dtype. The functions return a
-new tensor like `x`; functions whose name ends in `_` replace `x`. On a GPU, each row is read once,
-normalized in float32 and written once. The result for a row does not depend on other rows.
+new tensor like `x`; functions whose name ends in `_` replace `x`. On a GPU, the arithmetic is
+float32 (`norm/triton`). The result for a row does not depend on other rows. float32 rows on a CPU
+are computed by numba loops (`norm/cpu`).
 """
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -17,29 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.kernels.checks import FLOATS, check
 from penstock.kernels.cpu_common.numba_runtime import (
     MIN_PARALLEL_ELEMENTS,
     configure_numba,
     has_numba,
 )
-from penstock.kernels.triton_common.aot import AotCase, meta
-from penstock.kernels.triton_common.launch import (
-    FLOATS,
-    check,
-    device_info,
-    jit,
-    launch,
-    power_of_2,
-    tl,
-    use_triton,
-)
-
-MAX_FEATURES = 1 << 16
-"""Maximum number of features of a row. One program holds the whole row in registers."""
-
-TILE = 4096
-"""Features per program; several short rows share one program. Tiles depend only on D, so the result
-is batch-invariant."""
+from penstock.kernels.norm.triton import MAX_FEATURES, norm_triton
+from penstock.kernels.triton_common.launch import use_triton
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -156,54 +141,6 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
     return (centred * scale * weight.double() + bias.double()).to(x.dtype)
 
 
-@jit(unspecialized=("num_rows",))
-def _norm_rows(
-    x,  # [T, H, D]
-    added,  # [T, H, D] contiguous, first added to `x` in place; or None
-    weight,  # [D]
-    bias,  # [D]; None for an RMS norm
-    out,  # [T, H, D]
-    num_rows,  # T H
-    num_heads,  # H
-    x_token,  # stride of the tokens in `x`, in elements
-    x_head,  # stride of the heads in `x`, in elements
-    out_token,  # stride of the tokens in `out`, in elements
-    out_head,  # stride of the heads in `out`, in elements
-    eps,
-    ABOVE_ONE: tl.constexpr,  # multiply by 1 + weight
-    DIM: tl.constexpr,  # D
-    SIZE: tl.constexpr,  # D rounded up to a power of two
-    ROWS: tl.constexpr,  # rows per program
-):
-    """Normalize ROWS rows of D features. Grid: [num_rows / ROWS]."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, SIZE)
-    inside = columns < DIM
-    mask = (rows < num_rows)[:, None] & inside[None, :]
-    tokens = rows // num_heads
-    heads = rows % num_heads
-    offsets = (tokens * x_token + heads * x_head)[:, None] + columns[None, :]
-    values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-    if added is not None:
-        values += tl.load(added + rows[:, None] * DIM + columns[None, :], mask=mask, other=0.0)
-        # Normalize the rounded sum, which is the value stored in the residual stream.
-        rounded = values.to(x.dtype.element_ty)
-        tl.store(x + offsets, rounded, mask=mask)
-        values = rounded.to(tl.float32)
-    scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    if ABOVE_ONE:
-        scales += 1.0
-    if bias is not None:
-        mean = tl.sum(values, axis=1) / DIM
-        values = tl.where(mask, values - mean[:, None], 0.0)
-    power = tl.sum(values * values, axis=1) / DIM
-    normal = values * tl.rsqrt(power + eps)[:, None] * scales[None, :]
-    if bias is not None:
-        normal += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    offsets = (tokens * out_token + heads * out_head)[:, None] + columns[None, :]
-    tl.store(out + offsets, normal.to(out.dtype.element_ty), mask=mask)
-
-
 def _normalised(
     x: Tensor,
     weight: Tensor,
@@ -228,7 +165,7 @@ def _norm(
     eps: float,
     above_one: bool,
 ) -> None:
-    """Launch `_norm_rows` for `x` and `out` of shape [T, D] or [T, H, D].
+    """Check the arguments of `norm_triton`, and call it.
 
     If `added` is given, errors use the names of the public functions: `hidden` for the parameter
     `x`, and `x` for `added`.
@@ -240,54 +177,6 @@ def _norm(
         check("bias", bias, [dim], [x.dtype], like=x)
     if added is not None:
         check("x", added, list(x.shape), [x.dtype], like=x)
-        added = added.contiguous()
     if not 0 < dim <= MAX_FEATURES:
         raise ValueError(f"{name}: rows of 1 to {MAX_FEATURES} features expected, not of {dim}")
-    x, out = (each[:, None] if each.dim() == 2 else each for each in (x, out))
-    size = power_of_2(dim)
-    rows = max(1, TILE // size)
-    launch(
-        _norm_rows,
-        (-(-x.shape[0] * x.shape[1] // rows),),
-        x,
-        added,
-        weight,
-        bias,
-        out,
-        x.shape[0] * x.shape[1],
-        x.shape[1],
-        *x.stride()[:2],
-        *out.stride()[:2],
-        eps,
-        ABOVE_ONE=above_one,
-        DIM=dim,
-        SIZE=size,
-        ROWS=rows,
-        num_warps=device_info(x).warps(max(128, min(512, size // 32))),
-    )
-
-
-def aot_cases() -> Iterator[AotCase]:
-    streams = ("_norm_rows",)
-    weight = meta(4096)
-    yield AotCase("rms 4096", lambda: rms_norm(meta(64, 4096), weight, 1e-5), streams=streams)
-    yield AotCase(
-        "add and rms 4096",
-        lambda: fused_add_rms_norm(meta(64, 4096), meta(64, 4096), weight, 1e-5),
-        streams=streams,
-    )
-    yield AotCase(
-        "add and rms above one 3584",
-        lambda: fused_add_gemma_rms_norm(meta(64, 3584), meta(64, 3584), meta(3584), 1e-6),
-        streams=streams,
-    )
-    yield AotCase(
-        "add and layer 8192",
-        lambda: fused_add_layer_norm(meta(64, 8192), meta(64, 8192), meta(8192), meta(8192), 1e-5),
-        streams=streams,
-    )
-    yield AotCase(
-        "heads 128, in place",
-        lambda: rms_norm_(meta(64, 48, 128)[:, :32], meta(128), 1e-6),
-        streams=streams,
-    )
+    norm_triton(x, added, weight, bias, out, eps, above_one)

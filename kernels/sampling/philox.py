@@ -10,7 +10,7 @@ choice, purpose); `word` is the word with the number token % 4. The token with t
 is a sample from softmax(logits).
 
 The numba version (`sampling/cpu_philox`), the numpy version (this file) and the Triton version
-(`op`) are bitwise identical.
+(`gumbel` of `sampling/triton`) are bitwise identical.
 """
 
 from collections.abc import Callable, Sequence
@@ -151,12 +151,12 @@ def gumbel_(words: Floats) -> Floats:
     # As in log1p: with r = 1 - u rounded, -log(1 - u) = -log(r) u / (1 - r), or u if r is 1.
     rest = 1 - uniform
     lost = 1 - rest
-    gone = lost == 0
-    np.copyto(lost, 1, where=gone)
+    is_zero = lost == 0
+    np.copyto(lost, 1, where=is_zero)
     scale = np.divide(uniform, lost, out=lost)
     surprise = np.multiply(_log_(rest, words), scale, out=rest)
     np.negative(surprise, out=surprise)
-    np.copyto(surprise, uniform, where=gone)
+    np.copyto(surprise, uniform, where=is_zero)
     return np.negative(_log_(surprise, lost), out=words)
 
 

@@ -34,22 +34,55 @@ from penstock.kernels.moe import cpu as expert_loops
 from penstock.kernels.norm.cpu import norm_row
 from penstock.kernels.step_graph.opcodes import (
     ADD,
+    ADDED,
     ALIGNMENT,
+    ANGLES,
     ATTEND,
-    CHOOSE,
+    BATCH_INVARIANT,
+    BIAS,
+    BIAS_SIZE,
+    BLOCK_SIZE,
+    CAP,
     CONTINUES,
     COUNT,
+    EPS,
     FIRST,
     GATE,
-    GATHER,
-    INT8_PRODUCT,
-    MIX,
+    GATE_KIND,
+    GEMV,
+    GROUP_SIZE,
+    HEAD_DIM,
+    INTERLEAVED,
+    LAYER_SIZE,
+    LAYER_START,
+    MATMUL_F32,
+    MATMUL_INT8,
     NEXT,
     NORM,
-    PRODUCT,
+    NUM_GROUPS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    OPCODE,
+    OUT,
+    OUT_WIDTH,
+    PERMUTE,
+    PERMUTE_INDEX,
     QUANTIZE,
-    SCORE,
-    SORT,
+    ROTARY_DIM,
+    ROW_SCALES,
+    SCALE,
+    SINKS,
+    SLOPES,
+    TOPK_SOFTMAX,
+    UNPERMUTE_SUM,
+    VALUES_START,
+    WEIGHT,
+    WEIGHT_SCALES,
+    WEIGHT_SIZE,
+    WINDOW,
+    X_WIDTH,
+    ZERO_POINT_CORRECTION,
+    X,
 )
 
 _f32_avx512_columns: Any = cpu_f32_avx512.compute_columns
@@ -71,25 +104,26 @@ _LINE = 16  # number of float32 in a cache line
 
 @inner()
 def _norm(op: Longs, eps: float, arena: Floats, num_rows: int, me: int, count: int) -> None:
-    """Execute opcode NORM, see `GraphBuilder.norm`."""
-    groups, dim, more = op[3], op[4], arena if op[8] >= 0 else arena[:0]
-    weight, spare = _floats(op[5], dim), np.empty(16, np.float32)
-    first, last = _partition(num_rows * groups, me, count)
+    """Execute opcode NORM, see `operations.Norm`."""
+    num_groups, dim, more = op[NUM_GROUPS], op[GROUP_SIZE], arena if op[ADDED] >= 0 else arena[:0]
+    weight, spare = _floats(op[WEIGHT], dim), np.empty(16, np.float32)
+    first, last = _partition(num_rows * num_groups, me, count)
     for number in range(first, last):
-        t, group = number // groups, number % groups
-        at, out_at = op[1] + t * op[2] + group * dim, op[6] + t * op[7] + group * dim
-        norm_row(arena, at, more, op[8] + t * dim, weight, eps, arena, out_at, spare)
+        t, group = number // num_groups, number % num_groups
+        at = op[X] + t * op[X_WIDTH] + group * dim
+        out_at = op[OUT] + t * op[OUT_WIDTH] + group * dim
+        norm_row(arena, at, more, op[ADDED] + t * dim, weight, eps, arena, out_at, spare)
 
 
 @inner()
 def _linear(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Execute opcode PRODUCT, see `GraphBuilder.linear`."""
-    num_inputs, num_outputs = op[2], op[8]
-    x, y = arena[op[1] + first_row * num_inputs :], arena[op[7] + first_row * num_outputs :]
-    panels, bias = _floats(op[3], op[4]), _floats(op[5], op[6])
-    if HAS_AMX and (op[9] or num_rows >= MIN_AMX_ROWS):
+    """Execute opcode MATMUL_F32, see `operations.MatmulF32`."""
+    num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
+    x, y = arena[op[X] + first_row * num_inputs :], arena[op[OUT] + first_row * num_outputs :]
+    panels, bias = _floats(op[WEIGHT], op[WEIGHT_SIZE]), _floats(op[BIAS], op[BIAS_SIZE])
+    if HAS_AMX and (op[BATCH_INVARIANT] or num_rows >= MIN_AMX_ROWS):
         first, last = _partition(num_outputs // ALIGNMENT, me, count)
         if first < last:
             _f32_amx_columns(
@@ -106,30 +140,32 @@ def _linear(
 def _quantize(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Execute opcode QUANTIZE: quantize the activations of an INT8 linear layer."""
-    width = op[2]
-    x = arena[op[1] + first_row * width :][: num_rows * width].reshape(num_rows, width)
+    """Execute opcode QUANTIZE, see `operations.Quantize`."""
+    width = op[X_WIDTH]
+    x = arena[op[X] + first_row * width :][: num_rows * width].reshape(num_rows, width)
     bytes_at = first_row * width
-    qvalues = arena[op[3] :].view(np.uint8)[bytes_at:][: num_rows * width].reshape(num_rows, width)
+    qvalues = arena[op[OUT] :].view(np.uint8)[bytes_at:][: num_rows * width]
+    row_scales = arena[op[ROW_SCALES] + first_row :][:num_rows]
     first, last = _partition(num_rows, me, count)
-    quantize_rows(x, qvalues, arena[op[4] + first_row :][:num_rows], first, last)
+    quantize_rows(x, qvalues.reshape(num_rows, width), row_scales, first, last)
 
 
 @inner()
 def _int8_linear(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Execute opcode INT8_PRODUCT, see `GraphBuilder.linear`."""
-    num_outputs = op[9]
-    qvalues = arena[op[1] :].view(np.uint8)[first_row * op[2] :]
-    y, factors = arena[op[8] + first_row * num_outputs :], arena[op[10] + first_row :]
-    weights, shifts = _bytes(op[3], op[4]), _sums(op[5], num_outputs)
-    scales, bias = _floats(op[6], num_outputs), _floats(op[7], num_outputs)
+    """Execute opcode MATMUL_INT8, see `operations.MatmulInt8`."""
+    num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
+    qvalues = arena[op[X] :].view(np.uint8)[first_row * num_inputs :]
+    y, row_scales = arena[op[OUT] + first_row * num_outputs :], arena[op[ROW_SCALES] + first_row :]
+    weights = _bytes(op[WEIGHT], op[WEIGHT_SIZE])
+    correction = _sums(op[ZERO_POINT_CORRECTION], num_outputs)
+    scales, bias = _floats(op[WEIGHT_SCALES], num_outputs), _floats(op[BIAS], num_outputs)
     first, last = _partition(num_outputs // ALIGNMENT, me, count)
     if HAS_AMX and first < last:
         _int8_amx_columns(
-            qvalues, num_rows, op[2], weights, shifts, factors, scales, bias, y, num_outputs, first,
-            last,
+            qvalues, num_rows, num_inputs, weights, correction, row_scales, scales, bias, y,
+            num_outputs, first, last,
         )  # fmt: skip
 
 
@@ -139,12 +175,13 @@ def _attend(
     tables: Any, me: int, count: int,
 ) -> None:  # fmt: skip
     """Execute opcode ATTEND; pairs of a token and a KV head are assigned to threads in turn."""
-    num_heads, num_kv_heads, head_dim, block_size = op[2], op[3], op[4], op[5]
+    num_heads, num_kv_heads, head_dim = op[NUM_HEADS], op[NUM_KV_HEADS], op[HEAD_DIM]
+    block_size, values_at, window = op[BLOCK_SIZE], op[VALUES_START], op[WINDOW]
     num_rows, group, all_heads = len(slots), num_heads // num_kv_heads, num_heads + 2 * num_kv_heads
-    query = arena[op[1] :][: num_rows * all_heads * head_dim].reshape(num_rows, all_heads, head_dim)
-    out = arena[op[6] :][: num_rows * num_heads * head_dim].reshape(num_rows, num_heads, head_dim)
-    rows, values_at, window = cache[op[10] : op[10] + op[11]], op[12], op[13]
-    sinks, slopes = _floats(op[14], num_heads), _floats(op[15], num_heads)
+    query = arena[op[X] :][: num_rows * all_heads * head_dim].reshape(num_rows, all_heads, head_dim)
+    out = arena[op[OUT] :][: num_rows * num_heads * head_dim].reshape(num_rows, num_heads, head_dim)
+    rows = cache[op[LAYER_START] : op[LAYER_START] + op[LAYER_SIZE]]
+    sinks, slopes = _floats(op[SINKS], num_heads), _floats(op[SLOPES], num_heads)
     longest = 0
     for context in contexts:
         longest = max(longest, context)
@@ -176,15 +213,15 @@ def _attend(
 @inner()
 def _rotate(op: Longs, arena: Floats, heads: Any, t: int, head: int) -> None:
     """Apply the rotary embedding to one KV head's queries and key of token `t`, in place."""
-    num_heads, num_kv_heads, rotary_dim = op[2], op[3], op[8]
-    if op[7] < 0:
+    num_heads, num_kv_heads, rotary_dim = op[NUM_HEADS], op[NUM_KV_HEADS], op[ROTARY_DIM]
+    if op[ANGLES] < 0:
         return
-    cosines = arena[op[7] + 2 * t * rotary_dim :][:rotary_dim]
-    sines = arena[op[7] + (2 * t + 1) * rotary_dim :][:rotary_dim]
+    cosines = arena[op[ANGLES] + 2 * t * rotary_dim :][:rotary_dim]
+    sines = arena[op[ANGLES] + (2 * t + 1) * rotary_dim :][:rotary_dim]
     group = num_heads // num_kv_heads
     for number in range(group + 1):
         one = heads[num_heads + head if number == group else head * group + number]
-        if op[9]:
+        if op[INTERLEAVED]:
             rope_interleaved(one, cosines, sines)
         else:
             rope_neox(one, cosines, sines)
@@ -194,23 +231,23 @@ def _rotate(op: Longs, arena: Floats, heads: Any, t: int, head: int) -> None:
 def _gate(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Execute opcode GATE, see `GraphBuilder.gate`."""
-    inner, scratch = op[2], gate_scratch()
+    """Execute opcode GATE, see `operations.Gate`."""
+    inner, scratch = op[OUT_WIDTH], gate_scratch()
     first, last = _partition(inner // 16, me, count)
     for t in range(first_row, first_row + num_rows):
         for begin in range(first * 16, last * 16, COLUMNS_AT_ONCE):
-            at, size = op[1] + 2 * t * inner + begin, min(COLUMNS_AT_ONCE, last * 16 - begin)
+            at, size = op[X] + 2 * t * inner + begin, min(COLUMNS_AT_ONCE, last * 16 - begin)
             gate_columns(
                 arena[at : at + size], arena[at + inner :][:size],
-                arena[op[3] + t * inner + begin :][:size], op[4] == 1, scratch,
+                arena[op[OUT] + t * inner + begin :][:size], op[GATE_KIND] == 1, scratch,
             )  # fmt: skip
 
 
 @inner()
 def _add(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
-    """Execute opcode ADD, see `GraphBuilder.add`."""
-    first, last = _partition(num_rows * op[2], me, count)
-    x, more = arena[op[1] + first : op[1] + last], arena[op[3] + first : op[3] + last]
+    """Execute opcode ADD, see `operations.Add`."""
+    first, last = _partition(num_rows * op[X_WIDTH], me, count)
+    x, more = arena[op[X] + first : op[X] + last], arena[op[ADDED] + first : op[ADDED] + last]
     for i in range(len(x)):
         x[i] += more[i]
 
@@ -218,16 +255,17 @@ def _add(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
 @inner()
 def _prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> int:
     """Prefetch the next cache line of this thread's weights; return `num_prefetched` + 1."""
-    if op[0] == INT8_PRODUCT:
-        first, last = _partition(op[9] // ALIGNMENT, me, count)
-        at = first * op[2] * ALIGNMENT + num_prefetched * 64
-        if at < last * op[2] * ALIGNMENT:
-            prefetch(_bytes(op[3], op[4]), at)
+    num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
+    if op[OPCODE] == MATMUL_INT8:
+        first, last = _partition(num_outputs // ALIGNMENT, me, count)
+        at = first * num_inputs * ALIGNMENT + num_prefetched * 64
+        if at < last * num_inputs * ALIGNMENT:
+            prefetch(_bytes(op[WEIGHT], op[WEIGHT_SIZE]), at)
         return num_prefetched + 1
-    first, last = _partition(-(-op[8] // PANEL), me, count)
-    at = first * op[2] * PANEL + num_prefetched * _LINE
-    if at < last * op[2] * PANEL:
-        prefetch(_floats(op[3], op[4]), at)
+    first, last = _partition(-(-num_outputs // PANEL), me, count)
+    at = first * num_inputs * PANEL + num_prefetched * _LINE
+    if at < last * num_inputs * PANEL:
+        prefetch(_floats(op[WEIGHT], op[WEIGHT_SIZE]), at)
     return num_prefetched + 1
 
 
@@ -237,31 +275,31 @@ MAX_PREFETCHED_LINES = (1 << 20) // 64
 
 @inner()
 def _compute(
-    op: Longs, eps: float, cap: float, ints: Longs, arena: Floats, cache: Any, slots: Longs,
+    op: Longs, floats: Floats, ints: Longs, arena: Floats, cache: Any, slots: Longs,
     contexts: Longs, tables: Any, rotation: int, me: int, count: int,
 ) -> None:  # fmt: skip
     """Execute this thread's part of an operation.
 
     Args:
-        eps: the operation's first float parameter.
-        cap: the operation's second float parameter.
+        floats: [NUM_FLOATS] the operation's float parameters.
         rotation: number of products since the last barrier. The threads' parts of a small product
             differ in size; the rotation gives each thread different parts of successive products.
     """
-    kind, first, num_rows, thread = op[0], ints[op[FIRST]], ints[op[COUNT]], (me + rotation) % count
-    if kind == NORM:
-        _norm(op, eps, arena, num_rows, me, count)
-    elif kind == PRODUCT:
+    opcode, first, num_rows = op[OPCODE], ints[op[FIRST]], ints[op[COUNT]]
+    thread = (me + rotation) % count
+    if opcode == NORM:
+        _norm(op, floats[EPS], arena, num_rows, me, count)
+    elif opcode == MATMUL_F32:
         _linear(op, arena, first, num_rows, thread, count)
-    elif kind == QUANTIZE:
+    elif opcode == QUANTIZE:
         _quantize(op, arena, first, num_rows, me, count)
-    elif kind == INT8_PRODUCT:
+    elif opcode == MATMUL_INT8:
         _int8_linear(op, arena, first, num_rows, thread, count)
-    elif kind == ATTEND:
-        _attend(op, eps, cap, arena, cache, slots, contexts, tables, me, count)
-    elif kind == GATE:
+    elif opcode == ATTEND:
+        _attend(op, floats[SCALE], floats[CAP], arena, cache, slots, contexts, tables, me, count)
+    elif opcode == GATE:
         _gate(op, arena, first, num_rows, me, count)
-    elif kind == ADD:
+    elif opcode == ADD:
         _add(op, arena, num_rows, me, count)
     else:
         _moe_op(op, ints, arena, num_rows, me, count)
@@ -272,15 +310,15 @@ def _moe_op(
     op: Longs, ints: Longs, arena: Floats, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
     """Execute this thread's part of a mixture-of-experts operation."""
-    if op[0] == SCORE:
+    if op[OPCODE] == GEMV:
         expert_loops.gemv(op, arena, num_rows, me, count)
-    elif op[0] == CHOOSE:
+    elif op[OPCODE] == TOPK_SOFTMAX:
         expert_loops.topk_softmax(op, arena, ints, num_rows, me, count)
-    elif op[0] == SORT:
+    elif op[OPCODE] == PERMUTE_INDEX:
         expert_loops.permute_index(op, ints, num_rows, me)
-    elif op[0] == GATHER:
+    elif op[OPCODE] == PERMUTE:
         expert_loops.permute(op, arena, ints, num_rows, me, count)
-    elif op[0] == MIX:
+    elif op[OPCODE] == UNPERMUTE_SUM:
         expert_loops.unpermute_sum(op, arena, ints, num_rows, me, count)
 
 
@@ -314,8 +352,8 @@ def _barrier_and_prefetch(
 
 
 def _run(
-    table: Any,  # [operations, FIELDS]
-    numbers: Any,  # [operations, 2] float parameters
+    table: Any,  # [operations, NUM_COLUMNS]
+    floats: Any,  # [operations, NUM_FLOATS]
     ints: Longs,
     arena: Floats,
     cache: Any,  # flat KV cache
@@ -333,10 +371,10 @@ def _run(
             op = table[number]
             if ints[op[COUNT]] > 0:
                 _compute(
-                    op, numbers[number, 0], numbers[number, 1], ints, arena, cache, slots,
-                    contexts, tables, rotation, me, count,
+                    op, floats[number], ints, arena, cache, slots, contexts, tables, rotation, me,
+                    count,
                 )  # fmt: skip
-                if op[0] in (PRODUCT, INT8_PRODUCT):
+                if op[OPCODE] in (MATMUL_F32, MATMUL_INT8):
                     num_prefetched, rotation = 0, rotation + 1
             if not op[CONTINUES]:
                 times, rotation = times + 1, 0

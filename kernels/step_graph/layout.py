@@ -1,8 +1,16 @@
-"""Rows that an operation of a step graph processes: the rows of all tokens, or of one expert."""
+"""Memory of a step graph: buffers, and the rows of buffers that an operation processes."""
 
 from dataclasses import dataclass
 
 from penstock.kernels.step_graph.opcodes import ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A contiguous matrix [rows, width] in the arena."""
+
+    at: int  # index of the buffer's first element in the arena
+    width: int
 
 
 @dataclass(frozen=True, slots=True)

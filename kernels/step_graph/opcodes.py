@@ -1,17 +1,53 @@
-"""Opcodes and fields of the table of operations in a CPU step graph."""
+"""Opcodes, and columns of the integer table of operations, of a CPU step graph.
 
-NORM, PRODUCT, ATTEND, GATE, ADD, QUANTIZE, INT8_PRODUCT = range(7)
-SCORE, CHOOSE, SORT, GATHER, MIX = range(7, 12)
-"""Opcodes: the first field of an operation. `builder.GraphBuilder` defines the other fields."""
+A row of the table is one operation. `operations` writes the columns and `interpreter` reads them.
+Buffers are given by the index of their first element in the arena, weights by their address.
+"""
 
-FIELDS = 24
-NEXT = FIELDS - 1
-"""Field: index of the next product in the table, or -1 if there is none or if it depends on which
-experts will be chosen."""
+NORM, MATMUL_F32, QUANTIZE, MATMUL_INT8, ATTEND, GATE, ADD = range(7)
+GEMV, TOPK_SOFTMAX, PERMUTE_INDEX, PERMUTE, UNPERMUTE_SUM = range(7, 12)
+"""Opcodes. `operations` has a class for each."""
 
-FIRST, COUNT, CONTINUES = FIELDS - 2, FIELDS - 3, FIELDS - 4
-"""Fields: `first` and `count` of the operation's `RowRange`; 1 if no barrier follows the operation,
-otherwise 0."""
+NUM_COLUMNS = 24
+
+OPCODE, FIRST, COUNT, CONTINUES, NEXT = range(5)
+"""Columns of all operations: the opcode; `first` and `count` of the `RowRange`; 1 if no barrier
+follows the operation, otherwise 0; the next row with a matrix product, or -1 if there is none or if
+it depends on which experts will be chosen."""
+
+X, X_WIDTH, OUT, OUT_WIDTH = range(5, 9)
+"""Columns of most operations: input and output buffers, and the number of features per row."""
+
+WEIGHT, WEIGHT_SIZE, BIAS, BIAS_SIZE = range(9, 13)
+"""Columns of `Norm`, `MatmulF32`, `MatmulInt8` and `Gemv`."""
+
+BATCH_INVARIANT = 13
+"""Column of `MatmulF32`: 1 to use the same implementation for any number of rows."""
+
+ROW_SCALES, WEIGHT_SCALES, ZERO_POINT_CORRECTION = range(13, 16)
+"""Columns of `MatmulInt8`. ROW_SCALES is also a column of `Quantize`."""
+
+ADDED, NUM_GROUPS, GROUP_SIZE = range(13, 16)
+"""Columns of `Norm`: see there; ADDED is -1 for None. ADDED is also a column of `Add`."""
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ANGLES, ROTARY_DIM, INTERLEAVED = range(9, 16)
+LAYER_START, LAYER_SIZE, VALUES_START, WINDOW, SINKS, SLOPES = range(16, 22)
+"""Columns of `Attend`. ANGLES is -1 for no rotary embedding. LAYER_START and LAYER_SIZE are the
+layer's part of the flat KV cache; VALUES_START is where values begin in this part. SINKS and SLOPES
+are addresses."""
+
+GATE_KIND = 9
+"""Column of `Gate`: a value of GATES."""
+
+LAYOUT, NUM_EXPERTS, CHOICES, TOP_K, NORMALISE = range(9, 14)
+EXPERT_WEIGHTS, SHARED, SHARED_GATE = range(14, 17)
+"""Columns of MoE operations: see `ExpertLayout` (LAYOUT is its `at`) and the operations. SHARED and
+SHARED_GATE are -1 for None."""
+
+EPS = 0
+SCALE, CAP = 0, 1
+NUM_FLOATS = 2
+"""Columns of the table of float parameters: of `Norm`, of `Attend`, and their number."""
 
 GATES = {"silu": 0, "gelu": 1}
 """Numbers of the gates; "gelu" means the tanh approximation of gelu."""

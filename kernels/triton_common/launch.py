@@ -1,4 +1,4 @@
-"""Functions that the launchers of all Triton kernels share.
+"""Launches Triton kernels: the functions that all launchers share.
 
 Triton kernels run on CUDA and ROCm devices. For tests, TRITON_INTERPRET=1 in the environment makes
 the launchers run the kernels on the CPU, where Triton interprets the kernels with numpy. In all
@@ -33,6 +33,11 @@ except ImportError:  # serving on a CPU does not need triton
 
     tl = Names
 
+if triton is not None:
+    from penstock.kernels.triton_common.kernel_cache import use_seed
+
+    use_seed()
+
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 """True if kernels are interpreted on the CPU. Triton reads the variable when it is imported."""
 
@@ -59,7 +64,6 @@ class DeviceInfo:
     """Properties of a device from which a launcher chooses its tiles."""
 
     name: str  # for example sm_90, gfx942 or interpreter
-    num_cores: int  # number of streaming multiprocessors (NVIDIA) or compute units (AMD)
     shared_bytes: int  # maximum shared memory of one program, in bytes
     warp_size: int = 32
 
@@ -77,7 +81,7 @@ class DeviceInfo:
         return self.name.startswith("sm_")
 
 
-INTERPRETER = DeviceInfo("interpreter", num_cores=4, shared_bytes=1 << 30)
+INTERPRETER = DeviceInfo("interpreter", shared_bytes=1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,7 @@ def _device_info(device: torch.device) -> DeviceInfo:
     if torch.version.hip is not None:
         name = found.gcnArchName.split(":")[0]
     shared = getattr(found, "shared_memory_per_block_optin", 64 << 10)
-    return DeviceInfo(name, found.multi_processor_count, shared, found.warp_size)
+    return DeviceInfo(name, shared, found.warp_size)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -196,54 +200,3 @@ def _current(device: torch.device) -> Any:
 def power_of_2(number: int) -> int:
     """Return the smallest power of two that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
-
-
-def check(
-    name: str,
-    tensor: Tensor,
-    shape: Sequence[int | str],
-    dtypes: Sequence[torch.dtype],
-    like: Tensor | None = None,
-) -> None:
-    """Raise ValueError unless a tensor has a shape and dtype that a kernel can read.
-
-    The last dimension of the tensor must be contiguous.
-
-    Args:
-        name: name of the tensor, for the message.
-        tensor: the tensor.
-        shape: for each dimension the required size, or a string if any size is allowed.
-        dtypes: the allowed dtypes.
-        like: if given, `tensor` must be on the device of this tensor.
-    """
-    sizes = tensor.shape
-    wrong = len(sizes) != len(shape) or any(
-        isinstance(expected, int) and expected != size
-        for expected, size in zip(shape, sizes, strict=True)
-    )
-    if wrong:
-        expected = ", ".join(map(str, shape))
-        raise ValueError(f"{name}: shape [{expected}] expected, not {list(sizes)}")
-    if tensor.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        found = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name}: {names} expected, not {found}")
-    if sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(
-            f"{name}: last dimension not contiguous, its stride is {tensor.stride(-1)}"
-        )
-    if like is not None and tensor.device != like.device:
-        raise ValueError(f"{name}: expected on {like.device}, not on {tensor.device}")
-
-
-def check_contiguous(name: str, tensor: Tensor) -> None:
-    """Raise ValueError unless the tensor is contiguous."""
-    if not tensor.is_contiguous():
-        strides = list(tensor.stride())
-        raise ValueError(f"{name}: a contiguous tensor expected, not one of strides {strides}")
-
-
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-INTS = (torch.int32, torch.int64)
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0

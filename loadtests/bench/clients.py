@@ -1,7 +1,7 @@
 """Interface between the load generator and the clients of the different protocols."""
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 Api = Literal["grpc", "completions", "chat"]
@@ -30,7 +30,7 @@ class Target:
     address: str  # host:port for gRPC, a URL for HTTP
     api: Api
     model: str = ""  # empty: the only model of the server
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
     timeout: float = 600.0  # timeout of each request, seconds
     temperature: float = 0.0
 

@@ -164,9 +164,8 @@ def _notes(load: Load, measured: Figures) -> Iterator[str]:
 
 
 def _config(options: Options, served: Served) -> dict[str, Any]:
-    """Return the options as JSON values, without the API key."""
+    """Return the options as JSON values; these have no API key."""
     config = dataclasses.asdict(options)
-    config["server"]["api_key"] = bool(options.server.api_key)
     config["served"] = served._asdict()
     text = json.dumps(config, default=str).replace("Infinity", '"inf"')
     return dict(json.loads(text))

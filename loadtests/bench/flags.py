@@ -7,6 +7,8 @@ from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from penstock.cli.client_key import refuse_key
+
 
 def option(default: Any, about: str, positional: bool = False, also: Sequence[str] = ()) -> Any:
     """Return a dataclass field that becomes a flag or a positional argument.
@@ -36,6 +38,7 @@ def read_flags(
     invalid, the process prints a one-line message and exits with 2; after --help it exits with 0.
     """
     parser = _Parser(prog=program, description=about, allow_abbrev=False)
+    refuse_key(parser)
     for record in records:
         _add(parser.add_argument_group(str(record.__doc__).lower().rstrip(".")), record)
     given = vars(parser.parse_args(arguments))

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.cli.client_key import ABOUT
+from penstock.common.api_key import BadKey, client_key
 from penstock.loadtests.bench import workload
 from penstock.loadtests.bench.clients import Api, Target
 from penstock.loadtests.bench.flags import option, read_flags
@@ -27,7 +29,7 @@ class Server:
     )
     api: Api | None = option(None, "default: grpc for grpc://, completions for http://")  # noqa: RUF009
     model: str = option("", "model name; default: the only model (over HTTP: the first)")
-    api_key: str = option("", "API key, sent as a bearer token")
+    api_key_file: Path | None = option(None, ABOUT)  # noqa: RUF009
     vocab_size: int | None = option(
         None, "vocabulary size from which prompts are drawn; default: as reported by the server"
     )
@@ -110,9 +112,11 @@ def target_of(options: Options) -> Target:
     if options.work.temperature < 0:
         raise WrongOptions("--temperature must not be negative")
     address = rest.rstrip("/") if scheme == "grpc" else server.address
-    return Target(
-        address, api, server.model, server.api_key, server.timeout, options.work.temperature
-    )
+    try:
+        key = client_key(server.api_key_file)
+    except BadKey as error:
+        raise WrongOptions(str(error)) from None
+    return Target(address, api, server.model, key, server.timeout, options.work.temperature)
 
 
 def goals_of(pairs: Sequence[str]) -> Goals | None:

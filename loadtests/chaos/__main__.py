@@ -23,13 +23,13 @@ import psutil
 from penstock.cli.checkpoint import SHIPPED
 from penstock.cluster.placement.placement import PlacementError
 from penstock.cluster.ray_session import RayFailed, RaySession
+from penstock.cluster.spec.router_spec import RouterSpec
 from penstock.cluster.spec.spec import (
     ClusterSpec,
     EngineSpec,
     ModelSpec,
     Pools,
     PoolSpec,
-    RouterSpec,
 )
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.report import commit, machine
@@ -148,10 +148,10 @@ class ChaosRun:
             streams = self._clients.streams[first:]
             left = await self._until_rest() + self._still_frozen()
             found = self._compare(streams, right)
-            judged = await self._check_divergences(found.pop("partings"))
+            judged = await self._check_divergences(found.pop("divergences"))
         finally:
             await self._clients.close()
-        return self._outcome(streams, seconds) | found | judged | {"left": left}
+        return self._outcome(streams, seconds) | found | judged | {"not_released": left}
 
     def _may_retry(self, began: float) -> bool:
         """Return True if the router was killed after `began`, or at most 5 s before."""
@@ -194,7 +194,7 @@ class ChaosRun:
             wrong += [f"{stream.name}: {each}" for each in problems]
             divergences += found
             num_same += not problems and not found
-        return {"same": num_same, "wrong": wrong, "partings": divergences}
+        return {"equal": num_same, "wrong": wrong, "divergences": divergences}
 
     async def _check_divergences(self, divergences: Sequence[Divergence]) -> dict[str, Any]:
         """Split the divergences into near ties and unexplained ones."""
@@ -214,13 +214,13 @@ class ChaosRun:
             else:
                 shown = "unknown" if gap is None else f"{gap:.4f}"
                 unexplained.append(f"{where}; their score difference is {shown}")
-        return {"near_ties": len(apart), "widest_tie": max(apart, default=None),
-                "other_tokens": unexplained}  # fmt: skip
+        return {"near_ties": len(apart), "largest_tie": max(apart, default=None),
+                "unexplained": unexplained}  # fmt: skip
 
     def _outcome(self, streams: Sequence[Stream], seconds: float) -> dict[str, Any]:
         hits = effects_of(self._faults.injected, streams, self._cluster.placements)
         errors, allowed = errors_of(streams, hits, self._cluster.placements)
-        made = [
+        injected = [
             {
                 "kind": each.injected.fault.kind,
                 "moment": each.injected.moment,
@@ -239,8 +239,8 @@ class ChaosRun:
             "kinds": by_kind(hits),
             "moments": by_moment(hits),
             "errors": errors,
-            "lost_twice": allowed,
-            "made": made,
+            "allowed_errors": allowed,
+            "injected": injected,
         }
 
     def _still_frozen(self) -> list[str]:
@@ -267,7 +267,7 @@ def _noise(divergence: Divergence) -> dict[int, float]:
 
 def failures(found: dict[str, Any]) -> list[str]:
     """Return the problems that make the test fail."""
-    return [*found["wrong"], *found["other_tokens"], *found["errors"], *found["left"]]
+    return [*found["wrong"], *found["unexplained"], *found["errors"], *found["not_released"]]
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -282,11 +282,11 @@ def summary(found: dict[str, Any]) -> str:
             "",
             f"{every['faults']} faults in {found['seconds']:.0f} s, {every['hit']} of which hit a "
             f"running stream; {found['streams']} streams with {found['tokens']} tokens: "
-            f"{found['same']} equal to their reference, {found['near_ties']} with another token "
-            f"that nearly tied, {len(found['lost_twice'])} failed because two workers were lost "
-            "during the request",
-            f"wrong: {len(found['wrong']) + len(found['other_tokens'])}, "
-            f"errors: {len(found['errors'])}, not released: {len(found['left'])}",
+            f"{found['equal']} equal to their reference, {found['near_ties']} with another token "
+            f"that nearly tied, {len(found['allowed_errors'])} failed because two workers were "
+            "lost during the request",
+            f"wrong: {len(found['wrong']) + len(found['unexplained'])}, "
+            f"errors: {len(found['errors'])}, not released: {len(found['not_released'])}",
             *(f"  {each}" for each in failures(found)[:20]),
         ]
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.cli.view import sentence
-from penstock.cluster.pools.managed import ManagedWorker
+from penstock.cluster.pools.managed_worker import ManagedWorker
 from penstock.cluster.spec.spec import ClusterSpec
 from penstock.cluster.status import status_events
 from penstock.cluster.supervisor import Supervisor
@@ -80,7 +80,7 @@ class Cluster:
 
     def _report(self, title: str, notice: status_events.StatusEvent) -> None:
         match notice:
-            case status_events.Serving(_, grpc):
+            case status_events.Serving(grpc=grpc):
                 self.grpc = grpc
                 self._serving.set()
             case status_events.Ready() | status_events.Died():

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from penstock.cluster.pools.managed import ManagedWorker
+from penstock.cluster.pools.managed_worker import ManagedWorker
 from penstock.cluster.status.status_events import Ready
 from penstock.loadtests.chaos import fault_injection
 from penstock.loadtests.chaos.cluster import POLL_SECONDS, Cluster, pids_of

@@ -34,7 +34,7 @@ def python_of(environment: Environment, cache: Path) -> Path:
     """
     if not environment.requirements:
         return Path(sys.executable)
-    folder = cache / f"{environment.name}-{_mark(environment)}"
+    folder = _folder(environment, cache)
     python = folder / "bin" / "python"
     with _locked(folder):
         if not (folder / _COMPLETE).exists():
@@ -44,6 +44,15 @@ def python_of(environment: Environment, cache: Path) -> Path:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
     return python
+
+
+def is_installed(environment: Environment, cache: Path) -> bool:
+    """Return True if `python_of` would install nothing."""
+    return not environment.requirements or (_folder(environment, cache) / _COMPLETE).exists()
+
+
+def _folder(environment: Environment, cache: Path) -> Path:
+    return cache / f"{environment.name}-{_mark(environment)}"
 
 
 def _mark(environment: Environment) -> str:

@@ -99,15 +99,13 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         return {
             "values": {phase: asdict(quantiles) for phase, quantiles in self.values.items()},
-            "share_of_limit": {
+            "fraction_of_limit": {
                 phase: asdict(quantiles) for phase, quantiles in self.reached.items()
             },
-            "ours_is_faster_by": {
-                phase: asdict(quantiles) for phase, quantiles in self.ahead.items()
-            },
+            "speedup": {phase: asdict(quantiles) for phase, quantiles in self.ahead.items()},
             "tokens": asdict(self.tokens) if self.tokens else None,
             "memory_mib": self.memory_mib,
-            "most_other_cores": self.other_cores,
+            "max_other_cores": self.other_cores,
         }
 
 

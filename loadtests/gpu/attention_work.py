@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.attention.op import paged_attention, plan_attention, plan_attention_on_device
-from penstock.kernels.triton_common.launch import E4M3
+from penstock.kernels.checks import E4M3
 from penstock.loadtests.gpu.clock import Call
 from penstock.loadtests.gpu.goals import PLAIN, Goal
 from penstock.loadtests.gpu.work import Absent, Work

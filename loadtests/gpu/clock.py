@@ -72,7 +72,9 @@ def time_calls(calls: Sequence[Call], device: torch.device) -> Timing:
     clock, (play, captured) = clock_of(device), _player(calls, device)
     play()
     repeats = max(1, round(ROUND_SECONDS / max(_seconds(clock, play, 1), 1e-7)))
-    num_rounds = NUM_ROUNDS if device.type == "cuda" else 1  # a run on the CPU only tests this code
+    num_rounds = (
+        NUM_ROUNDS if device.type == "cuda" else 1
+    )  # a run on the CPU measures nothing; it tests this code
     rounds = sorted(_seconds(clock, play, repeats) / len(calls) for _ in range(num_rounds))
     return Timing(statistics.median(rounds), rounds[0], rounds[-1], captured)
 

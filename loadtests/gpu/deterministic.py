@@ -50,7 +50,7 @@ def make_engine(folder: Path, options: Options, load: Load, deterministic: bool)
         kv_cache_mib=4 if options.small else 6144,
     )
     engine = Engine(worker, decoder=decoder)
-    engine.on_device = engine.plans_ahead = True
+    engine.executor.on_device = engine.plans_ahead = True
     if deterministic:
         check_batch_invariance(engine)
     engine.warm_up()
@@ -73,11 +73,11 @@ def prompt_seconds(engine: Engine, clock: Clock, length: int) -> float:
     engine.submit(
         NewSequence("prompt", tokens, length, params, salt=b"%d" % engine.load().num_steps)
     )
-    with engine.computing():
+    with engine.executor.computing():
         begin = clock.mark()
     while not engine.step().finished:
         pass
-    with engine.computing():
+    with engine.executor.computing():
         return clock.seconds(begin, clock.mark())
 
 

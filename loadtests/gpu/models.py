@@ -107,7 +107,6 @@ def random_model(
             tensor.fill_(1)
         else:
             tensor.normal_(0, WEIGHT_STD, generator=generator)
-    decoder.finish_loading()
     if deterministic:
         pack(decoder, "none", deterministic)
     return decoder

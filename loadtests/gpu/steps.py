@@ -28,9 +28,11 @@ from penstock.loadtests.gpu.models import SHAPES, random_model, small
 from penstock.loadtests.gpu.options import Options, read_options
 from penstock.loadtests.gpu.sections import write_figures
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine.engine import Engine, LaunchedStep
-from penstock.workers.engine.stepper import OverlapStepper, make_stepper
+from penstock.workers.engine.engine import Engine, make_stepper
+from penstock.workers.engine.executor import Executor, LaunchedStep
+from penstock.workers.engine.stepper import OverlapStepper
 from penstock.workers.scheduling.sequence import NewSequence, StepPlan
+from penstock.workers.scheduling.table import SequenceTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +59,22 @@ class Step:
 
 
 class Marks:
-    """Replacement for `Engine.launch` that records clock marks before and after each launch."""
+    """Replacement for `Executor.launch` that records clock marks before and after each launch."""
 
-    def __init__(self, engine: Engine, clock: Clock, batch: int) -> None:
+    def __init__(self, executor: Executor, clock: Clock, batch: int) -> None:
         self.steps: list[Step] = []
-        self._engine = engine
+        self._executor = executor
         self._clock = clock
         self._batch = batch
-        self._launch = engine.launch
+        self._launch = executor.launch
 
-    def launch(self, plan: StepPlan, before: LaunchedStep | None) -> LaunchedStep:
-        with self._engine.computing():
+    def launch(
+        self, plan: StepPlan, before: LaunchedStep | None, table: SequenceTable
+    ) -> LaunchedStep:
+        with self._executor.computing():
             begin = self._clock.mark()
-        launched = self._launch(plan, before)
-        with self._engine.computing():
+        launched = self._launch(plan, before, table)
+        with self._executor.computing():
             end = self._clock.mark()
         if len(plan.rows) == len(plan.tokens) == self._batch:
             self.steps.append(Step(begin, end, float(plan.context_lens.mean())))
@@ -103,8 +107,8 @@ def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
         prompt = rng.integers(2, engine.spec.vocab_size, load.input_len).tolist()
         params = SamplingParams(temperature=1.0, seed=number, max_tokens=load.output_len)
         engine.submit(NewSequence((batch, number), prompt, len(prompt), params))
-    marks, changed = Marks(engine, clock, batch), threading.Condition()
-    engine.launch = marks.launch  # type: ignore[method-assign]
+    marks, changed = Marks(engine.executor, clock, batch), threading.Condition()
+    engine.executor.launch = marks.launch  # type: ignore[method-assign]
     pipeline = make_stepper(engine, changed)
     assert isinstance(pipeline, OverlapStepper)
     left, commanded = batch, True
@@ -120,7 +124,7 @@ def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
                 changed.wait_for(lambda: pipeline.due or not pipeline.busy)
     finally:
         pipeline.stop()
-        del engine.launch
+        del engine.executor.launch
     return marks.steps[load.num_warmups :]
 
 
@@ -161,7 +165,7 @@ def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, 
             kv_cache_mib=4 if options.small else None,
         )
         engine = Engine(worker, decoder=decoder)
-    engine.on_device = engine.plans_ahead = True
+    engine.executor.on_device = engine.plans_ahead = True
     clock, spec = clock_of(options.device), decoder.spec
     figures: dict[str, Any] = {"about": shape.about, "batches": {}, "failures": []}
     with forbid_fallback(options.device):

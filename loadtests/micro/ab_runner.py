@@ -20,6 +20,7 @@ from penstock.loadtests.bench.flags import option
 from penstock.loadtests.bench.metrics import Outcome
 from penstock.loadtests.bench.report import machine
 from penstock.loadtests.micro.server import ServerFailed
+from penstock.loadtests.micro.source_tree import ProgramFailed
 
 SHIPPED_MODEL = Path(penstock.__file__).parent / "models" / "demo"
 
@@ -120,7 +121,7 @@ def run(
         }
         if save_json:
             Path(save_json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    except (MeasurementFailed, ServerFailed, ValueError, OSError) as error:
+    except (MeasurementFailed, ProgramFailed, ServerFailed, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -49,7 +49,7 @@ def num_steps(lengths: Sequence[int], max_sequences: int, static: bool) -> int:
     for number, length in enumerate(lengths):
         batcher.submit(NewSequence(number, [_DRAWN], 1, SamplingParams(max_tokens=length)))
     steps = 0
-    while (plan := batcher.plan(0.0)) is not None:
+    while (plan := batcher.plan()) is not None:
         batcher.commit(plan, np.full(len(plan.sampling_rows), _DRAWN, np.int32))
         batcher.events()
         steps += 1

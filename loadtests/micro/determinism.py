@@ -40,7 +40,7 @@ class Options:
     save_json: str = option("", "write the results to this file")
 
 
-# Name, batch size, settings, and the function that takes the time to compare from a round.
+# Name, batch size, settings, and the function that returns the time of a round to compare.
 Cell = tuple[str, int, one.Options, Callable[[one.RoundTimes], float]]
 
 
@@ -51,10 +51,10 @@ def cells(options: Options) -> list[Cell]:
     )
     long = dataclasses.replace(batched, input_len=options.long_len, output_len=2)
     return [
-        ("crowd_whole", options.batch, batched, lambda times: times.seconds),
-        ("crowd_decode_step", options.batch, batched, _step),
-        ("crowd_prefill", options.batch, batched, lambda times: times.prefill_seconds),
-        ("alone_decode_step", 1, batched, _step),
+        ("batch_whole", options.batch, batched, lambda times: times.seconds),
+        ("batch_decode_step", options.batch, batched, _step),
+        ("batch_prefill", options.batch, batched, lambda times: times.prefill_seconds),
+        ("single_decode_step", 1, batched, _step),
         ("long_prefill", 1, long, lambda times: times.prefill_seconds),
     ]
 

@@ -138,16 +138,16 @@ def note(
     least = prefill_flops + decode_flops * (options.output_len - 1)
     figures.note(
         output_tokens_per_second=tokens / batched.seconds,
-        tpot_crowd_ms=batched_step * 1e3,
-        tpot_alone_ms=float(single_step) * 1e3,
-        ttft_alone_ms=single.prefill_seconds * 1e3,
-        product_gflops=limits.flops / 1e9,
+        tpot_batch_ms=batched_step * 1e3,
+        tpot_single_ms=float(single_step) * 1e3,
+        ttft_single_ms=single.prefill_seconds * 1e3,
+        matmul_gflops=limits.flops / 1e9,
         memory_gbps=limits.bytes / 1e9,
-        whole_to_product_limit=least / batched.seconds / limits.flops,
-        prefill_to_product_limit=prefill_flops / batched.prefill_seconds / limits.flops,
-        decode_to_product_limit=decode_flops / batched_step / limits.flops,
-        alone_to_memory_limit=4 * whole / float(single_step) / limits.bytes,
-        prefill_share=batched.prefill_seconds / batched.seconds,
+        total_to_matmul_limit=least / batched.seconds / limits.flops,
+        prefill_to_matmul_limit=prefill_flops / batched.prefill_seconds / limits.flops,
+        decode_to_matmul_limit=decode_flops / batched_step / limits.flops,
+        single_to_memory_limit=4 * whole / float(single_step) / limits.bytes,
+        prefill_fraction=batched.prefill_seconds / batched.seconds,
     )
 
 

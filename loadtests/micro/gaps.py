@@ -20,7 +20,8 @@ from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
 from penstock.loadtests.micro.ab_runner import Quantiles, Setup, run
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine.engine import Engine, StepResult
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.results import StepResult
 from penstock.workers.engine.stepper import OverlapStepper
 from penstock.workers.scheduling.sequence import NewSequence
 
@@ -49,7 +50,7 @@ class StepGaps:
     def note(self, result: StepResult) -> None:
         now = time.perf_counter()
         if result.output is not None:
-            self.gaps.append(self._engine.gap_seconds)
+            self.gaps.append(self._engine.executor.gap_seconds)
             self.steps.append(now - self._began)
         self._began = now
 
@@ -59,7 +60,8 @@ class StepGaps:
 
     def pipelined(self) -> None:
         changed = threading.Condition()
-        pipeline = OverlapStepper(self._engine, changed)
+        engine = self._engine
+        pipeline = OverlapStepper(engine.batcher, engine.executor, engine.outputs, changed)
         pipeline.advance(commanded=True)
         while pipeline.busy:
             pipeline.plan_next()
@@ -91,7 +93,7 @@ def figures(rounds: Sequence[StepGaps]) -> dict[str, Any]:
     return {
         "gap_p50_us": float(np.percentile(gaps, 50)) * 1e6,
         "gap_p99_us": float(np.percentile(gaps, 99)) * 1e6,
-        "share": dataclasses.asdict(Quantiles.of(fractions)),
+        "fraction": dataclasses.asdict(Quantiles.of(fractions)),
         "step_ms": dataclasses.asdict(Quantiles.of(means)),
     }
 
@@ -108,7 +110,7 @@ async def _measure(setup: Setup, load: Load) -> dict[str, Any]:
     for kind, each in found.items():
         print(
             f"{kind.replace('_', ' ')}: gap p50 {each['gap_p50_us']:.0f} µs, "
-            f"p99 {each['gap_p99_us']:.0f} µs, {each['share']['median']:.1%} of the time; "
+            f"p99 {each['gap_p99_us']:.0f} µs, {each['fraction']['median']:.1%} of the time; "
             f"a step takes {each['step_ms']['median']:.2f} ms"
         )
     return found

@@ -94,7 +94,7 @@ def measure(rows: Sequence[TraceRow], options: Options) -> Waste:
     while True:
         for new in itertools.islice(coming, max(0, 4 - batcher.load().queued)):
             batcher.submit(new)
-        plan = batcher.plan(0.0)
+        plan = batcher.plan()
         if plan is None:
             return waste
         batcher.commit(plan, np.full(np.count_nonzero(plan.samples), _DRAWN, np.int32))
@@ -113,7 +113,7 @@ async def _measure(options: Options) -> dict[str, Any]:
         f"{Path(options.trace).name}: {len(rows):,} requests, {waste.steps:,} steps: "
         f"{waste.fraction:.2%} of allocated slots unwritten on average, {waste.most:.2%} at most"
     )
-    return {**dataclasses.asdict(waste), "share": waste.fraction}
+    return {**dataclasses.asdict(waste), "fraction": waste.fraction}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -4,6 +4,9 @@
 with 1 if one got worse. With `--record`, the current values are recorded instead. The check uses
 ratios, not times: both sides of a ratio are measured alternately in one run, so other load affects
 both.
+
+With `--against DIR`, the check compares the current tree with another checkout instead; see
+`tree_comparison`.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ import numpy as np
 import torch
 import uvloop
 
+import penstock
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.report import commit, machine
@@ -31,10 +35,14 @@ from penstock.loadtests.micro.ab_runner import (
     MeasurementFailed,
     Quantiles,
     Setup,
+    run,
     steady_rate,
 )
 from penstock.loadtests.micro.engine_client import EngineClient
 from penstock.loadtests.micro.server import ServerFailed
+from penstock.loadtests.micro.source_tree import SourceTree
+from penstock.loadtests.micro.tree_comparison import Comparison, compare_trees
+from penstock.loadtests.micro.tree_figures import Amounts, measure_tree
 from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.sequence import NewSequence
 
@@ -60,6 +68,9 @@ class CheckOptions:
     record: bool = option(False, "record the current values instead of comparing")
     file: str = option("loadtests/results/guard.json", "file of the recorded values")
     threads: int = option(1, "threads of the engine and of the matmul")
+    against: str = option("", "compare with the source tree in this folder instead")
+    rounds: int = option(5, "rounds of the comparison with --against, 2 or more")
+    save_json: str = option("", "write the results of --against to this file")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,7 +176,7 @@ def _scheduler_steps() -> Callable[[], float]:
         batcher.submit(NewSequence(key, [key + 3] * 8, 8, params))
 
     def step() -> None:
-        plan = batcher.plan(0.0)
+        plan = batcher.plan()
         assert plan is not None
         batcher.commit(plan, np.full(int(plan.samples.sum()), 5, np.int32))
         batcher.events()
@@ -189,9 +200,14 @@ def _least(work: Callable[[], Any], count: int, clock: Callable[[], float]) -> f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then record or compare; return 0, 1 (error, or a ratio got worse) or 130."""
+    """Measure, then record or compare.
+
+    Returns the exit code: 0, 1 (error, or a ratio got worse), 2 (invalid flags) or 130 (Ctrl-C).
+    """
     about = "Measure a few performance ratios and report which got worse."
     (guard,) = read_flags(PROGRAM, about, (CheckOptions,), arguments)
+    if guard.against:
+        return _compare_with_tree(guard)
     try:
         return _record(guard) if guard.record else _compare(guard)
     except (MeasurementFailed, ServerFailed, OSError, ValueError) as error:
@@ -199,6 +215,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _compare_with_tree(guard: CheckOptions) -> int:
+    try:
+        if guard.record or guard.rounds < 2:
+            raise ValueError("--against needs --rounds of 2 or more, and excludes --record")
+        other = SourceTree.at(Path(guard.against))
+    except ValueError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    here = SourceTree.at(Path(penstock.__file__).parent.parent)
+    amounts = Amounts(threads=guard.threads)
+    comparisons: list[Comparison] = []
+
+    async def measure() -> dict[str, Any]:
+        comparisons.extend(
+            await compare_trees(
+                other,
+                here,
+                guard.rounds,
+                lambda tree: measure_tree(tree, amounts),
+                lambda line: print(line, file=sys.stderr, flush=True),
+            )
+        )
+        for each in comparisons:
+            print(each)
+        return {"figures": {each.name: each.figures() for each in comparisons}}
+
+    code = run(measure, dataclasses.asdict(guard), guard.save_json)
+    return code or int(any(each.verdict == "worse" for each in comparisons))
 
 
 def _record(guard: CheckOptions) -> int:

@@ -119,7 +119,7 @@ async def until_ready(router: StandaloneRouter, count: int) -> float:
     """Wait until all workers are ready at the router; return the seconds of waiting."""
     began = time.perf_counter()
     while time.perf_counter() - began < _READY_SECONDS:
-        status = await asyncio.to_thread(fetch, router.http, None)
+        status = await asyncio.to_thread(fetch, router.admin, None)
         if sum(each["state"] == "ready" for each in status["workers"]) == count:
             return time.perf_counter() - began
         await asyncio.sleep(0.2)

@@ -17,6 +17,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.loadtests.micro.source_tree import SourceTree
+
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.05
@@ -35,15 +37,26 @@ class Running:
 
     grpc_address: str  # host:port
     http_address: str  # http://host:port
+    metrics_address: str  # http://host:port
     pid: int
     ready_seconds: float  # seconds from its start until it was ready
 
 
 @asynccontextmanager
-async def serving(arguments: Sequence[str]) -> AsyncIterator[Running]:
-    """Run `penstock serve` with these arguments and two free ports. Raises ServerFailed."""
-    http_port, grpc_port = free_ports(2)
+async def serving(
+    arguments: Sequence[str], tree: SourceTree | None = None
+) -> AsyncIterator[Running]:
+    """Run `penstock serve` with these arguments and free ports. Raises ServerFailed.
+
+    Args:
+        tree: the source tree to run; None: the tree of this process.
+    """
+    http_port, grpc_port, metrics_port = free_ports(3)
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
+    if tree is None or tree.has_admin_port:
+        ports += ["--admin-port", str(metrics_port)]
+    else:
+        metrics_port = http_port
     command = [sys.executable, "-m", "penstock.cli", "serve", *arguments, *ports]
     with tempfile.TemporaryDirectory(prefix="penstock-loadtest-") as folder:
         output_path = Path(folder) / "output"
@@ -51,13 +64,19 @@ async def serving(arguments: Sequence[str]) -> AsyncIterator[Running]:
         with output_path.open("wb") as output:
             # In its own session, so that Ctrl-C in the terminal does not interrupt the server.
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=tree.root if tree else None,
+                env=tree.variables if tree else None,
             )
         try:
             address = f"127.0.0.1:{grpc_port}"
             await _until_ready(process, address, output_path)
             seconds = time.perf_counter() - began
-            yield Running(address, f"http://127.0.0.1:{http_port}", process.pid, seconds)
+            http, metrics = (f"http://127.0.0.1:{port}" for port in (http_port, metrics_port))
+            yield Running(address, http, metrics, process.pid, seconds)
         finally:
             stop(process)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvloop
 
+from penstock.common.api_key import ApiKey
 from penstock.router.config import RouterConfig
 from penstock.router.server import serve_router
 
@@ -27,6 +28,7 @@ class StandaloneRouter:
     process: asyncio.subprocess.Process
     http: str  # host:port
     grpc: str  # host:port
+    admin: str  # host:port
 
 
 @asynccontextmanager
@@ -63,12 +65,17 @@ async def standalone_router(
 async def _serve(given: dict[str, Any]) -> None:
     workers = given.pop("workers")
     ports = {"http_port": 0, "grpc_port": 0}
+    given["api_keys"] = tuple(ApiKey(**key) for key in given.get("api_keys", ()))
     config = RouterConfig(
         **{**ports, "served_name": "stub", **given, "model": Path(given["model"])}
     )
     router = await serve_router(config)
     await router.set_workers(workers)
-    addresses = {"http": router.http_address, "grpc": router.grpc_address}
+    addresses = {
+        "http": router.http_address,
+        "grpc": router.grpc_address,
+        "admin": router.admin_address,
+    }
     print(json.dumps(addresses), flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await router.stop()

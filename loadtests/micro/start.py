@@ -54,7 +54,7 @@ def _run(
 ) -> dict[str, Any]:
     """Start the server, wait until it is ready, measure its memory, stop it; return the results."""
     command = [sys.executable, "-m", "penstock.cli", "serve", *arguments]
-    command += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1])]
+    command += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1]), "--admin-port", "0"]
     began = time.monotonic()
     with output.open("w") as file:
         serving = subprocess.Popen(

@@ -70,7 +70,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self.step_seconds = step_seconds
         self.token = token
         self.address = ""
-        self.sessions: list[_Session] = []
+        self.sessions: list[Session] = []
         self._wanted = wanted
         self._server: grpc.aio.Server | None = None
 
@@ -100,7 +100,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             if shown != f"Bearer {self._wanted}":
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "invalid bearer token")
         hello = (await anext(aiter(requests))).hello
-        session = _Session(self, hello.router)
+        session = self.session(hello.router)
         self.sessions.append(session)
         tasks = [asyncio.create_task(session.write(context)), asyncio.create_task(session.step())]
         try:
@@ -110,6 +110,10 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             self.sessions.remove(session)
             for task in tasks:
                 task.cancel()
+
+    def session(self, router: str) -> "Session":
+        """Return a new session for a router's stream."""
+        return Session(self, router)
 
     def welcome(self) -> pb.Welcome:
         return pb.Welcome(
@@ -128,7 +132,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         )
 
 
-class _Session:
+class Session:
     """The stream to one router, and the runs of the requests that this router submitted."""
 
     def __init__(self, worker: StubWorker, router: str) -> None:
@@ -137,7 +141,7 @@ class _Session:
         self._worker = worker
         self._out: deque[pb.ToRouter] = deque([pb.ToRouter(welcome=worker.welcome())])
         self._to_write = asyncio.Event()
-        self._to_run = asyncio.Event()
+        self.to_run = asyncio.Event()
 
     def send(self, message: pb.ToRouter) -> None:
         self._out.append(message)
@@ -156,7 +160,7 @@ class _Session:
     def receive(self, message: pb.ToWorker) -> None:
         match message.WhichOneof("body"):
             case "submit":
-                self._submitted(message.submit)
+                self.submitted(message.submit)
             case "drop":
                 drop = message.drop
                 chosen = drop.choice if drop.HasField("choice") else None
@@ -164,7 +168,7 @@ class _Session:
                     if key[:2] == (drop.request, drop.attempt) and chosen in (None, key[2]):
                         del self.runs[key]
 
-    def _submitted(self, submit: pb.Submit) -> None:
+    def submitted(self, submit: pb.Submit) -> None:
         new = [Run(submit, choice, 0) for choice in range(max(submit.params.n, 1))]
         over = {entry.choice for entry in submit.log if entry.finished}
         for entry in submit.log:
@@ -172,22 +176,22 @@ class _Session:
         new = [run for run in new if run.choice not in over]
         for run in new:
             self.runs[submit.request, submit.attempt, run.choice] = run
-        self._make_step(new)
-        self._to_run.set()
+        self.make_step(new)
+        self.to_run.set()
 
     async def step(self) -> None:
         due = time.monotonic()
         while True:
             if not self.runs:
-                self._to_run.clear()
-                await self._to_run.wait()
+                self.to_run.clear()
+                await self.to_run.wait()
                 due = time.monotonic()
             due += self._worker.step_seconds
             await asyncio.sleep(max(due - time.monotonic(), 0.0))
             if self.runs:
-                self._make_step(list(self.runs.values()))
+                self.make_step(list(self.runs.values()))
 
-    def _make_step(self, runs: Sequence[Run]) -> None:
+    def make_step(self, runs: Sequence[Run]) -> None:
         step = pb.Step()
         for run in runs:
             submit = run.submit

@@ -8,12 +8,20 @@ KINDS = {
     "load": "simulate a cluster under a load: latencies, worker hours, a page of charts",
     "scaling": "compare the autoscaler with other scalers on several loads and check its goals",
     "disaggregation": "compare the disaggregation rule with always and never disaggregating",
+    "routing": "compare the placement strategies on prompts with and without shared prefixes",
+    "overload": "measure goodput and first tokens under overload, and beside a greedy tenant",
+    "calibrate": "fit the time model to the steps of a running server",
+    "compare": "play a load against a running server and in the simulator, side by side",
     "faults": "run seeded fault schedules and check every answer and every KV block",
 }
 MODULES = {
     "load": "scaling.load",
     "scaling": "scaling.scaling",
     "disaggregation": "scaling.disaggregation",
+    "routing": "routing.command",
+    "overload": "scaling.overload",
+    "calibrate": "calibration.calibrate",
+    "compare": "calibration.compare",
     "faults": "faults.faults",
 }
 

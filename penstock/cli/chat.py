@@ -14,7 +14,9 @@ from typing import Any
 import grpc
 from rich.console import Console
 
+from penstock.cli.client_key import add_key_file
 from penstock.cli.flags import Parser
+from penstock.common.api_key import BadKey, client_key
 from penstock.loadtests.bench.resuming_client import PAUSE_SECONDS, BadAnswer, Progress
 from penstock.protos.inference_pb2 import (
     Chat,
@@ -120,8 +122,13 @@ class Conversation:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return 1 if the server cannot be reached or fails, 2 for bad input."""
     given = _parser().parse_args(arguments)
+    try:
+        key = client_key(given.api_key_file)
+    except BadKey as error:
+        print(f"penstock chat: {error}", file=sys.stderr)
+        return 2
     addresses = [each.removeprefix("grpc://") for each in given.address or [DEFAULT]]
-    metadata = [("authorization", f"Bearer {given.api_key}")] if given.api_key else []
+    metadata = [("authorization", f"Bearer {key}")] if key else []
     sampling = Sampling(temperature=given.temperature, max_tokens=given.max_tokens)
     with ExitStack() as stack:
         channels = [stack.enter_context(grpc.insecure_channel(each)) for each in addresses]
@@ -153,7 +160,7 @@ def _parser() -> Parser:
         "--model", default="", metavar="NAME", help="model name; by default the only one"
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
-    parser.add_argument("--api-key", default="", metavar="TEXT", help="API key, if needed")
+    add_key_file(parser)
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="X", help="sampling temperature (0)"
     )

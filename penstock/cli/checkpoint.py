@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from penstock.cluster.spec.spec import BUNDLED
-from penstock.workers.models.config import BadCheckpoint, read_json
+from penstock.workers.models.config import BadCheckpoint, is_file_name, read_json
 from penstock.workers.models.spec import check_config
 
 SHIPPED = Path(__file__).resolve().parent.parent / "models" / BUNDLED
@@ -85,9 +85,9 @@ def check(folder: Path, with_weights: bool = True) -> None:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
+        if not isinstance(weight_map, dict) or not all(map(is_file_name, weight_map.values())):
             raise BadCheckpoint(f"{index} has no valid weight_map: download it again")
-        files = sorted({str(name) for name in weight_map.values()})
+        files = sorted(set(weight_map.values()))
     else:
         files = ["model.safetensors"]
     for path in [folder / "tokenizer.json", *(folder / name for name in files)]:

@@ -3,12 +3,13 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from penstock.cli import checkpoint
+from penstock.cli.client_key import refuse_key
 from penstock.cluster.spec.records import knobs, merged
+from penstock.cluster.spec.router_spec import RouterSpec
 from penstock.cluster.spec.spec import (
     BUNDLED,
     DEFAULT_POOLS,
@@ -17,15 +18,12 @@ from penstock.cluster.spec.spec import (
     EngineSpec,
     ModelSpec,
     PoolSpec,
-    RouterSpec,
     ScalingSpec,
     parse,
-    read_file,
-    read_keys,
 )
+from penstock.cluster.spec.yaml_file import read_file
 
 ALSO = {
-    "api_keys": ["--api-key"],
     "http_port": ["--port"],
     "max_sequences": ["--max-num-seqs"],
     "max_batched_tokens": ["--max-num-batched-tokens"],
@@ -46,6 +44,10 @@ UNSET = argparse.SUPPRESS
 class Parser(argparse.ArgumentParser):
     """An argument parser that prints errors in one line."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        refuse_key(self)
+
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; see {self.prog} --help", file=sys.stderr)
         sys.exit(2)
@@ -64,7 +66,9 @@ def read_spec(arguments: Sequence[str]) -> ClusterSpec:
     content = file = read_file(path) if path is not None else {}
     ranks: dict[str, Any] = {}
     model: dict[str, Any] = {}
-    model_name = given.pop(NAME, None)
+    model_name, *aliases = given.pop(NAME, [None])
+    if aliases:
+        model["aliases"] = aliases
     for name, value in given.items():
         where, _, key = name.rpartition(".")
         if where == EVERY_POOL:
@@ -76,7 +80,7 @@ def read_spec(arguments: Sequence[str]) -> ClusterSpec:
     content = _over_model(content, model_name, model)
     if "pools" not in file and not any(name.endswith(".replicas") for name in given):
         content = _with_default_pools(content, ranks)
-    return _with_keys(parse(_over_pools(content, ranks)))
+    return parse(_over_pools(content, ranks))
 
 
 def _over_model(
@@ -99,15 +103,6 @@ def _over_model(
     if name is None:
         name = checkpoint.default_name(settings["path"]) if "path" in settings else own_name
     return {**content, "models": {name: entry}}
-
-
-def _with_keys(spec: ClusterSpec) -> ClusterSpec:
-    """Add the API keys in `router.api_keys_file` to `router.api_keys`."""
-    router = spec.router
-    if router.api_keys_file is None:
-        return spec
-    keys = router.api_keys + read_keys(router.api_keys_file)
-    return replace(spec, router=replace(router, api_keys=keys))
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
@@ -163,6 +158,9 @@ def _parser() -> Parser:
         "--ray-address", default=UNSET, metavar="HOST:PORT", help=_help("ray_address")
     )
     parser.add_argument(
+        "--pass-env", action="append", default=UNSET, metavar="NAME", help=_help("pass_env")
+    )
+    parser.add_argument(
         "--pool-nodes", action="store_true", default=UNSET, help=_help("pool_nodes")
     )
     parser.add_argument(
@@ -182,11 +180,13 @@ def _parser() -> Parser:
     model.add_argument(
         *("--model-name", "--served-model-name"),
         dest=NAME,
+        nargs="+",
         default=UNSET,
         metavar="NAME",
-        help="name of the model in the API; by default its folder's name or its hub name",
+        help="names of the model in the API, the first of which is in answers; by default its "
+        "folder's name or its hub name",
     )
-    _add(model, ModelSpec, THE_MODEL, without=("path",))
+    _add(model, ModelSpec, THE_MODEL, without=("path", "aliases"))
     _add(parser.add_argument_group("every worker"), EngineSpec, "engine")
     pools = parser.add_argument_group(
         "pools", "Flags without a pool in their name apply to every pool."

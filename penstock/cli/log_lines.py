@@ -89,13 +89,15 @@ def event_fields(event: status_events.StatusEvent) -> tuple[str, str, Fields]:
             return "info", "waiting", {"stage": stage, "seconds": seconds, "left": detail or None}
         case status_events.Ready(seconds):
             return "info", "ready", {"seconds": seconds}
-        case status_events.Serving(http, grpc, others):
-            https, grpcs = zip((http, grpc), *others, strict=True)
-            return "info", "serving", {"http": ",".join(https), "grpc": ",".join(grpcs)}
+        case status_events.Serving(http, grpc, admin, others):
+            columns = zip((http, grpc, admin), *others, strict=True)
+            names = ("http", "grpc", "admin")
+            fields = {name: ",".join(each) for name, each in zip(names, columns, strict=True)}
+            return "info", "serving", fields
         case status_events.Draining(seconds, requests):
             return "info", "draining", {"seconds": seconds, "requests": requests}
-        case status_events.RoleAssigned(worker, role):
-            return "info", "role", {"worker": worker, "role": role}
+        case status_events.RoleAssigned(worker, role, _, by):
+            return "info", "role", {"worker": worker, "role": role, "by": by}
         case status_events.PoolResized(pool, text):
             return "info", "decision", {"pool": pool, "decision": text}
         case _:

@@ -5,8 +5,10 @@ import json
 import sys
 from collections.abc import Sequence
 
+from penstock.cli.client_key import add_key_file
 from penstock.cli.flags import Parser
 from penstock.cli.status import DEFAULT, MAX_BYTES, NoStatus, connect
+from penstock.common.api_key import client_key
 
 ROLES = ("prefill", "decode", "mixed")
 SECONDS_TO_ANSWER = 30.0  # exceeds a router's wait for the supervisor to record the role
@@ -16,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return 1 if the role was not changed, 2 if the URL is invalid."""
     given = _parser().parse_args(arguments)
     try:
-        change(given.url, given.api_key, given.worker, given.role)
+        change(given.url, client_key(given.api_key_file), given.worker, given.role)
     except ValueError as error:
         print(f"penstock role: {error}", file=sys.stderr)
         return 2
@@ -27,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def change(url: str, key: str | None, worker: str, role: str) -> None:
+def change(url: str, key: str, worker: str, role: str) -> None:
     """Change a worker's role through a router.
 
     Raises:
@@ -47,7 +49,7 @@ def change(url: str, key: str | None, worker: str, role: str) -> None:
         raise NoStatus(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
     except (OSError, http.client.HTTPException) as error:
         raise NoStatus(
-            f"no router answers there ({error}): give the URL of its HTTP port"
+            f"no router answers there ({error}): give the URL of its operators' port"
         ) from None
     finally:
         connection.close()
@@ -74,7 +76,11 @@ def _parser() -> Parser:
     parser.add_argument("worker", metavar="WORKER", help="worker's name in penstock status")
     parser.add_argument("role", choices=ROLES, metavar="ROLE", help=", ".join(ROLES))
     parser.add_argument(
-        "url", nargs="?", default=DEFAULT, metavar="URL", help=f"URL of the HTTP port ({DEFAULT})"
+        "url",
+        nargs="?",
+        default=DEFAULT,
+        metavar="URL",
+        help=f"URL of the operators' port ({DEFAULT})",
     )
-    parser.add_argument("--api-key", metavar="TEXT", help="an operator's key (admin-...)")
+    add_key_file(parser)
     return parser

@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING
 
 from penstock.cli import checkpoint, flags
 from penstock.cli.view import View, make_view
+from penstock.cluster.spec.api_keys import check_access, key_variables, read_api_keys
 from penstock.cluster.spec.records import SpecError
 from penstock.cluster.spec.spec import ROLES, ClusterSpec
 from penstock.cluster.status import status_events
+from penstock.common.api_key import VARIABLE, ApiKey
+from penstock.common.loopback import is_loopback
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.parallel.mesh import BadShape, Mesh
 from penstock.workers.weights.sharding import check_folder
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.cluster.ray_session import RaySession
 
 QUESTION = "What is 17 plus 25?"
+NO_KEY_NEEDED = "No API key is needed: whoever reaches these addresses may use the model."
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED_BY_SIGNAL = 130
 SECONDS_TO_CONNECT = 5.0
@@ -39,6 +43,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return 2 if nothing was started, 1 if something failed later."""
     try:
         spec = flags.read_spec(arguments)
+        api_keys = read_api_keys(spec, os.environ)
+        check_access(spec, has_keys=bool(api_keys))
         folder = checkpoint.find(spec.checkpoint)
         # Skip the weights with `pool_nodes`, because they are only on the workers' nodes.
         checkpoint.check(folder, with_weights=not spec.pool_nodes)
@@ -54,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     ) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
         return 2
-    return serve(spec, folder, make_view(spec.log_format))
+    return serve(spec, folder, make_view(spec.log_format), api_keys)
 
 
 class BadAddress(ValueError):
@@ -74,9 +80,11 @@ def check_ranks(spec: ClusterSpec, folder: Path) -> None:
 
 def check_ports(spec: ClusterSpec) -> None:
     """Check that the routers' ports are free; raise `BadAddress`."""
-    host = spec.router.host
-    ports = [zip(("http", "grpc"), spec.ports(n), strict=True) for n in range(spec.routers)]
-    for flag, port in chain.from_iterable(ports):
+    names = ("http", "grpc", "admin")
+    ports = [zip(names, spec.ports(number), strict=True) for number in range(spec.routers)]
+    for name, port in chain.from_iterable(ports):
+        host = spec.router.admin_host if name == "admin" else spec.router.host
+        flag = "admin-host" if name == "admin" else "host"
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind) as probe:
@@ -85,7 +93,7 @@ def check_ports(spec: ClusterSpec) -> None:
         except OSError as error:
             raise BadAddress(
                 f"cannot listen on {host} port {port} ({error.strerror}): stop the process that "
-                f"uses it, or give another --{flag}-port or --host"
+                f"uses it, or give another --{name}-port or --{flag}"
             ) from None
 
 
@@ -155,7 +163,7 @@ def _nothing() -> None:
     pass
 
 
-def serve(spec: ClusterSpec, folder: Path, view: View) -> int:
+def serve(spec: ClusterSpec, folder: Path, view: View, api_keys: Sequence[ApiKey]) -> int:
     """Serve until stopped; return the exit code."""
     interrupts = Interrupts()
     interrupts.install()
@@ -165,11 +173,12 @@ def serve(spec: ClusterSpec, folder: Path, view: View) -> int:
     from penstock.cluster.ray_session import RayFailed, RaySession
     from penstock.cluster.supervisor import Supervisor
 
-    run = _Run(spec, folder, view, RaySession(spec.ray_address), interrupts)
+    session = RaySession(spec.ray_address, spec.pass_env, key_variables(spec))
+    run = _Run(spec, folder, view, session, interrupts, bool(api_keys))
     try:
         run.start_ray()
         with run.session:
-            run.supervise(lambda stop: Supervisor(spec, folder, run.show).run(stop))
+            run.supervise(lambda stop: Supervisor(spec, folder, run.show, api_keys).run(stop))
     except (RayFailed, PlacementError, StartFailed) as error:
         view.close()
         print(f"penstock serve: {error}", file=sys.stderr)
@@ -193,8 +202,10 @@ class _Run:
         view: View,
         session: "RaySession",
         interrupts: Interrupts,
+        has_keys: bool,
     ) -> None:
         self.session = session
+        self._has_keys = has_keys
         self._spec = spec
         self._folder = folder
         self._view = view
@@ -247,31 +258,41 @@ class _Run:
         """Show a status event; once the cluster serves, also print how to use it."""
         self._view(title, notice)
         if isinstance(notice, status_events.Serving) and self._spec.log_format == "text":
-            for line in greeting(self._spec, self._folder, notice, self._seconds):
+            for line in greeting(self._spec, self._folder, notice, self._seconds, self._has_keys):
                 self._view.print_line(line)
 
 
 def greeting(
-    spec: ClusterSpec, folder: Path, serving: status_events.Serving, seconds: float
+    spec: ClusterSpec,
+    folder: Path,
+    serving: status_events.Serving,
+    seconds: float,
+    has_keys: bool,
 ) -> list[str]:
     """Return the lines to print when the cluster is ready: addresses and commands to paste."""
     name = spec.model_name
-    http, grpc = (_reachable(address) for address in (serving.http, serving.grpc))
+    http, grpc, admin = map(_reachable, (serving.http, serving.grpc, serving.admin))
     body: dict[str, object] = {"model": name, "temperature": 0}
     if _chats(folder):
         path, body["messages"] = "chat/completions", [{"role": "user", "content": QUESTION}]
     else:
         path, body["prompt"] = "completions", QUESTION
-    key = "-H 'Authorization: Bearer YOUR_KEY' " if spec.router.api_keys else ""
+    key = f'-H "Authorization: Bearer ${VARIABLE}" ' if has_keys else ""
+    admins = [serving.admin, *(each for *_, each in serving.others)]
+    for_anyone = not (has_keys or is_loopback(spec.router.host))
     return [
         "",
         f"{name} is served after {seconds:.1f} s: HTTP (OpenAI API) on http://{serving.http}, "
         f"gRPC on {serving.grpc}",
-        *(f"and on http://{http} and {grpc}" for http, grpc in serving.others),
+        *(f"and on http://{http} and {grpc}" for http, grpc, _ in serving.others),
+        "for operators: " + ", ".join(f"http://{each}" for each in admins),
+        *([NO_KEY_NEEDED] * for_anyone),
         "",
         f"  curl http://{http}/v1/{path} {key}-H 'Content-Type: application/json' "
         f"-d {shlex.quote(json.dumps(body))}",
-        f"  {_program()} chat --address {grpc}" + (" --api-key YOUR_KEY" if key else ""),
+        f"  {_program()} chat --address {grpc}",
+        f"  {_program()} status http://{admin}",
+        *([f"({VARIABLE} must contain your API key.)"] * has_keys),
         "",
         "Ctrl-C drains and stops.",
     ]

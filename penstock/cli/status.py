@@ -12,12 +12,14 @@ from urllib.parse import SplitResult, urlsplit
 from rich.console import Console
 from rich.live import Live
 
+from penstock.cli.client_key import add_key_file
 from penstock.cli.flags import Parser
 from penstock.cli.status_view import page
+from penstock.common.api_key import VARIABLE, client_key
 
 Json: TypeAlias = dict[str, Any]
 
-DEFAULT = "http://127.0.0.1:8000"
+DEFAULT = "http://127.0.0.1:8001"
 SECONDS_TO_ANSWER = 5.0
 MAX_BYTES = 16 << 20
 TRIES = 5  # with --watch: consecutive failures before giving up
@@ -31,10 +33,11 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return 1 if there is no status, 2 if the URL is invalid."""
     given = _parser().parse_args(arguments)
     try:
+        key = client_key(given.api_key_file)
         if given.watch and not given.json:
-            watch(given.url, given.api_key, given.watch)
+            watch(given.url, key, given.watch)
             return 0
-        status = fetch(given.url, given.api_key)
+        status = fetch(given.url, key)
         if given.json:
             print(json.dumps(status, indent=2))
         else:
@@ -66,7 +69,7 @@ def watch(url: str, key: str | None, seconds: float) -> None:
                     raise
 
 
-def fetch(url: str, key: str | None) -> Json:
+def fetch(url: str, key: str | None = None) -> Json:
     """Return a router's status; raise `NoStatus` on failure, or ValueError for an invalid URL."""
     connection, path = connect(url)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -79,11 +82,11 @@ def fetch(url: str, key: str | None) -> Json:
     except OSError as error:
         raise NoStatus(
             f"nothing answers there ({error.strerror or error}): start a server with "
-            "`penstock serve`, or give its HTTP address"
+            "`penstock serve`, or give the address of its operators' port"
         ) from None
     except http.client.HTTPException:
         raise NoStatus(
-            "the server there is not an HTTP server: give the URL of the HTTP port"
+            "the server there is not an HTTP server: give the URL of the operators' port"
         ) from None
     finally:
         connection.close()
@@ -116,22 +119,31 @@ def _split(url: str) -> SplitResult:
 
 def _read(code: int, body: bytes) -> Json:
     if code == 401:
-        raise NoStatus("the server needs a valid API key: give --api-key")
+        raise NoStatus(f"the server needs a valid API key: give --api-key-file or {VARIABLE}")
+    if code == 403:
+        raise NoStatus("this is for operators: the API key has another role")
     try:
         status = json.loads(body) if code == 200 else None
     except ValueError:
         status = None
     if not isinstance(status, dict) or not {"model", "pools", "workers"} <= status.keys():
-        raise NoStatus(f"the server there (HTTP {code}) is not a Penstock router of this version")
+        raise NoStatus(
+            f"the server there (HTTP {code}) is not the operators' port of a "
+            "Penstock router of this version"
+        )
     return status
 
 
 def _parser() -> Parser:
     parser = Parser(prog="penstock status", description=__doc__, allow_abbrev=False)
     parser.add_argument(
-        "url", nargs="?", default=DEFAULT, metavar="URL", help=f"URL of the HTTP port ({DEFAULT})"
+        "url",
+        nargs="?",
+        default=DEFAULT,
+        metavar="URL",
+        help=f"URL of the operators' port ({DEFAULT})",
     )
-    parser.add_argument("--api-key", metavar="TEXT", help="API key, if needed")
+    add_key_file(parser)
     parser.add_argument("--json", action="store_true", help="print the whole status as JSON")
     parser.add_argument(
         "--watch",

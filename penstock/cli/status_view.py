@@ -123,7 +123,7 @@ def _roles(roles: Mapping[str, Json], now: float) -> Text:
     text = Text()
     for worker, given in sorted(roles.items()):
         since = duration(max(now - given["at"], 0.0))
-        text.append(f"{worker}: a {given['role']} worker for {since}, by an operator\n")
+        text.append(f"{worker}: a {given['role']} worker for {since}, set by {given['by']}\n")
     return text
 
 

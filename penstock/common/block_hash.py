@@ -4,56 +4,107 @@ The hash of a full block covers three things:
 
 - the block's token ids, as little-endian int32;
 - the hash of the previous block (the parent), and thereby every earlier token of the sequence;
-- the salt, used in place of the parent for the first block. Only sequences with equal salts share
-  blocks, so different salts separate tenants and adapters.
+- the root, used in place of the parent for the first block. The root is a hash of the salt, keyed
+  by a secret of the cluster. Only sequences with equal salts share blocks, so different salts
+  separate tenants and adapters. Without the secret, nobody can compute the hash of a guessed
+  prompt and compare it with the hashes of another tenant.
 
-Model weights and dtype are not part of the hash: compare hashes only between caches with equal
-layout fingerprints. `block_hash` is BLAKE2b with a 16-byte digest, keyed by the parent's hash;
-`root_hash` is the unkeyed BLAKE2b of the salt. Other implementations must produce equal hashes.
+Model weights and dtype are not part of the hash: compare hashes only between caches of one cluster
+with equal layout fingerprints. `block_hash` is BLAKE2b with a 16-byte digest, keyed by the parent's
+hash; `root_hash` is the BLAKE2b of the salt, keyed by the secret. Other implementations must
+produce equal hashes.
 """
 
+import secrets
 import sys
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
 HASH_BYTES = 16
+MAX_SALT_BYTES = 256
+SHORT_HASH_BYTES = 8
+MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
 
 
-def root_hash(salt: bytes) -> bytes:
-    """Return the hash of `salt`, used as parent hash of the first block of a sequence."""
-    return blake2b(salt, digest_size=HASH_BYTES).digest()
+def new_hash_key() -> bytes:
+    """Return a new random key for `root_hash`."""
+    return secrets.token_bytes(MAX_KEY_BYTES)
+
+
+def check_hash_key(key: bytes) -> None:
+    """Raise ValueError, without the key in its message, if a key is too short or too long."""
+    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        raise ValueError(
+            f"hash_key must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}"
+        )
+
+
+def root_hash(key: bytes, salt: bytes) -> bytes:
+    """Return the hash of `salt`, used as parent hash of the first block of a sequence.
+
+    Args:
+        key: secret of the cluster; with an empty key, everybody can compute the hash.
+        salt: sequences share blocks only if their salts are equal.
+    """
+    return blake2b(salt, digest_size=HASH_BYTES, key=key).digest()
 
 
 def block_hash(parent: bytes, tokens: npt.NDArray[np.int32]) -> bytes:
     """Return the 16-byte hash of a full block.
 
     Args:
-        parent: hash of the previous block, or `root_hash(salt)` for the first block.
+        parent: hash of the previous block, or `root_hash` for the first block.
         tokens: [block_size] int32 token ids.
     """
     return blake2b(_packed(tokens), digest_size=HASH_BYTES, key=parent).digest()
 
 
+def short_hash(digest: bytes) -> int:
+    """Return the first 8 bytes of a block hash as an unsigned little-endian integer.
+
+    Workers and routers exchange short hashes. The probability that any two of a million blocks have
+    equal short hashes is 3e-8.
+    """
+    return int.from_bytes(digest[:SHORT_HASH_BYTES], "little")
+
+
+def short_hashes(hashes: Collection[bytes]) -> list[int]:
+    """Return the short hash of each block hash."""
+    words = np.frombuffer(b"".join(hashes), "<u8")
+    short: list[int] = words[:: HASH_BYTES // SHORT_HASH_BYTES].tolist()
+    return short
+
+
 def extend_chain(
-    hashes: list[bytes], salt: bytes, tokens: npt.NDArray[np.int32], block_size: int
+    hashes: list[bytes], root: bytes, tokens: npt.NDArray[np.int32], block_size: int
 ) -> None:
     """Append to `hashes` the hashes of the full blocks of `tokens` that are still missing.
 
     Args:
         hashes: hashes of the first `len(hashes)` blocks of the sequence; extended in place.
-        salt: see `root_hash`.
+        root: see `root_hash`.
         tokens: [n] int32 token ids of the sequence from its start; an incomplete last block is
             ignored.
         block_size: tokens per block.
     """
-    parent = hashes[-1] if hashes else root_hash(salt)
+    parent = hashes[-1] if hashes else root
     data, step = _packed(tokens), block_size * tokens.itemsize
     for start in range(len(hashes) * step, len(data) - step + 1, step):
         block = data[start : start + step]
         parent = blake2b(block, digest_size=HASH_BYTES, key=parent).digest()
         hashes.append(parent)
+
+
+def short_prefix_hashes(
+    root: bytes, tokens: npt.NDArray[np.int32], block_size: int
+) -> Sequence[int]:
+    """Return the short hashes of all full blocks of a sequence; see `extend_chain`."""
+    hashes: list[bytes] = []
+    extend_chain(hashes, root, tokens, block_size)
+    return short_hashes(hashes)
 
 
 def _packed(tokens: npt.NDArray[np.int32]) -> bytes:

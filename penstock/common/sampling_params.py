@@ -59,6 +59,10 @@ class InvalidParameterError(ValueError):
         self.param = param
 
 
+class ContextLengthError(InvalidParameterError):
+    """Prompt and answer do not fit into the model's context."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
     """Upper bounds on the sizes of sampling parameters."""
@@ -219,9 +223,9 @@ class SamplingParams:
             if self.use_beam_search:
                 max_tokens = min(max_tokens, limits.max_beam_tokens // self.n)
         elif max_tokens > free:
-            raise InvalidParameterError(
-                f"max_tokens is {max_tokens}, but the prompt has {num_prompt} tokens and the "
-                f"model's context is {max_model_len}: ask for at most {free}",
+            raise ContextLengthError(
+                f"max_tokens is {max_tokens}, but the prompt has {num_prompt} tokens and this "
+                f"model's maximum context length is {max_model_len}: ask for at most {free}",
                 "max_tokens",
             )
         _check_count("min_tokens", self.min_tokens, 0, max_tokens)
@@ -353,7 +357,9 @@ def _check_beam_search(params: SamplingParams, limits: SamplingLimits) -> None:
         if getattr(params, name) not in harmless:
             kept = " or ".join(f"{value:g}" for value in harmless if isinstance(value, float | int))
             which = f"leave {name} at {kept}" if kept else f"leave out {name}"
-            raise InvalidParameterError(f"use_beam_search draws no tokens: {which}", name)
+            raise InvalidParameterError(
+                f"use_beam_search cannot be combined with sampling: {which}", name
+            )
     if params.stop:
         raise InvalidParameterError(
             "use_beam_search supports stop_token_ids but not stop strings: leave out stop", "stop"

@@ -1,4 +1,4 @@
-"""HTTP routes for operators: /metrics, /status, and /role, which changes a worker's role."""
+"""The operators' HTTP port: /metrics, /status, /steps, and /role, which changes a worker's role."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -7,16 +7,40 @@ from dataclasses import asdict
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
-from penstock.router.api.auth import ApiKeys
-from penstock.router.api.http import Json, is_loopback, json_response, read_body
+from penstock.router.api.auth import OPERATORS, READERS, ApiKeys
+from penstock.router.api.http import (
+    ERROR_HANDLERS,
+    AuthMiddleware,
+    Json,
+    json_response,
+    read_body,
+)
 from penstock.router.errors import invalid
 from penstock.router.frontend import Frontend
 from penstock.router.observability.prometheus import all_metrics
 from penstock.router.observability.prometheus_vllm import vllm_metrics
 from penstock.router.observability.snapshot import ClusterState, WorkerStats
+
+ROLES = {"/metrics": READERS, "/status": READERS, "/steps": READERS, "/role": OPERATORS}
+"""Roles of the API keys that each path accepts."""
+
+OPENMETRICS = "application/openmetrics-text"
+
+
+def accepts_openmetrics(accept: str) -> bool:
+    """Return whether an Accept header names OpenMetrics, in version 1.0.0 or in any version."""
+    for accepted in accept.split(","):
+        media_type, *parameters = (part.strip().lower() for part in accepted.split(";"))
+        versions = [each for each in parameters if each.startswith("version=")]
+        if media_type == OPENMETRICS and versions in ([], ["version=1.0.0"]):
+            return True
+    return False
 
 
 class SnapshotCollector(Collector):
@@ -39,23 +63,48 @@ class SnapshotCollector(Collector):
             yield from vllm_metrics(config.name, state, tally)
 
 
+MAX_ROLE_BYTES = 4096
+"""Largest size of a body of /role, because the body is parsed on the event loop."""
+
+
+def admin_app(frontend: Frontend) -> Starlette:
+    """Return the HTTP application of the operators' port."""
+    api, config = AdminApi(frontend), frontend.config
+    routes = [
+        Route("/metrics", api.metrics),
+        Route("/status", api.status),
+        Route("/steps", api.steps),
+        Route("/role", api.role, methods=["POST"]),
+    ]
+    guard = Middleware(
+        AuthMiddleware, keys=ApiKeys(config.api_keys), host=config.admin_host, roles=ROLES
+    )
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=ERROR_HANDLERS)
+
+
 class AdminApi:
     """The handlers of the operators' routes."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._keys = ApiKeys(frontend.config.api_keys)
         self._registry = CollectorRegistry()
         self._registry.register(SnapshotCollector(frontend))
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics in the format that the Accept header prefers."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        # choose_encoder fails on versions that are no numbers, so it gets no client's header.
+        accepts = accepts_openmetrics(request.headers.get("accept", ""))
+        encode, content_type = choose_encoder(OPENMETRICS if accepts else "")
         return Response(encode(self._registry), headers={"content-type": content_type})
 
     async def status(self, request: Request) -> Response:
         """Return the state of the cluster as JSON."""
         return json_response(status_json(self._frontend.take_snapshot()))
+
+    async def steps(self, request: Request) -> Response:
+        """Return the latest steps of each worker, by name, as columns of numbers."""
+        found = await self._frontend.step_records()
+        return json_response({worker: asdict(steps) for worker, steps in found.items()})
 
     async def role(self, request: Request) -> Response:
         """Assign a role to a worker; decoding requests move away if the new role is prefill.
@@ -63,11 +112,9 @@ class AdminApi:
         The response is 200 once the supervisor has recorded the role, and 503 with Retry-After if
         the supervisor does not confirm the role in time.
         """
-        config = self._frontend.config
-        header = request.headers.get("authorization")
-        self._keys.check_operator(header, is_loopback(config.host))
-        worker, role = _worker_and_role(await read_body(request, config.bounds))
-        await self._frontend.assign(worker, role)
+        body = await read_body(request, self._frontend.config.bounds)
+        worker, role = _worker_and_role(body)
+        await self._frontend.assign(worker, role, request.state.key_name)
         return json_response({"worker": worker, "role": role})
 
 
@@ -100,7 +147,7 @@ def _worker_stats_json(stats: WorkerStats) -> Json:
 
 def _worker_and_role(body: bytes) -> tuple[str, str]:
     try:
-        content = json.loads(body)
+        content = json.loads(body) if len(body) <= MAX_ROLE_BYTES else None
     except (ValueError, RecursionError):
         content = None
     if isinstance(content, dict) and content.keys() == {"worker", "role"}:

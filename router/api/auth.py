@@ -3,8 +3,25 @@
 import hashlib
 import hmac
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from penstock.common.api_key import ApiKey, Role
 from penstock.router.errors import Code, ServingError
+
+CLIENTS: frozenset[Role] = frozenset({"user", "operator"})
+READERS: frozenset[Role] = frozenset({"metrics", "operator"})
+OPERATORS: frozenset[Role] = frozenset({"operator"})
+
+ANONYMOUS = "anonymous"
+"""Name of all callers of a server without API keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a call: its key's name, and its tenant id, which is a hash of the key."""
+
+    name: str
+    tenant: str
 
 
 class ApiKeys:
@@ -13,55 +30,55 @@ class ApiKeys:
     Keys are compared in constant time.
     """
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
-        self._operator_digests = {_digest(key) for key in keys if key.startswith(OPERATOR_PREFIX)}
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = [(_digest(each.key), each) for each in keys]
 
     def tenant_names(self) -> dict[str, str]:
-        """Return the metric name of each tenant: `key-N` for the N-th key.
+        """Return the metric name of each tenant: the name of its key.
 
         Tenant ids are hashes of keys. Metrics do not contain them, because a weak key could be
         guessed from its hash.
         """
-        if not self._digests:
-            return {"": "anonymous"}
-        return {_tenant(digest): f"key-{n}" for n, digest in enumerate(self._digests, 1)}
+        if not self._keys:
+            return {"": ANONYMOUS}
+        return {_tenant(digest): each.name for digest, each in self._keys}
 
-    def tenant(self, header: str | None) -> str:
-        """Return the tenant of an Authorization header: a hash of its API key.
+    def authenticate(
+        self, header: str | None, roles: frozenset[Role] = CLIENTS, is_loopback: bool = True
+    ) -> Caller:
+        """Return the sender of a call with this Authorization header.
+
+        Args:
+            roles: the call is allowed to keys with one of these roles. Without configured keys,
+                calls for operators alone are allowed only if `is_loopback`.
+            is_loopback: the server is bound to loopback.
 
         Raises:
-            ServingError: UNAUTHENTICATED if the header has no valid key.
+            ServingError: UNAUTHENTICATED if the header has no valid key; FORBIDDEN if the key has
+                another role.
         """
-        if not self._digests:
-            return ""
+        if not self._keys:
+            if roles == OPERATORS and not is_loopback:
+                raise ServingError(
+                    Code.FORBIDDEN,
+                    "this is for operators: configure a key with the role operator, or bind the "
+                    "server to loopback",
+                )
+            return Caller(ANONYMOUS, "")
         scheme, _, key = (header or "").partition(" ")
         offered = _digest(key.strip())
-        found = [hmac.compare_digest(offered, digest) for digest in self._digests]
-        if scheme.lower() != "bearer" or not any(found):
+        found = [each for digest, each in self._keys if hmac.compare_digest(offered, digest)]
+        if scheme.lower() != "bearer" or not found:
             raise ServingError(
                 Code.UNAUTHENTICATED, "no valid API key: send 'Authorization: Bearer <key>'"
             )
-        return _tenant(offered)
-
-    def check_operator(self, header: str | None, is_loopback: bool) -> None:
-        """Raise FORBIDDEN unless the caller may change the cluster.
-
-        If keys are configured, the call needs an operator's key; otherwise the server must be bound
-        to loopback.
-        """
-        _, _, key = (header or "").partition(" ")
-        is_operator = _digest(key.strip()) in self._operator_digests
-        if not (is_operator if self._digests else is_loopback):
+        if found[0].role not in roles:
             raise ServingError(
                 Code.FORBIDDEN,
-                f"this is for operators: use an API key that begins with '{OPERATOR_PREFIX}'; if "
-                f"the server has no keys, bind it to loopback",
+                f"the API key {found[0].name!r} has the role {found[0].role}, but this needs the "
+                f"role {' or '.join(sorted(roles))}",
             )
-
-
-OPERATOR_PREFIX = "admin-"
-"""Prefix of the API keys with which operators may change the cluster."""
+        return Caller(found[0].name, _tenant(offered))
 
 
 def _tenant(digest: bytes) -> str:

@@ -1,71 +1,322 @@
-"""HTTP connections with limits that uvicorn lacks, on the size and time of a request's head."""
+"""HTTP connections with limits that uvicorn lacks, on bytes, times and the number of connections.
+
+All limits hold before a request is authenticated.
+"""
 
 import asyncio
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from penstock.router.api.http import add_common_headers, error_response
+from penstock.router.api.write_batch import WriteBatch
+from penstock.router.config import ConnectionBounds, RequestBounds
+from penstock.router.errors import Code, ServingError, invalid
+from penstock.router.requests.call_pacer import CallPacer
+
+log = logging.getLogger(__name__)
+
+BODY_WRITER = "penstock.body_writer"
+"""Key of the `BodyWriter` in the extensions of a request's ASGI scope."""
+
+
+MAX_PIPELINED = 16
+"""Number of requests that may wait behind a connection's running one before reading pauses.
+
+While reading is paused, the router does not notice that the client has disconnected.
+"""
+
+
+class BodyWriter:
+    """Writes parts of a chunked response body without a task switch, unlike `send` of ASGI.
+
+    Usable once the response has started and its first part was sent with `send`.
+
+    Args:
+        cycle: uvicorn's state of the request.
+        batch: calls `flush` in the next iteration of the event loop after a `write`.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, batch: WriteBatch) -> None:
+        self.cycle = cycle
+        self._batch = batch
+        self._unsent = b""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the client reads too slowly; `send` then waits until there is room."""
+        return self.cycle.flow.write_paused
+
+    def write(self, part: bytes) -> None:
+        """Collect a part of the body, which is written in the event loop's next iteration."""
+        if not self._unsent:
+            self._batch.add(self.flush)
+        self._unsent += b"%x\r\n%b\r\n" % (len(part), part)
+
+    def flush(self) -> None:
+        """Write the collected parts, or drop them if the client has disconnected.
+
+        Call this before `send`, so that the parts keep their order.
+        """
+        unsent, self._unsent = self._unsent, b""
+        cycle = self.cycle
+        if unsent and not (cycle.disconnected or cycle.transport.is_closing()):
+            cycle.transport.write(unsent)
+
+
+class ConnectionLimits:
+    """Limits of a server's connections, and the numbers of its open connections.
+
+    Args:
+        requests: limits on the size and time of a request's head.
+        bounds: limits on times and numbers of connections.
+        on_malformed: called for each request that is not valid HTTP.
+    """
+
+    def __init__(
+        self,
+        requests: RequestBounds,
+        bounds: ConnectionBounds,
+        on_malformed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.max_head_bytes = requests.max_header_bytes
+        self.receive_seconds = requests.receive_seconds
+        self.bounds = bounds
+        self.on_malformed = on_malformed
+        self.pacer = CallPacer()
+        self.batch = WriteBatch()
+        self._num_open = 0
+        self._num_by_address: dict[str, int] = {}
+
+    def open(self, address: str) -> bool:
+        """Count a new connection; return whether it is within the limits."""
+        self._num_open += 1
+        from_address = self._num_by_address.get(address, 0) + 1
+        self._num_by_address[address] = from_address
+        return (
+            self._num_open <= self.bounds.max_connections
+            and from_address <= self.bounds.max_connections_per_address
+        )
+
+    def close(self, address: str) -> None:
+        """Forget a connection that `open` has counted."""
+        self._num_open -= 1
+        self._num_by_address[address] -= 1
+        if not self._num_by_address[address]:
+            del self._num_by_address[address]
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """A connection that closes if a request's head is too large or arrives too slowly.
+    """A connection that is closed if its client sends too much, too slowly, or does not read.
 
-    The head is the request line and the headers.
+    - A request's head, and bytes of its body that belong to no chunk (chunk sizes, trailers), are
+      counted as they arrive: the parser gathers a header without a bound until the header is
+      complete.
+    - At most one timer runs while no request is complete. Only a new request, a complete head or
+      a complete response moves it; an empty line does not.
+    - A response to a request whose body is not complete is the connection's last one.
     """
 
-    max_head_bytes = 64 << 10
-    head_seconds = 30.0
+    limits: ConnectionLimits
 
     @classmethod
-    def with_limits(cls, max_head_bytes: int, head_seconds: float) -> type["BoundedConnection"]:
+    def with_limits(cls, limits: ConnectionLimits) -> type["BoundedConnection"]:
         """Return a subclass with the given limits; uvicorn creates the instances."""
-        bounds = {"max_head_bytes": max_head_bytes, "head_seconds": head_seconds}
-        return type(cls.__name__, (cls,), bounds)
+        return type(cls.__name__, (cls,), {"limits": limits})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._head_bytes = 0
-        self._head_timer: asyncio.TimerHandle | None = None
+        self._unprotected_app = self.app
+        self.app = self._call_app
+        self._address = ""
+        self._raw_bytes = 0  # received since the parser's last progress
+        self._is_in_head = False
+        self._ignores_input = False
+        self._is_last_response = False
+        self._running: RequestResponseCycle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._address = self.client[0] if self.client else ""
+        if self.limits.open(self._address):
+            self._start_timer(self.limits.receive_seconds)
+        else:
+            self._refuse(ServingError(Code.UNAVAILABLE, "too many connections are open"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_received()
+        self.limits.close(self._address)
+        self._stop_timer()
+        self._stop_write_timer()
+        if self._running is not None and not self._running.response_complete:
+            # uvicorn marks only the newest request, which may wait behind the running one.
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest and not (self._ignores_input or self.transport.is_closing()):
+            available = self.limits.max_head_bytes - self._raw_bytes
+            if available <= 0:
+                self._end_malformed("the request's head or trailer is too large")
+                return
+            part, rest = rest[:available], rest[available:]
+            self._raw_bytes += len(part)
+            try:
+                self.parser.feed_data(part)
+            except httptools.HttpParserUpgrade:  # answer as HTTP/1.1; the rest is not HTTP/1.1
+                self.cycle.keep_alive = False
+                self._ignores_input = True
+            except httptools.HttpParserError:
+                if not self.transport.is_closing():
+                    self._end_malformed("the request is not valid HTTP")
+
     def on_message_begin(self) -> None:
+        if self.transport.is_closing():
+            raise httptools.HttpParserError("the connection is closed")
         super().on_message_begin()
-        self._head_bytes = 0
-        if self._head_timer is None:
-            self._await_head()
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value))
-        super().on_header(name, value)
+        self._is_in_head = True
+        self._start_timer(self.limits.receive_seconds)
 
     def on_headers_complete(self) -> None:
-        self._head_received()
+        self._raw_bytes = 0
+        self._is_in_head = False
+        self._stop_timer()
         super().on_headers_complete()
+        self.scope["extensions"] = {BODY_WRITER: BodyWriter(self.cycle, self.limits.batch)}  # type: ignore[dict-item]
+        if 0 < len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # uvicorn has paused reading: it would miss a disconnect
 
-    def _count(self, size: int) -> None:
-        self._head_bytes += size
-        if self._head_bytes > self.max_head_bytes:
-            raise httptools.HttpParserError("the request's head is too large")
+    def on_body(self, body: bytes) -> None:
+        self._raw_bytes = 0
+        super().on_body(body)
 
-    def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_seconds, self._close_slow)
+    def on_message_complete(self) -> None:
+        self._raw_bytes = 0
+        super().on_message_complete()
+        if self._is_last_response and self.cycle.response_complete:
+            self._close()
 
-    def _head_received(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # uvicorn's timer, which an empty line would stop
+        if self.transport.is_closing():
+            self._watch_unsent()
+        elif self._is_last_response and not self.cycle.more_body:
+            self._close()
+        elif self._is_last_response:
+            # If we closed now, a client that still sends its body might not receive the response.
+            self.transport.write_eof()
+            self._start_timer(self.limits.bounds.linger_seconds)
+        elif self.cycle.response_complete and not self._is_in_head:
+            self._start_timer(self.limits.bounds.idle_seconds)
 
-    def _close_slow(self) -> None:
-        self._head_timer = None
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_unsent()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_write_timer()
+
+    async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application; close the connection if it responds before the request's end."""
+        body: BodyWriter = scope["extensions"][BODY_WRITER]
+        cycle = self._running = body.cycle
+        if scope["method"] == "POST":  # GET requests, such as health checks, are cheap
+            await self.limits.pacer.wait()
+
+        async def send_checked(message: Message) -> None:
+            is_early = message["type"] == "http.response.start" and cycle.more_body
+            if is_early:
+                headers = [*message.get("headers", ()), (b"connection", b"close")]
+                message = {**message, "headers": headers}
+            body.flush()
+            await send(message)
+            if is_early:
+                cycle.keep_alive = True  # else uvicorn closes at once: see `on_response_complete`
+                self._is_last_response = True
+
+        await self._unprotected_app(scope, receive, send_checked)
+
+    def _end_malformed(self, reason: str) -> None:
+        """Refuse input that is not valid; complete requests before it still get their responses."""
+        self.limits.on_malformed()
+        log.debug("malformed request: %s", reason)
+        self._ignores_input = True
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            is_answered = self._is_last_response
+        elif not cycle.more_body:
+            cycle.keep_alive = False
+            return
+        elif self.pipeline:  # the response before it is not complete
+            self.transport.abort()
+            return
+        else:
+            is_answered = cycle.response_started
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if is_answered:
+            self._close()
+        else:
+            self._refuse(invalid(reason))
+
+    def _refuse(self, error: ServingError) -> None:
+        """Send a response without a call of the application, and close."""
+        self.transport.write(_last_response(error_response(error)))
+        self._close()
+
+    def _close(self) -> None:
+        self._stop_timer()
         self.transport.close()
+        self._watch_unsent()
+
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _watch_unsent(self) -> None:
+        """Abort the connection later if the client does not read what is in the send buffer."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and self._write_timer is None:
+            seconds = self.limits.bounds.write_seconds
+            self._write_timer = self.loop.call_later(seconds, self._check_progress, unsent)
+
+    def _check_progress(self, unsent_before: int) -> None:
+        """Abort the connection if none of its send buffer was sent since the last check."""
+        self._write_timer = None
+        if self.transport.get_write_buffer_size() < unsent_before:
+            self._watch_unsent()
+        else:
+            self.transport.abort()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+def _last_response(response: Response) -> bytes:
+    """Return the bytes of a response after which the connection is closed."""
+    headers = [*response.raw_headers, (b"connection", b"close")]
+    add_common_headers(headers, "")
+    lines = [b"%b: %b\r\n" % header for header in headers]
+    return b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", bytes(response.body)])

@@ -1,53 +1,50 @@
 """The gRPC API: `penstock.v1.Inference`, with the standard health and reflection services."""
 
-import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2
 
 from penstock.protos import inference_pb2 as pb
 from penstock.router.api.auth import ApiKeys
+from penstock.router.api.grpc_calls import INLINE_BYTES, CallHandlers, Context, abort
+from penstock.router.api.grpc_check import (
+    GRPC_KIND,
+    KINDS,
+    check_generate,
+    check_tokens,
+    job_items,
+)
 from penstock.router.api.grpc_codec import (
     chat_messages,
-    prompt_replies,
+    sampling_params,
     to_generation_request,
-    to_reply,
 )
-from penstock.router.errors import Code, ServingError, invalid
+from penstock.router.api.grpc_replies import ReplyStream
+from penstock.router.api.grpc_standard import (
+    HealthService,
+    health_handlers,
+    reflection_handlers,
+)
+from penstock.router.config import RouterConfig
+from penstock.router.errors import ServingError, invalid
 from penstock.router.frontend import Frontend
-from penstock.router.requests.request import (
-    GenerationRequest,
-    check_vocabulary,
-)
-from penstock.router.requests.response_stream import ClientDisconnectedError, ResponseStream
-
-log = logging.getLogger(__name__)
-
-Context: TypeAlias = grpc.aio.ServicerContext
+from penstock.router.requests.chat import chat_of
+from penstock.router.requests.cost import CallSizes, check_least_cost, check_sizes
+from penstock.router.requests.slices import Slices
+from penstock.router.requests.text_decoding import decode
 
 SERVICE = "penstock.v1.Inference"
+TOKENS_PER_SLICE = 16 << 10
+"""Number of token ids that are added to a message without a pause."""
+
 HEALTH_PATH = f"/{health.SERVICE_NAME}/"
 
-STATUSES: Mapping[Code, grpc.StatusCode] = {
-    Code.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
-    Code.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-    Code.FORBIDDEN: grpc.StatusCode.PERMISSION_DENIED,
-    Code.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-    Code.TOO_LARGE: grpc.StatusCode.INVALID_ARGUMENT,
-    Code.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Code.INTERNAL: grpc.StatusCode.INTERNAL,
-    Code.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    Code.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
-}
 
-
-def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, HealthService]:
     """Return a server with all services, not yet bound to a port, and its health service."""
     config = frontend.config
     keys = ApiKeys(config.api_keys)
@@ -57,15 +54,38 @@ def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, health.aio.HealthSe
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", config.bounds.max_body_bytes),
             ("grpc.max_metadata_size", config.bounds.max_header_bytes),
+            *connection_options(config),
         ],
     )
-    server.add_generic_rpc_handlers((inference_handlers(InferenceApi(frontend, keys)),))
-    health_service = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
-    reflection.enable_server_reflection(
-        (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    api = InferenceApi(frontend, keys)
+    calls = CallHandlers(config.bounds.receive_seconds, api.check_large)
+    health_service = HealthService(config.connections.max_health_watches)
+    server.add_generic_rpc_handlers(
+        (
+            inference_handlers(api, calls),
+            health_handlers(health_service, calls),
+            reflection_handlers((SERVICE, health.SERVICE_NAME), calls),
+        )
     )
     return server, health_service
+
+
+def connection_options(config: RouterConfig) -> list[tuple[str, int]]:
+    """Return gRPC's options that bound the connections of clients."""
+    bounds = config.connections
+    return [
+        ("grpc.max_concurrent_streams", bounds.max_grpc_calls),
+        ("grpc.max_connection_idle_ms", round(bounds.grpc_idle_seconds * 1000)),
+        ("grpc.max_connection_age_ms", round(bounds.grpc_age_seconds * 1000)),
+        # Calls that run when a connection is too old may end: none may last longer than `timeout`.
+        ("grpc.max_connection_age_grace_ms", min(round((config.timeout + 60) * 1000), 2**31 - 1)),
+        # A client may ping each 10 s; at its third ping too early the connection is closed.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 2),
+        # Ping clients that are silent, so that connections of lost machines end.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
 
 
 async def set_health(service: health.aio.HealthServicer, why_not: str) -> None:
@@ -76,83 +96,16 @@ async def set_health(service: health.aio.HealthServicer, why_not: str) -> None:
         await service.set(name, value)
 
 
-def inference_handlers(api: "InferenceApi") -> grpc.GenericRpcHandler:
-    """Return the handlers of all methods; a malformed message gets INVALID_ARGUMENT."""
-    kinds: Mapping[str, tuple[type[Message], Callable[[Any, Context], Awaitable[Message]]]] = {
-        "Tokenize": (pb.TokenizeRequest, api.tokenize),
-        "Detokenize": (pb.DetokenizeRequest, api.detokenize),
-        "ListModels": (pb.ListModelsRequest, api.list_models),
-        "GetModel": (pb.GetModelRequest, api.get_model),
-    }
+def inference_handlers(api: "InferenceApi", calls: CallHandlers) -> grpc.GenericRpcHandler:
+    """Return the handlers of all methods of `penstock.v1.Inference`."""
     handlers = {
-        name: grpc.unary_unary_rpc_method_handler(_unary(method), _reader(kind), _write)
-        for name, (kind, method) in kinds.items()
+        "Tokenize": calls.unary(pb.TokenizeRequest, api.tokenize),
+        "Detokenize": calls.unary(pb.DetokenizeRequest, api.detokenize),
+        "ListModels": calls.unary(pb.ListModelsRequest, api.list_models),
+        "GetModel": calls.unary(pb.GetModelRequest, api.get_model),
+        "Generate": calls.streaming(pb.GenerateRequest, api.generate),
     }
-    handlers["Generate"] = grpc.unary_stream_rpc_method_handler(
-        _streaming(api.generate), _reader(pb.GenerateRequest), _write
-    )
     return grpc.method_handlers_generic_handler(SERVICE, handlers)
-
-
-def _write(message: Message) -> bytes:
-    return message.SerializeToString()
-
-
-def _reader(kind: type[Message]) -> Callable[[bytes], Message | ServingError]:
-    def read(data: bytes) -> Message | ServingError:
-        try:
-            return kind.FromString(data)
-        except DecodeError:
-            return invalid(f"the message is not a valid {kind.DESCRIPTOR.full_name}")
-
-    return read
-
-
-async def _abort(context: Context, error: ServingError) -> NoReturn:
-    metadata = []
-    if error.retry_after is not None:
-        metadata.append(("grpc-retry-pushback-ms", str(round(error.retry_after * 1000))))
-        metadata.append(("retry-after", str(max(1, round(error.retry_after)))))
-    await context.abort(STATUSES[error.code], error.message, tuple(metadata))
-    raise AssertionError("abort always raises")
-
-
-async def _abort_with(context: Context, error: Exception) -> NoReturn:
-    """End the call with the status that corresponds to an exception."""
-    if not isinstance(error, ServingError):
-        log.error("gRPC call failed", exc_info=error)
-        error = ServingError(Code.INTERNAL, "internal error: see the server's log")
-    await _abort(context, error)
-
-
-def _unary(
-    method: Callable[[Any, Context], Awaitable[Message]],
-) -> Callable[[Message | ServingError, Context], Awaitable[Message]]:
-    async def answer(request: Message | ServingError, context: Context) -> Message:
-        try:
-            if isinstance(request, ServingError):
-                raise request
-            return await method(request, context)
-        except Exception as error:
-            await _abort_with(context, error)
-
-    return answer
-
-
-def _streaming(
-    method: Callable[[pb.GenerateRequest, Context], Awaitable[None]],
-) -> Callable[[pb.GenerateRequest | ServingError, Context], Awaitable[None]]:
-    async def stream(request: pb.GenerateRequest | ServingError, context: Context) -> None:
-        try:
-            if isinstance(request, ServingError):
-                raise request
-            await method(request, context)
-        except ClientDisconnectedError:
-            return
-        except Exception as error:
-            await _abort_with(context, error)
-
-    return stream
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -168,7 +121,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler:
         if not handler_call_details.method.startswith(HEALTH_PATH):
             try:
-                self._keys.tenant(_authorization(handler_call_details.invocation_metadata))
+                self._keys.authenticate(_authorization(handler_call_details.invocation_metadata))
             except ServingError as error:
                 return _denial(error)
         return await continuation(handler_call_details)
@@ -183,7 +136,7 @@ def _authorization(metadata: Sequence[tuple[str, str | bytes]] | None) -> str | 
 
 def _denial(error: ServingError) -> grpc.RpcMethodHandler:
     async def deny(requests: AsyncIterator[bytes], context: Context) -> None:
-        await _abort(context, error)
+        await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(deny)
 
@@ -199,97 +152,111 @@ class InferenceApi:
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Stream replies to the client as tokens are generated."""
         self._frontend.check_model(request.model)
-        tenant = self._keys.tenant(_authorization(context.invocation_metadata()))
-        bad_words = await self._frontend.encode_bad_words(request.sampling.bad_words)
-        prompt = await self._prompt(request)
-        generation_request = to_generation_request(
-            request, prompt, bad_words, context.time_remaining(), tenant
+        tenant = self._tenant(context)
+        self._check_cost(request)
+        bad_words = await self._frontend.prompts.encode_bad_words(
+            request.sampling.bad_words, tenant
         )
-        answers = self._frontend.submit([generation_request])
+        prompt = await self._prompt(request, tenant)
+        generation_request = to_generation_request(
+            request,
+            prompt,
+            bad_words,
+            context.time_remaining(),
+            tenant,
+            self._frontend.defaults,
+        )
+        answers = await self._frontend.submit([generation_request])
         try:
-            await self._send(request, generation_request, answers, context)
+            echo = request.echo_prompt_tokens
+            await ReplyStream(answers, generation_request, echo, context).send()
         finally:
             answers.close()
 
-    async def _send(
-        self,
-        request: pb.GenerateRequest,
-        generation: GenerationRequest,
-        stream: ResponseStream,
-        context: Context,
-    ) -> None:
-        num_tokens = sum(len(known.tokens) for known in generation.resume_from.values())
-        num_open, begun = generation.sampling.n, False
-        (seed,) = stream.seeds
-        echo: Sequence[int] = generation.prompt if request.echo_prompt_tokens else ()
-        async for delta in stream:
-            if delta.tokens and not begun:
-                begun = True
-                for scored in prompt_replies(stream.prompt_logprobs.get(0, ())):
-                    scored.request_id = generation.request_id
-                    await context.write(scored)
-            num_tokens += len(delta.tokens)
-            reply = to_reply(delta)
-            reply.request_id = generation.request_id
-            reply.seed = seed
-            if echo:
-                reply.prompt_tokens.extend(echo)
-                echo = ()
-            num_open -= bool(delta.finish)
-            if not num_open:
-                reply.usage.prompt_tokens = len(generation.prompt)
-                reply.usage.completion_tokens = num_tokens
-            await context.write(reply)
-
     async def tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
         self._frontend.check_model(request.model)
-        text = self._frontend.tokenizer
+        tenant = self._tenant(context)
         match request.WhichOneof("input"):
             case "text":
                 special = request.add_special_tokens
                 add = special if request.HasField("add_special_tokens") else True
-                tokens = await text.encode(request.text, add)
+                tokens = await self._frontend.prompts.encode(request.text, tenant, add, "text")
             case "chat":
-                tokens = await self._frontend.encode_chat(chat_messages(request.chat))
+                tokens = await self._encode_chat(request.chat, tenant)
             case _:
                 raise invalid("the input is empty: set text or chat", "input")
-        return pb.TokenizeReply(tokens=tokens, max_model_len=self._frontend.model.max_model_len)
+        reply = pb.TokenizeReply(max_model_len=self._frontend.model.max_model_len)
+        slices = Slices()
+        for start in range(0, len(tokens), TOKENS_PER_SLICE):
+            reply.tokens.extend(tokens[start : start + TOKENS_PER_SLICE])
+            await slices.pause()
+        return reply
 
     async def detokenize(
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeReply:
         self._frontend.check_model(request.model)
-        check_vocabulary(request.tokens, self._frontend.model, "tokens")
+        check_tokens(request, self._frontend.config.bounds, self._frontend.model)
         skip = not request.keep_special_tokens
-        text = self._frontend.tokenizer.token_bytes.decode(request.tokens, skip)
+        text = await decode(self._frontend.tokenizer.token_bytes, request.tokens, skip)
         return pb.DetokenizeReply(text=text)
 
     async def list_models(
         self, request: pb.ListModelsRequest, context: Context
     ) -> pb.ListModelsReply:
-        return pb.ListModelsReply(models=[self._model_info()])
+        return pb.ListModelsReply(models=map(self._model_info, self._frontend.config.model_names))
 
     async def get_model(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
         self._frontend.check_model(request.name)
-        return self._model_info()
+        return self._model_info(request.name or self._frontend.model.name)
 
-    def _model_info(self) -> pb.Model:
+    def _model_info(self, name: str) -> pb.Model:
         model = self._frontend.model
         return pb.Model(
-            name=model.name,
+            name=name,
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
             has_chat_template=self._frontend.tokenizer.chat_template is not None,
             created_seconds=self._created,
         )
 
-    async def _prompt(self, request: pb.GenerateRequest) -> Sequence[int]:
-        text = self._frontend.tokenizer
+    async def _prompt(self, request: pb.GenerateRequest, tenant: str) -> Sequence[int]:
         match request.WhichOneof("prompt"):
             case "text" if request.text:
-                return await text.encode(request.text)
+                return await self._frontend.prompts.encode(request.text, tenant)
             case "tokens":
                 return list(request.tokens.ids)
             case "chat":
-                return await self._frontend.encode_chat(chat_messages(request.chat))
+                return await self._encode_chat(request.chat, tenant)
         raise invalid("the prompt is empty: set text, tokens or chat", "prompt")
+
+    async def _encode_chat(self, chat: pb.Chat, tenant: str) -> list[int]:
+        sizes = CallSizes(messages=len(chat.messages))
+        check_sizes(sizes, self._frontend.config.bounds)
+        messages = await chat_of(chat_messages(chat))
+        return await self._frontend.prompts.encode_chat(messages, tenant)
+
+    async def check_large(self, kind: type[Message], data: bytes, context: Context) -> bytes:
+        """Check a large message in a helper process; return it serialized, without unknown fields.
+
+        Raises:
+            ServingError: INVALID if the message is malformed, or a list of it is too long, or its
+                type has no large messages.
+        """
+        name = kind.DESCRIPTOR.full_name
+        if name not in KINDS:
+            raise invalid(f"a {name} has at most {INLINE_BYTES} bytes, not {len(data)}")
+        job = job_items(kind, data, self._frontend.model)
+        tenant = self._tenant(context)
+        (checked,) = await self._frontend.helpers.run(GRPC_KIND, job, tenant, "the message")
+        return checked
+
+    def _tenant(self, context: Context) -> str:
+        return self._keys.authenticate(_authorization(context.invocation_metadata())).tenant
+
+    def _check_cost(self, request: pb.GenerateRequest) -> None:
+        """Refuse a request that is too large or too expensive, before its lists are read."""
+        bounds, model = self._frontend.config.bounds, self._frontend.model
+        check_generate(request, bounds, model)
+        sampling = sampling_params(request, (), self._frontend.defaults)
+        check_least_cost(sampling, 1, model, bounds)

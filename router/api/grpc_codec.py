@@ -8,10 +8,13 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import worker_pb2
 from penstock.router.errors import invalid
+from penstock.router.requests.chat import check_role
+from penstock.router.requests.cost import CallSizes
+from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.request import GenerationRequest, ResumeState, safe_request_id
 from penstock.router.requests.response_stream import Delta
 
-PROMPT_TOKENS_PER_REPLY = 2048
+PROMPT_TOKENS_PER_REPLY = 128
 
 SAMPLING_FIELDS = (
     "temperature",
@@ -42,9 +45,11 @@ EARLY_STOPPING: Mapping[int, bool | str] = {
 
 
 def sampling_params(
-    request: pb.GenerateRequest, bad_words: Sequence[Sequence[int]]
+    request: pb.GenerateRequest,
+    bad_words: Sequence[Sequence[int]],
+    defaults: GenerationDefaults,
 ) -> SamplingParams:
-    """Return the sampling parameters of a request; absent fields get their defaults.
+    """Return the sampling parameters of a request; absent fields get the `defaults`.
 
     `bad_words` are the request's bad words as token ids.
     """
@@ -52,16 +57,29 @@ def sampling_params(
     given: dict[str, Any] = {
         name: getattr(wire, name) for name in SAMPLING_FIELDS if wire.HasField(name)
     }
-    given["early_stopping"] = EARLY_STOPPING.get(wire.early_stopping, "unknown")
-    return SamplingParams(
-        stop_token_ids=tuple(wire.stop_tokens),
-        logit_bias=dict(wire.logit_bias),
-        bad_words_token_ids=tuple(map(tuple, bad_words)),
-        allowed_token_ids=tuple(wire.allowed_tokens) or None,
-        stop=tuple(request.stop),
-        include_stop_str_in_output=request.include_stop,
-        skip_special_tokens=not request.keep_special_tokens,
-        **given,
+    given |= {
+        "early_stopping": EARLY_STOPPING.get(wire.early_stopping, "unknown"),
+        "stop_token_ids": tuple(wire.stop_tokens),
+        "logit_bias": dict(wire.logit_bias),
+        "bad_words_token_ids": tuple(map(tuple, bad_words)),
+        "allowed_token_ids": tuple(wire.allowed_tokens) or None,
+        "stop": tuple(request.stop),
+        "include_stop_str_in_output": request.include_stop,
+        "skip_special_tokens": not request.keep_special_tokens,
+    }
+    return defaults.sampling_params(given)
+
+
+def call_sizes(request: pb.GenerateRequest) -> CallSizes:
+    """Return the numbers of entries in the lists of a request."""
+    wire = request.sampling
+    return CallSizes(
+        messages=len(request.chat.messages),
+        logit_bias=len(wire.logit_bias),
+        stop=len(request.stop),
+        stop_token_ids=len(wire.stop_tokens),
+        bad_words=len(wire.bad_words),
+        resumed_choices=len(request.resume_from),
     )
 
 
@@ -71,6 +89,7 @@ def to_generation_request(
     bad_words: Sequence[Sequence[int]],
     time_left: float | None,
     tenant: str,
+    defaults: GenerationDefaults,
 ) -> GenerationRequest:
     """Decode a `GenerateRequest`; `time_left`: seconds until the call's deadline, if any."""
     bounds = [] if time_left is None else [max(time_left, 0.001)]
@@ -78,11 +97,17 @@ def to_generation_request(
         bounds.append(request.timeout_seconds)
     return GenerationRequest(
         prompt,
-        sampling_params(request, bad_words),
+        sampling_params(request, bad_words, defaults),
+        default_max_tokens=defaults.default_max_tokens(),
         timeout=min(bounds) if bounds else None,
         tenant=tenant,
+        priority=request.priority,
         request_id=safe_request_id(request.request_id) or f"gen-{time.time_ns():x}",
         resume_from=_resume_states(request.resume_from),
+        cache_salt=request.cache_salt,
+        prompt_copies=int(
+            request.echo_prompt_tokens or request.sampling.HasField("prompt_logprobs")
+        ),
     )
 
 
@@ -108,7 +133,7 @@ def to_reply(delta: Delta) -> pb.GenerateReply:
 
 
 def prompt_replies(entries: Sequence[worker_pb2.TokenLogprobs]) -> Iterator[pb.GenerateReply]:
-    """Yield the prompt's logprobs in replies below gRPC's default message size limit."""
+    """Yield the prompt's logprobs in replies of a few milliseconds of work each."""
     for start in range(0, len(entries), PROMPT_TOKENS_PER_REPLY):
         chunk = entries[start : start + PROMPT_TOKENS_PER_REPLY]
         yield pb.GenerateReply(prompt_logprobs=map(_logprob, chunk))
@@ -123,4 +148,6 @@ def _logprob(entry: worker_pb2.TokenLogprobs) -> pb.TokenLogprob:
 def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
     if not chat.messages:
         raise invalid("messages is empty: send at least one", "messages")
+    for message in chat.messages:
+        check_role(message.role)
     return [{"role": message.role, "content": message.content} for message in chat.messages]

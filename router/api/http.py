@@ -3,19 +3,25 @@
 import asyncio
 import contextlib
 import json
+import math
 import re
-from collections.abc import AsyncIterator, Mapping
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.router.api.auth import ApiKeys
+from penstock.common.api_key import Role
+from penstock.common.loopback import is_loopback
+from penstock.router.api.auth import CLIENTS, ApiKeys
 from penstock.router.config import RequestBounds
 from penstock.router.errors import Code, ServingError, invalid
+from penstock.router.requests.request import safe_request_id
 from penstock.router.requests.response_stream import ResponseStream
 
 Json: TypeAlias = Mapping[str, Any]
@@ -45,6 +51,7 @@ ERROR_TYPES: Mapping[Code, str] = {
 }
 
 PORT = re.compile(r":\d*$")
+NO_ROLES: Mapping[str, frozenset[Role]] = {}
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -62,7 +69,7 @@ def error_body(error: ServingError, status: int | None = None) -> Json:
             "message": error.message,
             "type": ERROR_TYPES[error.code],
             "param": error.param,
-            "code": STATUSES[error.code] if status is None else status,
+            "code": error.reason or (STATUSES[error.code] if status is None else status),
         }
     }
 
@@ -71,7 +78,7 @@ def error_response(error: ServingError, status: int | None = None) -> Response:
     status = STATUSES[error.code] if status is None else status
     headers = {}
     if error.retry_after is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     if error.code is Code.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return json_response(error_body(error, status), status, headers)
@@ -91,13 +98,69 @@ async def on_error(request: Request, error: Exception) -> Response:
     return error_response(internal_error())  # the server logs the traceback
 
 
+ERROR_HANDLERS = {ServingError: on_error, HTTPException: on_error, Exception: on_error}
+
+
 def internal_error() -> ServingError:
     return ServingError(Code.INTERNAL, "internal error: see the server's log")
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a server bound to `host` is reachable only from its own machine."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+def add_common_headers(headers: list[tuple[bytes, bytes]], request_id: str) -> None:
+    """Add the headers that all responses have, unless `headers` has a request id already.
+
+    Args:
+        headers: headers of a response; their names are in lower case.
+        request_id: the client's id of the request; if it is empty, a new id is used.
+    """
+    headers.append((b"x-content-type-options", b"nosniff"))
+    if not any(name == b"x-request-id" for name, _ in headers):
+        request_id = request_id or f"req-{secrets.token_hex(12)}"
+        headers.append((b"x-request-id", request_id.encode()))
+
+
+class CommonHeadersMiddleware:
+    """Middleware that adds a request id and `X-Content-Type-Options: nosniff` to all responses.
+
+    The request id is the client's own if the client has sent a safe one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                request_id = safe_request_id(Headers(scope=scope).get("x-request-id", ""))
+                headers = list(message.get("headers", ()))
+                add_common_headers(headers, request_id)
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+class CorsMiddleware:
+    """Middleware that lets web pages of other origins call the paths below /v1/.
+
+    Args:
+        app: the application.
+        origins: allowed origins, such as "https://chat.example"; "*" allows all.
+    """
+
+    def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
+        self._app = app
+        self._with_cors = CORSMiddleware(
+            app,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=("x-request-id", "retry-after"),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_client_path = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        await (self._with_cors if is_client_path else self._app)(scope, receive, send)
 
 
 class AuthMiddleware:
@@ -109,14 +172,21 @@ class AuthMiddleware:
         host: address to which the server is bound. On loopback the Host header must be a loopback
             name, so that a web page cannot reach the server through DNS rebinding.
         public: paths that need no key.
+        roles: roles of the keys that are allowed on a path; on other paths those of clients.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys, host: str, public: frozenset[str] = frozenset()
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        host: str,
+        public: frozenset[str] = frozenset(),
+        roles: Mapping[str, frozenset[Role]] = NO_ROLES,
     ) -> None:
         self._app = app
         self._keys = keys
         self._public = public
+        self._roles = roles
         self._names = LOOPBACK_NAMES | {host} if is_loopback(host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -136,8 +206,10 @@ class AuthMiddleware:
                 Code.FORBIDDEN, "this server is bound to loopback: call it as localhost"
             )
         if scope["path"] not in self._public:
-            tenant = self._keys.tenant(headers.get("authorization"))
-            scope.setdefault("state", {})["tenant"] = tenant
+            roles = self._roles.get(scope["path"], CLIENTS)
+            is_loopback = self._names is not None
+            caller = self._keys.authenticate(headers.get("authorization"), roles, is_loopback)
+            scope.setdefault("state", {}).update(tenant=caller.tenant, key_name=caller.name)
 
 
 async def read_body(request: Request, bounds: RequestBounds) -> bytes:

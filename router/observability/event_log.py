@@ -8,13 +8,14 @@ from penstock.router.routing import events as ev
 
 log = logging.getLogger(__name__)
 
-NOT_CLIENT_SAFE = re.compile(r"[\n\\]|/\w|0x|File ")
+NOT_CLIENT_SAFE = re.compile(r"[\n\\]|/\w|0x|File |\d+(\.\d+){3}")
 
 
 def client_safe_message(message: str) -> str:
     """Return a worker's error message if it is safe for clients, else a generic message.
 
-    A safe message is one short line without paths and addresses. Other messages are only logged.
+    A safe message is one short line without paths, pointers and IP addresses. Other messages are
+    only logged.
     """
     if message and len(message) < 400 and not NOT_CLIENT_SAFE.search(message):
         return message

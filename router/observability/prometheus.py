@@ -243,6 +243,12 @@ def router_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Met
         (([reason], count) for reason, count in metrics.finished.items()),
     )
     yield counter(
+        "penstock_malformed_requests",
+        "Total of requests that are not valid HTTP.",
+        [],
+        [([], metrics.malformed_requests)],
+    )
+    yield counter(
         "penstock_generated_tokens",
         "Total of generated tokens by tenant; key-N is the N-th configured API key.",
         ["tenant"],

@@ -1,6 +1,6 @@
-"""Decides when a router reports that it is ready. Pure code: no clock, no I/O."""
+"""Decides when a router reports that it is ready, and reports it. Pure code: no clock, no I/O."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 PARTIAL_SECONDS = 30.0
 """Seconds that a new router waits for workers of the other role once a worker is ready."""
@@ -44,3 +44,27 @@ class Readiness:
                     return f"no {role} worker is ready yet"
         self._waits_for_both = False
         return ""
+
+
+class ReadinessListeners:
+    """Callbacks that are called with the reason why a router is not ready, when it changes.
+
+    Args:
+        reason: the first reason; empty if the router is ready.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason  # as last reported
+        self._listeners: list[Callable[[str], None]] = []
+
+    def add(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with the last reported reason, and with each new one."""
+        self._listeners.append(listener)
+        listener(self._reason)
+
+    def report(self, reason: str) -> None:
+        """Call all listeners if the reason has changed."""
+        if reason != self._reason:
+            self._reason = reason
+            for listener in self._listeners:
+                listener(reason)

@@ -1,8 +1,7 @@
 """Counters and histograms of a router's requests, as plain numbers."""
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.router.routing import events as ev
@@ -54,13 +53,14 @@ class _ChoiceTimer:
 
     first: float  # time of the first delivery
     last: float  # time of the newest delivery
-    newest: ev.Deliver
     first_position: int  # token index of the first delivery; above 0 if resumed
+    position: int  # token index of the newest delivery
+    finish: int  # `Finish` of the newest token
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens delivered in this call."""
-        return self.newest.position + len(self.newest.tokens) - self.first_position
+        return self.position + 1 - self.first_position
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class _OpenRequest:
         A choice without a finish reason was ended by a stop string. A request without any tokens
         had a max_tokens of 0.
         """
-        finishes = {stretch.newest.finish for stretch in self.timers.values()}
+        finishes = {stretch.finish for stretch in self.timers.values()}
         return "stop" if finishes and ev.Finish.LENGTH not in finishes else "length"
 
 
@@ -122,6 +122,7 @@ class RequestMetrics:
         self.answer_lengths = Histogram(LENGTH_BOUNDS)
         self.kv_transfer = Histogram(TRANSFER_BOUNDS)
         self.kv_transfer_bytes = 0
+        self.malformed_requests = 0
         self._tenant_names = tenant_names
         # Prompt tokens of accepted requests, by tenant name.
         self.prompt_tokens_by_tenant = dict.fromkeys((*tenant_names.values(), OTHER_TENANT), 0)
@@ -142,6 +143,10 @@ class RequestMetrics:
             tokens[one.tenant_name] += one.num_tokens
         return tokens
 
+    def malformed(self) -> None:
+        """Count a request that is not valid HTTP."""
+        self.malformed_requests += 1
+
     def opened(self, request: ev.Request, now: float) -> None:
         """Record that a request was accepted."""
         name = self._tenant_names.get(request.tenant, OTHER_TENANT)
@@ -155,28 +160,31 @@ class RequestMetrics:
             one.submitted_at = now
             self.queue.add(now - one.arrived_at)
 
-    def delivered(self, commands: Iterable[ev.Command], now: float) -> None:
-        """Record the tokens of the `Deliver` commands. This runs for every event: keep it fast."""
-        gaps: list[float] = []
-        for command in commands:
-            if type(command) is not ev.Deliver or not command.tokens:
-                continue
-            one = self._open_requests.get(command.request)
-            if one is None:
-                continue
-            stretch = one.timers.get(command.choice)
-            if stretch is None:
-                if one.first_token_at is None:
-                    self._on_first_token(one, now)
-                one.timers[command.choice] = _ChoiceTimer(now, now, command, command.position)
-            else:
-                gaps.append(now - stretch.last)
-                stretch.last = now
-                stretch.newest = command
+    def delivered(self, tokens: ev.TokenColumns, now: float) -> None:
+        """Record delivered tokens. This runs for every token: keep it fast."""
+        open_requests = self._open_requests
         # Sequences of one batch usually got their previous tokens at the same time as well, so most
         # gaps are equal: add each distinct gap once, with its count.
-        for gap, number in Counter(gaps).items():
-            self.between_tokens.add(gap, number)
+        counts: dict[float, int] = {}  # by time of the previous token
+        for request, choice, position, finish in zip(
+            tokens.requests, tokens.choices, tokens.positions, tokens.finishes, strict=True
+        ):
+            one = open_requests.get(request)
+            if one is None:
+                continue
+            timer = one.timers.get(choice)
+            if timer is None:
+                if one.first_token_at is None:
+                    self._on_first_token(one, now)
+                one.timers[choice] = _ChoiceTimer(now, now, position, position, finish)
+                continue
+            last = timer.last
+            counts[last] = counts.get(last, 0) + 1
+            timer.last = now
+            timer.position = position
+            timer.finish = finish
+        for last, number in counts.items():
+            self.between_tokens.add(now - last, number)
 
     def _on_first_token(self, one: _OpenRequest, now: float) -> None:
         one.first_token_at = now

@@ -5,10 +5,11 @@ The supervisor outlives its routers, so a recorded role is kept if the router ex
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
-from penstock.router.errors import Code, ServingError
+from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.observability.role_registry import (
+    ROLES,
     Assignment,
     Assignments,
     covers,
@@ -44,13 +45,31 @@ class RoleRecorder:
         self._updated.set()
         self._updated = asyncio.Event()
 
-    async def record(self, worker: str, role: str) -> None:
+    async def assign(self, worker: str, role: str, workers: Collection[str], by: str) -> None:
+        """Check an operator's assignment, then `record` it; `workers` are the known workers.
+
+        Raises:
+            ServingError: INVALID for an unknown role, NOT_FOUND for an unknown worker,
+                UNAVAILABLE if the supervisor does not confirm the role.
+        """
+        if role not in ROLES:
+            raise invalid(f"unknown role {role[:80]!r}: use one of {', '.join(ROLES)}", "role")
+        if worker not in workers:
+            names = ", ".join(sorted(workers)) or "none"
+            raise ServingError(
+                Code.NOT_FOUND, f"unknown worker {worker[:80]!r}: the workers are {names}", "worker"
+            )
+        await self.record(worker, role, by)
+
+    async def record(self, worker: str, role: str, by: str) -> None:
         """Assign a role to a worker, and wait until the supervisor has recorded the role.
+
+        `by` is the name of the operator's key.
 
         Raises:
             ServingError: UNAVAILABLE if no confirmation arrives within SECONDS_TO_RECORD.
         """
-        assignment = successor(self.assignments.get(worker), role, time.time())
+        assignment = successor(self.assignments.get(worker), role, time.time(), by)
         given = {worker: assignment}
         if self.send is None:
             self.merge(given)

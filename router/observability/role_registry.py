@@ -17,6 +17,7 @@ class Assignment:
 
     role: str
     at: float  # seconds since 1970
+    by: str  # name of the operator's API key
 
 
 Assignments = Mapping[str, Assignment]
@@ -24,22 +25,27 @@ Assignments = Mapping[str, Assignment]
 
 
 def merged(*sources: Assignments) -> dict[str, Assignment]:
-    """Return the newest assignment of each worker; ties are broken by the role name."""
+    """Return the newest assignment of each worker; ties are broken by the role and the key."""
     newest: dict[str, Assignment] = {}
     for source in sources:
         for worker, assignment in source.items():
             other = newest.get(worker)
-            if other is None or (other.at, other.role) < (assignment.at, assignment.role):
+            if other is None or _order(other) < _order(assignment):
                 newest[worker] = assignment
     return newest
 
 
-def successor(held: Assignment | None, role: str, now: float) -> Assignment:
+def _order(assignment: Assignment) -> tuple[float, str, str]:
+    return assignment.at, assignment.role, assignment.by
+
+
+def successor(held: Assignment | None, role: str, now: float, by: str) -> Assignment:
     """Return an assignment of `role` with time `now` (seconds since 1970), or later if needed.
 
     The result must be newer than `held`, whose time may be from a clock that is ahead.
     """
-    return Assignment(role, now if held is None else max(now, math.nextafter(held.at, math.inf)))
+    at = now if held is None else max(now, math.nextafter(held.at, math.inf))
+    return Assignment(role, at, by)
 
 
 def covers(held: Assignments, given: Assignments) -> bool:

@@ -77,6 +77,7 @@ class WorkerState:
     state: str  # ready, suspect, stuck, draining or down
     requests: int  # requests of this router: running, queued, leased or incoming
     numbers: WorkerStats | None  # None: no recent load report
+    indexed_blocks: int = 0  # cached blocks of the worker that this router knows
 
     @property
     def up(self) -> bool:
@@ -279,7 +280,10 @@ def _worker(link: WorkerLink, status: WorkerStatus | None, given: Assignment | N
     if info is not None and link.load is not None and state not in SILENT:
         numbers = WorkerStats(link.load, info.max_sequences, info.block_size, info.step_bounds)
     role = "" if info is None else info.role if given is None else given.role
-    return WorkerState(link.worker, role, state, status.num_requests if status else 0, numbers)
+    if status is None:
+        return WorkerState(link.worker, role, state, 0, numbers)
+    requests, indexed = status.num_requests, status.num_indexed_blocks
+    return WorkerState(link.worker, role, state, requests, numbers, indexed)
 
 
 def snapshot_pools(

@@ -4,7 +4,9 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock.common.block_hash import MAX_SALT_BYTES
 from penstock.common.sampling_params import (
+    ContextLengthError,
     InvalidParameterError,
     SamplingParams,
     check_token_ids,
@@ -12,7 +14,7 @@ from penstock.common.sampling_params import (
 from penstock.common.sampling_params import check_bad_words as check_bad_word_strings
 from penstock.common.text.detokenizer import StopOptions
 from penstock.router.config import RequestBounds
-from penstock.router.errors import invalid
+from penstock.router.errors import CONTEXT_LENGTH_EXCEEDED, invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,17 @@ class GenerationRequest:
     timeout: float | None = None  # seconds
     default_max_tokens: int | None = None  # if max_tokens is absent; None: rest of the context
     tenant: str = ""
+    priority: int = 0  # as in vLLM: lower goes first, among the requests of one tenant
     request_id: str = ""
     resume_from: Mapping[int, ResumeState] = field(default_factory=dict)  # known tokens by choice
+    cache_salt: str = ""  # KV is shared only with requests of the same tenant and salt
+    prompt_copies: int = 0  # how often the answer contains the prompt: see `cost`
+
+    @property
+    def salt(self) -> bytes:
+        """The salt of the prefix cache: the tenant, and the request's own salt if it has one."""
+        own = b"\0" + self.cache_salt.encode() if self.cache_salt else b""
+        return self.tenant.encode() + own
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,12 @@ class ModelLimits:
     eos_tokens: frozenset[int] = frozenset()  # as reported by workers
 
 
+def check_priority(priority: int) -> None:
+    """Refuse a priority that has more than 32 bits."""
+    if not -(2**31) <= priority < 2**31:
+        raise invalid("priority must be an integer of 32 bits", "priority")
+
+
 def safe_request_id(name: str) -> str:
     """Return a client's request id cut to 128 characters, or '' if it is unsafe for logs."""
     return name[:128] if name.isascii() and name.isprintable() else ""
@@ -55,13 +72,26 @@ def check_prompt(prompt: Sequence[int], model: ModelLimits) -> None:
     """Refuse a prompt that is empty, leaves no room for an answer, or has unknown token ids."""
     if not prompt:
         raise invalid("the prompt is empty: send at least one token", "prompt")
-    if len(prompt) >= model.max_model_len:
-        raise invalid(
-            f"the prompt has {len(prompt)} tokens and the model's context is "
-            f"{model.max_model_len}, the answer included: shorten the prompt",
-            "prompt",
-        )
+    check_prompt_length(len(prompt), model)
     check_vocabulary(prompt, model, "prompt")
+
+
+def check_prompt_length(num_tokens: int, model: ModelLimits) -> None:
+    """Refuse a prompt of `num_tokens` if it leaves no room for an answer."""
+    if num_tokens >= model.max_model_len:
+        raise invalid(
+            f"this model's maximum context length is {model.max_model_len} tokens, the answer "
+            f"included, and the prompt has {num_tokens} tokens: shorten the prompt",
+            "prompt",
+            CONTEXT_LENGTH_EXCEEDED,
+        )
+
+
+def check_cache_salt(request: GenerationRequest) -> None:
+    """Refuse a `cache_salt` that workers would refuse for its length."""
+    excess = len(request.salt) - MAX_SALT_BYTES
+    if excess > 0:
+        raise invalid(f"cache_salt is {excess} bytes too long: make it shorter", "cache_salt")
 
 
 def check_vocabulary(tokens: Collection[int], model: ModelLimits, name: str) -> None:
@@ -80,19 +110,32 @@ def check_bad_words(words: Sequence[str], bounds: RequestBounds) -> None:
         raise invalid(str(error), error.param) from error
 
 
+def check_sampling(sampling: SamplingParams, model: ModelLimits, bounds: RequestBounds) -> None:
+    """Refuse invalid sampling parameters."""
+    try:
+        sampling.validate(bounds, model.vocab_size)
+    except InvalidParameterError as error:
+        raise invalid(str(error), error.param) from error
+
+
 def resolve_sampling(
-    request: GenerationRequest, model: ModelLimits, bounds: RequestBounds
+    request: GenerationRequest,
+    model: ModelLimits,
+    bounds: RequestBounds,
+    default_max_tokens: int | None = None,
 ) -> SamplingParams:
     """Return validated sampling parameters with defaults filled in; raise INVALID on failure."""
+    check_sampling(request.sampling, model, bounds)
     try:
-        request.sampling.validate(bounds, model.vocab_size)
         return request.sampling.resolve(
             len(request.prompt),
             model.max_model_len,
             bounds,
             seed=secrets.randbits(63),
-            default_max_tokens=request.default_max_tokens,
+            default_max_tokens=default_max_tokens,
         )
+    except ContextLengthError as error:
+        raise invalid(str(error), error.param, CONTEXT_LENGTH_EXCEEDED) from error
     except InvalidParameterError as error:
         raise invalid(str(error), error.param) from error
 

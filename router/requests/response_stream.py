@@ -2,24 +2,22 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
 
-from penstock.common.text.detokenizer import IncrementalDetokenizer
 from penstock.protos import worker_pb2
 from penstock.router.errors import Code, ServingError
-from penstock.router.requests.resume import FinishedChoice
-from penstock.router.routing.events import Deliver, DeliverPrompt, Finish
 
-FINISH_REASONS = {Finish.NONE: "", Finish.STOP: "stop", Finish.LENGTH: "length"}
+MAX_MERGED_TOKENS = 128
+"""Unread tokens that are read as one delta; with 20 logprobs each, they take 10 ms to send."""
 
 
 class ClientDisconnectedError(Exception):
     """The client has disconnected, or no longer needs the answer."""
 
 
-# Not frozen: a Delta is created per token, and a frozen dataclass takes 3 times as long to create.
+# Not frozen: a frozen dataclass takes 3 times as long to create.
 @dataclass(slots=True)
 class Delta:
     """New tokens of one choice and the text that they add."""
@@ -34,19 +32,75 @@ class Delta:
     stop: str | int | None = None  # the client's stop string or stop token that ended the choice
 
 
-def merge(deltas: Sequence[Delta]) -> Delta:
-    """Merge consecutive deltas of one choice into one."""
-    first, last = deltas[0], deltas[-1]
-    return Delta(
-        first.index,
-        first.choice,
-        first.position,
-        [token for delta in deltas for token in delta.tokens],
-        "".join(delta.text for delta in deltas),
-        [entry for delta in deltas for entry in delta.logprobs],
-        last.finish,
-        last.stop,
-    )
+class AnswerBuilder:
+    """Merges the consecutive deltas of one choice, as they arrive."""
+
+    def __init__(self) -> None:
+        self._first: Delta | None = None
+        self._last: Delta | None = None
+        self._tokens: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[worker_pb2.TokenLogprobs | None] = []
+
+    def add(self, delta: Delta) -> None:
+        """Append the next delta."""
+        if self._first is None:
+            self._first = delta
+        self._last = delta
+        self._tokens.extend(delta.tokens)
+        self._texts.append(delta.text)
+        self._logprobs.extend(delta.logprobs)
+
+    def build(self) -> Delta:
+        """Return one delta for all that were added, at least one."""
+        first, last = self._first, self._last
+        assert first is not None
+        assert last is not None
+        return Delta(
+            first.index,
+            first.choice,
+            first.position,
+            self._tokens,
+            "".join(self._texts),
+            self._logprobs,
+            last.finish,
+            last.stop,
+        )
+
+
+def slices_of(delta: Delta, max_tokens: int) -> Iterator[Delta]:
+    """Split a delta into deltas of at most `max_tokens` tokens; the first has all of the text.
+
+    Only the complete answers of ranked calls are longer than `MAX_MERGED_TOKENS`, and these calls
+    cannot be resumed between two deltas.
+    """
+    if len(delta.tokens) <= max_tokens:
+        yield delta
+        return
+    last = (len(delta.tokens) - 1) // max_tokens * max_tokens
+    for start in range(0, last + 1, max_tokens):
+        end = start + max_tokens
+        yield Delta(
+            delta.index,
+            delta.choice,
+            delta.position + start,
+            delta.tokens[start:end],
+            delta.text if start == 0 else "",
+            delta.logprobs[start:end],
+            delta.finish if start == last else "",
+            delta.stop if start == last else None,
+        )
+
+
+class TokenWriter(Protocol):
+    """Sends a token to the client at once, without a switch to the task that reads the stream."""
+
+    def __call__(self, index: int, choice: int, position: int, token: int, text: str) -> bool:
+        """Send a token; return False if the client cannot take the token now.
+
+        The token has neither logprobs nor a finish reason. The arguments are those of `Delta`.
+        """
+        ...
 
 
 class ResponseStream:
@@ -54,6 +108,9 @@ class ResponseStream:
 
     Consecutive unread deltas of a choice are merged. If too many tokens are unread, the call fails,
     so that a slow reader never blocks the router.
+
+    A reader may set `writer`. While the reader waits and nothing is unread, tokens can be passed to
+    this writer (`idle_writer`) instead of `push`, which would wake the reader for each token.
 
     Args:
         max_unread: largest number of unread tokens.
@@ -64,6 +121,10 @@ class ResponseStream:
         self.seeds: list[int] = []  # seed of each request of the call
         # Prompt logprobs by request index, from token 1 on. Complete before the first delta.
         self.prompt_logprobs: dict[int, list[worker_pb2.TokenLogprobs]] = {}
+        # Number of cached prompt tokens by request index, present before the request's first delta.
+        self.num_cached: dict[int, int] = {}
+        self.writer: TokenWriter | None = None
+        self.idle_writer: TokenWriter | None = None  # `writer` while nothing is unread, else None
         self._max_unread = max_unread
         self._on_cancel = on_cancel
         self._open_requests: set[int] = set()  # requests that have not ended
@@ -71,6 +132,11 @@ class ResponseStream:
         self._num_unread = 0
         self._error: Exception | None = None
         self._wake = asyncio.Event()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the call has ended early: by an error, or because the client disconnected."""
+        return self._error is not None
 
     def add_request(self, request: int, seed: int) -> None:
         """Add a request of the call; requests must be added in order of their index."""
@@ -82,13 +148,13 @@ class ResponseStream:
         self._unread.append(answer)
         self._num_unread += len(answer.tokens)
         self._max_unread += len(answer.tokens)
-        self._wake.set()
+        self._wake_reader()
 
     def push(self, delta: Delta) -> None:
         """Append new tokens without waiting; fail the call if too many are unread."""
         self._unread.append(delta)
         self._num_unread += len(delta.tokens)
-        self._wake.set()
+        self._wake_reader()
         if self._num_unread > self._max_unread:
             self.fail(
                 ServingError(
@@ -102,7 +168,7 @@ class ResponseStream:
         self._open_requests.discard(request)
         if error is not None:
             self.fail(error)
-        self._wake.set()
+        self._wake_reader()
 
     def close(self) -> None:
         """End the call and cancel all open requests."""
@@ -118,18 +184,31 @@ class ResponseStream:
             if not self._open_requests:
                 raise StopAsyncIteration
             self._wake.clear()
-            await self._wake.wait()
+            self.idle_writer = self.writer
+            try:
+                await self._wake.wait()
+            finally:
+                self.idle_writer = None
         return self._next_delta()
 
+    def _wake_reader(self) -> None:
+        self.idle_writer = None  # the reader must take what is unread first
+        self._wake.set()
+
     def _next_delta(self) -> Delta:
-        first = self._unread.popleft()
-        same = [first]
-        while self._unread and (self._unread[0].index, self._unread[0].choice) == (
-            first.index,
-            first.choice,
-        ):
-            same.append(self._unread.popleft())
-        delta = first if len(same) == 1 else merge(same)
+        delta = first = self._unread.popleft()
+        choice, num_tokens = (first.index, first.choice), len(first.tokens)
+        merged: AnswerBuilder | None = None
+        while self._unread and (self._unread[0].index, self._unread[0].choice) == choice:
+            num_tokens += len(self._unread[0].tokens)
+            if num_tokens > MAX_MERGED_TOKENS:
+                break
+            if merged is None:
+                merged = AnswerBuilder()
+                merged.add(first)
+            merged.add(self._unread.popleft())
+        if merged is not None:
+            delta = merged.build()
         self._num_unread -= len(delta.tokens)
         return delta
 
@@ -138,124 +217,6 @@ class ResponseStream:
         if self._error is None:
             self._error = error
         left, self._open_requests = sorted(self._open_requests), set()
-        self._wake.set()
+        self._wake_reader()
         if left:
             self._on_cancel(left)
-
-
-class BestOfRanker:
-    """A buffer of a request's choices that returns the likeliest ones once all have ended.
-
-    Choices are ranked by the mean log probability of their tokens, as in `best_of` of OpenAI and
-    TGI, so that short answers have no advantage. A beam search already returns exactly the
-    requested number of choices, best first; its choices are not ranked again.
-    """
-
-    def __init__(self, num_choices: int, num_returned: int, with_logprobs: bool) -> None:
-        self._deltas: list[list[Delta]] = [[] for _ in range(num_choices)]
-        self._num_open = num_choices
-        self._num_returned = num_returned
-        self._with_logprobs = with_logprobs
-
-    def add(self, delta: Delta) -> list[Delta]:
-        """Add a delta; when all choices have ended, return the best ones, renumbered from 0."""
-        self._deltas[delta.choice].append(delta)
-        self._num_open -= bool(delta.finish)
-        if self._num_open:
-            return []
-        answers = list(map(merge, self._deltas))
-        if len(answers) > self._num_returned:
-            answers.sort(key=_mean_logprob, reverse=True)
-        return [self._renumbered(n, one) for n, one in enumerate(answers[: self._num_returned])]
-
-    def _renumbered(self, choice: int, answer: Delta) -> Delta:
-        logprobs = answer.logprobs if self._with_logprobs else [None] * len(answer.tokens)
-        return replace(answer, choice=choice, logprobs=logprobs)
-
-
-def _mean_logprob(answer: Delta) -> float:
-    chosen = [entry.chosen for entry in answer.logprobs if entry is not None]
-    return sum(chosen) / max(len(chosen), 1)
-
-
-class RequestOutput:
-    """Output side of one request: converts delivered tokens into deltas of its call.
-
-    Args:
-        stream: the response stream of the call.
-        index: index of the request in its call.
-        detokenizers: one per choice.
-        stop_tokens: stop token ids that the client gave.
-        on_stop_string: called with a choice and its number of tokens when a stop string matches.
-        ranker: selects the likeliest choices; None: all choices are returned.
-        finished_before: end of each choice in an earlier call; None: not ended.
-    """
-
-    def __init__(
-        self,
-        stream: ResponseStream,
-        index: int,
-        detokenizers: Sequence[IncrementalDetokenizer],
-        stop_tokens: frozenset[int],
-        on_stop_string: Callable[[int, int], None],
-        ranker: BestOfRanker | None = None,
-        finished_before: Sequence[FinishedChoice | None] = (),
-    ) -> None:
-        self.stream = stream
-        self._index = index
-        self._detokenizers = detokenizers
-        self._stop_tokens = stop_tokens
-        self._on_stop_string = on_stop_string
-        self._ranker = ranker
-        self._finished_before = finished_before
-        self._is_finished = [False] * len(detokenizers)
-
-    def deliver_finished_before(self) -> None:
-        """Deliver the end of each choice that ended in an earlier call."""
-        for choice, end in enumerate(self._finished_before):
-            if end is not None:
-                self._is_finished[choice] = True
-                ended = Delta(self._index, choice, end.num_tokens, (), "", (), end.finish, end.stop)
-                self._push(ended)
-
-    def deliver_prompt(self, what: DeliverPrompt) -> None:
-        """Store logprobs of the next prompt tokens; all of them arrive before the first delta."""
-        known = self.stream.prompt_logprobs.setdefault(self._index, [])
-        known.extend(what.logprobs)  # type: ignore[arg-type]  # carried in the wire's form
-
-    def deliver(self, what: Deliver) -> None:
-        """Deliver new tokens; a stop string ends the choice, and later tokens are dropped."""
-        if self._is_finished[what.choice]:
-            return
-        stopped = what.finish is Finish.STOP
-        text = self._detokenizers[what.choice]
-        new = text.feed(what.tokens, what.finish is not Finish.NONE, stopped)
-        tokens, finish = what.tokens, FINISH_REASONS[what.finish]
-        stop: str | int | None = new.stop
-        if new.stop is not None:
-            tokens, finish = tokens[: new.num_tokens], "stop"
-        elif stopped and tokens[-1] in self._stop_tokens:
-            stop = tokens[-1]
-        self._is_finished[what.choice] = bool(finish)
-        logprobs = what.logprobs[: len(tokens)]
-        self._push(
-            Delta(
-                self._index,
-                what.choice,
-                what.position,
-                tokens,
-                new.text,
-                logprobs,  # type: ignore[arg-type]  # carried in the wire's form
-                finish,
-                stop,
-            )
-        )
-        if new.stop is not None:
-            self._on_stop_string(what.choice, what.position + new.num_tokens)
-
-    def _push(self, delta: Delta) -> None:
-        if self._ranker is None:
-            self.stream.push(delta)
-            return
-        for answer in self._ranker.add(delta):
-            self.stream.push_final(answer)

@@ -1,10 +1,11 @@
 """The dispatcher of a router: converts events into commands for all requests and workers.
 
 `Dispatcher.handle` is the only entry point. `WorkerEventHandler` handles the messages of workers,
-`Placer` places queued requests and moves running requests, and a `RequestState` holds the state of
-one request. These classes are pure: they do no I/O and read no clock.
+`Placer` places queued requests, `RequestMigrator` moves placed requests, and a `RequestState` holds
+the state of one request. These classes are pure: they do no I/O and read no clock.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from penstock.router.routing.events import (
     ClientDisconnected,
     Command,
     Draining,
-    EndRequest,
     Event,
     Failed,
     Heartbeat,
@@ -33,15 +33,28 @@ from penstock.router.routing.events import (
     Yielded,
 )
 from penstock.router.routing.placement.cost_model import TransferCostModel
-from penstock.router.routing.placement.placer import Placer, RecoveryThrottle
+from penstock.router.routing.placement.migration import RequestMigrator
+from penstock.router.routing.placement.placer import Placer, RecoveryThrottle, queued_request
 from penstock.router.routing.placement.policy import Policy
+from penstock.router.routing.prefix_cache.cache_events import CacheEvents, CacheSnapshot
+from penstock.router.routing.prefix_cache.cache_feed import CacheFeed
+from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
 from penstock.router.routing.queue.fair_queue import FairQueue
-from penstock.router.routing.queue.timeouts import RequestTimeouts
+from penstock.router.routing.queue.tenant_quotas import Amount
+from penstock.router.routing.queue.timeouts import DEADLINE_PASSED, RequestTimeouts
 from penstock.router.routing.request_state import Phase, RequestState, phase_of
 from penstock.router.routing.worker_events import Counters, WorkerEventHandler
 from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
 
 Commands: TypeAlias = list[Command]
+
+
+SHORT_WAIT_SECONDS = 10.0
+"""Up to this `max_wait_seconds`, prompts queue at the router instead of at the workers.
+
+A short bound must cover the whole wait for the first token. With a longer bound, the wait at a
+worker is only a small part of it, and a queue at the worker keeps the worker busy.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +63,10 @@ class DispatcherLimits:
 
     max_queued: int = 1024  # requests that were never placed on a worker
     max_queued_tokens: int = 4_000_000  # prompt tokens of requests that were never placed
+    max_queued_cost: int = 32_000_000  # prompt and answer tokens of all their sequences
+    max_wait_seconds: float = math.inf  # in the queue; a request that would wait longer is refused
     ttft_slo_seconds: float = 0.0  # see `slo_order`; 0: prompts are ordered by arrival
+    tpot_slo_seconds: float = 0.0  # bound of the time per token of running answers; 0: none
     no_worker_timeout_seconds: float = 60.0  # then waiting requests fail
     max_recovering_per_worker: int = 4  # requests of lost workers recomputed at a time
     max_gaps: int = 3  # gaps in token positions after which a worker's stream is closed
@@ -67,6 +83,7 @@ class WorkerStatus:
     state: str  # ready, suspect, stuck or draining
     num_requests: int  # requests of this router: running, queued, leased or incoming
     load: WorkerLoad
+    num_indexed_blocks: int = 0  # cached blocks that this router knows
 
 
 class Dispatcher:
@@ -76,23 +93,35 @@ class Dispatcher:
     """
 
     def __init__(self, policy: Policy, limits: DispatcherLimits | None = None) -> None:
+        self.prefix_index = PrefixIndex()  # blocks that workers have cached
         limits = limits or DispatcherLimits()
         promised = limits.ttft_slo_seconds
-        self._registry = WorkerRegistry(limits.bounds, queues_at_router=promised > 0)
-        self._queue = FairQueue(limits.max_queued, limits.max_queued_tokens, promised)
+        queues_at_router = promised > 0 or limits.max_wait_seconds <= SHORT_WAIT_SECONDS
+        self._registry = WorkerRegistry(limits.bounds, queues_at_router, limits.tpot_slo_seconds)
+        bounds = Amount(limits.max_queued, limits.max_queued_tokens, limits.max_queued_cost)
+        self._queue = FairQueue(bounds, promised, limits.max_wait_seconds)
         pace = RecoveryThrottle(limits.max_recovering_per_worker)
-        self._placer = Placer(policy, self._registry, self._queue, pace)
+        self._placer = Placer(policy, self._registry, self._queue, pace, self.prefix_index)
+        self._migrator = RequestMigrator(self._placer, self._registry)
+        self.cache_feed = CacheFeed(self.prefix_index)
         self._timeouts = RequestTimeouts(limits.no_worker_timeout_seconds)
         self._worker_events = reports = WorkerEventHandler(
-            self._registry, self._placer, self._queue, self._timeouts, limits.max_gaps
+            self._registry,
+            self._placer,
+            self._migrator,
+            self._queue,
+            self._timeouts,
+            limits.max_gaps,
         )
         self._handlers: dict[type[Any], Callable[[Any, Commands, float], None]] = {
             RequestArrived: self._request_arrived,
             ClientDisconnected: self._client_disconnected,
             ChoiceStopped: self._choice_stopped,
             Tick: self._tick,
-            WorkerUp: reports.worker_up,
-            WorkerLost: reports.worker_lost,
+            WorkerUp: self._worker_up,
+            WorkerLost: self._worker_lost,
+            CacheEvents: self._cache_changed,
+            CacheSnapshot: self._cache_snapshot,
             Draining: reports.draining,
             RoleChanged: reports.role_changed,
             Heartbeat: reports.heartbeat,
@@ -123,14 +152,33 @@ class Dispatcher:
         if state.token_log.is_complete:
             state.token_log.deliver_ends(out)
             state.end(Status.OK, "", out)
-        elif self._queue.is_full(len(request.prompt)):
-            state.status = Status.OVERLOADED
-            retry_after = self._queue.retry_after(now)
-            message = f"{len(self._queue)} requests are waiting already: try again later"
-            out.append(EndRequest(request.id, state.status, message, retry_after))
+        elif request.deadline <= now:
+            state.end(Status.DEADLINE, DEADLINE_PASSED, out)
         else:
-            self._timeouts.add(state)
+            self._queue_request(state, out, now)
         self._placer.admit(state)
+
+    def _queue_request(self, state: RequestState, out: Commands, now: float) -> None:
+        """Make room for a new request in the queue, or refuse it."""
+        entry = queued_request(state, is_requeued=False)
+        wait = self._queue.predicted_wait(entry)
+        if wait > self._queue.max_wait or now + wait >= state.request.deadline:
+            self._refuse(state, f"the wait in the queue would be about {wait:.1f} s", out, now)
+            return
+        displaced = self._queue.displaced_by(entry)
+        if displaced is None:
+            self._refuse(state, "the queue has no room for this request", out, now)
+            return
+        for request in displaced:
+            other = self._placer.states[request]
+            self._refuse(other, "the queue is full and your share is the largest", out, now)
+            self._placer.reconcile(other, out, now)
+        self._timeouts.add(state)
+
+    def _refuse(self, state: RequestState, reason: str, out: Commands, now: float) -> None:
+        """End a request that was never placed; its client may try again."""
+        retry_after = self._queue.retry_after(queued_request(state, is_requeued=False), now)
+        state.end(Status.OVERLOADED, f"{reason}: try again later", out, retry_after)
 
     def _client_disconnected(self, event: ClientDisconnected, out: Commands, now: float) -> None:
         state = self._placer.states.get(event.request)
@@ -158,10 +206,36 @@ class Dispatcher:
             self._worker_events.close_stream(view, reason, out, now)
         leaving = [view for view in self._registry.views() if view.draining or view.is_shedding]
         for view in (*suspects, *leaving):
-            self._placer.evacuate(view, out, now)
-        self._placer.check_sources(out, now)
-        self._placer.rebalance(out, now)
+            self._migrator.evacuate(view, out, now)
+        for state in list(self._placer.states.values()):
+            if state.check_source(out):
+                self._placer.reconcile(state, out, now)
+        self._migrator.rebalance(out, now)
+        out += self.cache_feed.due_resyncs(now)
+        self._migrator.return_answers(out, now)
         self._placer.dirty = True
+
+    # -------------------------------------------------------------- cached blocks
+
+    def _worker_up(self, event: WorkerUp, out: Commands, now: float) -> None:
+        info = event.info
+        self.cache_feed.worker_up(info.worker, info.incarnation, info.num_blocks, now)
+        self._worker_events.worker_up(event, out, now)
+
+    def _worker_lost(self, event: WorkerLost, out: Commands, now: float) -> None:
+        self.cache_feed.worker_lost(event.worker)
+        self._worker_events.worker_lost(event, out, now)
+
+    def _cache_changed(self, event: CacheEvents, out: Commands, now: float) -> None:
+        resync = self.cache_feed.apply_events(event, now)
+        if resync is not None:
+            out.append(resync)
+
+    def _cache_snapshot(self, event: CacheSnapshot, out: Commands, now: float) -> None:
+        self._worker_events.heartbeat(Heartbeat(event.worker), out, now)
+        resync = self.cache_feed.apply_snapshot(event, now)
+        if resync is not None:
+            out.append(resync)
 
     # -------------------------------------------------------------- state
 
@@ -174,11 +248,6 @@ class Dispatcher:
     def num_queued(self) -> int:
         """Number of requests that are not assigned to a worker."""
         return self._placer.num_waiting
-
-    @property
-    def num_running(self) -> int:
-        """Number of requests that are assigned to a worker."""
-        return self.num_requests - self.num_queued
 
     @property
     def num_queued_tokens(self) -> int:
@@ -203,7 +272,12 @@ class Dispatcher:
     @property
     def num_rebalanced(self) -> int:
         """Number of times a request was moved away from a worker without room."""
-        return self._placer.num_rebalanced
+        return self._migrator.num_rebalanced
+
+    @property
+    def num_returned(self) -> int:
+        """Number of times an answer was moved from a prefill worker back to a decode worker."""
+        return self._migrator.num_returned
 
     @property
     def transfer_costs(self) -> TransferCostModel:
@@ -234,6 +308,7 @@ class Dispatcher:
                 view.state,
                 len(view.requests),
                 view.load,
+                self.prefix_index.num_blocks(view.name),
             )
             for view in self._registry.views()
         ]

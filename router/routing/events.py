@@ -4,13 +4,18 @@ The frontend and the worker links convert messages and clock ticks to events and
 commands. `docs/lifecycle.md` is the specification.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.worker_load import NO_LOAD, WorkerLoad
+from penstock.router.routing.prefix_cache.cache_events import (
+    CacheEvents,
+    CacheSnapshot,
+    ResyncCache,
+)
 
 
 class Finish(IntEnum):
@@ -28,7 +33,7 @@ class Status(Enum):
     CANCELLED = "cancelled"  # the client has disconnected; no error is sent
     DEADLINE = "deadline"
     INVALID = "invalid"  # the request can never fit on any worker
-    OVERLOADED = "overloaded"  # the queue is full; the client may retry after `retry_after`
+    OVERLOADED = "overloaded"  # no room in the queue; the client may retry after `retry_after`
     UNAVAILABLE = "unavailable"  # no worker is connected
     INTERNAL = "internal"
 
@@ -44,12 +49,14 @@ class Request:
     num_beams: int = 0  # width of the beam search; 0: tokens are sampled
     max_tokens: int = 16
     tenant: str = ""
-    priority: int = 0
+    priority: int = 0  # as in vLLM: lower goes first; orders the requests of one tenant only
     salt: bytes = b""
     deadline: float = float("inf")  # seconds on the dispatcher's clock
     log: Sequence[Sequence[int]] = ()  # tokens that the client already has, one list per choice
     ended: Sequence[bool] = ()  # per choice: whether it ended in an earlier call
     external_id: str = ""
+    # By block size: the short hashes of the prompt's full blocks, see `common.block_hash`.
+    prompt_hashes: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @property
     def num_sequences(self) -> int:
@@ -70,6 +77,7 @@ class WorkerInfo:
     max_model_len: int
     max_sequences: int
     step_bounds: tuple[float, ...] = ()  # bucket bounds of `WorkerLoad.step_counts` in seconds
+    machine: str = ""  # workers with the same value share the cores of a machine; "": shares none
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +90,47 @@ class TransferEndpoint:
     secret: str
 
 
-class NewToken(NamedTuple):
-    """One generated token of a worker's step. A tuple, because tuples are fast to create."""
+@dataclass(frozen=True, slots=True)
+class TokenColumns:
+    """New tokens of a step as columns: row i of each column describes token i.
 
-    request: int
-    attempt: int
-    choice: int
-    position: int  # token index in the answer, from 0
-    token: int
-    finish: Finish = Finish.NONE
-    logprobs: object = None  # a `TokenLogprobs` message, passed on unchanged
+    The columns travel unchanged from the worker's message to the detokenizers.
+    """
+
+    requests: Sequence[int] = ()
+    attempts: Sequence[int] = ()
+    choices: Sequence[int] = ()
+    positions: Sequence[int] = ()  # token index in the answer, from 0
+    tokens: Sequence[int] = ()
+    finishes: Sequence[int] = ()  # values of `Finish`
+    logprobs: Mapping[int, object] = field(default_factory=dict)  # `TokenLogprobs` by row, if any
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def rows(self) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """Yield (request, attempt, choice, position, token, finish) of each row."""
+        return zip(
+            self.requests,
+            self.attempts,
+            self.choices,
+            self.positions,
+            self.tokens,
+            self.finishes,
+            strict=True,
+        )
+
+    def select(self, rows: Sequence[int]) -> "TokenColumns":
+        """Return the given rows as new columns."""
+        return TokenColumns(
+            [self.requests[row] for row in rows],
+            [self.attempts[row] for row in rows],
+            [self.choices[row] for row in rows],
+            [self.positions[row] for row in rows],
+            [self.tokens[row] for row in rows],
+            [self.finishes[row] for row in rows],
+            {new: self.logprobs[row] for new, row in enumerate(rows) if row in self.logprobs},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +211,11 @@ class Stepped:
     """A worker has completed a step."""
 
     worker: str
-    tokens: Sequence[NewToken]
+    tokens: TokenColumns
     load: WorkerLoad | None = None
     ended: Sequence[tuple[int, int, str]] = ()  # failed requests: (request, attempt, reason)
     prompts: Sequence[ScoredPrompt] = ()
+    cached: Sequence[tuple[int, int, int]] = ()  # (request, attempt, cached prompt tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,22 +278,13 @@ class Tick:
     """A periodic event: the dispatcher checks deadlines and worker timeouts, and moves requests."""
 
 
+WorkerMessage: TypeAlias = (
+    Draining | Heartbeat | Stepped | Yielded | Ready | Received | Failed | Rejected
+)
+CacheEvent: TypeAlias = CacheEvents | CacheSnapshot
+ClientEvent: TypeAlias = RequestArrived | ClientDisconnected | ChoiceStopped
 Event: TypeAlias = (
-    RequestArrived
-    | ClientDisconnected
-    | ChoiceStopped
-    | WorkerUp
-    | WorkerLost
-    | Draining
-    | RoleChanged
-    | Heartbeat
-    | Stepped
-    | Yielded
-    | Ready
-    | Received
-    | Failed
-    | Rejected
-    | Tick
+    ClientEvent | WorkerUp | WorkerLost | WorkerMessage | CacheEvent | RoleChanged | Tick
 )
 
 
@@ -317,23 +348,29 @@ class Drop:
     choice: int | None = None
 
 
-class Deliver(NamedTuple):
-    """New tokens for the client; each position of each choice is delivered once and in order."""
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """New tokens for clients; each position of each choice is delivered once and in order."""
+
+    tokens: TokenColumns
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverEnd:
+    """End a choice with finish reason LENGTH, without a new token."""
 
     request: int
     choice: int
-    position: int  # token index of the first token
-    tokens: Sequence[int]
-    logprobs: Sequence[object]
-    finish: Finish
+    num_tokens: int  # number of tokens of the choice
 
 
 @dataclass(frozen=True, slots=True)
 class DeliverPrompt:
-    """Logprobs of the next prompt tokens; each position is delivered once, in order, from 1 on."""
+    """Data about the prompt: logprobs of its next tokens, in order from 1 on; or `num_cached`."""
 
     request: int
-    logprobs: Sequence[object]
+    logprobs: Sequence[object] = ()
+    num_cached: int | None = None  # prompt tokens in the prefix cache; once, before any token
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +393,6 @@ class CloseStream:
     stuck: bool = False  # the worker is alive but completes no steps, and must be replaced
 
 
-Command: TypeAlias = (
-    Submit | Yield | Send | Drop | Deliver | DeliverPrompt | EndRequest | CloseStream
-)
+WorkerCommand: TypeAlias = Submit | Yield | Send | Drop | ResyncCache
+ClientCommand: TypeAlias = Deliver | DeliverEnd | DeliverPrompt | EndRequest
+Command: TypeAlias = WorkerCommand | ClientCommand | CloseStream

@@ -5,25 +5,21 @@ worker; the methods append the resulting commands to their argument `out`.
 """
 
 from enum import Enum
-from math import inf
 
 from penstock.router.routing.events import (
     Command,
     Drop,
     EndRequest,
-    NewToken,
     Ready,
     Request,
     ScoredPrompt,
     Send,
     Source,
     Status,
-    Submit,
     WorkerInfo,
-    Yield,
 )
-from penstock.router.routing.submission import Submission
-from penstock.router.routing.token_log import AppendResult, TokenLog
+from penstock.router.routing.submission import Submission, Submissions
+from penstock.router.routing.token_log import AppendResult
 
 MAX_LOSSES = 2
 """A request fails after this many workers were lost while they ran it."""
@@ -40,22 +36,15 @@ class Phase(Enum):
     DONE = "done"
 
 
-class RequestState:
+class RequestState(Submissions):
     """State of one request from arrival to end.
 
-    `phase_of` derives the phase from three fields: `running` is the submission to the worker that
-    runs the request, `lease` describes the KV blocks that a worker keeps after it has yielded, and
-    `pending` is the submission to the next worker. If both `running` and `pending` are set, a live
-    migration is in progress: the running worker continues until the next worker is Ready.
+    The base class knows the workers of the request, and this class handles tokens and the messages
+    of workers. `phase_of` derives the phase.
     """
 
     def __init__(self, request: Request) -> None:
-        self.request = request
-        self.token_log = TokenLog(request)
-        self.attempt = 0
-        self.running: Submission | None = None
-        self.pending: Submission | None = None
-        self.lease: Source | None = None
+        super().__init__(request)
         self.live_migration_failed = False  # do not try another live migration
         self.num_losses = 0
         self.status: Status | None = None
@@ -78,48 +67,51 @@ class RequestState:
         is_movable = self.request.num_choices == 1 and not self.live_migration_failed
         return is_movable and self.running is not None and self.running.started
 
-    def is_receiving(self, worker: str) -> bool:
-        """Whether a KV transfer of this request to `worker` is in progress."""
-        hold = self.pending
-        return hold is not None and hold.worker == worker and hold.epoch is not None
-
-    @property
-    def computing(self) -> Submission | None:
-        """The submission that its worker can compute now; None during a KV transfer."""
-        if self.running is not None or self.pending is None or self.pending.epoch is None:
-            return self.running or self.pending
-        return None
-
-    def update_runnable(self, now: float) -> None:
-        """Update `runnable_since` of `running` and `pending`; call after every state change."""
-        for hold in (self.running, self.pending):
-            if hold is not None:
-                hold.runnable_since = (
-                    min(hold.runnable_since, now) if hold is self.computing else inf
-                )
-
-    def workers(self) -> list[str]:
-        """Return the workers that run the request, will run it or keep its KV blocks."""
-        held = [hold.worker for hold in (self.running, self.pending) if hold is not None]
-        return held if self.lease is None else [*held, self.lease.worker]
-
     # -------------------------------------------------------------- tokens
 
-    def append(self, worker: str, token: NewToken, out: list[Command]) -> AppendResult:
+    def append(
+        self,
+        worker: str,
+        attempt: int,
+        choice: int,
+        position: int,
+        token: int,
+        finish: int,
+        out: list[Command],
+    ) -> AppendResult:
         """Append a token if it is the next one of its choice and not from an old attempt."""
         here = self.running
-        if here is None or token.attempt != here.attempt or here.worker != worker:
-            return self._append_from_pending(worker, token, out)
-        taken = self.token_log.append(token, out)
-        if taken is AppendResult.APPENDED and not here.started:
+        if here is None or attempt != here.attempt or here.worker != worker:
+            ignored = self._start_pending(worker, attempt, out)
+            if ignored is not None:
+                return ignored
+            result = self.append(worker, attempt, choice, position, token, finish, out)
+            return AppendResult.MOVED if result is AppendResult.DUPLICATE else result
+        result = self.token_log.append(choice, position, token, finish)
+        if here.started and not finish:
+            return result
+        if result is AppendResult.APPENDED:
             here.started = True
             return AppendResult.STATE_CHANGED
-        if taken is AppendResult.STATE_CHANGED:
+        if result is AppendResult.STATE_CHANGED:
             here.started = True
             if self.token_log.is_complete:
                 self.running = None  # no Drop: the worker releases a finished request by itself
                 self.end(Status.OK, "", out)
-        return taken
+        return result
+
+    def _start_pending(self, worker: str, attempt: int, out: list[Command]) -> AppendResult | None:
+        """Let the pending worker run the request, because its first token has arrived.
+
+        Return None, or the result for the token if it must be ignored.
+        """
+        if not self._is_pending(worker, attempt):
+            return AppendResult.DUPLICATE
+        if self.running is not None:  # the pending worker recomputes and is behind
+            self._fail_live_migration(out)
+            return AppendResult.MOVED
+        self._promote_pending(out)
+        return None
 
     def append_prompt_logprobs(
         self, worker: str, scored: ScoredPrompt, out: list[Command]
@@ -132,18 +124,6 @@ class RequestState:
             return AppendResult.DUPLICATE
         taken = self.token_log.append_prompt_logprobs(scored, out)
         return AppendResult.MOVED if moved and taken is not AppendResult.GAP else taken
-
-    def _append_from_pending(
-        self, worker: str, token: NewToken, out: list[Command]
-    ) -> AppendResult:
-        if self.pending is None or not self.pending.matches(worker, token.attempt):
-            return AppendResult.DUPLICATE
-        if self.running is not None:  # the pending worker recomputes and is behind
-            self._fail_live_migration(out)
-            return AppendResult.MOVED
-        self._promote_pending(out)
-        taken = self.append(worker, token, out)
-        return AppendResult.MOVED if taken is AppendResult.DUPLICATE else taken
 
     def stop_choice(self, choice: int, length: int, out: list[Command]) -> None:
         """End a choice after `length` tokens of its answer, because a stop string matched."""
@@ -166,53 +146,11 @@ class RequestState:
 
     # -------------------------------------------------------------- placing
 
-    def assign(self, info: WorkerInfo, yield_after: int, out: list[Command]) -> None:
-        """Submit the request to a worker, with the lease as source if its blocks fit there."""
-        lease = self.lease
-        if lease and (lease.worker == info.worker or lease.layout != info.layout):
-            self._drop_lease(out)  # on the same worker, the prefix cache still has the blocks
-        hold = self._submit(info, self.lease, yield_after, out)
-        if self.lease is None:
-            self.running = hold
-        else:
-            self.pending = hold
-
     def start_live_migration(self, info: WorkerInfo, out: list[Command]) -> None:
-        """Submit the running request to a second worker; when it is Ready, the first must yield."""
+        """Submit the request to a second worker; once that one is Ready, the first must yield."""
         assert self.running is not None
         kv_len = self.token_log.num_known - 1  # the last token's own KV is not computed yet
         self.pending = self._submit(info, self.running.lease(kv_len), 0, out)
-
-    def request_yield(self, out: list[Command]) -> None:
-        """Send Yield to the running worker, unless Yield was already sent."""
-        if self.running is not None and not self.running.yielding:
-            self.running.yielding = True
-            out.append(Yield(self.running.worker, self.request.id, self.running.attempt))
-
-    def cancel_pending(self, out: list[Command]) -> None:
-        """Drop the request at its pending worker."""
-        if self.pending is not None:
-            out.append(Drop(self.pending.worker, self.request.id, self.pending.attempt))
-            self.pending = None
-
-    def _submit(
-        self, info: WorkerInfo, source: Source | None, yield_after: int, out: list[Command]
-    ) -> Submission:
-        self.attempt += 1
-        log, finished = self.token_log.copy()
-        out.append(
-            Submit(
-                info.worker,
-                self.request,
-                self.attempt,
-                log,
-                finished,
-                source,
-                yield_after,
-                self.token_log.prompt_known,
-            )
-        )
-        return Submission(info, self.attempt, yield_after > 0)
 
     # -------------------------------------------------------------- KV transfer
 
@@ -290,19 +228,9 @@ class RequestState:
             self._drop_lease(out)  # the destination will detect the failure and recompute
         return False
 
-    def _is_running(self, worker: str, attempt: int) -> bool:
-        return self.running is not None and self.running.matches(worker, attempt)
-
-    def _is_pending(self, worker: str, attempt: int) -> bool:
-        return self.pending is not None and self.pending.matches(worker, attempt)
-
     def _fail_live_migration(self, out: list[Command]) -> None:
         self.live_migration_failed = True
         self.cancel_pending(out)
-
-    def _promote_pending(self, out: list[Command]) -> None:
-        self.running, self.pending = self.pending, None
-        self._drop_lease(out)
 
     # -------------------------------------------------------------- failures
 
@@ -348,17 +276,14 @@ class RequestState:
             self.end(Status.INTERNAL, message, out)
         return True
 
-    def end(self, status: Status, message: str, out: list[Command]) -> None:
+    def end(
+        self, status: Status, message: str, out: list[Command], retry_after: float | None = None
+    ) -> None:
         """Drop the request at all workers and report its end."""
         self.fail_attempt(out)
         self._drop_lease(out)
         self.status = status
-        out.append(EndRequest(self.request.id, status, message))
-
-    def _drop_lease(self, out: list[Command]) -> None:
-        if self.lease is not None:
-            out.append(Drop(self.lease.worker, self.request.id, self.lease.attempt))
-            self.lease = None
+        out.append(EndRequest(self.request.id, status, message, retry_after))
 
 
 def _send(lease: Source, to: Ready) -> Send:

@@ -1,8 +1,18 @@
-"""Record of one submission of a request to a worker."""
+"""The submissions of a request to workers, and the KV blocks that a worker keeps for it."""
 
 from math import inf
 
-from penstock.router.routing.events import Source, WorkerInfo
+from penstock.router.routing.events import (
+    Command,
+    DeliverPrompt,
+    Drop,
+    Request,
+    Source,
+    Submit,
+    WorkerInfo,
+    Yield,
+)
+from penstock.router.routing.token_log import TokenLog
 
 
 class Submission:
@@ -39,3 +49,116 @@ class Submission:
     def lease(self, kv_len: int) -> Source:
         """Return the lease of the blocks of positions [0, `kv_len`)."""
         return Source(self.worker, self.info.incarnation, self.attempt, kv_len, self.info.layout)
+
+
+class Submissions:
+    """The workers of one request, and the commands that change them.
+
+    `running` is the submission to the worker that runs the request, `lease` describes the KV blocks
+    that a worker keeps after it has yielded, and `pending` is the submission to the next worker. If
+    both `running` and `pending` are set, a live migration is in progress: the running worker
+    continues until the next worker is Ready.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.token_log = TokenLog(request)
+        self.attempt = 0  # of the last submission
+        self.running: Submission | None = None
+        self.pending: Submission | None = None
+        self.lease: Source | None = None
+        self.num_cached: int | None = None  # prompt tokens that the first worker found cached
+
+    def record_cached(self, worker: str, attempt: int, num_tokens: int, out: list[Command]) -> None:
+        """Record and deliver how many prompt tokens the first worker found in its prefix cache.
+
+        Later numbers are ignored: they count blocks that were computed for this request itself.
+        """
+        is_held = self._is_running(worker, attempt) or self._is_pending(worker, attempt)
+        if is_held and self.num_cached is None:
+            self.num_cached = num_tokens
+            out.append(DeliverPrompt(self.request.id, num_cached=num_tokens))
+
+    def is_receiving(self, worker: str) -> bool:
+        """Whether a KV transfer of this request to `worker` is in progress."""
+        hold = self.pending
+        return hold is not None and hold.worker == worker and hold.epoch is not None
+
+    @property
+    def computing(self) -> Submission | None:
+        """The submission that its worker can compute now; None during a KV transfer."""
+        if self.running is not None or self.pending is None or self.pending.epoch is None:
+            return self.running or self.pending
+        return None
+
+    def update_runnable(self, now: float) -> None:
+        """Update `runnable_since` of `running` and `pending`; call after every state change."""
+        for hold in (self.running, self.pending):
+            if hold is not None:
+                hold.runnable_since = (
+                    min(hold.runnable_since, now) if hold is self.computing else inf
+                )
+
+    def workers(self) -> list[str]:
+        """Return the workers that run the request, will run it or keep its KV blocks."""
+        held = [hold.worker for hold in (self.running, self.pending) if hold is not None]
+        return held if self.lease is None else [*held, self.lease.worker]
+
+    def _is_running(self, worker: str, attempt: int) -> bool:
+        return self.running is not None and self.running.matches(worker, attempt)
+
+    def _is_pending(self, worker: str, attempt: int) -> bool:
+        return self.pending is not None and self.pending.matches(worker, attempt)
+
+    # -------------------------------------------------------------- commands
+
+    def assign(self, info: WorkerInfo, yield_after: int, out: list[Command]) -> None:
+        """Submit the request to a worker, with the lease as source if its blocks fit there."""
+        lease = self.lease
+        if lease and (lease.worker == info.worker or lease.layout != info.layout):
+            self._drop_lease(out)  # on the same worker, the prefix cache still has the blocks
+        hold = self._submit(info, self.lease, yield_after, out)
+        if self.lease is None:
+            self.running = hold
+        else:
+            self.pending = hold
+
+    def request_yield(self, out: list[Command]) -> None:
+        """Send Yield to the running worker, unless Yield was already sent."""
+        if self.running is not None and not self.running.yielding:
+            self.running.yielding = True
+            out.append(Yield(self.running.worker, self.request.id, self.running.attempt))
+
+    def cancel_pending(self, out: list[Command]) -> None:
+        """Drop the request at its pending worker."""
+        if self.pending is not None:
+            out.append(Drop(self.pending.worker, self.request.id, self.pending.attempt))
+            self.pending = None
+
+    def _submit(
+        self, info: WorkerInfo, source: Source | None, yield_after: int, out: list[Command]
+    ) -> Submission:
+        self.attempt += 1
+        log, finished = self.token_log.copy()
+        out.append(
+            Submit(
+                info.worker,
+                self.request,
+                self.attempt,
+                log,
+                finished,
+                source,
+                yield_after,
+                self.token_log.prompt_known,
+            )
+        )
+        return Submission(info, self.attempt, yield_after > 0)
+
+    def _promote_pending(self, out: list[Command]) -> None:
+        self.running, self.pending = self.pending, None
+        self._drop_lease(out)
+
+    def _drop_lease(self, out: list[Command]) -> None:
+        if self.lease is not None:
+            out.append(Drop(self.lease.worker, self.request.id, self.lease.attempt))
+            self.lease = None

@@ -5,10 +5,8 @@ from enum import Enum
 
 from penstock.router.routing.events import (
     Command,
-    Deliver,
+    DeliverEnd,
     DeliverPrompt,
-    Finish,
-    NewToken,
     Request,
     ScoredPrompt,
 )
@@ -39,19 +37,15 @@ class TokenLog:
         for choice, ended in enumerate(request.ended):
             self.finished[choice] |= ended
 
-    def append(self, token: NewToken, out: list[Command]) -> AppendResult:
-        """Append a token if it is the next one of its choice, and deliver it to the client."""
-        choice, position, finish = token.choice, token.position, token.finish
+    def append(self, choice: int, position: int, token: int, finish: int) -> AppendResult:
+        """Append a token if it is the next one of its choice."""
         if choice >= len(self.answers):
             return AppendResult.GAP
         answer = self.answers[choice]
         if position != len(answer) or self.finished[choice]:
             missing = position > len(answer) and not self.finished[choice]
             return AppendResult.GAP if missing else AppendResult.DUPLICATE
-        answer.append(token.token)
-        out.append(
-            Deliver(self._request.id, choice, position, (token.token,), (token.logprobs,), finish)
-        )
+        answer.append(token)
         if not finish:
             return AppendResult.APPENDED
         self.finished[choice] = True
@@ -77,9 +71,9 @@ class TokenLog:
         return True
 
     def deliver_ends(self, out: list[Command]) -> None:
-        """Deliver the end of every choice, with finish reason LENGTH and without tokens."""
+        """Deliver the end of every choice, without tokens."""
         for choice, answer in enumerate(self.answers):
-            out.append(Deliver(self._request.id, choice, len(answer), (), (), Finish.LENGTH))
+            out.append(DeliverEnd(self._request.id, choice, len(answer)))
 
     @property
     def is_complete(self) -> bool:

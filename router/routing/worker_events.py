@@ -6,6 +6,7 @@ from typing import TypeAlias
 from penstock.router.routing.events import (
     CloseStream,
     Command,
+    Deliver,
     Draining,
     Drop,
     Failed,
@@ -19,12 +20,14 @@ from penstock.router.routing.events import (
     WorkerUp,
     Yielded,
 )
+from penstock.router.routing.placement.migration import RequestMigrator
 from penstock.router.routing.placement.placer import Placer
 from penstock.router.routing.queue.fair_queue import FairQueue
 from penstock.router.routing.queue.timeouts import RequestTimeouts
 from penstock.router.routing.request_state import RequestState
 from penstock.router.routing.token_log import AppendResult
-from penstock.router.routing.worker_registry import WorkerRegistry, WorkerView
+from penstock.router.routing.worker_registry import WorkerRegistry
+from penstock.router.routing.worker_view import WorkerView, has_busy_peer
 
 Commands: TypeAlias = list[Command]
 
@@ -47,12 +50,14 @@ class WorkerEventHandler:
         self,
         registry: WorkerRegistry,
         placer: Placer,
+        migrator: RequestMigrator,
         queue: FairQueue,
         timeouts: RequestTimeouts,
         max_gaps: int,
     ) -> None:
         self._registry = registry
         self._placer = placer
+        self._migrator = migrator
         self._states = placer.states
         self._charge_output = queue.charge_output
         self._timeouts = timeouts
@@ -95,14 +100,14 @@ class WorkerEventHandler:
         if view is not None:
             view.draining = True
             self._timeouts.workers_changed(self._registry, now)
-            self._placer.evacuate(view, out, now)
+            self._migrator.evacuate(view, out, now)
 
     def role_changed(self, event: RoleChanged, out: Commands, now: float) -> None:
         view = self._registry.assign(event.worker, event.role)
         if view is not None:
             self._placer.dirty = True
             if view.is_shedding:
-                self._placer.evacuate(view, out, now)
+                self._migrator.evacuate(view, out, now)
 
     def heartbeat(self, event: Heartbeat, out: Commands, now: float) -> None:
         self._touch(event.worker, now)
@@ -122,23 +127,58 @@ class WorkerEventHandler:
         view = self._touch(event.worker, now)
         if view is None:
             return
-        worker, states, served = event.worker, self._states, self._charge_output
+        for request, attempt, num_tokens in event.cached:
+            state = self._states.get(request)
+            if state is not None:
+                state.record_cached(event.worker, attempt, num_tokens, out)
         if event.prompts:
             self._prompts_scored(event, view, out, now)
-        for token in event.tokens:
-            state = states.get(token.request)
-            if state is None:
-                continue
-            taken = state.append(worker, token, out)
-            if taken is AppendResult.APPENDED:
-                served(state.request.tenant, 1)
-            elif taken is not AppendResult.DUPLICATE:
-                self._state_changed(state, taken, view, out, now)
+        if event.tokens:
+            self._append_tokens(event, view, out, now)
         for request, attempt, reason in event.ended:
-            state = states.get(request)
-            if state is not None and state.aborted(worker, attempt, reason, out):
+            state = self._states.get(request)
+            if state is not None and state.aborted(event.worker, attempt, reason, out):
                 self._placer.reconcile(state, out, now)
         self._reported(view, event, now)
+
+    def _append_tokens(self, event: Stepped, view: WorkerView, out: Commands, now: float) -> None:
+        """Append a step's tokens to their requests and deliver them with one command.
+
+        This runs for every token: keep it fast.
+        """
+        worker, states, tokens = event.worker, self._states, event.tokens
+        appended = AppendResult.APPENDED
+        counts: dict[str, int] = {}  # appended tokens by tenant, not charged yet
+        refused: list[int] = []
+        after: Commands = []  # what follows from single tokens comes after their delivery
+        for row, (request, attempt, choice, position, token, finish) in enumerate(tokens.rows()):
+            state = states.get(request)
+            if state is None:
+                refused.append(row)
+                continue
+            result = state.append(worker, attempt, choice, position, token, finish, after)
+            if result is appended:
+                tenant = state.request.tenant
+                counts[tenant] = counts.get(tenant, 0) + 1
+                continue
+            if result is not AppendResult.STATE_CHANGED:
+                refused.append(row)
+            if result is not AppendResult.DUPLICATE:
+                self._charge(counts)  # first, because the queue may be used
+                self._state_changed(state, result, view, after, now)
+        self._charge(counts)
+        if refused:
+            accepted = set(range(len(tokens))).difference(refused)
+            tokens = tokens.select(sorted(accepted))
+        if tokens:
+            out.append(Deliver(tokens))
+        out += after
+
+    def _charge(self, counts: dict[str, int]) -> None:
+        """Charge generated tokens to their tenants, and clear `counts`."""
+        for tenant, number in counts.items():
+            self._charge_output(tenant, number)
+        counts.clear()
 
     def _reported(self, view: WorkerView, event: Stepped, now: float) -> None:
         if event.tokens or event.prompts:
@@ -147,7 +187,7 @@ class WorkerEventHandler:
             return
         was_stuck, could_begin = view.stuck, view.has_prefill_slot
         self._placer.dirty |= view.is_backed_off or was_stuck
-        view.update_load(event.load, now)
+        view.update_load(event.load, now, has_busy_peer(view, self._registry.views()))
         self._placer.dirty |= view.has_prefill_slot and not could_begin
         if was_stuck:
             self._timeouts.workers_changed(self._registry, now)
@@ -168,7 +208,7 @@ class WorkerEventHandler:
             return
         if result is AppendResult.STATE_CHANGED:
             self._charge_output(state.request.tenant, 1)
-            self._placer.recovered(state)
+            self._placer.started(state, now)
         self._placer.reconcile(state, out, now)
 
     def _on_gap(self, state: RequestState, view: WorkerView, out: Commands, now: float) -> None:

@@ -6,10 +6,16 @@ from typing import Any
 from penstock.protos import worker_pb2 as pb
 from penstock.protos.worker_codec import decode_worker_load, encode_sampling_params
 from penstock.router.routing import events as ev
+from penstock.router.routing.prefix_cache.cache_events import (
+    CacheChange,
+    CacheEvents,
+    CacheSnapshot,
+    ResyncCache,
+)
 
 PROTOCOL_VERSION = 1
 
-FINISHES = {finish.value: finish for finish in ev.Finish}
+FINISHES = frozenset(ev.Finish)
 
 
 def decode_welcome(welcome: pb.Welcome) -> ev.WorkerInfo:
@@ -24,6 +30,7 @@ def decode_welcome(welcome: pb.Welcome) -> ev.WorkerInfo:
         max_model_len=welcome.max_model_len,
         max_sequences=welcome.max_sequences,
         step_bounds=tuple(welcome.step_bounds),
+        machine=welcome.machine,
     )
 
 
@@ -31,33 +38,51 @@ def decode_step(worker: str, step: pb.Step) -> ev.Stepped:
     """Decode a Step message into a `Stepped` event.
 
     Raises:
-        ValueError: the arrays of the message differ in length.
+        ValueError: the arrays of the message differ in length, or a finish is unknown.
     """
-    logprobs: dict[int, object] = {entry.row: entry for entry in step.logprobs}
-    tokens = [
-        ev.NewToken(request, attempt, choice, position, token, FINISHES[finish], logprobs.get(row))
-        for row, (request, attempt, choice, position, token, finish) in enumerate(
-            zip(
-                step.request,
-                step.attempt,
-                step.choice,
-                step.position,
-                step.token,
-                step.finish,
-                strict=True,
-            )
-        )
-    ]
     return ev.Stepped(
         worker,
-        tokens,
+        _decode_tokens(step),
         decode_worker_load(step.load) if step.HasField("load") else None,
         [(entry.request, entry.attempt, entry.reason) for entry in step.ended],
         [
             ev.ScoredPrompt(entry.request, entry.attempt, entry.position, list(entry.entries))
             for entry in step.prompts
         ],
+        [(entry.request, entry.attempt, entry.tokens) for entry in step.cached],
     )
+
+
+def _decode_tokens(step: pb.Step) -> ev.TokenColumns:
+    finishes = step.finish[:]  # a slice of a repeated field is a list
+    tokens = ev.TokenColumns(
+        step.request[:],
+        step.attempt[:],
+        step.choice[:],
+        step.position[:],
+        step.token[:],
+        finishes,
+        {entry.row: entry for entry in step.logprobs} if step.logprobs else {},
+    )
+    columns = (tokens.requests, tokens.attempts, tokens.choices, tokens.positions, tokens.tokens)
+    if any(len(column) != len(finishes) for column in columns):
+        raise ValueError("the arrays of a step differ in length")
+    if not FINISHES.issuperset(finishes):
+        raise ValueError(f"a step has an unknown finish: {sorted(set(finishes) - FINISHES)}")
+    return tokens
+
+
+def decode_cache_events(worker: str, message: pb.CacheEvents) -> CacheEvents:
+    """Decode the cache events of a Step."""
+    changes = [
+        CacheChange(change.evicted[:], change.stored[:], change.parents[:])
+        for change in message.changes
+    ]
+    return CacheEvents(worker, message.incarnation, message.first, changes)
+
+
+def _decode_cache_snapshot(worker: str, body: pb.CacheSnapshot) -> ev.Event:
+    return CacheSnapshot(worker, body.incarnation, body.next, body.chunk, body.last, body.blocks[:])
 
 
 def _decode_yielded(worker: str, body: pb.Yielded) -> ev.Event:
@@ -97,9 +122,7 @@ DECODERS: Mapping[str, Callable[[str, Any], ev.Event]] = {
     "failed": _decode_failed,
     "rejected": _decode_rejected,
     "draining": _decode_draining,
-    # There is no prefix index yet that would use block events: treat them as heartbeats.
-    "stored": _decode_heartbeat,
-    "evicted": _decode_heartbeat,
+    "cache_snapshot": _decode_cache_snapshot,
     "heartbeat": _decode_heartbeat,
 }
 
@@ -113,14 +136,14 @@ def decode_event(worker: str, message: pb.ToRouter) -> ev.Event:
     kind = message.WhichOneof("body")
     if kind is None or kind not in DECODERS:
         raise ValueError(f"unexpected message of type {kind}")
-    try:
-        return DECODERS[kind](worker, getattr(message, kind))
-    except KeyError as error:
-        raise ValueError(f"unknown value in a message of type {kind}: {error}") from error
+    return DECODERS[kind](worker, getattr(message, kind))
 
 
 def encode_submit(command: ev.Submit) -> pb.ToWorker:
-    """Encode a Submit command as a message; the log omits open choices without tokens."""
+    """Encode a Submit command as a message; the log omits open choices without tokens.
+
+    Workers do not know priorities, which order only the queued requests of one tenant.
+    """
     request = command.request
     submit = pb.Submit(
         request=request.id,
@@ -128,7 +151,6 @@ def encode_submit(command: ev.Submit) -> pb.ToWorker:
         prompt=request.prompt,
         params=encode_sampling_params(request.params),
         yield_after=command.yield_after,
-        priority=request.priority,
         salt=request.salt,
         request_id=request.external_id,
         prompt_known=command.prompt_known,
@@ -175,14 +197,19 @@ def _encode_drop(command: ev.Drop) -> pb.ToWorker:
     )
 
 
+def _encode_resync_cache(command: ResyncCache) -> pb.ToWorker:
+    return pb.ToWorker(resync_cache=pb.ResyncCache())
+
+
 ENCODERS: Mapping[type, Callable[[Any], pb.ToWorker]] = {
     ev.Submit: encode_submit,
     ev.Yield: _encode_yield,
     ev.Send: _encode_send,
     ev.Drop: _encode_drop,
+    ResyncCache: _encode_resync_cache,
 }
 
 
-def encode_command(command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> pb.ToWorker:
+def encode_command(command: ev.WorkerCommand) -> pb.ToWorker:
     """Encode a command as a message; the worker link sets the message number."""
     return ENCODERS[type(command)](command)

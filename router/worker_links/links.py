@@ -1,12 +1,16 @@
 """The set of worker links of a router, and the Welcome messages of connected workers."""
 
 import asyncio
+import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+import penstock
 from penstock.protos import worker_pb2
+from penstock.router.observability.step_records import StepColumns
 from penstock.router.requests.request import ModelLimits
 from penstock.router.routing import events as ev
+from penstock.router.routing.prefix_cache.cache_events import ResyncCache
 from penstock.router.worker_links.worker_link import RouterIdentity, WorkerLink
 
 log = logging.getLogger(__name__)
@@ -25,6 +29,8 @@ class WorkerLinks:
         self._post = post
         self._links: dict[str, WorkerLink] = {}
         self._welcomes: dict[str, worker_pb2.Welcome] = {}  # of connected workers
+        self._limits: tuple[ModelLimits, ModelLimits] | None = None  # last argument, result
+        self._fingerprint: str | None = None  # None: no worker is connected, or not computed yet
 
     def __len__(self) -> int:
         """Return the number of workers with an open stream."""
@@ -32,17 +38,42 @@ class WorkerLinks:
 
     def model_limits(self, own: ModelLimits) -> ModelLimits:
         """Return the smallest of the model's own limits `own` and the connected workers' limits."""
-        welcomes = self._welcomes.values()
-        return ModelLimits(
-            own.name,
-            min([own.max_model_len, *(welcome.max_model_len for welcome in welcomes)]),
-            min([own.vocab_size, *(welcome.vocab_size for welcome in welcomes)]),
-            own.eos_tokens.union(*(welcome.eos_tokens for welcome in welcomes)),
-        )
+        if self._limits is None or self._limits[0] is not own:
+            welcomes = self._welcomes.values()
+            limits = ModelLimits(
+                own.name,
+                min([own.max_model_len, *(welcome.max_model_len for welcome in welcomes)]),
+                min([own.vocab_size, *(welcome.vocab_size for welcome in welcomes)]),
+                own.eos_tokens.union(*(welcome.eos_tokens for welcome in welcomes)),
+            )
+            self._limits = own, limits
+        return self._limits[1]
+
+    def block_sizes(self) -> Collection[int]:
+        """Return the block sizes of the connected workers."""
+        return {welcome.block_size for welcome in self._welcomes.values()} - {0}
+
+    def system_fingerprint(self) -> str | None:
+        """Return a name of the software, weights and dtypes that compute answers.
+
+        It changes when the same seed may give another answer. None: no worker is connected.
+        """
+        if self._fingerprint is None and self._welcomes:
+            layouts = sorted({welcome.layout for welcome in self._welcomes.values()})
+            text = "\0".join((penstock.__version__, *layouts))
+            self._fingerprint = "fp_" + hashlib.sha256(text.encode()).hexdigest()[:12]
+        return self._fingerprint
 
     def all_links(self) -> Sequence[WorkerLink]:
         """Return the links to all configured workers, connected or not."""
         return list(self._links.values())
+
+    async def step_records(self) -> Mapping[str, StepColumns]:
+        """Return the latest steps of each worker that reports them, by worker name."""
+        links = self.all_links()
+        found = await asyncio.gather(*(link.steps() for link in links))
+        named = zip(links, found, strict=True)
+        return {link.worker: steps for link, steps in named if steps is not None}
 
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
         """Connect to the workers in `addresses` (name to `host:port`); stop all other links."""
@@ -56,8 +87,13 @@ class WorkerLinks:
                     name, address, self._identity, self._on_event, self._on_welcome
                 )
 
-    def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> None:
+    def send(self, command: ev.WorkerCommand) -> None:
         """Send a command to its worker; discard the command if the worker is not connected."""
+        if isinstance(command, ResyncCache):  # rare: the cache feed limits the rate
+            log.warning(
+                "worker %s: %s; its list of cached blocks is requested",
+                *(command.worker, command.reason),
+            )
         link = self._links.get(command.worker)
         if link is not None:
             link.send(command)
@@ -77,6 +113,7 @@ class WorkerLinks:
     def _on_event(self, event: ev.Event) -> None:
         if isinstance(event, ev.WorkerLost):
             self._welcomes.pop(event.worker, None)
+            self._workers_changed()
         self._post(event)
 
     def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
@@ -85,6 +122,10 @@ class WorkerLinks:
             raise ValueError("it serves a different model than the workers already connected")
         self._compare_layouts(welcome)
         self._welcomes[welcome.worker] = welcome
+        self._workers_changed()
+
+    def _workers_changed(self) -> None:
+        self._limits = self._fingerprint = None
 
     def _compare_layouts(self, welcome: worker_pb2.Welcome) -> None:
         """Log a warning if a new worker cannot exchange KV blocks with a connected worker."""

@@ -15,6 +15,7 @@ from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 from penstock.protos import worker_pb2_grpc
 from penstock.protos.worker_codec import decode_worker_load
+from penstock.router.observability.step_records import StepColumns, step_columns
 from penstock.router.routing import events as ev
 from penstock.router.worker_links import codec
 
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
 IDLE_HEARTBEAT_SECONDS = 2.0  # to an idle worker; workers close a stream after 5 s of silence
+STEPS_SECONDS = 5.0  # timeout of a call for step records
 CONNECT_SECONDS = 10.0  # from opening the call to the worker's Welcome message
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 2.0  # between attempts to connect
 MAX_UNSENT = 65536  # largest number of queued messages; one more closes the stream
@@ -76,6 +78,7 @@ class WorkerLink:
         self._identity = identity
         self._post = post
         self._on_welcome = on_welcome
+        self._stub: worker_pb2_grpc.WorkerStub | None = None  # while a stream is open
         self._unsent: deque[pb.ToWorker] = deque()
         self._has_sent = False  # a command was sent since the last heartbeat
         self._wake = asyncio.Event()
@@ -85,7 +88,7 @@ class WorkerLink:
         self._stream: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._reconnect_loop(), name=f"link to {worker}")
 
-    def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop) -> None:
+    def send(self, command: ev.WorkerCommand) -> None:
         """Queue a command; without a stream, discard it, since the worker then has no requests."""
         if not self._is_up or self._close_reason:
             return
@@ -95,6 +98,19 @@ class WorkerLink:
         self._unsent.append(codec.encode_command(command))
         self._has_sent = True
         self._wake.set()
+
+    async def steps(self) -> StepColumns | None:
+        """Return the worker's latest steps; None if the worker sends no valid step records."""
+        if self._stub is None or not self._is_up:
+            return None
+        try:
+            found = await self._stub.Steps(
+                pb.StepsRequest(), metadata=self._metadata(), timeout=STEPS_SECONDS
+            )
+            return step_columns(found)
+        except (grpc.aio.AioRpcError, ValueError) as error:
+            log.warning("worker %s sent no step records: %s", self.worker, error)
+            return None
 
     def close(self, reason: str) -> None:
         """Close the stream; a new one is opened after a backoff."""
@@ -146,22 +162,21 @@ class WorkerLink:
     def _on_disconnect(self) -> None:
         self._unsent.clear()
         self._close_reason = ""
+        self._stub = None
         self.load = None
         if self._is_up:
             self._is_up = False
             self._post(ev.WorkerLost(self.worker))
 
     async def _open_stream(self) -> None:
-        metadata = []
-        if self._identity.token is not None:
-            metadata.append(("authorization", f"Bearer {self._identity.token}"))
         async with grpc.aio.insecure_channel(self.address, options=OPTIONS) as channel:
-            stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Attach(metadata=metadata)
+            self._stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
+            call = self._stub.Attach(metadata=self._metadata())
             hello = pb.Hello(
                 protocol=codec.PROTOCOL_VERSION,
                 router=self._identity.router,
                 incarnation=self._identity.incarnation,
+                cache_events=True,
             )
             async with asyncio.timeout(CONNECT_SECONDS) as limit:
                 await call.write(pb.ToWorker(number=1, hello=hello))
@@ -169,6 +184,10 @@ class WorkerLink:
                 limit.reschedule(None)
             self._accept_welcome(first)
             await self._exchange(call)
+
+    def _metadata(self) -> Sequence[tuple[str, str]]:
+        token = self._identity.token
+        return () if token is None else (("authorization", f"Bearer {token}"),)
 
     def _accept_welcome(self, first: pb.ToRouter | object) -> None:
         if first is grpc.aio.EOF or not isinstance(first, pb.ToRouter):
@@ -207,6 +226,8 @@ class WorkerLink:
             if message.number != expected:
                 raise LinkBroken(f"message {expected} from the worker is missing")
             expected += 1
+            if message.step.HasField("cache"):  # first: the Step's load may cause placements
+                self._post(codec.decode_cache_events(self.worker, message.step.cache))
             event = codec.decode_event(self.worker, message)
             if isinstance(event, ev.Stepped) and event.load is not None:
                 self.load = event.load

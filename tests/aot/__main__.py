@@ -1,4 +1,4 @@
-"""Compile all Triton kernels ahead of time: `python -m tests.aot [MODULE...]` (e.g. `norm.op`).
+"""Compile all Triton kernels ahead of time: `python -m tests.aot [FOLDER...]` (such as `norm`).
 
 The command needs no GPU. It writes `report.json` and `table.txt` to `build/aot`, and caches the
 compiled kernels there. It fails if a kernel breaks a rule of `tests.aot.rules`, does not compile,
@@ -24,16 +24,24 @@ from tests.aot.jobs import Report, forgotten, jobs_of, run  # noqa: E402
 COLUMNS = ("kernel", "case", "chip", "regs", "spill", "shared", "warps", "tensor core", "wide")
 
 
-def modules(names: list[str]) -> list[str]:
-    """Return the modules `names`, or all modules that have AOT cases; exit if a name is unknown."""
-    files = sorted((ROOT / "kernels").rglob("*.py"))
-    paths = [path for path in files if "def aot_cases(" in path.read_text()]
-    found = [".".join(path.relative_to(ROOT / "kernels").with_suffix("").parts) for path in paths]
-    if not found:
-        raise SystemExit("found no kernel file that defines aot_cases()")
+def kernel_modules() -> dict[str, list[str]]:
+    """Return the modules that define Triton kernels, by folder of `kernels/`."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "kernels").glob("*/*.py")):
+        if "\n@jit" in path.read_text():
+            folder = path.parent.name
+            found.setdefault(folder, []).append(f"penstock.kernels.{folder}.{path.stem}")
+    return found
+
+
+def folders(names: list[str]) -> list[str]:
+    """Return the folders `names`, or all folders that have cases; exit if a name is unknown."""
+    found = sorted(path.stem for path in (ROOT / "tests" / "aot" / "cases").glob("*.py"))
+    if without := kernel_modules().keys() - set(found):
+        raise SystemExit(f"kernels without a file in tests/aot/cases: {', '.join(sorted(without))}")
     if unknown := set(names) - set(found):
-        raise SystemExit(f"not a kernel file with aot_cases(): {', '.join(sorted(unknown))}")
-    return [f"penstock.kernels.{name}" for name in names or found]
+        raise SystemExit(f"no such file in tests/aot/cases: {', '.join(sorted(unknown))}")
+    return names or found
 
 
 def row(report: Report) -> tuple[str, ...]:
@@ -57,11 +65,15 @@ def table(reports: list[Report]) -> str:
 
 def main() -> int:
     started = time.monotonic()
-    names = modules(sys.argv[1:])
+    names = folders(sys.argv[1:])
+    cases = {name: f"tests.aot.cases.{name}" for name in names}
+    kernels = kernel_modules()
     left_out = [
-        f"{name}: no case launches {kernel}" for name in names for kernel in forgotten(name)
+        f"kernels/{name}: no case launches {kernel}"
+        for name in names
+        for kernel in forgotten(cases[name], kernels.get(name, []))
     ]
-    reports = run(jobs_of(names))
+    reports = run(jobs_of(list(cases.values())))
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "table.txt").write_text(table(reports))
     (FOLDER / "report.json").write_text(json.dumps([dataclasses.asdict(each) for each in reports]))

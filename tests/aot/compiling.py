@@ -14,7 +14,12 @@ from typing import Any
 import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import ASTSource, make_backend
+from triton.compiler.compiler import (
+    ASTSource,
+    get_cache_invalidating_env_vars,
+    get_cache_key,
+    make_backend,
+)
 from triton.runtime.jit import create_function_from_signature
 
 from penstock.kernels.triton_common.launch import DeviceInfo, Launch
@@ -54,7 +59,33 @@ class Artefact:
 
 
 def compiled(launch: Launch, chip: DeviceInfo) -> Artefact:
+    """Compile a launch and measure its machine code."""
+    result = compile_launch(launch, chip)
+    known = Path(triton.knobs.cache.dir) / f"{result.hash}-{_VERSION}.json"
+    if known.exists():
+        return _from_json(known.read_text())
+    artefact = _cuda(result) if chip.is_cuda else _hip(result)
+    known.write_text(json.dumps(dataclasses.asdict(artefact)))
+    return artefact
+
+
+def compile_launch(launch: Launch, chip: DeviceInfo) -> Any:
     """Compile a launch, with the specialization that `kernel[grid](...)` would choose."""
+    source, target, options = _source(launch, chip)
+    return triton.compile(source, target=target, options=options)
+
+
+def cache_key(launch: Launch, chip: DeviceInfo) -> str:
+    """Return the key under which Triton caches the compiled launch."""
+    source, target, options = _source(launch, chip)
+    backend = make_backend(target)
+    variables = get_cache_invalidating_env_vars()
+    key = get_cache_key(source, backend, backend.parse_options(options), env_vars=variables)
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _source(launch: Launch, chip: DeviceInfo) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
+    """Return what `triton.compile` needs for a launch."""
     target = (
         GPUTarget("cuda", int(chip.name.removeprefix("sm_")), chip.warp_size)
         if chip.is_cuda
@@ -68,13 +99,7 @@ def compiled(launch: Launch, chip: DeviceInfo) -> Artefact:
         backend, options, bound, specialization, dict(options)
     )
     source = ASTSource(kernel, signature, constants, attributes)
-    result = triton.compile(source, target=target, options=parsed.__dict__)
-    known = Path(triton.knobs.cache.dir) / f"{result.hash}-{_VERSION}.json"
-    if known.exists():
-        return _from_json(known.read_text())
-    artefact = _cuda(result) if chip.is_cuda else _hip(result)
-    known.write_text(json.dumps(dataclasses.asdict(artefact)))
-    return artefact
+    return source, target, parsed.__dict__
 
 
 def _from_json(text: str) -> Artefact:

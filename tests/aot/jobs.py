@@ -15,8 +15,8 @@ from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-from penstock.kernels.triton_common.aot import AotCase, kernel_name
 from penstock.kernels.triton_common.launch import DeviceInfo, Launch, record_launches
+from tests.aot.case import AotCase, kernel_name
 from tests.aot.compiling import compiled
 from tests.aot.rules import complaints
 
@@ -141,18 +141,23 @@ def _launches(case: AotCase, chip: DeviceInfo) -> list[Launch]:
     return launches
 
 
-def forgotten(module: str) -> list[str]:
-    """Return the kernels of a module that no case of this module launches."""
+def forgotten(cases: str, modules: Sequence[str]) -> list[str]:
+    """Return the kernels of `modules` that no case of the module `cases` launches."""
     launched = {
-        kernel_name(launch.kernel)
-        for case in cases_of(module)
+        id(launch.kernel)
+        for case in cases_of(cases)
         for chip in case.chips
         for launch in _launches(case, chip)
     }
-    functions = {
-        name: each
-        for name, each in vars(importlib.import_module(module)).items()
+    kernels = [each for module in modules for each in _kernels_of(module)]
+    return sorted(kernel_name(each) for each in kernels if id(each) not in launched)
+
+
+def _kernels_of(module: str) -> list[JITFunction]:
+    """Return the kernels that a module defines, without functions that only kernels call."""
+    functions = [
+        each
+        for each in vars(importlib.import_module(module)).values()
         if isinstance(each, JITFunction) and each.fn.__module__ == module
-    }
-    kernels = {name for name, each in functions.items() if "program_id" in each.src}
-    return sorted(kernels - launched)
+    ]
+    return [each for each in functions if "program_id" in each.src]

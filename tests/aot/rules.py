@@ -1,7 +1,7 @@
 """Rules for compiled kernels: spills, shared memory, use of tensor cores, and wide loads."""
 
-from penstock.kernels.triton_common.aot import AotCase
 from penstock.kernels.triton_common.launch import DeviceInfo
+from tests.aot.case import AotCase
 from tests.aot.compiling import Artefact
 
 MIN_WIDE_SHARE = 0.5

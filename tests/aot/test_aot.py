@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("triton")
 
 from penstock.kernels.norm.op import rms_norm
-from penstock.kernels.triton_common.aot import SM_90, meta
 from penstock.kernels.triton_common.launch import INTERPRETED, record_launches
+from tests.aot.case import SM_90, meta
 from tests.aot.compiling import compiled
 from tests.aot.jobs import Report, cases_of, forgotten, jobs_of, reports, run
 from tests.aot.rules import complaints
@@ -87,12 +87,13 @@ def test_a_kernel_named_by_a_case_and_not_launched_is_reported() -> None:
 
 
 def test_kernels_without_a_case_are_listed() -> None:
-    assert forgotten("penstock.kernels.norm.op") == []
+    assert forgotten("tests.aot.cases.norm", ["penstock.kernels.norm.triton"]) == []
+    assert forgotten("tests.aot.cases.rope", ["penstock.kernels.norm.triton"]) == ["_norm_kernel"]
     # Leave out the case that would exit this process.
     cases = [case for case in broken_kernels.aot_cases() if case.name != "dies"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(broken_kernels, "aot_cases", lambda: iter(cases))
-        assert forgotten(broken_kernels.__name__) == ["_outsider"]
+        assert forgotten(broken_kernels.__name__, [broken_kernels.__name__]) == ["_outsider"]
 
 
 def test_recorded_launches_do_not_run() -> None:

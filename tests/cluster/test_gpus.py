@@ -30,7 +30,7 @@ def served(*flags: str) -> Iterator[Serving]:
         tempfile.TemporaryDirectory(prefix="pk-") as folder,
         serving(arguments, free_ports(2), Path(folder)) as running,
     ):
-        running.wait_until_said("is served after")
+        running.wait_for_output("is served after")
         yield running
 
 
@@ -47,7 +47,7 @@ def test_two_ranks_answer_like_one_and_recover_from_a_killed_rank(
     with served(*flags) as several:
         assert complete(several) == expected
         several.find("mixed worker 0, rank 1").kill()
-        several.wait_until_said("mixed worker 0: ready after", times=2)
+        several.wait_for_output("mixed worker 0: ready after", times=2)
         assert complete(several) == expected
 
 

@@ -17,8 +17,9 @@ from penstock.cli.checkpoint import SHIPPED
 from penstock.cli.status import fetch
 from penstock.cluster.kubernetes import node_drain, readiness_probe
 from penstock.loadtests.micro.server import free_ports
+from tests.support.api_keys import key_file
 from tests.support.ray_nodes import Nodes, ray_folder
-from tests.support.serving import PATIENCE, Serving, serving, wait_for
+from tests.support.serving import TIMEOUT_SECONDS, Serving, serving, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -38,7 +39,7 @@ def streamed(running: Serving, number: int) -> str:
     body |= {"seed": number, "ignore_eos": True, "stream": True}
     url = f"http://127.0.0.1:{running.http}/v1/completions"
     pieces: list[str] = []
-    with httpx.stream("POST", url, json=body, timeout=PATIENCE) as reply:
+    with httpx.stream("POST", url, json=body, timeout=TIMEOUT_SECONDS) as reply:
         assert reply.status_code == 200
         for line in reply.iter_lines():
             if line.startswith("data: {"):
@@ -48,7 +49,7 @@ def streamed(running: Serving, number: int) -> str:
 
 
 def status(running: Serving) -> dict[str, Any]:
-    found: dict[str, Any] = fetch(f"127.0.0.1:{running.http}", None)
+    found: dict[str, Any] = fetch(f"127.0.0.1:{running.admin}", None)
     return found
 
 
@@ -84,7 +85,7 @@ def test_killed_node_is_replaced_and_its_streams_continue(folder: Path) -> None:
     with serving([*arguments, "--deterministic"], free_ports(2), folder) as running:
         nodes.add_worker(router=1, mixed=1)
         nodes.add_worker(mixed=1, victim=1)
-        running.wait_until_said("is served after")
+        running.wait_for_output("is served after")
         wait_for(lambda: are_ready(running), "two workers")
         expected = [streamed(running, number) for number in range(4)]
         with ThreadPoolExecutor(len(expected)) as pool:
@@ -106,29 +107,29 @@ def complete(running: Serving, key: str) -> httpx.Response:
         f"http://127.0.0.1:{running.http}/v1/completions",
         json={"model": "demo-small", "prompt": "What is 2 plus 2?", "max_tokens": 8},
         headers={"Authorization": f"Bearer {key}"},
-        timeout=PATIENCE,
+        timeout=TIMEOUT_SECONDS,
     )
 
 
 def test_workers_wait_for_their_nodes_and_drain_when_a_node_leaves(folder: Path) -> None:
-    (folder / "keys").write_text(f"{KEY}\n")
+    keys = key_file(folder, KEY)
     nodes = Nodes(folder)
     nodes.add_head()
     arguments = [str(MODEL), "--ray-address", f"127.0.0.1:{nodes.port}", "--pool-nodes"]
     arguments += ["--cpus", "0.5", "--gpus", "0", "--kv-cache-mib", "64"]
-    arguments += ["--api-keys-file", str(folder / "keys"), "--drain-seconds", "20"]
+    arguments += ["--api-key-file", str(keys), "--allow-weak-keys", "--drain-seconds", "20"]
     with serving(arguments, free_ports(2), folder) as running:
         for role in ("prefill", "decode"):
-            running.wait_until_said(f"{role} worker 0: waiting for its place")
+            running.wait_for_output(f"{role} worker 0: waiting for its place")
         nodes.add_worker()
-        running.wait_until_said("is served after")
+        running.wait_for_output("is served after")
         assert complete(running, "another").status_code == 401
         assert complete(running, KEY).status_code == 200
         assert len(list(nodes.leaving.glob(f"*{node_drain.PROCESS_SUFFIX}"))) == 3
-        assert readiness_probe.not_ready_reason(nodes.leaving, PATIENCE, time.time()) == "", (
-            "the worker has decoded a token"
-        )
-        assert node_drain.drain_node(nodes.leaving, PATIENCE)
+        assert (
+            readiness_probe.not_ready_reason(nodes.leaving, TIMEOUT_SECONDS, time.time()) == ""
+        ), "the worker has decoded a token"
+        assert node_drain.drain_node(nodes.leaving, TIMEOUT_SECONDS)
         assert complete(running, KEY).status_code == 503, "the router on that node has drained, too"
         running.interrupt(signal.SIGTERM)
         assert running.wait() == 0

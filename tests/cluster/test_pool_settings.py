@@ -20,7 +20,7 @@ from penstock.loadtests.micro.server import free_ports
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from tests.support.engines import run_greedy
-from tests.support.serving import PATIENCE, Serving, serving, wait_for
+from tests.support.serving import TIMEOUT_SECONDS, Serving, serving, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -48,7 +48,7 @@ def served() -> Iterator[Serving]:
         file = Path(name, "cluster.yaml")
         file.write_text(yaml.safe_dump(FILE))
         with serving(["--config", str(file)], free_ports(2), Path(name)) as running:
-            running.wait_until_said("small is served after")
+            running.wait_for_output("small is served after")
             yield running
 
 
@@ -62,7 +62,7 @@ def complete(running: Serving, ids: list[int]) -> list[int]:
     body = {"model": "small", "prompt": ids, "max_tokens": NUM_NEW, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True}
     url = f"http://127.0.0.1:{running.http}/v1/completions"
-    reply = httpx.post(url, json=body, timeout=PATIENCE)
+    reply = httpx.post(url, json=body, timeout=TIMEOUT_SECONDS)
     assert reply.status_code == 200, reply.text
     found: list[int] = reply.json()["choices"][0]["token_ids"]
     return found
@@ -70,13 +70,13 @@ def complete(running: Serving, ids: list[int]) -> list[int]:
 
 def metric_sum(running: Serving, name: str) -> float:
     """Return the sum of a metric over all its labels."""
-    text = httpx.get(f"http://127.0.0.1:{running.http}/metrics", timeout=PATIENCE).text
+    text = httpx.get(f"http://127.0.0.1:{running.admin}/metrics", timeout=TIMEOUT_SECONDS).text
     families = text_string_to_metric_families(text)
     return sum(each.value for family in families for each in family.samples if each.name == name)
 
 
 def workers(running: Serving) -> dict[str, dict[str, Any]]:
-    status = httpx.get(f"http://127.0.0.1:{running.http}/status", timeout=PATIENCE).json()
+    status = httpx.get(f"http://127.0.0.1:{running.admin}/status", timeout=TIMEOUT_SECONDS).json()
     return {each["worker"]: each for each in status["workers"]}
 
 
@@ -103,8 +103,8 @@ def test_worker_keeps_the_settings_of_its_pool_when_its_role_changes(
 ) -> None:
     steps = [("prefill-0", "mixed"), ("decode-0", "prefill"), ("prefill-0", "decode")]
     for worker, role in steps:
-        url = f"http://127.0.0.1:{served.http}/role"
-        reply = httpx.post(url, json={"worker": worker, "role": role}, timeout=PATIENCE)
+        url = f"http://127.0.0.1:{served.admin}/role"
+        reply = httpx.post(url, json={"worker": worker, "role": role}, timeout=TIMEOUT_SECONDS)
         assert reply.status_code == 200, reply.text
 
     def have_roles() -> bool:
@@ -125,7 +125,7 @@ def test_choices_beyond_the_rows_of_one_pool_are_computed_by_the_other(
     body = {"model": "small", "prompt": ids, "max_tokens": NUM_NEW, "temperature": 0, "n": 3}
     body |= {"ignore_eos": True, "return_token_ids": True}
     url = f"http://127.0.0.1:{served.http}/v1/completions"
-    reply = httpx.post(url, json=body, timeout=PATIENCE)
+    reply = httpx.post(url, json=body, timeout=TIMEOUT_SECONDS)
     assert reply.status_code == 200, reply.text
     expected = run_greedy(plain, ids, NUM_NEW)
     assert [choice["token_ids"] for choice in reply.json()["choices"]] == [expected] * 3

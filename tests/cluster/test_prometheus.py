@@ -16,9 +16,10 @@ import pytest
 from penstock.cli.checkpoint import SHIPPED
 from penstock.loadtests.micro.server import free_ports
 from tests.support import chart
+from tests.support.api_keys import key_file
 from tests.support.checkpoints import make_checkpoint
 from tests.support.metrics import EXPERTS, HISTOGRAMS, SERIES, SIZES
-from tests.support.serving import PATIENCE, Serving, serving, wait_for
+from tests.support.serving import TIMEOUT_SECONDS, Serving, serving, wait_for
 
 PROMETHEUS = shutil.which("prometheus")
 
@@ -30,8 +31,8 @@ pytestmark = [
     ),
 ]
 
-KEY = "a-test-key"
-ARGUMENTS = [str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "32", "--api-key", KEY]
+KEY = "the-key-of-a-test"
+ARGUMENTS = [str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "32"]
 ARGUMENTS += ["--log-format", "json"]
 PROMPT = "What is 2 plus 2, xyzzy?"
 CONFIG = """
@@ -61,26 +62,33 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
+def with_key(folder: Path) -> list[str]:
+    """Return the arguments with which a cluster accepts `KEY`, as the key of an operator."""
+    path = folder / "cluster.yaml"
+    path.write_text(f"keys: {{ops: {{role: operator, file: {key_file(folder, KEY)}}}}}\n")
+    return ["--config", str(path)]
+
+
 @pytest.fixture(scope="module")
 def cluster(folder: Path) -> Iterator[Serving]:
-    with serving(ARGUMENTS, free_ports(2), folder) as running:
-        running.wait_until_said('"event": "serving"')
+    with serving([*ARGUMENTS, *with_key(folder)], free_ports(2), folder) as running:
+        running.wait_for_output('"event": "serving"')
         yield running
 
 
 @contextmanager
-def scraped(folder: Path, http: int) -> Iterator[httpx.Client]:
-    """Run a Prometheus and yield its client once it has scraped the router at port `http`."""
+def scraped(folder: Path, admin: int) -> Iterator[httpx.Client]:
+    """Run a Prometheus and yield its client once it has scraped the router at port `admin`."""
     assert PROMETHEUS is not None
     config = folder / "prometheus.yml"
-    config.write_text(CONFIG.format(key=KEY, port=http))
+    config.write_text(CONFIG.format(key=KEY, port=admin))
     (port,) = free_ports(1)
     command = [PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=error"]
     with (
         (folder / "prometheus.log").open("w") as output,
         subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_SECONDS) as client,
     ):
         try:
             wait_for(lambda: has_data(client, 'up{job="rel-penstock"} == 1'), "the first scrape")
@@ -91,7 +99,7 @@ def scraped(folder: Path, http: int) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def prometheus(folder: Path, cluster: Serving) -> Iterator[httpx.Client]:
-    with scraped(folder, cluster.http) as client:
+    with scraped(folder, cluster.admin) as client:
         yield client
 
 
@@ -111,7 +119,7 @@ def send_request(cluster: Serving) -> None:
     url = f"http://127.0.0.1:{cluster.http}/v1/completions"
     body = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
     headers = {"authorization": f"Bearer {KEY}"}
-    httpx.post(url, json=body, headers=headers, timeout=PATIENCE).raise_for_status()
+    httpx.post(url, json=body, headers=headers, timeout=TIMEOUT_SECONDS).raise_for_status()
 
 
 def test_every_series_returns_data(cluster: Serving, prometheus: httpx.Client) -> None:
@@ -142,7 +150,7 @@ def chart_queries() -> tuple[list[str], list[str]]:
     values = chart.merged(chart.of_mode("standalone"), {"standalone": keda, "pools": pools})
     (trigger,) = chart.one(chart.objects(chart.render(values)), "ScaledObject")["spec"]["triggers"]
     queries = [rule["expr"].replace("absent(", "count(") for rule in chart.rules()]
-    queries += [expr for _, expr in chart.drawn()]
+    queries += [expr for _, expr in chart.dashboard_queries()]
     queries = [re.sub(" (==|>|<) ", r" \1 bool ", each) for each in queries]
     of_experts = [each for each in queries if any(name in each for name in EXPERTS)]
     rest = [each for each in queries if each not in of_experts]
@@ -170,17 +178,18 @@ def test_log_has_events_of_requests_but_not_their_content(cluster: Serving) -> N
     url = f"http://127.0.0.1:{cluster.http}/v1/completions"
     headers = {"authorization": f"Bearer {KEY}", "x-request-id": "request-1"}
     body = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
-    reply = httpx.post(url, json=body, headers=headers, timeout=PATIENCE)
+    reply = httpx.post(url, json=body, headers=headers, timeout=TIMEOUT_SECONDS)
     answer = reply.json()["choices"][0]["text"]
     wait_for(
-        lambda: '"event": "request", "request": "request-1"' in cluster.said, "the request event"
+        lambda: '"event": "request", "request": "request-1"' in cluster.output_text,
+        "the request event",
     )
-    lines = [json.loads(line) for line in cluster.said.splitlines()]
+    lines = [json.loads(line) for line in cluster.output_text.splitlines()]
     events = {each["event"] for each in lines if each.get("request") == "request-1"}
     assert events >= {"request", "placed", "sequence"}, "from the router and from workers"
-    assert "xyzzy" not in cluster.said
-    assert KEY not in cluster.said
-    assert len(answer) < 8 or answer not in cluster.said
+    assert "xyzzy" not in cluster.output_text
+    assert KEY not in cluster.output_text
+    assert len(answer) < 8 or answer not in cluster.output_text
 
 
 def test_silent_worker_is_reported_as_down_and_later_as_up(
@@ -208,10 +217,10 @@ def test_queries_of_the_chart_about_experts_return_data() -> None:
         folder = Path(name)
         make_checkpoint(folder / "experts", "mixtral")
         arguments = [str(folder / "experts"), "--mixed", "1", "--tp", "2", "--ep", "2"]
-        arguments += ["--kv-cache-mib", "16", "--api-key", KEY, "--log-format", "json"]
+        arguments += ["--kv-cache-mib", "16", "--log-format", "json", *with_key(folder)]
         with serving(arguments, free_ports(2), folder) as running:
-            running.wait_until_said('"event": "serving"')
-            with scraped(folder, running.http) as client:
+            running.wait_for_output('"event": "serving"')
+            with scraped(folder, running.admin) as client:
 
                 def complete() -> bool:
                     send_request(running)

@@ -14,7 +14,7 @@ import pytest
 from penstock.cli.checkpoint import SHIPPED
 from penstock.loadtests.micro.server import free_ports
 from tests.support.ray_nodes import Nodes, ray_folder
-from tests.support.serving import PATIENCE, serving
+from tests.support.serving import TIMEOUT_SECONDS, serving
 
 ENVIRONMENT = Path(os.environ.get("ROUTER_ENVIRONMENT", "")).absolute()
 
@@ -41,7 +41,7 @@ def test_router_without_torch_serves_workers_of_the_full_environment(folder: Pat
     with serving(arguments, free_ports(2), folder) as running:
         nodes.add_router(ENVIRONMENT / "bin")
         nodes.add_worker(mixed=1)
-        running.wait_until_said("is served after")
+        running.wait_for_output("is served after")
         libraries = Path(f"/proc/{running.find('penstock: router 0').pid}/maps").read_text()
         assert str(ENVIRONMENT) in libraries
         assert "torch" not in libraries
@@ -49,7 +49,7 @@ def test_router_without_torch_serves_workers_of_the_full_environment(folder: Pat
         answer = httpx.post(
             f"http://127.0.0.1:{running.http}/v1/chat/completions",
             json={"model": "demo", "messages": [question], "temperature": 0},
-            timeout=PATIENCE,
+            timeout=TIMEOUT_SECONDS,
         )
         assert "42" in answer.json()["choices"][0]["message"]["content"]
         running.interrupt(signal.SIGTERM)

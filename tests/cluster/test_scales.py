@@ -19,7 +19,7 @@ from penstock.cli.checkpoint import SHIPPED
 from penstock.cluster.kubernetes import readiness_probe
 from penstock.loadtests.micro.server import free_ports
 from tests.support.ray_nodes import Nodes, ray_folder
-from tests.support.serving import PATIENCE, Serving, serving, wait_for
+from tests.support.serving import TIMEOUT_SECONDS, Serving, serving, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -49,7 +49,7 @@ def nodes(folder: Path) -> Nodes:
 def running(folder: Path, nodes: Nodes) -> Iterator[Serving]:
     arguments = [*ARGUMENTS, "--ray-address", f"127.0.0.1:{nodes.port}"]
     with serving(arguments, free_ports(2), folder) as running:
-        running.wait_until_said('"event": "serving"')
+        running.wait_for_output('"event": "serving"')
         yield running
 
 
@@ -59,7 +59,7 @@ def streamed(running: Serving, prompt: str) -> list[str]:
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     url = f"http://127.0.0.1:{running.http}/v1/completions"
     pieces: list[str] = []
-    with httpx.stream("POST", url, json=body, timeout=PATIENCE) as reply:
+    with httpx.stream("POST", url, json=body, timeout=TIMEOUT_SECONDS) as reply:
         assert reply.status_code == 200
         for line in reply.iter_lines():
             event = line.removeprefix("data: ")
@@ -75,7 +75,7 @@ def streamed(running: Serving, prompt: str) -> list[str]:
 
 
 def status(running: Serving) -> dict[str, Any]:
-    reply = httpx.get(f"http://127.0.0.1:{running.http}/status", timeout=PATIENCE)
+    reply = httpx.get(f"http://127.0.0.1:{running.admin}/status", timeout=TIMEOUT_SECONDS)
     reply.raise_for_status()
     found: dict[str, Any] = reply.json()
     return found
@@ -122,23 +122,25 @@ def test_pool_and_its_nodes_follow_the_load_and_no_stream_drops(
                 assert streamed(running, prompt) == expected[prompt]
 
         clients = [pool.submit(send_requests, *each) for each in enumerate(PROMPTS)]
-        running.wait_until_said('"decision": "mixed: 1 to 2: ')
+        running.wait_for_output('"decision": "mixed: 1 to 2: ')
         wait_for(lambda: size(running) == (2, 2), "a second worker")
         assert num_nodes(running) == 2
         # Two clients continue. One worker is enough for them, so the other worker drains.
-        running.wait_until_said('"decision": "mixed: 2 to 1: ')
+        running.wait_for_output('"decision": "mixed: 2 to 1: ')
         wait_for(lambda: size(running) == (1, 1), "one worker again")
         stopped = True
         for each in clients:
             each.result()
     wait_for(lambda: num_nodes(running) == 1, "the removal of the empty node")
-    assert readiness_probe.not_ready_reason(nodes.leaving, PATIENCE, time.time()) == ""
-    running.wait_until_said('"decision": "mixed: 1 to 0: ')
+    assert readiness_probe.not_ready_reason(nodes.leaving, TIMEOUT_SECONDS, time.time()) == ""
+    running.wait_for_output('"decision": "mixed: 1 to 0: ')
     wait_for(lambda: size(running) == (0, 0), "no worker")
     wait_for(lambda: num_nodes(running) == 0, "the removal of the last worker's node")
     reason = "no worker serves here"
     wait_for(
-        lambda: readiness_probe.not_ready_reason(nodes.leaving, PATIENCE, time.time()) == reason,
+        lambda: (
+            readiness_probe.not_ready_reason(nodes.leaving, TIMEOUT_SECONDS, time.time()) == reason
+        ),
         reason,
     )
     assert httpx.get(f"http://127.0.0.1:{running.http}/health").status_code == 200
@@ -151,5 +153,5 @@ def test_pool_and_its_nodes_follow_the_load_and_no_stream_drops(
     assert {reason for reason, count in state["finished"].items() if count} == {"length"}
     running.interrupt()
     assert running.wait() == 0
-    check_log(running.said)
+    check_log(running.output_text)
     assert not [each for each in running.processes() if "penstock" in " ".join(each.cmdline())]

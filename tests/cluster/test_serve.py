@@ -23,7 +23,7 @@ from penstock.loadtests.micro.server import free_ports
 from penstock.loadtests.micro.start import left_in_shared_memory, shared_memory
 from penstock.protos import inference_pb2 as pb
 from penstock.protos.inference_pb2_grpc import InferenceStub
-from tests.support.serving import PATIENCE, Serving, is_open, serving, wait_for
+from tests.support.serving import TIMEOUT_SECONDS, Serving, is_open, serving, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -54,7 +54,7 @@ def started() -> Iterator[Serving]:
         tempfile.TemporaryDirectory(prefix="pk-") as name,
         serving(arguments, ports, Path(name)) as running,
     ):
-        running.wait_until_said(READY)
+        running.wait_for_output(READY)
         yield running
 
 
@@ -67,7 +67,7 @@ def shared(started: Serving) -> Serving:
 
 def is_whole(running: Serving) -> bool:
     with suppress(NoStatus):
-        for port in (running.http, running.http + 1):
+        for port in (running.admin, running.admin + 1):
             workers = fetch(f"127.0.0.1:{port}", None)["workers"]
             if [each["state"] for each in workers] != ["ready", "ready"]:
                 return False
@@ -78,7 +78,7 @@ def is_whole(running: Serving) -> bool:
 def complete(running: Serving, **more: Any) -> dict[str, Any]:
     body = {"model": "demo-small", "prompt": "What is 2 plus 2?", "max_tokens": 8, **more}
     url = f"http://127.0.0.1:{running.http}/v1/completions"
-    reply = httpx.post(url, json={"temperature": 0, **body}, timeout=PATIENCE)
+    reply = httpx.post(url, json={"temperature": 0, **body}, timeout=TIMEOUT_SECONDS)
     reply.raise_for_status()
     found: dict[str, Any] = reply.json()
     return found
@@ -90,28 +90,29 @@ def stream(running: Serving, **more: Any) -> Iterator[Iterator[str]]:
     body = {"model": "demo-small", "prompt": "Tell me a story.", "max_tokens": 1500, **more}
     body |= {"temperature": 0, "ignore_eos": True, "stream": True}
     url = f"http://127.0.0.1:{running.http}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=PATIENCE) as reply:
+    with httpx.stream("POST", url, json=body, timeout=TIMEOUT_SECONDS) as reply:
         assert reply.status_code == 200
         yield (line.removeprefix("data: ") for line in reply.iter_lines() if line)
 
 
 def test_output_shows_progress_and_the_next_commands(shared: Serving) -> None:
     for title in ("router 0", "router 1", "prefill worker 0", "decode worker 0"):
-        assert f"{title}: ready after" in shared.said
+        assert f"{title}: ready after" in shared.output_text
         assert shared.find(f"penstock: {title}")
-    assert "decode worker 0: weights (" in shared.said
-    assert f"curl http://127.0.0.1:{shared.http}/v1/chat/completions" in shared.said
-    assert f"penstock chat --address 127.0.0.1:{shared.grpc}" in shared.said
+    assert "decode worker 0: weights (" in shared.output_text
+    assert f"curl http://127.0.0.1:{shared.http}/v1/chat/completions" in shared.output_text
+    assert f"penstock chat --address 127.0.0.1:{shared.grpc}" in shared.output_text
     assert (
-        f"and on http://127.0.0.1:{shared.http + 1} and 127.0.0.1:{shared.grpc + 1}" in shared.said
+        f"and on http://127.0.0.1:{shared.http + 1} and 127.0.0.1:{shared.grpc + 1}"
+        in shared.output_text
     )
 
 
 def test_printed_curl_command_works(shared: Serving) -> None:
-    (line,) = (line for line in shared.said.splitlines() if line.startswith("  curl "))
+    (line,) = (line for line in shared.output_text.splitlines() if line.startswith("  curl "))
     body = json.loads(line[line.index("{") : line.rindex("}") + 1])
     url = f"http://127.0.0.1:{shared.http}/v1/chat/completions"
-    reply = httpx.post(url, json=body, timeout=PATIENCE)
+    reply = httpx.post(url, json=body, timeout=TIMEOUT_SECONDS)
     assert reply.status_code == 200
     assert reply.json()["choices"][0]["finish_reason"] in ("stop", "length")
 
@@ -129,7 +130,7 @@ def test_chat_answers_each_line_of_its_input(shared: Serving) -> None:
         input="What is 2 plus 2?\n\nAnd 3 plus 3?\n",
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=TIMEOUT_SECONDS,
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.count("\n") >= 2
@@ -140,8 +141,8 @@ def test_killed_worker_is_replaced_and_its_stream_finishes_or_fails_cleanly(
 ) -> None:
     give_role(shared, "prefill-0", "prefill")
     give_role(shared, "decode-0", "mixed")
-    starts = shared.said.count("decode worker 0: ready after")
-    deaths = shared.said.count("decode worker 0: its process died")
+    starts = shared.output_text.count("decode worker 0: ready after")
+    deaths = shared.output_text.count("decode worker 0: its process died")
     victim = shared.find("penstock: decode worker 0")
     with stream(shared) as events:
         received = [next(events)]
@@ -151,21 +152,21 @@ def test_killed_worker_is_replaced_and_its_stream_finishes_or_fails_cleanly(
     finished = any(end.get("choices") and end["choices"][0]["finish_reason"] for end in ends)
     refused = [end["error"]["message"] for end in ends if "error" in end]
     assert finished or (refused and all(refused))
-    shared.wait_until_said("decode worker 0: its process died", times=deaths + 1)
-    shared.wait_until_said("decode worker 0: ready after", times=starts + 1)
+    shared.wait_for_output("decode worker 0: its process died", times=deaths + 1)
+    shared.wait_for_output("decode worker 0: ready after", times=starts + 1)
     assert shared.find("penstock: decode worker 0").pid != victim.pid
     assert complete(shared)["usage"]["completion_tokens"] > 0
     assert role(shared, "decode-0") == "mixed", "the operator's role is kept"
 
 
 def give_role(running: Serving, worker: str, role: str) -> None:
-    url = f"http://127.0.0.1:{running.http}/role"
-    reply = httpx.post(url, json={"worker": worker, "role": role}, timeout=PATIENCE)
+    url = f"http://127.0.0.1:{running.admin}/role"
+    reply = httpx.post(url, json={"worker": worker, "role": role}, timeout=TIMEOUT_SECONDS)
     assert reply.status_code == 200, reply.text
 
 
 def role(running: Serving, worker: str) -> str:
-    status = httpx.get(f"http://127.0.0.1:{running.http}/status", timeout=PATIENCE).json()
+    status = httpx.get(f"http://127.0.0.1:{running.admin}/status", timeout=TIMEOUT_SECONDS).json()
     found: str = {each["worker"]: each["role"] for each in status["workers"]}.get(worker, "")
     return found
 
@@ -203,7 +204,7 @@ def test_killed_router_is_replaced_and_its_client_resumes_at_the_other(
     shared: Serving,
 ) -> None:
     def all_are_ready() -> bool:
-        routers = fetch(f"127.0.0.1:{shared.http + 1}", None)["routers"]
+        routers = fetch(f"127.0.0.1:{shared.admin + 1}", None)["routers"]
         return [each["state"] for each in routers] == ["ready", "ready"]
 
     wait_for(all_are_ready, "both routers to be listed as ready")
@@ -212,12 +213,12 @@ def test_killed_router_is_replaced_and_its_client_resumes_at_the_other(
     request = pb.GenerateRequest(text="Tell me a story.", sampling=sampling)
     with grpc.insecure_channel(addresses[1]) as channel:
         expected = read(InferenceStub(channel), request)  # type: ignore[no-untyped-call]
-    starts = shared.said.count("router 0: ready after")
-    deaths = shared.said.count("router 0: its process died")
+    starts = shared.output_text.count("router 0: ready after")
+    deaths = shared.output_text.count("router 0: its process died")
     victim = shared.find("penstock: router 0")
     assert asyncio.run(resume_after(addresses, request, victim.kill)) == (expected, 1)
-    shared.wait_until_said("router 0: its process died", times=deaths + 1)
-    shared.wait_until_said("router 0: ready after", times=starts + 1)
+    shared.wait_for_output("router 0: its process died", times=deaths + 1)
+    shared.wait_for_output("router 0: ready after", times=starts + 1)
     wait_for(lambda: is_open(shared.http), "the port of the new router")
     wait_for(all_are_ready, "the new router to be listed as ready")
 
@@ -232,11 +233,11 @@ def test_killed_router_is_replaced_and_its_client_resumes_at_the_other(
 def test_assigned_role_survives_the_router_that_accepted_it(shared: Serving) -> None:
     give_role(shared, "prefill-0", "prefill")
     wait_for(lambda: given_role(shared, 1, "prefill-0") == "prefill", "the role at both")
-    starts = shared.said.count("router 0: ready after")
+    starts = shared.output_text.count("router 0: ready after")
     victim = shared.find("penstock: router 0")
     give_role(shared, "prefill-0", "mixed")
     victim.kill()
-    shared.wait_until_said("router 0: ready after", times=starts + 1)
+    shared.wait_for_output("router 0: ready after", times=starts + 1)
     wait_for(lambda: is_open(shared.http), "the port of the new router")
     wait_for(lambda: given_role(shared, 0, "prefill-0") == "mixed", "the role at the new router")
     wait_for(lambda: given_role(shared, 1, "prefill-0") == "mixed", "the role at the other one")
@@ -244,7 +245,7 @@ def test_assigned_role_survives_the_router_that_accepted_it(shared: Serving) -> 
 
 def given_role(running: Serving, router: int, worker: str) -> str:
     """Return the role that an operator assigned to the worker, as this router reports it, or ""."""
-    roles = fetch(f"127.0.0.1:{running.http + router}", None)["roles"]
+    roles = fetch(f"127.0.0.1:{running.admin + router}", None)["roles"]
     return str(roles[worker]["role"]) if worker in roles else ""
 
 
@@ -254,16 +255,16 @@ def test_worker_whose_model_is_missing_is_given_up_and_the_others_serve(
     model = folder / MODEL.name
     model.symlink_to(MODEL)
     with serving([str(model), *OPTIONS], ports, folder) as running:
-        running.wait_until_said(READY)
+        running.wait_for_output(READY)
         model.unlink()
         running.find("penstock: decode worker 0").kill()
-        running.wait_until_said(
+        running.wait_for_output(
             f"decode worker 0: {model} is not a folder: give the path of a checkpoint folder; "
             "given up, next try in 60 s, the others continue"
         )
-        url = f"http://127.0.0.1:{running.http}/metrics"
+        url = f"http://127.0.0.1:{running.admin}/metrics"
         metric = 'penstock_workers_given_up{pool="decode"} 1.0'
-        wait_for(lambda: metric in httpx.get(url, timeout=PATIENCE).text, "the metric")
+        wait_for(lambda: metric in httpx.get(url, timeout=TIMEOUT_SECONDS).text, "the metric")
 
 
 def test_interrupt_leaves_nothing_behind_and_a_second_start_works(
@@ -271,16 +272,16 @@ def test_interrupt_leaves_nothing_behind_and_a_second_start_works(
 ) -> None:
     before = shared_memory()
     with serving(ARGUMENTS, ports, folder) as first:
-        first.wait_until_said(READY)
+        first.wait_for_output(READY)
         assert complete(first)["usage"]["completion_tokens"] > 0
         first.interrupt()
         assert first.wait() == 0
-        assert "draining" in first.said
-        assert first.said.endswith("stopped\n")
+        assert "draining" in first.output_text
+        assert first.output_text.endswith("stopped\n")
         assert first.left_behind() == {"processes": [], "ports": [], "files": []}
     assert left_in_shared_memory(before) == []
     with serving(ARGUMENTS, ports, folder) as second:
-        second.wait_until_said(READY)
+        second.wait_for_output(READY)
         assert complete(second)["usage"]["completion_tokens"] > 0
         check_second_signal_ends_the_drain(second)
         assert second.left_behind() == {"processes": [], "ports": [], "files": []}
@@ -291,7 +292,7 @@ def check_second_signal_ends_the_drain(running: Serving) -> None:
     with stream(running, prompt=["Tell me a story."] * 16) as events:
         next(events)
         running.interrupt(signal.SIGTERM)
-        running.wait_until_said("draining")
+        running.wait_for_output("draining")
 
         def ended() -> bool:
             with suppress(ProcessLookupError):
@@ -307,27 +308,27 @@ def test_interrupt_during_the_start_leaves_nothing_behind(
     folder: Path, ports: list[int], when: str
 ) -> None:
     with serving(ARGUMENTS, ports, folder) as running:
-        running.wait_until_said(when)
+        running.wait_for_output(when)
         running.interrupt()
         assert running.wait() in (0, 130)
-        assert running.said.endswith("stopped\n")
+        assert running.output_text.endswith("stopped\n")
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}
 
 
 def test_loss_of_ray_ends_the_command_with_an_error(folder: Path, ports: list[int]) -> None:
     with serving(ARGUMENTS, ports, folder) as running:
-        running.wait_until_said("loading libraries")
+        running.wait_for_output("loading libraries")
         running.find("gcs_server").kill()
-        assert running.wait() == 1, running.said
-        assert "penstock serve: Ray died" in running.said
+        assert running.wait() == 1, running.output_text
+        assert "penstock serve: Ray died" in running.output_text
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}
 
 
 def test_worker_without_room_ends_the_command_with_an_error(folder: Path, ports: list[int]) -> None:
     arguments = [str(MODEL), "--mixed", "1", "--gpus", "1"]
     with serving(arguments, ports, folder) as running:
-        assert running.wait() == 1, running.said
-        last = running.said.splitlines()[-1]
+        assert running.wait() == 1, running.output_text
+        last = running.output_text.splitlines()[-1]
         assert last.startswith("penstock serve: no room for mixed worker 0, which needs")
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}
 
@@ -336,7 +337,7 @@ def test_worker_that_cannot_start_ends_the_command_with_the_reason(
     folder: Path, ports: list[int]
 ) -> None:
     with serving([str(MODEL), "--kv-cache-mib", "1", "--mixed", "1"], ports, folder) as running:
-        assert running.wait() == 1, running.said
-        last = running.said.splitlines()[-1]
+        assert running.wait() == 1, running.output_text
+        last = running.output_text.splitlines()[-1]
         assert last.startswith("penstock serve: mixed worker 0 did not start: too little memory")
         assert running.left_behind() == {"processes": [], "ports": [], "files": []}

@@ -13,12 +13,13 @@ from ray.cluster_utils import Cluster
 from penstock.cli.checkpoint import SHIPPED
 from penstock.cluster.placement import placement_group
 from penstock.cluster.spec.labels import ZONE
-from penstock.cluster.spec.spec import ClusterSpec, Pools, PoolSpec, RouterSpec
+from penstock.cluster.spec.router_spec import RouterSpec
+from penstock.cluster.spec.spec import ClusterSpec, Pools, PoolSpec
 from penstock.cluster.status.status_events import LogLine, Progress, StatusEvent
 from penstock.cluster.status.status_events import Serving as Serves
 from penstock.cluster.supervisor import Supervisor
 from penstock.loadtests.micro.server import free_ports
-from tests.support.serving import PATIENCE, serving
+from tests.support.serving import TIMEOUT_SECONDS, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -84,7 +85,7 @@ def test_label_that_no_node_has_ends_the_start_with_an_error(zones: Zones) -> No
         serving(arguments, free_ports(2), Path(folder)) as running,
     ):
         assert running.wait() == 1
-        (message,) = (line for line in running.said.splitlines() if "no room for" in line)
+        (message,) = (line for line in running.output_text.splitlines() if "no room for" in line)
     assert message.startswith(
         "penstock serve: no room for prefill worker 0, which needs 0.1 CPUs on one node with "
         "disk=tape (other workers were placed first); free resources: "
@@ -94,7 +95,7 @@ def test_label_that_no_node_has_ends_the_start_with_an_error(zones: Zones) -> No
 
 
 async def until(happened: Callable[[], bool], running: asyncio.Task[None]) -> None:
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT_SECONDS):
         while not happened():
             assert not running.done(), "the supervisor has ended"
             await asyncio.sleep(0.1)

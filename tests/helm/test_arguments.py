@@ -15,8 +15,10 @@ pytest.importorskip("helm_python", reason="Helm's engine is in the dependency gr
 from penstock.cli import fetch, flags
 from penstock.cluster.kubernetes import node_drain, readiness_probe
 from penstock.cluster.placement.placement import plan_placements
+from penstock.cluster.spec.api_keys import read_api_keys
 from penstock.cluster.spec.records import knobs
 from penstock.cluster.spec.spec import ROLES, ClusterSpec, EngineSpec, ModelSpec, PoolSpec, parse
+from penstock.common.api_key import ApiKey
 from tests.support import chart
 
 CASES = [(name, mode) for name in chart.EXAMPLES for mode in chart.MODES]
@@ -38,8 +40,7 @@ def read(found: list[chart.Object], folder: Path) -> ClusterSpec:
     ray_start(joined)
     assert served[:3] == ["exec", "penstock", "serve"]
     path = folder / "cluster.yaml"
-    path.write_text(config(found).replace("/etc/penstock-keys/keys", str(folder / "keys")))
-    (folder / "keys").write_text("one\n\n two \n")
+    path.write_text(config(found))
     arguments = [path if word == "/etc/penstock/cluster.yaml" else word for word in served[3:]]
     return flags.read_spec([str(word) for word in arguments])
 
@@ -79,7 +80,7 @@ def test_each_router_has_a_node_and_the_same_ports(mode: str, tmp_path: Path) ->
     found = chart.objects(chart.render(values))
     spec = read(found, tmp_path)
     assert spec.routers == 3
-    assert {spec.ports(number) for number in range(3)} == {(8000, 9000)}
+    assert {spec.ports(number) for number in range(3)} == {(8000, 9000, 8001)}
     if mode == "kuberay":
         groups = chart.one(found, "RayCluster")["spec"]["workerGroupSpecs"]
         (group,) = (each for each in groups if each["groupName"] == "router")
@@ -100,11 +101,39 @@ def test_driver_gets_log_format_and_vllm_metrics(tmp_path: Path) -> None:
     assert (spec.log_format, spec.router.vllm_metrics) == ("json", True)
 
 
-def test_api_keys_come_from_the_secret(tmp_path: Path) -> None:
+def test_router_settings_reach_the_driver_and_are_left_to_it_by_default(tmp_path: Path) -> None:
+    default = chart.example("8b")
+    text = config(chart.objects(chart.render(default)))
+    assert "max_wait_seconds" not in text
+    assert "allowed_origins" not in text
+    own = {"maxWaitSeconds": 0.6, "allowedOrigins": ["https://chat.example", "*"]}
+    values = chart.merged(default, {"router": own})
+    router = read(chart.objects(chart.render(values)), tmp_path).router
+    assert (router.max_wait_seconds, router.allowed_origins) == (0.6, ("https://chat.example", "*"))
+    off = chart.objects(chart.render(chart.merged(default, {"router": {"maxWaitSeconds": 0}})))
+    assert yaml.safe_load(config(off))["router"]["max_wait_seconds"] == 0
+
+
+def test_api_keys_come_from_secrets_with_their_names_and_roles(tmp_path: Path) -> None:
     found = chart.example_objects("8b", "kuberay")
-    assert read(found, tmp_path).router.api_keys == ("one", "two")
+    read(found, tmp_path)
     (keys,) = (each for each in driver(found)["volumes"] if each["name"] == "keys")
-    assert keys["secret"]["secretName"] == "penstock-api-keys"
+    (mount,) = (
+        each for each in driver(found)["containers"][0]["volumeMounts"] if each["name"] == "keys"
+    )
+    for number, source in enumerate(keys["projected"]["sources"]):
+        (item,) = source["secret"]["items"]
+        path = tmp_path / "mounted" / item["path"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"key-of-{source['secret']['name']}-{number}\n")
+        path.chmod(keys["projected"]["defaultMode"])
+    text = config(found).replace(mount["mountPath"], str(tmp_path / "mounted"))
+    assert read_api_keys(parse(yaml.safe_load(text)), {}) == (
+        ApiKey("key-1", "key-of-penstock-api-keys-0"),
+        ApiKey("prometheus", "key-of-penstock-prometheus-1", "metrics"),
+    )
+    monitor = chart.one(found, "ServiceMonitor")["spec"]["endpoints"][0]
+    assert monitor["authorization"]["credentials"]["name"] == "penstock-prometheus"
 
 
 def test_examples_have_the_shapes_that_their_names_promise() -> None:
@@ -292,10 +321,12 @@ def test_without_models_the_bundled_model_is_served() -> None:
 
 def test_settings_of_a_model_and_of_pools_reach_the_driver() -> None:
     settings: dict[str, Any] = {
+        "aliases": ["other"],
         "dtype": "float32",
         "kv_cache_dtype": "bfloat16",
         "quantization": "int8",
         "max_model_len": 2_000_000,
+        "generation_config": "none",
         "deterministic": True,
     }
     assert {"path", *settings} == set(knobs(ModelSpec))
@@ -306,7 +337,8 @@ def test_settings_of_a_model_and_of_pools_reach_the_driver() -> None:
         "pools": {"decode": sizes},
     }
     spec = parse(yaml.safe_load(config(chart.objects(chart.render(values)))))
-    assert spec.models == {"m": ModelSpec(path="demo", **settings)}
+    expected = ModelSpec(path="demo", **{**settings, "aliases": ("other",)})
+    assert spec.models == {"m": expected}
     found = {
         role: (pool.block_size, pool.max_batched_tokens, pool.kv_cache_mib, pool.max_sequences)
         for role, pool in (("prefill", spec.pools.prefill), ("decode", spec.pools.decode))

@@ -34,7 +34,9 @@ def test_every_alert_has_a_summary_and_a_runbook() -> None:
 
 
 def test_expressions_use_existing_metrics_and_select_this_release() -> None:
-    exprs = [(rule["alert"], rule["expr"]) for rule in chart.rules()] + list(chart.drawn())
+    exprs = [(rule["alert"], rule["expr"]) for rule in chart.rules()] + list(
+        chart.dashboard_queries()
+    )
     used = set()
     for name, expr in exprs:
         metrics = re.findall(r"penstock_\w+", expr)
@@ -79,7 +81,10 @@ def promtool(*arguments: str) -> str:
 
 @needs_promtool
 def test_prometheus_parses_every_expression(tmp_path: Path) -> None:
-    panels = [{"record": f"panel:{n}", "expr": expr} for n, (_, expr) in enumerate(chart.drawn())]
+    panels = [
+        {"record": f"panel:{n}", "expr": expr}
+        for n, (_, expr) in enumerate(chart.dashboard_queries())
+    ]
     groups = [{"name": "alerts", "rules": chart.rules()}, {"name": "panels", "rules": panels}]
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump({"groups": groups}))
@@ -118,6 +123,8 @@ FIRING: dict[str, list[dict[str, str]]] = {
     "PenstockKvFull": [
         series("kv_blocks", "98x60", 'worker="decode-0", state="used"'),
         series("kv_blocks", "2x60", 'worker="decode-0", state="free"'),
+        # Smaller blocks of another pool, so more of them: their number must not count.
+        series("kv_blocks", "10000x60", 'worker="prefill-0", state="free"'),
     ],
     "PenstockPreempting": [series("preemptions_total", "0+60x60", 'worker="decode-0"')],
     "PenstockFailovers": [series("failovers_total", "0+5x60")],
@@ -137,6 +144,9 @@ HEALTHY = [
     series("requests_waiting", "3x60", 'pool="prefill"'),
     series("kv_blocks", "40x60", 'worker="decode-0", state="used"'),
     series("kv_blocks", "60x60", 'worker="decode-0", state="free"'),
+    series("kv_blocks", "100x60", 'worker="decode-1", state="used"'),  # full, but not its pool
+    series("kv_blocks", "900x60", 'worker="prefill-0", state="used"'),
+    series("kv_blocks", "100x60", 'worker="prefill-0", state="free"'),
     series("preemptions_total", "0x60", 'worker="decode-0"'),
     series("failovers_total", "0x60"),
     series("requests_finished_total", "0x60", 'reason="error"'),
@@ -233,7 +243,7 @@ def exported_series(job: str, routers: int) -> list[dict[str, str]]:
 @needs_promtool
 def test_expressions_do_not_depend_on_the_number_of_routers(tmp_path: Path) -> None:
     exprs = [rule["expr"] for rule in chart.rules() if "absent" not in rule["expr"]]
-    exprs += [expr for _, expr in chart.drawn()]
+    exprs += [expr for _, expr in chart.dashboard_queries()]
     checks: list[dict[str, object]] = []
     for expr in exprs:
         number = re.sub(" (==|>) ", r" \1 bool ", expr)  # conditions give 0 or 1

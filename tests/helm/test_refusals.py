@@ -12,6 +12,18 @@ from tests.support import chart
 
 STANDALONE = chart.of_mode("standalone")
 
+POLICY = {"networkPolicy": {"monitoring": [chart.PROMETHEUS]}}
+SCRAPER = {"name": "scraper", "key": "key"}
+
+
+def monitored(role: str | None, monitor: str = "serviceMonitor") -> dict[str, Any]:
+    """Return values with API keys, one of them Prometheus's with `role`, and with a monitor."""
+    keys = {"prometheus": {"role": role, "secret": SCRAPER}} if role else {}
+    router = {"apiKeysSecret": {"name": "users"}, "keys": keys}
+    own = {"enabled": True, "apiKeySecret": SCRAPER}
+    return {**POLICY, "router": router, "monitoring": {monitor: own}}
+
+
 SECRET_ENV = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
 
 
@@ -134,10 +146,60 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fullnameOverride": "7b"}, 'the name "7b" is not valid for a Service'),
     # A disruption budget with which no node can be drained.
     ({"router": {"disruptionBudget": {"maxUnavailable": 0}}}, "/maxUnavailable': minimum"),
-    # Port conflicts, and a network policy without effect.
+    # A worker that fits no node.
+    (
+        {"pools": {"decode": {"tp": 8, "pp": 2}}},
+        "pools.decode: tp: 8 and pp: 2 need 16 GPUs in one pod, but no node has more than "
+        "gpusPerNode (8)",
+    ),
+    (
+        {"poolDefaults": {"gpusPerNode": 1}, "pools": {"prefill": {"tp": 2}}},
+        "pools.prefill: tp: 2 and pp: 1 need 2 GPUs in one pod",
+    ),
+    # Scrapes that would fail: no way to the port, no key, and keys with another role.
+    (
+        {"monitoring": {"serviceMonitor": {"enabled": True}}},
+        "monitoring.serviceMonitor: networkPolicy.monitoring is empty",
+    ),
+    (
+        {"monitoring": {"podMonitor": {"enabled": True}}},
+        "monitoring.podMonitor: networkPolicy.monitoring is empty",
+    ),
+    (
+        {**STANDALONE, "standalone": {"autoscaler": "hpa"}},
+        "standalone.autoscaler: hpa follows a metric of the routers, but networkPolicy.monitoring",
+    ),
+    (monitored(None), "monitoring.serviceMonitor.apiKeySecret: with API keys, Prometheus needs"),
+    (monitored("user"), "monitoring.serviceMonitor.apiKeySecret: with API keys, Prometheus needs"),
+    (monitored("user", "podMonitor"), "monitoring.podMonitor.apiKeySecret: with API keys"),
+    (
+        {
+            **POLICY,
+            "router": {"apiKeysSecret": {"name": "users"}},
+            "monitoring": {"serviceMonitor": {"enabled": True}},
+        },
+        "monitoring.serviceMonitor.apiKeySecret: with API keys, Prometheus needs",
+    ),
+    # Values of the router, and an image's digest, of another form.
+    ({"router": {"maxWaitSeconds": -1}}, "/router/maxWaitSeconds': minimum"),
+    ({"router": {"allowedOrigins": ["https://a/b"]}}, "/router/allowedOrigins/0': 'https://a/b'"),
+    ({"image": {"digest": "sha256:12"}}, "/image/digest': 'sha256:12' does not match"),
+    # Port conflicts.
     ({"router": {"grpcPort": 8000}}, "router: httpPort and grpcPort must differ; both are 8000"),
+    ({"router": {"adminPort": 8000}}, "router: adminPort must differ from httpPort and grpcPort"),
     ({"router": {"httpPort": 6379}}, "router: port 6379 is used by Ray"),
-    ({"networkPolicy": {"monitoring": [{"podSelector": {}}]}}, "set both or neither"),
+    # A key in the values themselves; one without a role; one whose name is no file name.
+    ({"router": {"keys": {"ops": "sk-1"}}}, "/router/keys/ops': got string, want object"),
+    (
+        {"router": {"keys": {"ops": {"role": "boss", "secret": {"name": "a", "key": "b"}}}}},
+        "/router/keys/ops/role': value must be one of",
+    ),
+    ({"router": {"keys": {"../ops": {}}}}, "/router/keys': additional properties '../ops'"),
+    # A Service that needs no API keys, although nobody said so.
+    (
+        {"router": {"allowAnonymous": False}},
+        "router: there are no API keys: set apiKeysSecret.name",
+    ),
 ]
 
 
@@ -156,6 +218,15 @@ def test_similar_values_without_the_mistake_are_accepted() -> None:
             }
         },
         {"router": {"drainSeconds": 300}, "terminationGracePeriodSeconds": 335},
+        monitored("metrics"),
+        monitored("operator", "podMonitor"),
+        {"pools": {"decode": {"tp": 8, "gpusPerNode": 8}}},
+        {"pools": {"decode": {"tp": 8, "pp": 2, "gpusPerNode": 16}}},
+        {"pools": {"decode": {"tp": 8, "pp": 2, "gpus": 0}}},
+        {
+            "networkPolicy": {"enabled": False},
+            "monitoring": {"serviceMonitor": {"enabled": True}},
+        },
         {"pools": {"decode": {"env": [SECRET_ENV, {"name": "NCCL_DEBUG", "value": "INFO"}]}}},
         with_source({"pvc": {"claimName": "models", "accessMode": "ReadWriteMany"}}),
         {"pools": {"decode": {"blockSize": 32}}},

@@ -15,12 +15,12 @@ pytest.importorskip("triton")
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
-from penstock.kernels.kv_cache.checksum import TILE, sum_words
+from penstock.kernels.kv_cache.checksum import sum_words
+from penstock.kernels.kv_cache.triton_checksum import TILE
 from penstock.kernels.linear import op as products
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
-from penstock.kernels.triton_common.aot import meta
 from penstock.kernels.triton_common.launch import INTERPRETED
 from penstock.loadtests.gpu.models import SHAPES
 from penstock.workers.engine.warm_up import warm_up_block_moves, warm_up_sequences
@@ -34,6 +34,7 @@ from penstock.workers.models.spec import read_spec
 from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.sampling.sampler import Sampler
 from penstock.workers.scheduling.config import SchedulerConfig
+from tests.aot.case import meta
 from tests.support.specialized import specializations
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")

@@ -1,12 +1,25 @@
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from penstock.router.config import RouterConfig
+from tests.support.callback_times import CallbackTimes
 from tests.support.served_router import Served, model_folder, serving
 from tests.support.stub_worker import StubWorker
+
+MAX_CALLBACK_SECONDS = 0.05
+"""CPU time that one callback of a router's event loop may take."""
+
+
+@pytest.fixture(autouse=True)
+def callback_times() -> Iterator[CallbackTimes]:
+    """Fail the test if a callback of the router held the event loop for too long."""
+    times = CallbackTimes(MAX_CALLBACK_SECONDS)
+    with times.measuring():
+        yield times
+    assert times.slow == [], f"callbacks above {MAX_CALLBACK_SECONDS * 1000:.0f} ms of CPU time"
 
 
 @pytest.fixture(scope="session")

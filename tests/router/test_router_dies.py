@@ -124,7 +124,7 @@ async def cluster() -> AsyncIterator[tuple[WorkerProcess, list[StandaloneRouter]
 
 
 async def status_of(router: StandaloneRouter) -> Any:
-    return await asyncio.to_thread(fetch, router.http, None)
+    return await asyncio.to_thread(fetch, router.admin, None)
 
 
 async def until(poll: Any, accepts: Any) -> Any:
@@ -221,7 +221,7 @@ async def test_draining_router_finishes_its_streams_and_refuses_new_requests() -
         for stream, client in zip(streams, running, strict=True):
             assert ((await stream).tokens, client.num_broken) == (expected.tokens, 0)
         assert routers[0].frontend.num_open_requests == 0
-        status = await asyncio.to_thread(fetch, routers[1].http_address, None)
+        status = await asyncio.to_thread(fetch, routers[1].admin_address, None)
         assert status["finished"]["length"] == 2
 
 

@@ -10,15 +10,24 @@ from pathlib import Path
 
 import grpc.aio
 import httpx
+import psutil
 import pytest
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.text.token_bytes import UnsupportedTokenizer
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.protos import inference_pb2, inference_pb2_grpc
 from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError
 from penstock.router.requests.request import GenerationRequest
-from penstock.router.server import UNBOUNDED, PortInUseError, read_model_limits, serve_router
+from penstock.router.server import (
+    UNBOUNDED,
+    PortInUseError,
+    bind_grpc,
+    read_model_limits,
+    serve_router,
+)
+from tests.support.pickle_bomb import PickleBomb, send_raw
 from tests.support.served_router import serving, until
 from tests.support.stub_worker import StubWorker
 from tests.support.tokenizers import byte_level, write_folder
@@ -26,7 +35,7 @@ from tests.support.tokenizers import byte_level, write_folder
 LONG = {"prompt": "hi", "max_tokens": 2000}
 
 
-@pytest.mark.parametrize("which", ["http_port", "grpc_port"])
+@pytest.mark.parametrize("which", ["http_port", "grpc_port", "admin_port"])
 async def test_a_port_in_use_is_named(config: RouterConfig, which: str) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -37,19 +46,36 @@ async def test_a_port_in_use_is_named(config: RouterConfig, which: str) -> None:
             await serve_router(replace(config, **ports))
     assert len(asyncio.all_tasks()) == 1  # no task is left running
     router = await serve_router(replace(config, **ports))
-    assert str(port) in (router.http_address + router.grpc_address)
+    assert str(port) in (router.http_address + router.grpc_address + router.admin_address)
     await router.stop()
+
+
+async def test_a_grpc_port_that_was_taken_after_its_check_is_named(config: RouterConfig) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(PortInUseError) as failure:
+            bind_grpc(grpc.aio.server(), replace(config, host="127.0.0.1", grpc_port=port))
+    assert f"127.0.0.1 port {port}: gRPC failed to bind it" in str(failure.value)
+    assert "choose another port, or stop that process" in str(failure.value)
 
 
 async def test_restarted_router_can_bind_the_same_ports(config: RouterConfig) -> None:
     async with serving(config, StubWorker()) as served:
         ports = [
             int(a.rsplit(":", 1)[1])
-            for a in (served.router.http_address, served.router.grpc_address)
+            for a in (
+                served.router.http_address,
+                served.router.grpc_address,
+                served.router.admin_address,
+            )
         ]
         async with httpx.AsyncClient(base_url=served.url) as http:
             await http.get("/health")
-    again = await serve_router(replace(config, http_port=ports[0], grpc_port=ports[1]))
+    again = await serve_router(
+        replace(config, http_port=ports[0], grpc_port=ports[1], admin_port=ports[2])
+    )
     await again.stop()
 
 
@@ -84,6 +110,26 @@ async def test_broken_model_config_is_refused(tmp_path: Path, text: str, words: 
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match=r"no config\.json"):
         await serve_router(RouterConfig(tmp_path, "m", http_port=0, grpc_port=0))
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+async def test_stopped_router_leaves_no_process(config: RouterConfig) -> None:
+    before = children()
+    router = await serve_router(replace(config, http_port=0, grpc_port=0, admin_port=0))
+    assert len(children() - before) == 1 + config.helpers.num_processes
+    await router.stop()
+    assert children() <= before
+
+
+async def test_template_that_is_not_valid_is_refused_at_the_start(tmp_path: Path) -> None:
+    before = children()
+    folder = write_folder(tmp_path, byte_level(), template="{% if %}")
+    with pytest.raises(UnsupportedTokenizer, match="the chat template is not valid"):
+        await serve_router(RouterConfig(folder, "m", http_port=0, grpc_port=0, admin_port=0))
+    assert children() <= before
 
 
 async def test_smaller_limits_of_a_worker_take_effect(config: RouterConfig) -> None:
@@ -130,7 +176,7 @@ async def test_drain_finishes_running_requests_and_refuses_new_ones(config: Rout
     ):
         body = {"prompt": "hi", "max_tokens": 50}
         running = asyncio.create_task(http.post("/v1/completions", json=body))
-        await until(lambda: worker.holding)
+        await until(lambda: worker.runs)
         draining = asyncio.create_task(served.router.drain(20))
         await until(served.router.frontend.why_not_ready)
         refused = await http.post("/v1/completions", json=body)
@@ -157,15 +203,15 @@ async def test_drain_times_out_and_stop_ends_the_remaining_requests_with_503(
     ):
         whole = asyncio.create_task(http.post("/v1/completions", json=LONG))
         stream = asyncio.create_task(http.post("/v1/completions", json={**LONG, "stream": True}))
-        await until(lambda: len(worker.holding) == 2)
-        await until(lambda: all(run.num_new > 2 for run in worker.holding.values()))
+        await until(lambda: len(worker.runs) == 2)
+        await until(lambda: all(run.num_new > 2 for run in worker.runs.values()))
         await served.router.drain(0.05)
         assert served.router.frontend.num_open_requests == 2
         await served.router.stop()
         assert (await whole).status_code == 503
         events = (await stream).text.strip().split("\n\n")
         assert json.loads(events[-2][6:])["error"]["code"] == 503
-        assert worker.holding == {}
+        assert worker.runs == {}
 
 
 async def test_no_token_is_lost_when_a_worker_is_lost(config: RouterConfig) -> None:
@@ -176,9 +222,9 @@ async def test_no_token_is_lost_when_a_worker_is_lost(config: RouterConfig) -> N
     ):
         body = {"prompt": "hi", "max_tokens": 60, "return_token_ids": True, "stream": True}
         response = asyncio.create_task(http.post("/v1/completions", json=body))
-        await until(lambda: first.holding or second.holding)
-        busy, spare = (first, second) if first.holding else (second, first)
-        await until(lambda: next(iter(busy.holding.values())).num_new > 5)
+        await until(lambda: first.runs or second.runs)
+        busy, spare = (first, second) if first.runs else (second, first)
+        await until(lambda: next(iter(busy.runs.values())).num_new > 5)
         await busy.stop()
         served.router.worker_died(busy.name)
         events = (await response).text.strip().split("\n\n")[:-1]
@@ -198,10 +244,30 @@ async def test_submit_refuses_all_requests_if_one_is_invalid(config: RouterConfi
             GenerationRequest([5], timeout=0.0),
         ):
             with pytest.raises(ServingError) as refusal:
-                frontend.submit([GenerationRequest([5]), bad])
+                await frontend.submit([GenerationRequest([5]), bad])
             assert refusal.value.code is Code.INVALID
         assert frontend.num_open_requests == 0
         assert served.worker.submits == []
+
+
+async def test_pickles_sent_to_the_ports_are_not_loaded(
+    config: RouterConfig, tmp_path: Path
+) -> None:
+    bomb = PickleBomb(tmp_path / "loaded")
+    async with serving(config, StubWorker()) as served, httpx.AsyncClient() as http:
+        router = served.router
+        for address in (router.http_address, router.grpc_address, router.admin_address):
+            await send_raw(address, bomb.data)
+        for url in (f"{served.url}/v1/completions", f"{served.admin_url}/role"):
+            json_type = {"content-type": "application/json"}
+            reply = await http.post(url, content=bomb.data, headers=json_type)
+            assert reply.status_code == 400
+        async with grpc.aio.insecure_channel(router.grpc_address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await channel.unary_unary("/penstock.v1.Inference/Tokenize")(bomb.data)
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert not bomb.was_loaded()
+        assert (await http.get(f"{served.url}/health")).status_code == 200
 
 
 def test_router_does_not_import_heavy_libraries() -> None:

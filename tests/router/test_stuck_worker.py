@@ -19,12 +19,12 @@ async def test_request_of_a_stuck_worker_moves_and_the_worker_is_reported(
     config: RouterConfig,
 ) -> None:
     stuck, other = StubWorker("w0"), StubWorker("w1")
-    stuck.go.clear()
+    stuck.stepping.clear()
     reports: list[tuple[str, str, str]] = []
 
     async def beat() -> None:
         while True:
-            stuck.say(pb.ToRouter(heartbeat=pb.Heartbeat()))
+            stuck.send(pb.ToRouter(heartbeat=pb.Heartbeat()))
             await asyncio.sleep(0.2)
 
     async with serving(replace(config, step_timeout_seconds=2.0), stuck, other) as served:
@@ -37,7 +37,7 @@ async def test_request_of_a_stuck_worker_moves_and_the_worker_is_reported(
                 )
                 for _ in range(2)
             ]
-            await until(lambda: stuck.holding, "the stuck worker received no request")
+            await until(lambda: stuck.runs, "the stuck worker received no request")
             replies = await asyncio.gather(*calls)
         beating.cancel()
     assert [reply.status_code for reply in replies] == [200, 200]

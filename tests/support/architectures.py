@@ -158,7 +158,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 """Settings that an architecture needs in addition, or that test more of it."""
 
 
-def is_looked_over(kind: str) -> bool:
+def is_reviewed(kind: str) -> bool:
     """Return True if the transformers backend should support models of type `kind`.
 
     Their class must support attention backends and keep no state but the KV cache.
@@ -166,10 +166,10 @@ def is_looked_over(kind: str) -> bool:
     found = getattr(transformers, ARCHITECTURES[kind])
     hybrid = kind == "granitemoehybrid"  # the configuration used here has attention layers only
     stateful = found._is_stateful and not hybrid
-    return bool(found._supports_attention_backend and not stateful and kind not in UNMADE)
+    return bool(found._supports_attention_backend and not stateful and kind not in NOT_CONSTRUCTED)
 
 
-UNMADE = ("gemma3n", "gemma4_assistant")
+NOT_CONSTRUCTED = ("gemma3n", "gemma4_assistant")
 """Models that `transformers` cannot create here.
 
 `gemma3n` needs packages for its vision part that are not installed. `gemma4_assistant` must share
@@ -249,9 +249,9 @@ def make_checkpoint(folder: Path, kind: str, seed: int = 0) -> Any:
     return model
 
 
-def write_unread(folder: Path, kind: str) -> None:
+def write_unconstructed(folder: Path, kind: str) -> None:
     """Write a checkpoint with one dummy weight, for tests that read only the configuration."""
-    config = small_config(kind) if kind in UNMADE else transformers.CONFIG_MAPPING[kind]()
+    config = small_config(kind) if kind in NOT_CONSTRUCTED else transformers.CONFIG_MAPPING[kind]()
     config.architectures = [ARCHITECTURES[kind]]
     config.save_pretrained(folder)
     save_file({"none": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
-from penstock.kernels.triton_common.aot import GFX942, SM_90, AotCase, meta
 from penstock.kernels.triton_common.launch import jit, launch, tl
+from tests.aot.case import GFX942, SM_90, AotCase, meta
 
 
 @jit

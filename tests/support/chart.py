@@ -13,12 +13,20 @@ from typing import Any
 import jsonschema
 import yaml
 
+from tests.support import kuberay
+
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "penstock"
-CRDS = ROOT.parent / "shared" / "crds"
+CRD_FOLDERS = (ROOT.parent / "shared" / "crds", ROOT / "build" / "crds")
+"""Folders with schemas of custom resources; one kind may have a file for each supported version."""
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
 MODES = ("kuberay", "standalone")
 KUBERNETES = ("1.27", "1.37")  # oldest (Chart.yaml) and newest supported version
+
+PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+"""The pods of Prometheus, as values name them."""
+
+ANONYMOUS = {"router": {"allowAnonymous": True}}
 
 Object = dict[str, Any]
 
@@ -47,12 +55,17 @@ def example(name: str) -> Object:
     return values
 
 
-def render(values: Mapping[str, Any], chart: Path = CHART) -> dict[str, str]:
-    """Return the rendered text of each template, by path. Raises the template engine's errors."""
+def render(
+    values: Mapping[str, Any], chart: Path = CHART, base: Mapping[str, Any] = ANONYMOUS
+) -> dict[str, str]:
+    """Return the rendered text of each template, by path. Raises the template engine's errors.
+
+    `values` override `base`, which by default allows a release without API keys.
+    """
     from helm_python import Chart
 
     loaded = Chart.load(chart)
-    rendered: dict[str, str] = loaded.render(dict(values), name="rel", namespace="apps")
+    rendered: dict[str, str] = loaded.render(merged(base, values), name="rel", namespace="apps")
     return rendered
 
 
@@ -63,7 +76,7 @@ def objects(rendered: Mapping[str, str]) -> list[Object]:
 
 @functools.cache
 def _example_objects(name: str, mode: str) -> list[Object]:
-    return objects(render(merged(example(name), of_mode(mode))))
+    return objects(render(merged(example(name), of_mode(mode)), base={}))
 
 
 def example_objects(name: str, mode: str) -> list[Object]:
@@ -109,7 +122,7 @@ def dashboard() -> Object:
     return dict(json.loads(each["data"]["penstock.json"]))
 
 
-def drawn() -> Iterator[tuple[str, str]]:
+def dashboard_queries() -> Iterator[tuple[str, str]]:
     """Yield title and expression of each dashboard panel, with Grafana's variables filled in."""
     for panel in dashboard()["panels"]:
         for target in panel["targets"]:
@@ -137,11 +150,14 @@ def schema_problems(found: Sequence[Object], version: str) -> list[str]:
 def _refusals(text: str, version: str) -> tuple[str, ...]:
     each = json.loads(text)
     name = f"{each['kind']} {each['metadata']['name']}"
-    validator = _custom(each["kind"], each["apiVersion"])
-    if validator is not None:
-        return tuple(f"{name}: {error.message}" for error in validator.iter_errors(each))
+    if validators := custom_validators(each["kind"], each["apiVersion"]):
+        return tuple(
+            f"{name}: {error.message} ({source})"
+            for source, validator in validators.items()
+            for error in validator.iter_errors(each)
+        )
     if "." in each["apiVersion"].partition("/")[0].removesuffix(".k8s.io"):
-        return ()  # a custom resource without a schema in `CRDS`
+        return ()  # a custom resource without a schema in `CRD_FOLDERS`
     import kubernetes_validate
     from kubernetes_validate import utils
 
@@ -157,12 +173,16 @@ def _refusals(text: str, version: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _custom(kind: str, api: str) -> jsonschema.Draft202012Validator | None:
-    for path in CRDS.glob(f"*_{kind.lower()}_*.json"):
+def custom_validators(kind: str, api: str) -> dict[str, jsonschema.Draft202012Validator]:
+    """Return the validators of a custom resource, by the source of each schema."""
+    validators = {}
+    paths = [path for folder in CRD_FOLDERS for path in folder.glob(f"*_{kind.lower()}_*.json")]
+    for path in paths:
         found = json.loads(path.read_text())
         if api == f"{found['group']}/{found['version']}":
-            return jsonschema.Draft202012Validator(_strict(found["openAPIV3Schema"], is_root=True))
-    return None
+            schema = _strict(found["openAPIV3Schema"], is_root=True)
+            validators[found["source"]] = jsonschema.Draft202012Validator(schema)
+    return validators
 
 
 def _strict(schema: Any, is_root: bool = False) -> Any:
@@ -174,7 +194,7 @@ def _strict(schema: Any, is_root: bool = False) -> Any:
     result = {key: value for key, value in schema.items() if key not in ("format", "default")}
     if result.pop("x-kubernetes-int-or-string", False):
         return {"type": ["integer", "string"]}
-    keeps = result.pop("x-kubernetes-preserve-unknown-fields", False)
+    keeps_unknown = result.pop("x-kubernetes-preserve-unknown-fields", False)
     for key in ("items", "additionalProperties", "anyOf", "allOf", "oneOf", "not"):
         if key in result:
             result[key] = _strict(result[key])
@@ -183,7 +203,7 @@ def _strict(schema: Any, is_root: bool = False) -> Any:
         if is_root:
             below["metadata"] = {"type": "object"}
         result["properties"] = below
-        if not keeps:
+        if not keeps_unknown:
             result.setdefault("additionalProperties", False)
     return result
 
@@ -197,9 +217,21 @@ def rule_problems(found: Sequence[Object]) -> list[str]:
     for role, pod in pods(found):
         spec = pod["spec"]
         problems += [f"{role}: {line}" for line in _pod_problems(role, spec)]
+    for each in found:
+        if each["kind"] == "RayCluster":
+            problems += kuberay.field_problems(each["spec"])
+    problems += _label_problems(found)
     problems += _writer_problems(found)
     problems += _reach_problems(found)
     return problems
+
+
+def _label_problems(found: Sequence[Object]) -> Iterator[str]:
+    """Check that no pod has a label that changes with the chart's version: pods would restart."""
+    stable = {f"app.kubernetes.io/{name}" for name in ("part-of", "instance", "component", "name")}
+    for role, pod in pods(found):
+        if more := pod["metadata"]["labels"].keys() - stable:
+            yield f"{role}: pods have labels that may change: {sorted(more)}"
 
 
 def _pod_problems(role: str, spec: Object) -> Iterator[str]:
@@ -221,11 +253,11 @@ def _pod_problems(role: str, spec: Object) -> Iterator[str]:
             yield f"{name} keeps capabilities"
         if missing := {mount["name"] for mount in each["volumeMounts"]} - volumes.keys():
             yield f"{name} mounts volumes that do not exist: {missing}"
-        yield from _secrets_told(each)
+        yield from _secret_problems(each)
     yield from _main_problems(role, spec, volumes)
 
 
-def _secrets_told(container: Object) -> Iterator[str]:
+def _secret_problems(container: Object) -> Iterator[str]:
     env = {each["name"]: each for each in container.get("env", [])}
     for name, each in env.items():
         if "TOKEN" in name and "secretKeyRef" not in each.get("valueFrom", {}):
@@ -263,12 +295,12 @@ def _main_problems(role: str, spec: Object, volumes: Mapping[str, Object]) -> It
 
 def _readiness_problems(role: str, probe: Object) -> Iterator[str]:
     """Check that a router's readiness probe tests its queue, and a worker's tests decoding."""
-    asked = " ".join(probe.get("exec", {}).get("command", []))
+    command = " ".join(probe.get("exec", {}).get("command", []))
     if role == "router" and probe.get("httpGet", {}).get("path") != "/health":
         yield "has a readinessProbe that does not check its queue"
     if (
         role in ("prefill", "decode", "mixed")
-        and "penstock.cluster.kubernetes.readiness_probe" not in asked
+        and "penstock.cluster.kubernetes.readiness_probe" not in command
     ):
         yield "has a readinessProbe that does not check decoding"
     if not probe:
@@ -315,8 +347,35 @@ def _reach_problems(found: Sequence[Object]) -> Iterator[str]:
             yield f"{kind} {name} reaches {sorted(reached)}, not {sorted(wanted)}"
         if kind == "NetworkPolicy":
             yield from _policy_problems(name, spec)
+        if kind == "PodDisruptionBudget":
+            yield from _budget_problems(name, spec, replicas_of("router", found))
     if "NetworkPolicy" not in {each["kind"] for each in found}:
         yield "no NetworkPolicy protects Ray"
+
+
+def replicas_of(role: str, found: Sequence[Object]) -> int:
+    """Return the number of pods of a component whose count is fixed."""
+    for each in found:
+        spec = each.get("spec", {})
+        for group in spec.get("workerGroupSpecs", []):
+            if group.get("groupName") == role:
+                return int(group["minReplicas"])
+        if each["kind"] == "Deployment" and each["metadata"]["name"].endswith(f"-{role}"):
+            return int(spec["replicas"])
+    return 0
+
+
+def _budget_problems(name: str, spec: Object, replicas: int) -> Iterator[str]:
+    """Check that Kubernetes can compute the budget and that it allows an eviction.
+
+    The controller of a RayCluster's pods has no scale subresource: for such pods only an integer
+    `minAvailable` is supported, and with every other form no pod may be evicted.
+    """
+    least = spec.get("minAvailable")
+    if not isinstance(least, int) or "maxUnavailable" in spec:
+        yield f"PodDisruptionBudget {name} has no integer minAvailable, so no node can be drained"
+    elif not 0 < least < replicas:
+        yield f"PodDisruptionBudget {name} keeps {least} of {replicas} pods"
 
 
 def _policy_problems(name: str, spec: Object) -> Iterator[str]:
@@ -326,7 +385,7 @@ def _policy_problems(name: str, spec: Object) -> Iterator[str]:
         ports = {each.get("port") for each in rule.get("ports", [])}
         if name == "rel-penstock" and rule.get("from") != inside:
             yield f"NetworkPolicy {name} admits pods outside the release"
-        if name != "rel-penstock" and not (ports and ports <= {"http", "grpc"}):
+        if name != "rel-penstock" and not (ports and ports <= {"http", "grpc", "admin"}):
             yield f"NetworkPolicy {name} opens {ports or 'every port'}"
     for rule in spec.get("egress", []):
         if not rule.get("ports") and rule.get("to") != inside:

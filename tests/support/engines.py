@@ -1,7 +1,8 @@
 """Helpers for tests that call the engine directly."""
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.workers.engine.engine import Engine, StepResult
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.results import StepResult
 from penstock.workers.scheduling.sequence import Key, NewSequence
 
 

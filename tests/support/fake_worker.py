@@ -17,7 +17,6 @@ from penstock.router.routing.events import (
     Event,
     Failed,
     Finish,
-    NewToken,
     Ready,
     Received,
     Rejected,
@@ -25,11 +24,13 @@ from penstock.router.routing.events import (
     Send,
     Stepped,
     Submit,
+    TokenColumns,
     TransferEndpoint,
     WorkerInfo,
     Yield,
     Yielded,
 )
+from tests.support.columns import NewToken, columns_of
 
 STOP_ONE_IN = 13
 """Average number of tokens per stop token."""
@@ -56,15 +57,15 @@ def reference(request: Request) -> list[list[int]]:
 
 
 @dataclass
-class Held:
-    """A submission that the worker holds; `form` is "queued", "running", "reserved" or "leased"."""
+class HeldSubmission:
+    """A submission; its `phase` is "queued", "running", "reserved" or "leased"."""
 
     submit: Submit
     answers: list[list[int]]
     open: list[bool]
-    form: str = "queued"
+    phase: str = "queued"
     num_new: int = 0
-    yield_asked: bool = False
+    yield_requested: bool = False
     epoch: int = 0
     kv: tuple[int, ...] = ()  # if leased: tokens of the kept blocks
     sending: int = 0  # number of transfers that read the lease
@@ -102,7 +103,7 @@ class FakeWorker:
 
     def __init__(self, info: WorkerInfo, max_queued: int = 100) -> None:
         self.info = info
-        self.held: dict[Name, Held] = {}
+        self.held: dict[Name, HeldSubmission] = {}
         self.inbox: deque[Command] = deque()
         self.outbox: deque[Event] = deque()
         self.transfers: list[Transfer] = []  # KV transfers to this worker
@@ -116,33 +117,33 @@ class FakeWorker:
     def name(self) -> str:
         return self.info.worker
 
-    def of(self, form: str) -> list[Name]:
-        return [name for name, held in self.held.items() if held.form == form]
+    def in_phase(self, phase: str) -> list[Name]:
+        return [name for name, held in self.held.items() if held.phase == phase]
 
     def load(self) -> WorkerLoad:
         size = self.info.block_size
         taken = sum(
             -(-len(answer) // size) + -(-len(held.submit.request.prompt) // size)
             for held in self.held.values()
-            if held.form != "queued"
+            if held.phase != "queued"
             for answer in held.answers
         )
         free = max(self.info.num_blocks - taken, 0)
-        queued, running = len(self.of("queued")), len(self.of("running"))
+        queued, running = len(self.in_phase("queued")), len(self.in_phase("running"))
         return WorkerLoad(
             queued=queued, running=running, free_blocks=free, num_steps=self.num_steps
         )
 
     # -------------------------------------------------------------- commands
 
-    def obey(self) -> Send | None:
+    def execute_next(self) -> Send | None:
         """Execute the next command. A Send is returned, and the caller simulates its transfer."""
         command = self.inbox.popleft()
         match command:
             case Submit():
                 self._submit(command)
             case Yield():
-                self._ask_yield((command.request, command.attempt))
+                self._request_yield((command.request, command.attempt))
             case Drop():
                 self._drop(command)
             case Send():
@@ -158,20 +159,22 @@ class FakeWorker:
         tokens = len(request.prompt) + max(map(len, submit.log))
         if tokens >= self.info.max_model_len:
             self.outbox.append(Rejected(self.name, *name, "too long", is_permanent=True))
-        elif len(self.of("queued")) >= self._max_queued:
+        elif len(self.in_phase("queued")) >= self._max_queued:
             self.outbox.append(Rejected(self.name, *name, "full"))
         else:
             answers = [list(answer) for answer in submit.log]
             assert len(answers) == request.num_choices
             assert not (request.num_beams and any(answers)), "a search begins at its prompt"
-            self.held[name] = Held(submit, answers, [not ended for ended in submit.finished])
+            self.held[name] = HeldSubmission(
+                submit, answers, [not ended for ended in submit.finished]
+            )
 
-    def _ask_yield(self, name: Name) -> None:
+    def _request_yield(self, name: Name) -> None:
         held = self.held.get(name)
-        if held is None or held.form == "leased":
+        if held is None or held.phase == "leased":
             return
-        if held.form == "running":
-            held.yield_asked = True
+        if held.phase == "running":
+            held.yield_requested = True
         else:
             self._yield(name, 0)
 
@@ -189,32 +192,42 @@ class FakeWorker:
 
     def step(self) -> None:
         """Admit queued submissions, sample a token per running choice, then yield where due."""
-        self._admit()
+        cached = self._admit()
         self.num_steps += 1
         tokens: list[NewToken] = []
-        running = self.of("running")
+        running = self.in_phase("running")
         for name in running:
             tokens.extend(self._advance(name))
-        self.outbox.append(Stepped(self.name, tokens, self.load()))
+        self.outbox.append(Stepped(self.name, columns_of(tokens), self.load(), cached=cached))
         for name in running:
             held = self.held.get(name)
-            if held and (held.yield_asked or 0 < held.limit() <= held.num_new):
+            if held and (held.yield_requested or 0 < held.limit() <= held.num_new):
                 self._yield(name, held.num_kept())
 
-    def _admit(self) -> None:
-        for name in self.of("queued"):
-            if len(self.of("running")) + len(self.of("reserved")) >= self.info.max_sequences:
+    def _admit(self) -> list[tuple[int, int, int]]:
+        """Admit queued submissions; return (request, attempt, cached tokens) of each.
+
+        There is no prefix cache here: instead of a number of tokens, the attempt is sent.
+        """
+        cached: list[tuple[int, int, int]] = []
+        for name in self.in_phase("queued"):
+            if (
+                len(self.in_phase("running")) + len(self.in_phase("reserved"))
+                >= self.info.max_sequences
+            ):
                 break
             held = self.held[name]
+            cached.append((*name, name[1]))
             if held.submit.source is None:
-                held.form = "running"
+                held.phase = "running"
                 self.num_computed += len(held.submit.request.prompt)
                 continue
-            held.form = "reserved"
+            held.phase = "reserved"
             self._last_epoch += 1
             held.epoch = self._last_epoch
             at = TransferEndpoint(self.name, self.info.incarnation, "address", "secret")
             self.outbox.append(Ready(self.name, *name, held.epoch, 0, at))
+        return cached
 
     def _advance(self, name: Name) -> list[NewToken]:
         held = self.held[name]
@@ -239,23 +252,23 @@ class FakeWorker:
     def _yield(self, name: Name, kv_len: int) -> None:
         held = self.held[name]
         if kv_len:
-            held.form, held.kv = "leased", held.tokens()[:kv_len]
+            held.phase, held.kv = "leased", held.tokens()[:kv_len]
         else:
             del self.held[name]
         self.outbox.append(Yielded(self.name, *name, kv_len))
 
-    def give_up(self, name: Name, reason: str) -> None:
+    def fail(self, name: Name, reason: str) -> None:
         """Fail a submission, as after non-finite logits."""
         del self.held[name]
-        self.outbox.append(Stepped(self.name, [], None, [(*name, reason)]))
+        self.outbox.append(Stepped(self.name, TokenColumns(), None, [(*name, reason)]))
 
-    def garble(self) -> bool:
+    def skip_position(self) -> bool:
         """Skip a position in a queued token message (a fault); return False if none is queued."""
         for number, event in enumerate(self.outbox):
             if isinstance(event, Stepped) and event.tokens:
-                first, *rest = event.tokens
-                wrong = first._replace(position=first.position + 1)
-                self.outbox[number] = replace(event, tokens=[wrong, *rest])
+                first, *rest = event.tokens.positions
+                wrong = replace(event.tokens, positions=[first + 1, *rest])
+                self.outbox[number] = replace(event, tokens=wrong)
                 return True
         return False
 
@@ -268,7 +281,7 @@ class FakeWorker:
 
     def read_lease(self, send: Send) -> tuple[int, ...] | None:
         held = self.held.get((send.request, send.attempt))
-        if held is None or held.form != "leased":
+        if held is None or held.phase != "leased":
             epoch = send.epoch
             gone = Failed(self.name, send.request, send.attempt, epoch, "the lease is gone")
             self.outbox.append(gone)
@@ -281,26 +294,26 @@ class FakeWorker:
         name = (send.request, send.to_attempt)
         held = self.held.get(name)
         same = send.endpoint.incarnation == self.info.incarnation
-        if not same or held is None or held.form != "reserved" or held.epoch != send.epoch:
+        if not same or held is None or held.phase != "reserved" or held.epoch != send.epoch:
             return  # data of a closed or unknown epoch is discarded
         if transfer.kv is None or not whole:
-            self.miss(name)
+            self.fail_transfer(name)
             return
         source = held.submit.source
         assert source is not None
         assert len(transfer.kv) == source.kv_len, "other blocks than were offered"
         assert transfer.kv == held.tokens()[: source.kv_len], "blocks of other tokens"
-        held.form = "running"
+        held.phase = "running"
         self.outbox.append(Received(self.name, *name, send.epoch))
 
-    def miss(self, name: Name) -> None:
+    def fail_transfer(self, name: Name) -> None:
         """Fail a transfer that timed out; the prompt is computed instead."""
         held = self.held[name]
-        held.form = "running"
+        held.phase = "running"
         self.num_computed += len(held.submit.request.prompt)
         self.outbox.append(Failed(self.name, *name, held.epoch, "waited too long"))
 
-    def reborn(self, incarnation: str) -> "FakeWorker":
+    def restarted(self, incarnation: str) -> "FakeWorker":
         """Return a restarted, empty worker with another incarnation."""
         info = replace(self.info, incarnation=incarnation)
         return FakeWorker(info, self._max_queued)

@@ -28,6 +28,7 @@ PLAIN = (
     "prefill_placements_total",
     "preemptions_total",
     "requests_finished_total",
+    "malformed_requests_total",
     "failovers_total",
     "generated_tokens_total",
     "prompt_tokens_by_tenant_total",

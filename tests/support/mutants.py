@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 
-from penstock.kernels.attention import triton_kernels, triton_launch
+from penstock.kernels.attention import triton as triton_kernels
+from penstock.kernels.attention import triton_launch
 
 Change = tuple[str, str]  # source text, replacement
 
@@ -64,7 +65,7 @@ def mutant_of(module: ModuleType, change: Change, folder: Path) -> ModuleType:
 
 
 @contextmanager
-def swapped(place: ModuleType, mutant: ModuleType, *names: str) -> Iterator[None]:
+def replaced(place: ModuleType, mutant: ModuleType, *names: str) -> Iterator[None]:
     """Replace the attributes `names` of `place` by those of the mutant, within the block."""
     with ExitStack() as stack:
         for name in names:
@@ -73,7 +74,7 @@ def swapped(place: ModuleType, mutant: ModuleType, *names: str) -> Iterator[None
 
 
 @contextmanager
-def noticed() -> Iterator[None]:
+def expect_failure() -> Iterator[None]:
     """Expect the comparison in the block to fail; fail the test if the mutant is not detected."""
     with pytest.raises(AssertionError, match=r"not close|not equal|NaN|expected"):
         yield
@@ -82,5 +83,5 @@ def noticed() -> Iterator[None]:
 def under_kernel(compare: Callable[[], None], change: Change, folder: Path) -> None:
     """Run `compare` with a mutant of the attention kernels."""
     mutant = mutant_of(triton_kernels, change, folder)
-    with swapped(triton_launch, mutant, "attend_tiles", "merge_partitions"):
+    with replaced(triton_launch, mutant, "attend_kernel", "merge_kernel"):
         compare()

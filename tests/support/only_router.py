@@ -69,8 +69,8 @@ class Blocker(MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name.split(".")[0] in self._blocked:
-            said = f"{name} is not a package of {REQUIREMENTS.name}"
-            raise ModuleNotFoundError(said, name=name)
+            message = f"{name} is not a package of {REQUIREMENTS.name}"
+            raise ModuleNotFoundError(message, name=name)
         return None
 
 

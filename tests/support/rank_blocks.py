@@ -15,11 +15,12 @@ import torch
 
 from penstock.protos import transfer_pb2_grpc
 from penstock.workers.kv_transfer.peer_channel import Peer
+from penstock.workers.kv_transfer.protocol.receive import ExpectedTransfer, TransferResult
+from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.rank_endpoints import RankEndpoints
 from penstock.workers.kv_transfer.rank_mover import Movers, RankMover
-from penstock.workers.kv_transfer.receive_state import ExpectedTransfer, TransferResult
 from penstock.workers.kv_transfer.receiver import KvReceiver
-from penstock.workers.kv_transfer.sender import KvSender, OutgoingTransfer
+from penstock.workers.kv_transfer.sender import KvSender
 from penstock.workers.kv_transfer.shards import LayerHeadRange
 from penstock.workers.kv_transfer.staging import KvStaging, WorkerIdentity
 from penstock.workers.parallel.mesh import Mesh
@@ -108,9 +109,9 @@ class Sides:
         return self.verdicts[num - 1]
 
 
-async def eventually(true: Callable[[], object]) -> None:
+async def eventually(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(60):
-        while not true():
+        while not condition():
             await asyncio.sleep(0.005)
 
 

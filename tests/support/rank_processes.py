@@ -13,7 +13,7 @@ from penstock.cluster.processes.descriptors import reserve_descriptors
 from penstock.workers.engine.engine import Engine
 from tests.support.ranks import Answers, answer
 
-PATIENCE = 240.0
+TIMEOUT_SECONDS = 240.0
 
 
 @dataclass
@@ -30,16 +30,16 @@ class RankProcesses:
 
     def answers(self, model: Path, mesh: tuple[int, int, int], **config: Any) -> Answers:
         """Return the answers of a worker with this mesh, after all its ranks have finished."""
-        found = self.made_by(answer, model, mesh, **config)
+        found = self.result_of(answer, model, mesh, **config)
         assert isinstance(found, Answers)
         return found
 
-    def made_by(
+    def result_of(
         self, use: Callable[[Engine], Any], model: Path, mesh: tuple[int, int, int], **config: Any
     ) -> Any:
         """Return what `use`, a function in `tests.support`, returns for the worker's engine."""
         self.begin(model, mesh, use, **config)
-        found = [self.hear(rank) for rank in range(mesh[0] * mesh[1])]
+        found = [self.receive(rank) for rank in range(mesh[0] * mesh[1])]
         failures = [each for each in found if isinstance(each, Exception)]
         if failures:  # a failed rank makes the other ranks fail too: report all errors
             raise RuntimeError("; ".join(map(str, failures)))
@@ -58,12 +58,12 @@ class RankProcesses:
             self.start(count)
         num_ranks = mesh[0] * mesh[1]
         self.pipes[0].send(("lead", model, mesh, config, 0, use))
-        meeting = self.hear(0)
+        rendezvous = self.receive(0)
         for rank in range(1, num_ranks):
-            self.pipes[rank].send(("follow", model, mesh, config, rank, meeting))
+            self.pipes[rank].send(("follow", model, mesh, config, rank, rendezvous))
 
-    def hear(self, rank: int) -> Any:
-        self.hung = not self.pipes[rank].poll(PATIENCE)
+    def receive(self, rank: int) -> Any:
+        self.hung = not self.pipes[rank].poll(TIMEOUT_SECONDS)
         assert not self.hung, f"rank {rank} did not answer"
         return self.pipes[rank].recv()
 
@@ -125,29 +125,31 @@ def _lead(
     from penstock.workers.parallel.rendezvous import RendezvousServer
     from tests.support.ranks import rank_config
 
-    meeting = RendezvousServer("127.0.0.1", "secret", mesh[0] * mesh[1])
-    pipe.send(meeting.address)
+    rendezvous = RendezvousServer("127.0.0.1", "secret", mesh[0] * mesh[1])
+    pipe.send(rendezvous.address)
     try:
-        engine = Engine(rank_config(model, mesh, **config), store=meeting.store)
+        engine = Engine(rank_config(model, mesh, **config), store=rendezvous.store)
+        try:
+            found = use(engine)
+            if model.with_suffix(".wait").exists():  # until the test kills a rank
+                pipe.send("answering")
+                while True:
+                    answer(engine)
+        finally:
+            engine.stop()
     finally:
-        meeting.close()
-    try:
-        found = use(engine)
-        if model.with_suffix(".wait").exists():  # until the test kills a rank
-            pipe.send("answering")
-            while True:
-                answer(engine)
-    finally:
-        engine.stop()
+        rendezvous.close()  # not earlier: it cancels calls that have not returned to their rank
     return found
 
 
-def _follow(model: Path, mesh: tuple[int, int, int], config: Any, rank: int, meeting: str) -> None:
+def _follow(
+    model: Path, mesh: tuple[int, int, int], config: Any, rank: int, rendezvous: str
+) -> None:
     from penstock.workers.parallel.rendezvous import RemoteStore
     from penstock.workers.rank.follower import Follower
     from tests.support.ranks import rank_config
 
-    store = RemoteStore(meeting, "secret")
+    store = RemoteStore(rendezvous, "secret")
     given = replace(rank_config(model, mesh, **config), rank=rank)
     Follower(given, store, lambda done, total: None).run()
     store.close()

@@ -8,7 +8,6 @@ from penstock.router.routing.events import (
     Command,
     Drop,
     Finish,
-    NewToken,
     Ready,
     Request,
     Source,
@@ -24,7 +23,7 @@ PROMPT = [5, 6, 7]
 
 
 class RequestHistory:
-    """A request's state machine; `out` holds the commands of the last event."""
+    """A request's state machine; `commands` holds the commands of the last event."""
 
     def __init__(self, **request: object) -> None:
         fields: dict[str, object] = {
@@ -32,18 +31,18 @@ class RequestHistory:
             "prompt": PROMPT,
             "params": SamplingParams(),
         } | request
-        self.life = RequestState(Request(**fields))  # type: ignore[arg-type]
-        self.out: list[Command] = []
+        self.state = RequestState(Request(**fields))  # type: ignore[arg-type]
+        self.commands: list[Command] = []
 
-    def does(self, act: Callable[[list[Command]], object]) -> object:
-        self.out = []
-        result = act(self.out)
-        if self.life.status is None:
-            request_state.check(self.life)
+    def apply(self, act: Callable[[list[Command]], object]) -> object:
+        self.commands = []
+        result = act(self.commands)
+        if self.state.status is None:
+            request_state.check(self.state)
         return result
 
     def place(self, info: object = W, yield_after: int = 0) -> "RequestHistory":
-        self.does(lambda out: self.life.assign(info, yield_after, out))  # type: ignore[arg-type]
+        self.apply(lambda out: self.state.assign(info, yield_after, out))  # type: ignore[arg-type]
         return self
 
     def token(
@@ -54,27 +53,29 @@ class RequestHistory:
         finish: Finish = Finish.NONE,
         choice: int = 0,
     ) -> object:
-        token = NewToken(1, attempt, choice, position, 100 + position, finish)
-        return self.does(lambda out: self.life.append(worker, token, out))
+        token = 100 + position
+        return self.apply(
+            lambda out: self.state.append(worker, attempt, choice, position, token, finish, out)
+        )
 
     def yielded(self, worker: str = "w", attempt: int = 1, kv_len: int = 3) -> "RequestHistory":
-        self.does(lambda out: self.life.yielded(worker, attempt, kv_len, out))
+        self.apply(lambda out: self.state.yielded(worker, attempt, kv_len, out))
         return self
 
     def ready(self, worker: str = "v", attempt: int = 2, epoch: int = 9) -> "RequestHistory":
         event = Ready(worker, 1, attempt, epoch, 2, AT)
-        self.does(lambda out: self.life.ready(event, out))
+        self.apply(lambda out: self.state.ready(event, out))
         return self
 
     @property
     def phase(self) -> Phase:
-        return phase_of(self.life)
+        return phase_of(self.state)
 
 
 def running() -> RequestHistory:
-    story = RequestHistory().place(W, 1)
-    story.token("w", 1, 0)
-    return story
+    history = RequestHistory().place(W, 1)
+    history.token("w", 1, 0)
+    return history
 
 
 def yielded() -> RequestHistory:
@@ -85,15 +86,15 @@ def waiting() -> RequestHistory:
     return yielded().place(V)
 
 
-def moving() -> RequestHistory:
+def transferring() -> RequestHistory:
     return waiting().ready()
 
 
-def asked() -> RequestHistory:
+def migrating() -> RequestHistory:
     """Return a request of draining worker w whose live migration to v has started."""
-    story = running()
-    story.does(lambda out: story.life.start_live_migration(V, out))
-    return story
+    history = running()
+    history.apply(lambda out: history.state.start_live_migration(V, out))
+    return history
 
 
 STATES: dict[Phase, Callable[[], RequestHistory]] = {
@@ -101,7 +102,7 @@ STATES: dict[Phase, Callable[[], RequestHistory]] = {
     Phase.RUNNING: running,
     Phase.YIELDED: yielded,
     Phase.WAITING: waiting,
-    Phase.TRANSFERRING: moving,
+    Phase.TRANSFERRING: transferring,
 }
 HELD: dict[Phase, list[Command]] = {
     Phase.QUEUED: [],

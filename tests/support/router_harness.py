@@ -10,7 +10,6 @@ from penstock.router.routing.events import (
     Event,
     Finish,
     Heartbeat,
-    NewToken,
     Request,
     RequestArrived,
     Status,
@@ -21,7 +20,8 @@ from penstock.router.routing.events import (
     WorkerInfo,
     WorkerUp,
 )
-from penstock.router.routing.placement.policy import LeastLoaded
+from penstock.router.routing.placement.routing_strategies import policy_of
+from tests.support.columns import NewToken, columns_of
 from tests.support.router_world import info_of
 
 P, D, E = info_of("p", "prefill"), info_of("d", "decode"), info_of("e", "decode")
@@ -33,7 +33,7 @@ class Router:
     """A dispatcher with a clock; its invariants are checked after every event."""
 
     def __init__(self, *infos: WorkerInfo, limits: DispatcherLimits | None = None) -> None:
-        self.dispatcher = Dispatcher(LeastLoaded(), limits)
+        self.dispatcher = Dispatcher(policy_of("cost"), limits)
         self.now = 1000.0
         for info in infos:
             self(WorkerUp(info))
@@ -56,7 +56,7 @@ class Router:
         number: int = 1,
     ) -> list[Command]:
         token = NewToken(number, attempt, 0, position, 50 + position, finish)
-        return self(Stepped(worker, [token]))
+        return self(Stepped(worker, columns_of([token])))
 
     def wait(self, seconds: float, *alive: str) -> list[Command]:
         """Advance time in small ticks; only the workers in `alive` send heartbeats."""

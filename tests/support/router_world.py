@@ -14,7 +14,8 @@ from penstock.router.routing.events import (
     ClientDisconnected,
     CloseStream,
     Command,
-    Deliver,
+    DeliverEnd,
+    DeliverPrompt,
     Draining,
     Drop,
     EndRequest,
@@ -33,7 +34,8 @@ from penstock.router.routing.events import (
     Yield,
     Yielded,
 )
-from penstock.router.routing.placement.policy import LeastLoaded
+from penstock.router.routing.placement.routing_strategies import policy_of
+from tests.support.columns import NewToken, delivered, tokens_of
 from tests.support.fake_worker import FakeWorker, Transfer, reference
 
 
@@ -60,19 +62,32 @@ class Client:
     answers: list[list[int]] = field(default_factory=list)
     ended: EndRequest | None = None
     closed: set[int] = field(default_factory=set)  # choices with a finish reason
+    num_cached: int | None = None
 
     def expected(self) -> list[list[int]]:
         answers = reference(self.request)
         return [answer[: self.cuts.get(i, len(answer))] for i, answer in enumerate(answers)]
 
-    def deliver(self, deliver: Deliver) -> None:
+    def deliver(self, token: NewToken) -> None:
+        self._expect(token.choice, token.position)
+        assert self.num_cached is not None, "a token before the number of cached tokens"
+        self.answers[token.choice].append(token.token)
+        if token.finish:
+            self.closed.add(token.choice)
+
+    def deliver_cached(self, num_tokens: int) -> None:
         assert self.ended is None, "delivered after the end"
-        assert deliver.choice not in self.closed, "delivered after its finish"
-        answer = self.answers[deliver.choice]
-        assert deliver.position == len(answer), "a repeated or missing position"
-        answer.extend(deliver.tokens)
-        if deliver.finish:
-            self.closed.add(deliver.choice)
+        assert self.num_cached is None, "counted twice"
+        self.num_cached = num_tokens
+
+    def deliver_end(self, end: DeliverEnd) -> None:
+        self._expect(end.choice, end.num_tokens)
+        self.closed.add(end.choice)
+
+    def _expect(self, choice: int, position: int) -> None:
+        assert self.ended is None, "delivered after the end"
+        assert choice not in self.closed, "delivered after its finish"
+        assert position == len(self.answers[choice]), "a repeated or missing position"
 
     def end(self, end: EndRequest) -> None:
         assert self.ended is None, "ended twice"
@@ -92,96 +107,113 @@ class World:
         self, infos: list[WorkerInfo], limits: DispatcherLimits, max_queued: int = 100
     ) -> None:
         self._limits = limits
-        self.dispatcher = Dispatcher(LeastLoaded(), limits)
+        self.dispatcher = Dispatcher(policy_of("cost"), limits)
         self.workers: dict[str, FakeWorker] = {}
         self.linked: set[str] = set()  # workers to which the router has an open stream
         self.clients: dict[int, Client] = {}
         self.now = 0.0
-        self.num_garbled = 0
+        self.num_skipped = 0
         self.num_stuck = 0  # workers reported as stuck
-        self.over: set[tuple[int, int]] = set()  # (request, attempt) of superseded attempts
+        self.superseded: set[tuple[int, int]] = set()  # (request, attempt) of superseded attempts
+        self.first_cached: dict[int, int] = {}  # request -> first number of cached tokens
         self.placed: dict[tuple[int, int], str] = {}  # (request, attempt) -> worker
         self.history: list[tuple[Event, float, list[Command]]] = []
-        self._num_births = 0
+        self._num_started = 0
         for info in infos:
             self.workers[info.worker] = FakeWorker(info, max_queued)
-            self.tell(WorkerUp(info))
+            self.handle(WorkerUp(info))
 
     # -------------------------------------------------------------- the router
 
-    def tell(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         match event:
             case WorkerUp():
                 self.linked.add(event.info.worker)
             case WorkerLost():
                 self.linked.discard(event.worker)
-        taken = self._what_may_be_taken(event)
+        valid = self._valid_tokens(event)
         commands = self.dispatcher.handle(event, self.now)
         self.history.append((event, self.now, list(commands)))
         self.dispatcher.check()
-        cuts: list[ChoiceStopped] = []
+        self._deliver_cached(commands)
+        cuts = self._deliver(delivered(commands), valid)
         for command in commands:
             match command:
-                case Deliver():
-                    key = (command.request, command.choice, command.position)
-                    assert taken is None or key in taken, "from a superseded attempt"
-                    cuts.extend(self._deliver(command))
+                case DeliverEnd():
+                    self.clients[command.request].deliver_end(command)
                 case EndRequest():
                     self.clients[command.request].end(command)
                 case CloseStream():
-                    self._hang(command)
+                    self._close_stream(command)
                 case Submit() | Yield() | Send() | Drop():
                     assert command.worker in self.linked, "a command for a worker without a stream"
-                    self._follow(command)
+                    self._record_command(command)
                     if command.worker in self.workers:
                         self.workers[command.worker].inbox.append(command)
         for cut in cuts:
-            self.tell(cut)
+            self.handle(cut)
 
-    def _what_may_be_taken(self, event: Event) -> set[tuple[int, int, int]] | None:
+    def _deliver_cached(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, DeliverPrompt) and command.num_cached is not None:
+                assert command.num_cached == self.first_cached[command.request]
+                self.clients[command.request].deliver_cached(command.num_cached)
+
+    def _valid_tokens(self, event: Event) -> set[tuple[int, int, int]] | None:
         """Return (request, choice, position) of the valid tokens of a Stepped event, else None."""
         match event:
             case Yielded():
-                self.over.add((event.request, event.attempt))
+                self.superseded.add((event.request, event.attempt))
             case WorkerLost() | WorkerUp():
                 lost = event.worker if isinstance(event, WorkerLost) else event.info.worker
-                self.over |= {name for name, worker in self.placed.items() if worker == lost}
+                self.superseded |= {name for name, worker in self.placed.items() if worker == lost}
             case Stepped():
+                for request, attempt, num_tokens in event.cached:
+                    if (request, attempt) not in self.superseded:
+                        self.first_cached.setdefault(request, num_tokens)
                 return {
                     (token.request, token.choice, token.position)
-                    for token in event.tokens
-                    if (token.request, token.attempt) not in self.over
+                    for token in tokens_of(event.tokens)
+                    if (token.request, token.attempt) not in self.superseded
                 }
         return None
 
-    def _follow(self, command: Submit | Yield | Send | Drop) -> None:
+    def _record_command(self, command: Submit | Yield | Send | Drop) -> None:
         if isinstance(command, Submit):
             self.placed[(command.request.id, command.attempt)] = command.worker
         elif isinstance(command, Drop) and command.choice is None:
-            self.over.add((command.request, command.attempt))
+            self.superseded.add((command.request, command.attempt))
 
-    def _deliver(self, deliver: Deliver) -> list[ChoiceStopped]:
-        client = self.clients[deliver.request]
-        client.deliver(deliver)
-        answer, length = client.answers[deliver.choice], client.cuts.get(deliver.choice)
-        if length is None or len(answer) < length or deliver.finish:
-            return []
-        del answer[length:]
-        client.closed.add(deliver.choice)
-        return [ChoiceStopped(deliver.request, deliver.choice, length)]
+    def _deliver(
+        self, tokens: list[NewToken], allowed: set[tuple[int, int, int]] | None
+    ) -> list[ChoiceStopped]:
+        cuts: list[ChoiceStopped] = []
+        for token in tokens:
+            key = (token.request, token.choice, token.position)
+            assert allowed is None or key in allowed, "from a superseded attempt"
+            client = self.clients[token.request]
+            client.deliver(token)
+            answer, length = client.answers[token.choice], client.cuts.get(token.choice)
+            if length is not None and len(answer) >= length and not token.finish:
+                del answer[length:]
+                client.closed.add(token.choice)
+                cuts.append(ChoiceStopped(token.request, token.choice, length))
+        return cuts
 
-    def _hang(self, hang: CloseStream) -> None:
-        self.linked.discard(hang.worker)
-        old = self.workers.get(hang.worker)
+    def _close_stream(self, close: CloseStream) -> None:
+        self.linked.discard(close.worker)
+        old = self.workers.get(close.worker)
         if old is None:
             return
-        if hang.stuck:  # the supervisor replaces a stuck worker
+        if close.stuck:  # the supervisor replaces a stuck worker
             self.num_stuck += 1
-            self._num_births += 1
-            self.workers[hang.worker] = old.reborn(f"born {self._num_births}")
+            self._num_started += 1
+            self.workers[close.worker] = old.restarted(f"born {self._num_started}")
             return
-        self.workers[hang.worker] = old.reborn(old.info.incarnation)  # all sequences are dropped
-        self.workers[hang.worker].stuck = old.stuck
+        self.workers[close.worker] = old.restarted(
+            old.info.incarnation
+        )  # all sequences are dropped
+        self.workers[close.worker].stuck = old.stuck
 
     # -------------------------------------------------------------- clients
 
@@ -192,33 +224,33 @@ class World:
         answers += [[] for _ in range(request.num_choices - len(answers))]
         cuts = {i: at for i, at in cuts.items() if at > len(answers[i])}
         self.clients[request.id] = Client(request, cuts, answers)
-        self.tell(RequestArrived(request))
+        self.handle(RequestArrived(request))
 
     def leave(self, request: int) -> None:
-        self.tell(ClientDisconnected(request))
+        self.handle(ClientDisconnected(request))
 
     # -------------------------------------------------------------- possible events
 
-    def moves(self) -> list[Callable[[], None]]:
+    def possible_actions(self) -> list[Callable[[], None]]:
         """Return all actions that are possible now without a fault."""
-        moves: list[Callable[[], None]] = []
+        actions: list[Callable[[], None]] = []
         for worker in self.workers.values():
             if worker.name not in self.linked:
                 continue
             if worker.inbox:
-                moves.append(lambda w=worker: self.carry_command(w))  # type: ignore[misc]
+                actions.append(lambda w=worker: self.deliver_command(w))  # type: ignore[misc]
             if worker.outbox:
-                moves.append(lambda w=worker: self.carry_event(w))  # type: ignore[misc]
-            if not worker.stuck and (worker.of("queued") or worker.of("running")):
-                moves.append(worker.step)
-            moves.extend(
-                lambda w=worker, t=transfer: self.carry_blocks(w, t, True)  # type: ignore[misc]
+                actions.append(lambda w=worker: self.deliver_event(w))  # type: ignore[misc]
+            if not worker.stuck and (worker.in_phase("queued") or worker.in_phase("running")):
+                actions.append(worker.step)
+            actions.extend(
+                lambda w=worker, t=transfer: self.deliver_blocks(w, t, True)  # type: ignore[misc]
                 for transfer in worker.transfers
             )
-        return moves
+        return actions
 
-    def carry_command(self, worker: FakeWorker) -> None:
-        send = worker.obey()
+    def deliver_command(self, worker: FakeWorker) -> None:
+        send = worker.execute_next()
         if send is None:
             return
         kv = worker.read_lease(send)
@@ -228,10 +260,10 @@ class World:
             if kv is not None:
                 worker.held[(send.request, send.attempt)].sending += 1
 
-    def carry_event(self, worker: FakeWorker) -> None:
-        self.tell(worker.outbox.popleft())
+    def deliver_event(self, worker: FakeWorker) -> None:
+        self.handle(worker.outbox.popleft())
 
-    def carry_blocks(self, worker: FakeWorker, transfer: Transfer, whole: bool) -> None:
+    def deliver_blocks(self, worker: FakeWorker, transfer: Transfer, whole: bool) -> None:
         worker.transfers.remove(transfer)
         worker.arrive(transfer, whole)
         source = self.workers.get(transfer.send.worker)
@@ -245,23 +277,23 @@ class World:
         """Kill a worker; the router does not notice yet."""
         del self.workers[name]
 
-    def notice(self, name: str) -> None:
-        self.tell(WorkerLost(name))
+    def report_lost(self, name: str) -> None:
+        self.handle(WorkerLost(name))
 
-    def birth(self, info: WorkerInfo) -> None:
+    def start_worker(self, info: WorkerInfo) -> None:
         """Start a new worker, which replaces any older worker of the same name."""
-        self._num_births += 1
-        worker = FakeWorker(info).reborn(f"born {self._num_births}")
+        self._num_started += 1
+        worker = FakeWorker(info).restarted(f"born {self._num_started}")
         self.workers[info.worker] = worker
-        self.tell(WorkerUp(worker.info))
+        self.handle(WorkerUp(worker.info))
 
     def drain(self, name: str) -> None:
         self.workers[name].outbox.append(Draining(name))
 
-    def garble(self, name: str) -> None:
-        self.num_garbled += self.workers[name].garble()
+    def skip_position(self, name: str) -> None:
+        self.num_skipped += self.workers[name].skip_position()
 
-    def stick(self, name: str) -> None:
+    def make_stuck(self, name: str) -> None:
         """Make a worker stuck: it accepts messages but computes no steps."""
         self.workers[name].stuck = True
 
@@ -270,35 +302,35 @@ class World:
         for worker in self.workers.values():
             if worker.name in self.linked and worker.name not in silent:
                 worker.outbox.append(Heartbeat(worker.name))
-        self.tell(Tick())
+        self.handle(Tick())
 
     # -------------------------------------------------------------- end of a test
 
-    def settle(self, rng: Random) -> None:
+    def run_until_idle(self, rng: Random) -> None:
         """Run all possible actions, without further faults, until none is left."""
         for worker in self.workers.values():
             if worker.name not in self.linked:
-                self.tell(WorkerUp(worker.info))
+                self.handle(WorkerUp(worker.info))
         idle = 0
         while idle < 200:
-            moves = self.moves()
-            if moves:
-                rng.choice(moves)()
-            if not moves or rng.random() < 0.05:
+            actions = self.possible_actions()
+            if actions:
+                rng.choice(actions)()
+            if not actions or rng.random() < 0.05:
                 self.wait(0.5)
-            receiving = [w.of("reserved") for w in self.workers.values() if not w.transfers]
-            if not moves and any(receiving):
-                self._wait_out()
+            receiving = [w.in_phase("reserved") for w in self.workers.values() if not w.transfers]
+            if not actions and any(receiving):
+                self._fail_waiting_transfers()
             idle = 0 if self.dispatcher.num_requests else idle + 1
             assert len(self.history) < 100_000, "the world does not become idle"
-        while moves := self.moves():
-            moves[0]()
+        while actions := self.possible_actions():
+            actions[0]()
 
-    def _wait_out(self) -> None:
+    def _fail_waiting_transfers(self) -> None:
         for worker in self.workers.values():
-            for name in worker.of("reserved"):
+            for name in worker.in_phase("reserved"):
                 if not any(t.send.request == name[0] for t in worker.transfers):
-                    worker.miss(name)
+                    worker.fail_transfer(name)
 
     def check_rest(self) -> None:
         """Check that all requests ended, nothing is held, and a replay gives the same commands."""
@@ -307,9 +339,9 @@ class World:
         for worker in self.workers.values():
             if worker.name in self.linked:
                 assert not worker.held, "a worker still holds sequences"
-        assert self.dispatcher.counters.num_gaps <= self.num_garbled, "unexplained gap"
+        assert self.dispatcher.counters.num_gaps <= self.num_skipped, "unexplained gap"
         assert self.dispatcher.num_requests == self.dispatcher.num_queued == 0
         assert all(status.num_requests == 0 for status in self.dispatcher.workers())
-        again = Dispatcher(LeastLoaded(), self._limits)
+        again = Dispatcher(policy_of("cost"), self._limits)
         for event, now, commands in self.history:
             assert again.handle(event, now) == commands, "the same events gave other commands"

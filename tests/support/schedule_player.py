@@ -8,8 +8,8 @@ import numpy as np
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.engine.determinism_check import check_batch_invariance
-from penstock.workers.engine.engine import Engine, StepResult
-from penstock.workers.scheduling.batcher import Batcher
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.results import StepResult
 from penstock.workers.scheduling.sequence import NewSequence, Sibling
 from tests.support.threads import threads
 
@@ -58,7 +58,7 @@ def few_requests(vocab_size: int) -> list[Request]:
     ]
 
 
-CROWD = Schedule(max_batched_tokens=11, arrivals=(0, 2, 25), moved={0: 9, 2: 4})
+SMALL_CHUNKS = Schedule(max_batched_tokens=11, arrivals=(0, 2, 25), moved={0: 9, 2: 4})
 """A schedule for `few_requests`: small chunks, and two requests dropped and resumed."""
 
 
@@ -66,18 +66,18 @@ def run_all_schedules(engine: Engine) -> list[Bits]:
     """Run `few_requests` under four schedules, whose results must be bitwise identical.
 
     1. Each request alone, with its prompt in at most two chunks.
-    2. All requests together (`CROWD`) in small chunks; two of them are dropped and resumed.
+    2. All requests together (`SMALL_CHUNKS`) in small chunks; two of them are dropped and resumed.
     3. One request after another, with the first prompt cached.
     4. All requests together, with too few blocks, so that some are preempted.
     """
     requests = few_requests(engine.spec.vocab_size)
-    alone = {
+    separate = {
         (number, choice): entries
         for number, request in enumerate(requests)
         for (_, choice), entries in play(engine, [request], Schedule(48, shared=False)).items()
     }
-    assert len({token for entries in alone.values() for token, _ in entries}) > 10
-    found = [alone, play(engine, requests, CROWD)]
+    assert len({token for entries in separate.values() for token, _ in entries}) > 10
+    found = [separate, play(engine, requests, SMALL_CHUNKS)]
     late = Schedule(max_batched_tokens=30, arrivals=(0, 12, 30))
     found.append(play(engine, requests, late))
     assert engine.load().prompt_tokens_cached > 0
@@ -101,7 +101,7 @@ class _Player:
             max_batched_tokens=schedule.max_batched_tokens,
             num_blocks=schedule.num_blocks or engine.limits.num_blocks,
         )
-        engine.batcher = Batcher(limits)
+        engine.reset_scheduler(limits)
         self.bits: Bits = {}
         self.left = set(range(len(requests)))
         self.attempts = dict.fromkeys(self.left, 0)
@@ -117,7 +117,7 @@ class _Player:
                 self.engine.drop((number, 0))
                 self.attempts[number] = 1
                 self.submit(number, request)
-        self.note(self.engine.step())
+        self.record(self.engine.step())
         self.steps += 1
 
     def submit(self, number: int, request: Request) -> None:
@@ -125,15 +125,15 @@ class _Player:
             request.prompt + [token for token, _ in self.bits.get((number, choice), [])]
             for choice in range(request.num_choices)
         ]
-        going = [
+        open_choices = [
             choice
             for choice, text in enumerate(texts)
             if len(text) - len(request.prompt) < (request.params.max_tokens or 0)
         ]
-        if not going:
+        if not open_choices:
             self.left.discard(number)
             return
-        first, *others = going
+        first, *others = open_choices
         salt = b"" if self.schedule.shared and not self.attempts[number] else b"%d" % number
         new = NewSequence(
             key=(number, self.attempts[number]),
@@ -147,7 +147,7 @@ class _Player:
         )
         self.engine.submit(new)
 
-    def note(self, result: StepResult) -> None:
+    def record(self, result: StepResult) -> None:
         assert not result.failed
         for prompt in result.prompts:
             key: Any = prompt.key

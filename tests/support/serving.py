@@ -6,20 +6,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
-PATIENCE = 480.0  # seconds until a wait fails; generous for busy machines
+from penstock.loadtests.micro.server import free_ports
+
+NO_VARIABLES: Mapping[str, str] = {}
+
+TIMEOUT_SECONDS = 480.0  # seconds until a wait fails; generous for busy machines
 
 
-def wait_for(happened: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
-    """Wait until `happened()` is true; after `patience` seconds, fail with the message `what`."""
-    deadline = time.monotonic() + patience
-    while not happened():
-        assert time.monotonic() < deadline, f"waited {patience:g} s for {what}"
+def wait_for(condition: Callable[[], bool], what: str, timeout: float = TIMEOUT_SECONDS) -> None:
+    """Wait until `condition()` is true; after `timeout` seconds, fail with the message `what`."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout:g} s for {what}"
         time.sleep(0.05)
 
 
@@ -36,39 +40,48 @@ class Serving:
         ports: HTTP and gRPC port.
         folder: folder for output and temporary files; its path must be short, because Unix sockets
             are created below it.
+        environment: variables to add to those of this process.
     """
 
-    def __init__(self, arguments: list[str], ports: Sequence[int], folder: Path) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        ports: Sequence[int],
+        folder: Path,
+        environment: Mapping[str, str],
+    ) -> None:
         self.http, self.grpc = ports
+        self.admin = _admin_port(ports)
         self.output = folder / "output"
         self.temp = folder / "t"
         self.temp.mkdir(exist_ok=True)
         command = [*INTERRUPTIBLE, sys.executable, "-m", "penstock.cli", "serve", *arguments]
         command += ["--http-port", str(self.http), "--grpc-port", str(self.grpc)]
+        command += ["--admin-port", str(self.admin)]
         with self.output.open("w") as file:
             self.process = subprocess.Popen(
                 command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, "TMPDIR": str(self.temp)},
+                env={**os.environ, "TMPDIR": str(self.temp), **environment},
             )
 
     @property
-    def said(self) -> str:
+    def output_text(self) -> str:
         return self.output.read_text()
 
-    def wait_until_said(self, words: str, times: int = 1) -> None:
-        def happened() -> bool:
-            assert self.process.poll() is None, f"it ended:\n{self.said}"
-            return self.said.count(words) >= times
+    def wait_for_output(self, words: str, times: int = 1) -> None:
+        def condition() -> bool:
+            assert self.process.poll() is None, f"it ended:\n{self.output_text}"
+            return self.output_text.count(words) >= times
 
-        wait_for(happened, f"{words!r} ({times} times); it said:\n{self.said}")
+        wait_for(condition, f"{words!r} ({times} times); it said:\n{self.output_text}")
 
     def processes(self) -> list[psutil.Process]:
         """Return the live processes of this run, including orphans."""
         found = (each for each in psutil.process_iter() if self._owns(each))
-        return [each for each in found if _lives(each)]
+        return [each for each in found if _is_alive(each)]
 
     def _owns(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
@@ -79,11 +92,11 @@ class Serving:
         """Wait for the process with this title and return it."""
         found: list[psutil.Process] = []
 
-        def happened() -> bool:
+        def condition() -> bool:
             found[:] = [each for each in self.processes() if title in _title(each)]
             return len(found) == 1
 
-        wait_for(happened, f"one process named {title!r}")
+        wait_for(condition, f"one process named {title!r}")
         return found[0]
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
@@ -92,13 +105,13 @@ class Serving:
 
     def wait(self) -> int:
         """Wait until the command ends and return its exit code."""
-        return self.process.wait(PATIENCE)
+        return self.process.wait(TIMEOUT_SECONDS)
 
     def left_behind(self) -> dict[str, list[object]]:
         """Return the processes, open ports and files that remain after the command has ended."""
         return {
             "processes": [each.cmdline() for each in self.processes()],
-            "ports": [port for port in (self.http, self.grpc) if is_open(port)],
+            "ports": [port for port in (self.http, self.grpc, self.admin) if is_open(port)],
             "files": [path.name for path in self.temp.iterdir()],
         }
 
@@ -107,17 +120,30 @@ class Serving:
         for each in self.processes():
             with suppress(psutil.NoSuchProcess):
                 each.kill()
-        self.process.wait(PATIENCE)
+        self.process.wait(TIMEOUT_SECONDS)
 
 
 @contextmanager
-def serving(arguments: list[str], ports: Sequence[int], folder: Path) -> Iterator[Serving]:
+def serving(
+    arguments: list[str],
+    ports: Sequence[int],
+    folder: Path,
+    environment: Mapping[str, str] = NO_VARIABLES,
+) -> Iterator[Serving]:
     """Run `penstock serve`; kill it at the end of the block if it still runs."""
-    running = Serving(arguments, ports, folder)
+    running = Serving(arguments, ports, folder, environment)
     try:
         yield running
     finally:
         running.end()
+
+
+def _admin_port(ports: Sequence[int]) -> int:
+    """Return a port for operators that is free, also for a second router, and not among `ports`."""
+    while True:
+        (port,) = free_ports(1, run=2)
+        if all(abs(port - other) > 1 for other in ports):
+            return port
 
 
 def is_open(port: int) -> bool:
@@ -126,7 +152,7 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -5,18 +5,18 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.kernels.triton_common.aot import SM_90, kernel_name
 from penstock.kernels.triton_common.launch import Launch, record_launches
+from tests.aot.case import SM_90, kernel_name
 
 
 def specializations(call: Callable[[], object]) -> set[tuple[Any, ...]]:
     """Return the specializations of all kernels that a call on the "meta" device would launch."""
     with record_launches(SM_90) as launches:
         call()
-    return {_specialization(each) for each in launches}
+    return {specialization(each) for each in launches}
 
 
-def _specialization(launch: Launch) -> tuple[Any, ...]:
+def specialization(launch: Launch) -> tuple[Any, ...]:
     parameters = launch.kernel.params
     arguments = tuple(
         (parameter.name, _kind(parameter, value))

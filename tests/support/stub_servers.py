@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from penstock.protos import inference_pb2, inference_pb2_grpc
 
-STARTED_WITHIN = 30.0  # seconds
+START_SECONDS = 30.0  # seconds
 
 
 @dataclass
@@ -38,24 +38,24 @@ class Behaviour:
     prompts: list[Any] = field(default_factory=list)
     bodies: list[Any] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    under_way: int = 0
-    most_under_way: int = 0
+    in_flight: int = 0
+    max_in_flight: int = 0
 
     def refuses(self) -> bool:
         return bool(self.refuse) and len(self.prompts) % self.refuse == 0
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
+    def track(self) -> Iterator[None]:
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
             yield
         finally:
-            self.under_way -= 1
+            self.in_flight -= 1
 
-    def messages(self, asked: int) -> Iterator[tuple[int, int, bool]]:
+    def messages(self, max_tokens: int) -> Iterator[tuple[int, int, bool]]:
         """Yield (position, number of tokens, is the last) for each message of an answer."""
-        length = asked - self.shorter_by
+        length = max_tokens - self.shorter_by
         for position in range(0, length, self.per_message):
             count = min(self.per_message, length - position)
             yield position, count, position + count == length
@@ -79,30 +79,30 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateReply]:
-        told = self.behaviour
-        told.prompts.append(list(request.tokens.ids))
-        told.bodies.append(request)
-        told.keys.append(dict(context.invocation_metadata()).get("authorization", ""))
-        with told.counted():
-            if told.refuses():
+        behaviour = self.behaviour
+        behaviour.prompts.append(list(request.tokens.ids))
+        behaviour.bodies.append(request)
+        behaviour.keys.append(dict(context.invocation_metadata()).get("authorization", ""))
+        with behaviour.track():
+            if behaviour.refuses():
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full")
-            if told.hang:
+            if behaviour.hang:
                 await asyncio.sleep(3600)
-            asked = request.sampling.max_tokens
-            for sent, (position, count, last) in enumerate(told.messages(asked)):
-                if sent == told.end_after:
+            max_tokens = request.sampling.max_tokens
+            for sent, (position, count, last) in enumerate(behaviour.messages(max_tokens)):
+                if sent == behaviour.end_after:
                     return
-                if sent == told.crash_after:
+                if sent == behaviour.crash_after:
                     raise RuntimeError("crashed on purpose")
-                if sent == told.break_after:
+                if sent == behaviour.break_after:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the server went away")
                 await asyncio.sleep(0.001)
                 reply = inference_pb2.GenerateReply(
-                    position=position + (told.skip and sent > 0), tokens=[7] * count
+                    position=position + (behaviour.skip and sent > 0), tokens=[7] * count
                 )
                 if last:
                     reply.finish_reason = "length"
-                if last and told.usage:
+                if last and behaviour.usage:
                     reply.usage.prompt_tokens = len(request.tokens.ids)
                     reply.usage.completion_tokens = position + count
                 yield reply
@@ -135,14 +135,14 @@ def openai_app(behaviour: Behaviour) -> Starlette:
 async def _events(behaviour: Behaviour, body: dict[str, Any]) -> AsyncIterator[str]:
     chat = "messages" in body
     prompt = body["messages"][0]["content"].split() if chat else body["prompt"]
-    asked = body["max_completion_tokens"] if chat else body["max_tokens"]
-    with behaviour.counted():
+    max_tokens = body["max_completion_tokens"] if chat else body["max_tokens"]
+    with behaviour.track():
         if behaviour.hang:
             await asyncio.sleep(3600)
         yield ": a comment keeps the connection alive\n\n"
         if chat:
             yield _event(delta={"role": "assistant", "content": ""})
-        for sent, (_, count, last) in enumerate(behaviour.messages(asked)):
+        for sent, (_, count, last) in enumerate(behaviour.messages(max_tokens)):
             if sent == behaviour.end_after:
                 return
             if sent == behaviour.crash_after:
@@ -159,7 +159,7 @@ async def _events(behaviour: Behaviour, body: dict[str, Any]) -> AsyncIterator[s
         if behaviour.usage:
             usage = {
                 "prompt_tokens": len(prompt),
-                "completion_tokens": asked - behaviour.shorter_by,
+                "completion_tokens": max_tokens - behaviour.shorter_by,
             }
             yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
         yield "data: [DONE]\n\n"
@@ -193,11 +193,11 @@ def grpc_stub(behaviour: Behaviour) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()
     try:
-        assert ready.wait(STARTED_WITHIN)
+        assert ready.wait(START_SECONDS)
         yield f"grpc://127.0.0.1:{port}"
     finally:
         loop.call_soon_threadsafe(done.set)
-        thread.join(STARTED_WITHIN)
+        thread.join(START_SECONDS)
         loop.close()
 
 
@@ -222,4 +222,4 @@ def http_stub(behaviour: Behaviour) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(STARTED_WITHIN)
+        thread.join(START_SECONDS)

@@ -6,8 +6,8 @@
     await worker.stop()
 
 The stub answers every prompt with the tokens of `answer` and an end token, one token per step.
-Choice c omits the first c tokens. `worker.go.clear()` pauses the steps; `worker.submits`,
-`worker.drops` and `worker.holding` show the stub's state.
+Choice c omits the first c tokens. `worker.stepping.clear()` pauses the steps; `worker.submits`,
+`worker.drops` and `worker.runs` show the stub's state.
 """
 
 import asyncio
@@ -106,14 +106,16 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             eos_tokens=[END_TOKEN],
             vocab_size=1024,
         )
-        self.go = asyncio.Event()  # steps run while this event is set
-        self.go.set()
+        self.stepping = asyncio.Event()  # steps run while this event is set
+        self.stepping.set()
+        self.steps = pb.StepRecords()  # sent in reply to Steps
         self.reject: pb.Rejected | None = None  # if set, sent in reply to every Submit
         self.hellos: list[pb.Hello] = []
         self.submits: list[pb.Submit] = []
         self.drops: list[pb.Drop] = []
-        self.holding: dict[tuple[int, int], Run] = {}  # by (request, attempt)
-        self.num_beats = 0
+        self.runs: dict[tuple[int, int], Run] = {}  # by (request, attempt)
+        self.num_heartbeats = 0
+        self.num_resyncs = 0
         self.first_number = 2  # number of the message after the welcome
         self.logprobs: Callable[[int], tuple[float, Sequence[tuple[int, float]]]] = _logprobs
         self._out: asyncio.Queue[pb.ToRouter] = asyncio.Queue()
@@ -122,6 +124,11 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self._changed = asyncio.Event()
         self._server: grpc.aio.Server | None = None
         self.address = ""
+
+    async def Steps(
+        self, request: pb.StepsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.StepRecords:
+        return self.steps
 
     async def start(self, port: int = 0) -> str:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
@@ -143,7 +150,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
     async def __aexit__(self, *error: object) -> None:
         await self.stop()
 
-    def say(self, message: pb.ToRouter) -> None:
+    def send(self, message: pb.ToRouter) -> None:
         """Queue a message for the stream."""
         self._out.put_nowait(message)
 
@@ -152,24 +159,24 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
     async def Attach(
         self, requests: AsyncIterator[pb.ToWorker], context: grpc.aio.ServicerContext
     ) -> None:
-        shown = dict(context.invocation_metadata() or ()).get("authorization")
-        if self.token is not None and shown != f"Bearer {self.token}":
+        authorization = dict(context.invocation_metadata() or ()).get("authorization")
+        if self.token is not None and authorization != f"Bearer {self.token}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a wrong token")
         first = await anext(aiter(requests))
         self.hellos.append(first.hello)
-        self.holding.clear()
+        self.runs.clear()
         self._out = asyncio.Queue()
         await context.write(pb.ToRouter(number=1, welcome=self.welcome))
         writer = asyncio.create_task(self._write(context))
         stepper = asyncio.create_task(self._step())
         try:
             async for message in requests:
-                self._take(message)
+                self._handle(message)
                 self._changed.set()
         finally:
             writer.cancel()
             stepper.cancel()
-            self.holding.clear()
+            self.runs.clear()
 
     async def _write(self, context: grpc.aio.ServicerContext) -> None:
         for number in itertools.count(self.first_number):
@@ -179,7 +186,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             message.number = number
             await context.write(message)
 
-    def _take(self, message: pb.ToWorker) -> None:
+    def _handle(self, message: pb.ToWorker) -> None:
         match message.WhichOneof("body"):
             case "submit":
                 self._submitted(message.submit)
@@ -189,16 +196,18 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
                 self._yield(getattr(message, "yield"))
             case "send":
                 self._send(message.send)
+            case "resync_cache":
+                self.num_resyncs += 1
             case "heartbeat":
-                self.num_beats += 1
+                self.num_heartbeats += 1
 
     def _dropped(self, drop: pb.Drop) -> None:
         self.drops.append(drop)
         key = (drop.request, drop.attempt)
         if not drop.HasField("choice"):
-            self.holding.pop(key, None)
-        elif key in self.holding:
-            for run in self.holding[key].open():
+            self.runs.pop(key, None)
+        elif key in self.runs:
+            for run in self.runs[key].open():
                 run.has_ended |= run.choice == drop.choice
 
     def _submitted(self, submit: pb.Submit) -> None:
@@ -207,14 +216,14 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         if self.reject is not None:
             rejected = pb.Rejected(request=key[0], attempt=key[1])
             rejected.reason, rejected.never = self.reject.reason, self.reject.never
-            self.say(pb.ToRouter(rejected=rejected))
+            self.send(pb.ToRouter(rejected=rejected))
             return
         answer = self.answer(submit.prompt)
         runs = [Run(submit, answer[c:], 0, choice=c) for c in range(max(submit.params.n, 1))]
         for entry in submit.log:
             runs[entry.choice].position = len(entry.tokens)
             runs[entry.choice].has_ended = entry.finished
-        run = self.holding[key] = runs[0]
+        run = self.runs[key] = runs[0]
         run.others = runs[1:]
         if submit.HasField("source"):
             run.is_running = False
@@ -222,10 +231,10 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             self._epochs[epoch] = key
             at = pb.TransferEndpoint(worker=self.name, incarnation=self.welcome.incarnation)
             ready = pb.Ready(request=key[0], attempt=key[1], epoch=epoch, at=at)
-            self.say(pb.ToRouter(ready=ready))
+            self.send(pb.ToRouter(ready=ready))
 
-    def _yield(self, asked: pb.Yield) -> None:
-        run = self.holding.get((asked.request, asked.attempt))
+    def _yield(self, command: pb.Yield) -> None:
+        run = self.runs.get((command.request, command.attempt))
         if run is not None and run.is_running:
             self._yielded(run)
 
@@ -233,31 +242,31 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         run.is_running = False
         kv_len = len(run.submit.prompt) + run.position - 1 if run.num_new else 0
         submit = run.submit
-        self.say(
+        self.send(
             pb.ToRouter(
                 yielded=pb.Yielded(request=submit.request, attempt=submit.attempt, kv_len=kv_len)
             )
         )
 
     def _send(self, send: pb.Send) -> None:
-        if (send.request, send.attempt) in self.holding and send.to.worker in self.peers:
+        if (send.request, send.attempt) in self.runs and send.to.worker in self.peers:
             self.peers[send.to.worker]._received(send.epoch)
 
     def _received(self, epoch: int) -> None:
         request, attempt = self._epochs.pop(epoch)
-        run = self.holding.get((request, attempt))
+        run = self.runs.get((request, attempt))
         if run is not None:
             run.is_running = True
             received = pb.Received(request=request, attempt=attempt, epoch=epoch)
-            self.say(pb.ToRouter(received=received))
+            self.send(pb.ToRouter(received=received))
             self._changed.set()
 
     # ------------------------------------------------------------ steps
 
     async def _step(self) -> None:
         while True:
-            await self.go.wait()
-            held = [run for run in self.holding.values() if run.is_running]
+            await self.stepping.wait()
+            held = [run for run in self.runs.values() if run.is_running]
             runs = [one for run in held for one in run.open()]
             if not runs:
                 self._changed.clear()
@@ -298,11 +307,11 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
                 )
             run.has_ended = bool(finish)
             key = (submit.request, submit.attempt)
-            if not self.holding[key].open():
-                del self.holding[key]
+            if not self.runs[key].open():
+                del self.runs[key]
             elif submit.yield_after and run.num_new >= submit.yield_after:
                 yielded.append(run)
-        self.say(pb.ToRouter(step=step))
+        self.send(pb.ToRouter(step=step))
         for run in yielded:
             self._yielded(run)
 

@@ -38,7 +38,7 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 from penstock.workers.service.grpc_service import serve_worker
 
 DRAIN_SECONDS = 60.0
-PATIENCE = 240.0  # seconds; generous for busy machines
+TIMEOUT_SECONDS = 240.0  # seconds; generous for busy machines
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -51,7 +51,7 @@ class WorkerProcess:
         """Drain the worker and wait until it has ended."""
         self.process.terminate()
         assert self.process.stdout is not None
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             assert (await self.process.stdout.readline()) == b"drained\n"
             await self.process.wait()
 
@@ -78,7 +78,7 @@ async def worker_process(
     )
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             address = (await process.stdout.readline()).decode().strip()
         assert address, "the worker has ended"
         yield WorkerProcess(process, address)
@@ -110,8 +110,8 @@ async def lead(config: WorkerConfig, given: dict[str, Any], num_steps: int | Non
         meeting = RendezvousServer("127.0.0.1", "secret", num_ranks)
         store = meeting.store
         for rank in range(1, num_ranks):
-            told = json.dumps({**given, "rank": rank, "meeting": meeting.address})
-            command = (sys.executable, "-m", "tests.support.worker_process", told)
+            settings = json.dumps({**given, "rank": rank, "meeting": meeting.address})
+            command = (sys.executable, "-m", "tests.support.worker_process", settings)
             others.append(await asyncio.create_subprocess_exec(*command, cwd=ROOT))
     if num_steps is not None:
         watchdog = Watchdog(config.name, config.step_timeout_seconds, config.crash_dump_dir)
@@ -119,19 +119,19 @@ async def lead(config: WorkerConfig, given: dict[str, Any], num_steps: int | Non
     if watchdog is not None and num_steps is not None:
         hang(num_steps)
         watchdog.start()
-    loop, leaves = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_signal_handler(signal.SIGTERM, leaves.set)
+    loop, received_sigterm = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, received_sigterm.set)
     print(running.address, flush=True)
     ended = loop.run_in_executor(None, sys.stdin.read)
-    asked = asyncio.create_task(leaves.wait())
-    await asyncio.wait((ended, asked), return_when=asyncio.FIRST_COMPLETED)
-    if asked.done():
+    sigterm = asyncio.create_task(received_sigterm.wait())
+    await asyncio.wait((ended, sigterm), return_when=asyncio.FIRST_COMPLETED)
+    if sigterm.done():
         await running.drain(DRAIN_SECONDS)
         print("drained", flush=True)
     await running.stop()
     for other in others:
         await other.wait()
-    if asked.done():
+    if sigterm.done():
         os._exit(0)  # a normal exit would wait for the thread that reads stdin
 
 
@@ -139,14 +139,14 @@ def hang(num_steps: int) -> None:
     run = ModelRunner.run
     left = count(num_steps, -1)
 
-    def stand_still(
+    def run_or_hang(
         runner: ModelRunner, plan: StepPlan, drawn: torch.Tensor | None = None
     ) -> torch.Tensor:
         while next(left) <= 0:
             time.sleep(3600)
         return run(runner, plan, drawn)
 
-    ModelRunner.run = stand_still  # type: ignore[method-assign, assignment]
+    ModelRunner.run = run_or_hang  # type: ignore[method-assign, assignment]
 
 
 def slow_down(seconds: float) -> None:

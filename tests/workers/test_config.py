@@ -29,6 +29,7 @@ from penstock.workers.config import WorkerConfig
         ("threads", 0),
         ("heartbeat_seconds", 0.0),
         ("transfer_seconds", -1.0),
+        ("hash_key", b"short"),
     ],
 )
 def test_invalid_values_are_refused_with_the_field_name(field: str, value: Any) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.workers.engine.engine import Engine, StepResult
-from penstock.workers.scheduling.batcher import Batcher
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.results import StepResult
 from penstock.workers.scheduling.sequence import NewSequence, StepPlan
 
 CHUNK_TOKENS, PREFIX_TOKENS = 37, 9  # tokens per chunk; tokens computed one by one
@@ -26,7 +26,7 @@ _TWO = SamplingParams(temperature=0.0, max_tokens=2)
 def check_batch_invariance(engine: Engine) -> None:
     """Raise ValueError if results depend on the chunks of a prompt or on other sequences.
 
-    Call this before `warm_up`, which replaces the scheduler that the check has changed.
+    Call this before the first submission, because it replaces the scheduler.
     """
     length = max(1, min(engine.limits.max_batched_tokens, engine.limits.max_model_len - 2))
     prompt, other = (_prompt(engine, length, first) for first in (7, 11))
@@ -34,6 +34,7 @@ def check_batch_invariance(engine: Engine) -> None:
     batch = [prompt, other[: length // 2 + 1]][: engine.limits.max_sequences]
     kv_in_pieces, logits_in_pieces = _bits(engine, batch, CHUNK_TOKENS)
     kv_by_token, _ = _bits(engine, [prompt[:PREFIX_TOKENS]], 1)
+    engine.reset_scheduler(engine.limits)
     begun = min(PREFIX_TOKENS, length)
     same = (
         torch.equal(kv, kv_in_pieces)
@@ -63,17 +64,20 @@ def _bits(
     limits = replace(
         engine.limits, max_sequences=len(prompts), max_batched_tokens=max_batched_tokens
     )
-    engine.batcher = Batcher(limits)
+    engine.reset_scheduler(limits)
+    batcher, executor, outputs = engine.batcher, engine.executor, engine.outputs
     for key, prompt in enumerate(prompts):
         engine.submit(NewSequence(key, prompt, len(prompt), _TWO, salt=b"%d" % key))
     written, drawn = [], []
     result = StepResult()
-    while (plan := engine.plan(result)) is not None:
-        logits = engine.compute(plan)
-        first = engine.batcher.table.keys[plan.rows] == 0
+    while (plan := batcher.plan()) is not None:
+        outputs.drain_events(result)
+        executor.broadcast(plan)
+        logits = executor.execute_model(plan)
+        first = batcher.table.keys[plan.rows] == 0
         written.append(_written(engine, plan, first))
         drawn.append(logits[torch.from_numpy(np.flatnonzero(first[plan.samples]))])
-        engine.commit(plan, engine.sample(plan, logits), 0.0, result)
+        outputs.commit(plan, executor.sample(plan, logits, batcher.table), 0.0, result)
     return torch.cat(written), torch.cat(drawn)
 
 

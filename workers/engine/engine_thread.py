@@ -15,10 +15,11 @@ from math import inf
 from typing import Any, TypeVar
 
 from penstock.common.worker_load import WorkerLoad
-from penstock.workers.engine.engine import Engine, StepResult
-from penstock.workers.engine.stepper import OverlapStepper, SyncStepper, make_stepper
+from penstock.workers.engine.engine import Engine, make_stepper
+from penstock.workers.engine.results import StepResult
+from penstock.workers.engine.stepper import OverlapStepper, SyncStepper
 from penstock.workers.health.watchdog import ProgressTimer
-from penstock.workers.parallel.groups import RankLost
+from penstock.workers.parallel.collectives import RankLost
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +108,10 @@ class EngineThread:
                 self._apply(commands)
                 result = steps.advance(bool(commands))
                 if result.output is not None:
-                    pulse.progressed(self._engine.longest_step)
+                    pulse.progressed(self._engine.outputs.times.longest)
                 # If a step is in flight, its result will report the new load.
                 if not result.empty or (commands and not steps.busy):
+                    result.cache = self._engine.cache_reporter.report()
                     self._call_on_loop(self._deliver, result, self._engine.load())
                 steps.plan_next()
                 if not steps.busy:
@@ -126,6 +128,8 @@ class EngineThread:
     def _next_commands(self, steps: SyncStepper | OverlapStepper) -> list[_Command] | None:
         """Wait for commands or for a step to commit; return the commands, or None to stop."""
         with self._changed:
+            if not (steps.due or steps.busy or self._inbox):
+                self._engine.idle()
             self._changed.wait_for(lambda: steps.due or self._inbox or self._stopping)
             commands = list(self._inbox)
             self._inbox.clear()

@@ -1,6 +1,12 @@
-"""Statistics of an engine's step times: a histogram, sums and a recent maximum."""
+"""Statistics of an engine's step times: a histogram, sums, a recent maximum, the latest steps."""
 
+import time
 from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.workers.scheduling.step_work import StepWork
 
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Upper bounds of the histogram's buckets, in seconds; a last bucket counts longer steps."""
@@ -10,24 +16,51 @@ LONGEST_DECAY = 0.98
 """`StepTimes.longest` is multiplied by this at each step that is not longer."""
 
 
+MAX_RECORDS = 4096
+"""Number of steps that a worker keeps records of: the latest ones."""
+
+
+class StepRecord(NamedTuple):
+    """Duration and work of one step."""
+
+    number: int  # from 1, counted like `StepTimes.num_steps`
+    ended: float  # when the step was committed, in seconds of a monotonic clock
+    seconds: float
+    work: StepWork
+
+
 class StepTimes:
     """Times of all steps since the start. Only the engine's thread may use this object.
 
     Args:
         longest: initial value of `longest`, in seconds.
+        last: initial value of `last`, in seconds.
     """
 
-    def __init__(self, longest: float = 0.0) -> None:
+    def __init__(self, longest: float = 0.0, last: float = 0.0) -> None:
         self.longest = longest  # decaying maximum, in seconds: estimate for the next step
+        self.last = last  # time of the last step, in seconds
+        self.num_steps = 0
         self.seconds = 0.0  # sum over all steps
         self.prompt_seconds = 0.0  # sum over steps that computed prompts
         self._counts = [0] * (len(STEP_BOUNDS) + 1)
+        self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
 
     def add(self, seconds: float, with_prompts: bool) -> None:
         self.longest = max(seconds, LONGEST_DECAY * self.longest)
+        self.last = seconds
+        self.num_steps += 1
         self.seconds += seconds
         self.prompt_seconds += seconds if with_prompts else 0.0
         self._counts[bisect_left(STEP_BOUNDS, seconds)] += 1
+
+    def record(self, work: StepWork) -> None:
+        """Keep a record of the step that was added last and has just been committed."""
+        self._records.append(StepRecord(self.num_steps, time.perf_counter(), self.last, work))
+
+    def records(self) -> Sequence[StepRecord]:
+        """Return the records of the latest steps, oldest first."""
+        return list(self._records)
 
     def counts(self) -> tuple[int, ...]:
         """Return the number of steps in each bucket of `STEP_BOUNDS`, then of all longer steps."""

@@ -15,8 +15,11 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from penstock.workers.engine.engine import Engine, LaunchedStep, StepResult
+from penstock.workers.engine.executor import Executor, LaunchedStep
+from penstock.workers.engine.output_processor import OutputProcessor
+from penstock.workers.engine.results import StepResult
 from penstock.workers.sampling.sampler import Sampled
+from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import StepPlan
 
 
@@ -28,32 +31,41 @@ class _Computed:
 
 
 class SyncStepper:
-    """Stepper that runs each step from start to end within `advance`."""
+    """Stepper that runs each step from start to end within `advance`.
+
+    With pipeline parallelism, one step per stage is in flight between calls of `advance`.
+    """
 
     busy = False
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, batcher: Batcher, executor: Executor, outputs: OutputProcessor) -> None:
         self.due = False  # whether another step may follow the last one
+        self._batcher = batcher
+        self._executor = executor
+        self._outputs = outputs
+        self._in_flight: deque[StepPlan] = deque()  # sent to the ranks, but not committed
 
-    def advance(self, commanded: bool) -> StepResult:
-        """Run one step, if there is anything to compute."""
-        result = self._engine.step()
+    def advance(self, commanded: bool = False) -> StepResult:
+        """Plan, execute and commit one step, if there is anything to compute."""
+        batcher, in_flight, result = self._batcher, self._in_flight, StepResult()
+        started = time.perf_counter()
+        # Keep one step in flight per pipeline stage, so that no stage is idle.
+        while len(in_flight) < batcher.limits.num_stages and (plan := batcher.plan()):
+            self._executor.broadcast(plan)
+            in_flight.append(plan)
+        self._outputs.drain_events(result)
+        if in_flight:
+            sampled = self._executor.execute(in_flight[0], batcher.table)
+            seconds = time.perf_counter() - started
+            self._outputs.commit(in_flight.popleft(), sampled, seconds, result)
         self.due = result.output is not None
         return result
 
     def plan_next(self) -> None:
-        """Do nothing, because no step is in flight between calls of `advance`."""
+        """Do nothing, because `advance` plans all steps."""
 
     def stop(self) -> None:
         """Do nothing, because there is no second thread."""
-
-
-def make_stepper(engine: Engine, changed: threading.Condition) -> "SyncStepper | OverlapStepper":
-    """Return the stepper for the engine's configuration and device."""
-    if not engine.plans_ahead:
-        return SyncStepper(engine)
-    return DeviceStepper(engine, changed) if engine.on_device else OverlapStepper(engine, changed)
 
 
 class OverlapStepper:
@@ -63,8 +75,16 @@ class OverlapStepper:
     waiting for a step. `changed` is notified when a step has been computed.
     """
 
-    def __init__(self, engine: Engine, changed: threading.Condition) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        batcher: Batcher,
+        executor: Executor,
+        outputs: OutputProcessor,
+        changed: threading.Condition,
+    ) -> None:
+        self._batcher = batcher
+        self._executor = executor
+        self._outputs = outputs
         self._changed = changed
         self._pending: deque[StepPlan] = deque()  # planned, not started
         self._computing: StepPlan | None = None
@@ -96,21 +116,23 @@ class OverlapStepper:
         if commanded:
             self._withdraw_pending()
         result = StepResult()
-        self._engine.drain_events(result)
+        self._outputs.drain_events(result)
         if self._computed:
             done = self._computed[0]
-            self._engine.commit(done.plan, done.sampled, done.seconds, result)
+            self._outputs.commit(done.plan, done.sampled, done.seconds, result)
             with self._changed:
                 self._computed.popleft()
                 self._changed.notify_all()
         if not self.busy:
-            self._enqueue(self._engine.plan(result))
+            plan = self._batcher.plan()
+            self._outputs.drain_events(result)  # before sampling, which needs the admitted rows
+            self._enqueue(plan)
         return result
 
     def plan_next(self) -> None:
         """Plan the next step while one is in flight, if the plan does not need its result."""
         if self._num_uncommitted() == 1:
-            self._enqueue(self._engine.plan_ahead())
+            self._enqueue(self._batcher.plan())
 
     def stop(self) -> None:
         """End the second thread after the step that it is running, and wait for the thread."""
@@ -138,7 +160,7 @@ class OverlapStepper:
             while self._pending and not len(self._pending[-1].copies):
                 plans.append(self._pending.pop())
         for plan in plans:
-            self._engine.batcher.withdraw(plan)
+            self._batcher.withdraw(plan)
 
     # ------------------------------------------------------------ second thread
 
@@ -146,9 +168,10 @@ class OverlapStepper:
         try:
             while (plan := self._next()) is not None:
                 began = time.perf_counter()
-                logits = self._engine.compute(plan)
+                self._executor.broadcast(plan)
+                logits = self._executor.execute_model(plan)
                 self._wait_until_committed()
-                sampled = self._engine.sample(plan, logits)
+                sampled = self._executor.sample(plan, logits, self._batcher.table)
                 with self._changed:
                     if self._pending:
                         self._pending[0].fill(sampled.tokens)
@@ -178,10 +201,16 @@ class OverlapStepper:
 class DeviceStepper(OverlapStepper):
     """Overlap stepper for a GPU: the engine's thread launches steps, a second thread waits."""
 
-    def __init__(self, engine: Engine, changed: threading.Condition) -> None:
+    def __init__(
+        self,
+        batcher: Batcher,
+        executor: Executor,
+        outputs: OutputProcessor,
+        changed: threading.Condition,
+    ) -> None:
         self._launched: deque[LaunchedStep] = deque()  # steps whose tokens have not arrived
         self._newest: LaunchedStep | None = None
-        super().__init__(engine, changed)
+        super().__init__(batcher, executor, outputs, changed)
 
     def plan_next(self) -> None:
         """Plan as `OverlapStepper` does, unless the newest step is sampled on the host."""
@@ -194,7 +223,7 @@ class DeviceStepper(OverlapStepper):
 
     def _enqueue(self, plan: StepPlan | None) -> None:
         if plan is not None:
-            self._newest = self._engine.launch(plan, self._newest)
+            self._newest = self._executor.launch(plan, self._newest, self._batcher.table)
             with self._changed:
                 self._launched.append(self._newest)
                 self._changed.notify_all()

@@ -13,16 +13,16 @@ from collections.abc import Callable
 from functools import partial
 
 from penstock.protos import worker_pb2 as wire
-from penstock.workers.engine.engine import Receiving
 from penstock.workers.engine.engine_thread import EngineThread
 from penstock.workers.kv_transfer.peer_channel import Peer
+from penstock.workers.kv_transfer.protocol.receive import ExpectedTransfer, TransferResult
+from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.rank_endpoints import RankEndpoints
 from penstock.workers.kv_transfer.rank_mover import Movers
-from penstock.workers.kv_transfer.receive_state import ExpectedTransfer, TransferResult
 from penstock.workers.kv_transfer.receiver import KvReceiver
-from penstock.workers.kv_transfer.sender import KvSender, OutgoingTransfer
+from penstock.workers.kv_transfer.sender import KvSender
 from penstock.workers.kv_transfer.staging import WorkerIdentity
-from penstock.workers.scheduling.sequence import LeaseGone
+from penstock.workers.scheduling.sequence import LeaseGone, Reserved
 from penstock.workers.service.codec import SequenceKey, sequence_key
 from penstock.workers.service.session import Session
 
@@ -78,12 +78,12 @@ class KvTransfer:
 
     # ------------------------------------------------------------ as destination
 
-    def expect(self, session: Session | None, receiving: Receiving) -> None:
+    def expect(self, session: Session | None, reserved: Reserved) -> None:
         """Request a transfer into blocks that the scheduler has reserved.
 
         Release the blocks instead if the session or the request has ended.
         """
-        key = sequence_key(receiving.key)
+        key = sequence_key(reserved.key)
         held = session.held.get(key) if session is not None else None
         if session is None or held is None or held.source is None:
             self._engine.post(lambda engine: engine.batcher.transfer_drained(key))
@@ -93,16 +93,16 @@ class KvTransfer:
             key.request,
             key.attempt,
             held.source,
-            receiving.have,
-            receiving.stop,
-            receiving.blocks,
+            reserved.have,
+            reserved.stop,
+            reserved.blocks,
         )
         held.epoch = self.receiver.open(expected, partial(self._on_result, session, key))
         ready = wire.Ready(
             request=key.request,
             attempt=key.attempt,
             epoch=held.epoch,
-            have=receiving.have,
+            have=reserved.have,
             at=self._endpoint,
         )
         session.put(wire.ToRouter(ready=ready))

@@ -1,36 +1,57 @@
-"""Sender side of the connection to one peer worker: the gRPC control channel and its rank pairs."""
+"""Sender side of the connection to one peer worker: the gRPC control channel and its rank pairs.
+
+`SendProtocol` decides. The code here passes messages of the destination and reports of the ranks to
+the protocol, and executes the protocol's commands.
+"""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from math import gcd
-from typing import TypeVar
 
 import grpc
 
 from penstock.protos import ranks_pb2, transfer_pb2_grpc
 from penstock.protos import transfer_pb2 as wire
+from penstock.workers.kv_transfer.codec import (
+    decode_credit,
+    decode_moved,
+    decode_outcome,
+    encode_from_source,
+    holdings,
+    rectangle_of,
+    store_value,
+)
+from penstock.workers.kv_transfer.protocol.messages import (
+    Credit,
+    Outcome,
+    PairKey,
+    TransferRoutes,
+)
+from penstock.workers.kv_transfer.protocol.send import (
+    CloseChannel,
+    OutgoingTransfer,
+    SendCommand,
+    SendPiece,
+    SendProtocol,
+    Sent,
+    Unpin,
+    Write,
+)
 from penstock.workers.kv_transfer.rank_endpoints import (
     MAX_VALUE_BYTES,
-    PairKey,
     RankEndpoint,
     RankEndpoints,
     check_peer,
-    store_value,
 )
-from penstock.workers.kv_transfer.rank_mover import rectangle_of
-from penstock.workers.kv_transfer.shards import BlockShape, Route, routes
+from penstock.workers.kv_transfer.shards import routes
 from penstock.workers.kv_transfer.staging import PROTOCOL, WorkerIdentity
 from penstock.workers.kv_transfer.transport import PairBroken
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-WINDOW = 4  # maximum announced, unsent messages per pair; bounds staging memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +65,21 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
-    pair: PairKey
-    piece: ranks_pb2.Piece
-    sent: asyncio.Future[int]  # number of bytes sent; 0: the destination discarded the message
+class _Callbacks:
+    """Callbacks of a transfer: when its blocks are no longer read, and when it has ended."""
 
-
-@dataclass(frozen=True, slots=True)
-class TransferRoutes:
-    """Routes of blocks from this worker's ranks to the peer's ranks, and the unit of transfer."""
-
-    routes: Sequence[Route]
-    unit: BlockShape  # smallest part of a block that is sent; divides the block sizes of both sides
+    on_read: Callable[[], None]
+    ended: asyncio.Future[None]
 
 
 class PeerChannel:
     """Control channel and rank pairs from this worker to one destination.
 
     All methods run on the event loop. A broken channel cannot be repaired; create a new channel.
+
+    Args:
+        bytes_by_pair: Counts the bytes that the ranks have sent.
+        on_idle: Called when the channel may have become idle.
     """
 
     def __init__(
@@ -70,90 +88,58 @@ class PeerChannel:
         peer: Peer,
         endpoints: RankEndpoints,
         seconds: float,
-        on_idle: Callable[[], None] = lambda: None,
+        bytes_by_pair: Counter[PairKey],
+        on_idle: Callable[[], None],
     ) -> None:
         self.peer = peer
-        self.broken = ""  # reason why the channel is broken; empty: it is not broken
-        self.num_users = 0  # transfers that use this channel
-        self._on_idle = on_idle  # called when the channel may have become idle
-        self._open_epochs: set[int] = set()  # epochs without an Outcome from the destination
         self._identity = identity
         self._rank_endpoints = endpoints
         self._seconds = seconds
+        self._bytes_by_pair = bytes_by_pair
+        self._on_idle = on_idle
         self._loop = asyncio.get_running_loop()
+        self._protocol = SendProtocol(endpoints.shape.block_size, seconds)
+        self._callbacks: dict[OutgoingTransfer, _Callbacks] = {}
         self._outbox: asyncio.Queue[wire.FromSource] = asyncio.Queue()
-        self._announced: dict[tuple[int, int], _Message] = {}
-        self._sending: dict[tuple[int, int], _Message] = {}
         self._endpoints: dict[PairKey, RankEndpoint] = {}
-        self._windows: dict[PairKey, asyncio.Semaphore] = {}
         self._connecting: set[PairKey] = set()
         self._routes: TransferRoutes | None = None
-        self._ready: asyncio.Future[TransferRoutes] = self._loop.create_future()
+        self._deadline_timer: asyncio.TimerHandle | None = None
         self._task = asyncio.create_task(self._run())
 
     @property
+    def broken(self) -> str:
+        """Reason why the channel is broken; empty if it is not broken."""
+        return self._protocol.broken
+
+    @property
     def idle(self) -> bool:
-        """True if the channel can be closed: it has no users and no open epochs."""
-        return not self.num_users and not self._open_epochs
+        """True if the channel can be closed: it has no transfers and no open epochs."""
+        return self._protocol.idle
 
-    def begin(self, epoch: int) -> None:
-        """Record `epoch` as open until its Outcome arrives or `end` aborts the transfer."""
-        self._open_epochs.add(epoch)
+    async def send(
+        self, outgoing: OutgoingTransfer, message_bytes: int, on_read: Callable[[], None]
+    ) -> None:
+        """Send a transfer; always call `on_read` when no rank reads the blocks any more.
 
-    async def wait_connected(self) -> TransferRoutes:
-        """Wait until all rank pairs are connected and return the routes."""
-        return await self._bounded(asyncio.shield(self._ready), "no answer from the destination")
-
-    async def announce(
-        self, pair: PairKey, header: wire.Header, piece: ranks_pb2.Piece
-    ) -> asyncio.Future[int]:
-        """Announce a message, after waiting while `WINDOW` messages of the pair are pending.
-
-        Returns:
-            A future of the number of bytes sent, done when the blocks are no longer read.
+        Raises:
+            PairBroken: The connection failed; the destination may still expect the transfer.
         """
-        window = self._windows[pair]
-        await self._bounded(window.acquire(), "no credit from the destination")
-        if self.broken:
-            window.release()  # so that the next waiter wakes up and raises as well
-            raise PairBroken(self.broken)
-        sent: asyncio.Future[int] = self._loop.create_future()
-        sent.add_done_callback(lambda _: window.release())
-        self._announced[header.epoch, header.index] = _Message(pair, piece, sent)
-        self._outbox.put_nowait(wire.FromSource(header=header))
-        return sent
-
-    async def drain(self, sent: list[asyncio.Future[int]]) -> None:
-        """Wait until no rank reads the blocks of these messages, even if the channel breaks."""
-        if not sent:
-            return
-        _, late = await asyncio.wait(sent, timeout=self._seconds)
-        if late:
-            self.close(f"no credit from the destination for {self._seconds:g} s")
-            await asyncio.wait(sent)
-
-    async def end(self, epoch: int, num_messages: int, aborted: bool) -> None:
-        if aborted:
-            self._open_epochs.discard(epoch)
-            self._on_idle()
-        await self.wait_connected()
-        end = wire.End(epoch=epoch, aborted=aborted, messages=num_messages)
-        self._outbox.put_nowait(wire.FromSource(end=end))
+        ended: asyncio.Future[None] = self._loop.create_future()
+        self._callbacks[outgoing] = _Callbacks(on_read, ended)
+        self._protocol.send(outgoing, message_bytes, self._loop.time())
+        self._execute()
+        if self._deadline_timer is None:
+            self._deadline_timer = self._loop.call_later(self._seconds, self._check_deadlines)
+        await ended
 
     def close(self, reason: str) -> None:
-        """Close the channel; calls that wait for it raise `PairBroken(reason)`.
+        """Close the channel; calls of `send` that wait for it raise `PairBroken(reason)`.
 
-        A message that a rank is already sending is completed when this rank reports it.
+        A message that a rank is already sending ends when this rank reports it.
         """
-        if self.broken:
-            return
-        self.broken = reason
-        self._task.cancel()
-        for end in self._endpoints.values():
-            end.close()
-        _fail(self._ready, reason)
-        for message in self._announced.values():
-            _fail(message.sent, reason)
+        self._protocol.close(reason)
+        self._execute()
 
     # ------------------------------------------------------------ control channel
 
@@ -177,7 +163,7 @@ class PeerChannel:
             incarnation=self._identity.incarnation,
             layout=self._identity.layout,
             block_size=self._rank_endpoints.shape.block_size,
-            ranks=self._rank_endpoints.holdings(),
+            ranks=holdings(self._rank_endpoints.rectangles),
         )
         yield wire.FromSource(introduction=introduction)
         while True:
@@ -190,15 +176,17 @@ class PeerChannel:
             case "value":
                 self._on_value(message.value)
             case "credit":
-                self._on_credit(message.credit)
+                self._pass_on(decode_credit(message.credit))
             case "outcome":
-                self._on_outcome(message.outcome)
+                outcome = decode_outcome(message.outcome)
+                if outcome.reason:
+                    text = "KV transfer %d failed at its destination: %s"
+                    log.info(text, outcome.epoch, outcome.reason)
+                self._pass_on(outcome)
 
-    def _on_outcome(self, outcome: wire.Outcome) -> None:
-        if not outcome.received:
-            log.info("KV transfer %d failed at its destination: %s", outcome.epoch, outcome.reason)
-        self._open_epochs.discard(outcome.epoch)
-        self._on_idle()
+    def _pass_on(self, message: Credit | Outcome) -> None:
+        self._protocol.on_message(message, self._loop.time())
+        self._execute()
 
     def _on_accepted(self, accepted: wire.Accepted) -> None:
         """Check that the destination is compatible and open this side of each rank pair."""
@@ -215,7 +203,6 @@ class PeerChannel:
         for route in self._routes.routes:
             pair = (route.source, route.destination)
             self._connecting.add(pair)
-            self._windows[pair] = asyncio.Semaphore(WINDOW)
             self._endpoints[pair] = ranks.open(route.source, False, partial(self._on_report, pair))
 
     def _on_value(self, value: wire.StoreValue) -> None:
@@ -224,18 +211,6 @@ class PeerChannel:
             self.close("the destination sent a store value of an unknown pair or that is too large")
         else:
             end.value(value.key, value.value)
-
-    def _on_credit(self, credit: wire.Credit) -> None:
-        name = (credit.epoch, credit.index)
-        message = self._announced.pop(name, None)
-        if message is None or self.broken:
-            self.close("the destination sent a credit for a message that was not announced")
-        elif credit.discard:
-            _resolve(message.sent, 0)
-        else:
-            # Send in the order of the credits, because the destination receives in that order.
-            self._sending[name] = message
-            self._endpoints[message.pair].send(message.piece)
 
     # ------------------------------------------------------------ reports of the ranks
 
@@ -247,41 +222,51 @@ class PeerChannel:
             case "met":
                 self._on_connected(pair, report.met.broken)
             case "moved":
-                self._on_moved(report.moved)
+                if not report.moved.broken:
+                    self._bytes_by_pair[pair] += report.moved.bytes
+                self._protocol.on_moved(decode_moved(report.moved), self._loop.time())
+                self._execute()
 
     def _on_connected(self, pair: PairKey, broken: str) -> None:
         self._connecting.discard(pair)
         if broken:
             self.close(broken)
         elif not self._connecting and self._routes is not None:
-            _resolve(self._ready, self._routes)
+            self._protocol.connected(self._routes, self._loop.time())
+            self._execute()
 
-    def _on_moved(self, outcome: ranks_pb2.Outcome) -> None:
-        message = self._sending.pop((outcome.epoch, outcome.index), None)
-        if outcome.broken:
-            self.close(outcome.broken)
-        if message is None:
-            return
-        if outcome.broken:
-            _fail(message.sent, self.broken)  # the first reason, if `close` was called before
-        else:
-            _resolve(message.sent, outcome.bytes)
+    # ------------------------------------------------------------ commands of the protocol
 
-    async def _bounded(self, wait: Awaitable[T], problem: str) -> T:
-        try:
-            return await asyncio.wait_for(wait, self._seconds)
-        except TimeoutError:
-            reason = f"{problem} for {self._seconds:g} s"
-            self.close(reason)
-            raise PairBroken(reason) from None
+    def _check_deadlines(self) -> None:
+        then = self._protocol.check_deadlines(self._loop.time())
+        self._deadline_timer = (
+            None if then is None else self._loop.call_at(then, self._check_deadlines)
+        )
+        self._execute()
 
+    def _execute(self) -> None:
+        for command in self._protocol.commands():
+            self._execute_one(command)
+        if self.idle:
+            self._on_idle()
 
-def _resolve(future: asyncio.Future[T], value: T) -> None:
-    with suppress(asyncio.InvalidStateError):
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[T], reason: str) -> None:
-    if not future.done():
-        future.set_exception(PairBroken(reason))
-        future.exception()  # mark as retrieved: asyncio logs exceptions that are never read
+    def _execute_one(self, command: SendCommand) -> None:
+        match command:
+            case Write(message):
+                self._outbox.put_nowait(encode_from_source(message))
+            case SendPiece(pair, piece):
+                self._endpoints[pair].send(piece)
+            case CloseChannel():
+                self._task.cancel()
+                for end in self._endpoints.values():
+                    end.close()
+            case Unpin(outgoing):
+                self._callbacks[outgoing].on_read()
+            case Sent(outgoing, broken):
+                ended = self._callbacks.pop(outgoing).ended
+                if ended.done():
+                    return  # the task that waited was cancelled
+                if broken:
+                    ended.set_exception(PairBroken(broken))
+                else:
+                    ended.set_result(None)

@@ -9,24 +9,13 @@ from itertools import count
 
 from penstock.protos import ranks_pb2 as wire
 from penstock.protos import transfer_pb2
-from penstock.workers.kv_transfer.rank_mover import Mover, Movers, ReportCallback, rectangle_of
-from penstock.workers.kv_transfer.shards import BadShard, LayerHeadRange, check_same_coverage
+from penstock.workers.kv_transfer.codec import encode_piece, rectangle_of
+from penstock.workers.kv_transfer.protocol.messages import Piece
+from penstock.workers.kv_transfer.rank_mover import Mover, Movers, ReportCallback
+from penstock.workers.kv_transfer.shards import BadShard, check_same_coverage
 
 MAX_RANKS = 1024  # maximum number of ranks per worker
 MAX_VALUE_BYTES = 4096  # maximum size of key plus value in a pair's rendezvous store
-MAX_PEERS = 16
-"""Maximum number of connected sources, and of destinations; idle workers are disconnected."""
-
-PairKey = tuple[int, int]
-"""(source rank, destination rank)."""
-
-
-def store_value(pair: PairKey, value: wire.Value) -> transfer_pb2.StoreValue:
-    """Convert a store entry that a rank has set into the message for the peer worker."""
-    source, destination = pair
-    return transfer_pb2.StoreValue(
-        key=value.key, value=value.value, source_rank=source, destination_rank=destination
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +31,13 @@ class RankEndpoint:
         message = wire.Value(key=key, value=value)
         self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, value=message))
 
-    def send(self, piece: wire.Piece) -> None:
-        self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, send=piece))
+    def send(self, piece: Piece) -> None:
+        move = wire.Move(rank=self.rank, end=self.endpoint_id, send=encode_piece(piece))
+        self.mover.execute(move)
 
-    def receive(self, piece: wire.Piece) -> None:
-        self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, receive=piece))
+    def receive(self, piece: Piece) -> None:
+        move = wire.Move(rank=self.rank, end=self.endpoint_id, receive=encode_piece(piece))
+        self.mover.execute(move)
 
     def close(self) -> None:
         """Close the endpoint; the rank still reports each pending piece."""
@@ -89,10 +80,6 @@ class RankEndpoints:
         """Make `rank` stop writing blocks of `epoch`; when it has stopped, call `on_drained`."""
         self._movers[rank].execute(wire.Move(rank=rank, settle=epoch))
 
-    def holdings(self) -> list[transfer_pb2.Holding]:
-        """Return the layers and heads of each rank, in the form that is sent to peers."""
-        return [_holding(each) for each in self.rectangles]
-
     def _dispatch_report(self, rank: int, report: wire.Report) -> None:
         kind = report.WhichOneof("body")
         if kind == "settled":
@@ -119,12 +106,3 @@ def check_peer(
     except BadShard as error:
         return str(error)
     return ""
-
-
-def _holding(each: LayerHeadRange) -> transfer_pb2.Holding:
-    return transfer_pb2.Holding(
-        first_layer=each.first_layer,
-        last_layer=each.last_layer,
-        first_head=each.first_head,
-        last_head=each.last_head,
-    )

@@ -7,16 +7,15 @@ transfer has been closed for writing in the meantime, the bytes are discarded.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import numpy as np
 import torch
 
-from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
+from penstock.workers.kv_transfer.codec import blocks_in, shard_of
+from penstock.workers.kv_transfer.shards import LayerHeadRange
 from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.kv_transfer.transport import (
     DESTINATION,
@@ -25,13 +24,12 @@ from penstock.workers.kv_transfer.transport import (
     RankPair,
 )
 from penstock.workers.kv_transfer.verification import make_trailer, verify
+from penstock.workers.kv_transfer.write_gate import WriteGate, WriteGates
 from penstock.workers.parallel.communicator import backend_for
 from penstock.workers.parallel.lazy_module import LazyModule
-from penstock.workers.scheduling.sequence import Ints
 
 if TYPE_CHECKING:
     from penstock.protos import ranks_pb2 as wire
-    from penstock.protos import transfer_pb2
 else:
     wire = LazyModule("penstock.protos.ranks_pb2")
 
@@ -66,37 +64,6 @@ class Movers:
         return [self.own, *self.others]
 
 
-class WriteGate:
-    """Admits writers to a transfer's blocks until `close`, then reports when all have left."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_inside = 0
-        self._after: Callable[[], None] | None = None
-        self._closed = False
-
-    def enter(self) -> bool:
-        with self._lock:
-            self._num_inside += not self._closed
-            return not self._closed
-
-    def leave(self) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            after = self._after if self._num_inside == 0 else None
-        if after is not None:
-            after()
-
-    def close(self, after: Callable[[], None]) -> None:
-        """Admit no more writers; call `after`, in any thread, once the last writer has left."""
-        with self._lock:
-            self._closed = True
-            if self._num_inside:
-                self._after = after
-                return
-        after()
-
-
 class RankMover:
     """Executes the moves of this rank. All methods must be called from one thread.
 
@@ -115,7 +82,7 @@ class RankMover:
         self._host = host
         self._seconds = seconds
         self._pairs: dict[int, RankPair] = {}
-        self._gates: dict[int, WriteGate] = {}  # by the epoch of an incoming transfer
+        self._gates = WriteGates()
         self._on_report: ReportCallback = lambda report: None
 
     def listen(self, on_report: ReportCallback) -> None:
@@ -130,7 +97,7 @@ class RankMover:
             case "send":
                 self._run(move.end, move.send, self._send)
             case "receive":
-                gate = self._gates.setdefault(move.receive.epoch, WriteGate())
+                gate = self._gates.get(move.receive.epoch)
                 self._run(
                     move.end, move.receive, lambda pair, piece: self._receive(pair, piece, gate)
                 )
@@ -166,8 +133,7 @@ class RankMover:
 
     def _drain(self, epoch: int) -> None:
         report = wire.Report(settled=epoch)
-        gate = self._gates.pop(epoch, None) or WriteGate()
-        gate.close(lambda: self._on_report(report))
+        self._gates.drain(epoch, lambda: self._on_report(report))
 
     def _run(
         self, number: int, piece: wire.Piece, work: Callable[[RankPair, wire.Piece], str]
@@ -196,7 +162,7 @@ class RankMover:
 
     def _send(self, pair: RankPair, piece: wire.Piece) -> str:
         """Send a piece and its trailer. Call this in the pair's thread."""
-        data = self._staging.gather(_blocks(piece), shard_of(piece), piece.unit)
+        data = self._staging.gather(blocks_in(piece), shard_of(piece), piece.unit)
         trailer = make_trailer(piece.epoch, piece.index, data)
         pair.send(data)
         pair.send(trailer)
@@ -218,43 +184,10 @@ class RankMover:
         if not gate.enter():
             return ""  # the epoch has been closed for writing in the meantime: discard the bytes
         try:
-            self._staging.scatter(_blocks(piece), shard, data, piece.unit)
+            self._staging.scatter(blocks_in(piece), shard, data, piece.unit)
         finally:
             gate.leave()
         return ""
-
-
-def make_piece(epoch: int, index: int, blocks: Ints, shard: Shard, unit: int) -> wire.Piece:
-    """Build the `Piece` of one message; `blocks` are the numbers of the blocks that it covers."""
-    rectangle = shard.rectangle
-    return wire.Piece(
-        epoch=epoch,
-        index=index,
-        blocks=np.ascontiguousarray(blocks, np.dtype("<i4")).tobytes(),
-        start=shard.start,
-        stop=shard.stop,
-        first_layer=rectangle.first_layer,
-        last_layer=rectangle.last_layer,
-        first_head=rectangle.first_head,
-        last_head=rectangle.last_head,
-        unit=unit,
-    )
-
-
-def shard_of(message: wire.Piece | transfer_pb2.Header) -> Shard:
-    return Shard(rectangle_of(message), message.start, message.stop)
-
-
-def rectangle_of(
-    message: wire.Piece | transfer_pb2.Header | transfer_pb2.Holding,
-) -> LayerHeadRange:
-    return LayerHeadRange(
-        message.first_layer, message.last_layer, message.first_head, message.last_head
-    )
-
-
-def _blocks(piece: wire.Piece) -> Ints:
-    return np.frombuffer(piece.blocks, np.dtype("<i4")).copy()
 
 
 def _reason(error: BaseException | None) -> str:

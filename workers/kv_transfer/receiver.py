@@ -1,50 +1,65 @@
-"""Destination side of KV transfers: opens epochs and accepts connections from source workers.
+"""Destination side of KV transfers: serves the control channels of the source workers.
 
-All code here runs on the event loop, so commands and messages are handled one at a time. The bytes
-are received by the ranks (`rank_mover`). A failure on one rank fails the whole transfer. A transfer
-has ended when no rank writes into its blocks any more.
+`ReceiveProtocol` decides. The code here runs on the event loop; it passes messages of the sources
+and reports of the ranks to the protocol, and executes the protocol's commands. The bytes are
+received by the ranks (`rank_mover`).
 """
 
 import asyncio
 import hmac
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
-from math import gcd
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from penstock.protos import ranks_pb2, transfer_pb2_grpc
 from penstock.protos import transfer_pb2 as wire
-from penstock.workers.kv_transfer.rank_endpoints import (
-    MAX_PEERS,
-    MAX_VALUE_BYTES,
-    PairKey,
-    RankEndpoints,
-    check_peer,
+from penstock.workers.kv_transfer.codec import (
+    decode_end,
+    decode_header,
+    decode_moved,
+    encode_from_destination,
+    holdings,
+    rectangle_of,
     store_value,
 )
-from penstock.workers.kv_transfer.rank_mover import make_piece, rectangle_of, shard_of
-from penstock.workers.kv_transfer.receive_state import (
+from penstock.workers.kv_transfer.protocol.messages import MAX_PEERS, End, Header, PairKey
+from penstock.workers.kv_transfer.protocol.receive import (
+    CloseSource,
+    DrainRank,
     ExpectedTransfer,
+    Finished,
     IncomingPeer,
-    IncomingTransfer,
+    ReceiveCommand,
+    ReceivePiece,
+    ReceiveProtocol,
+    Reply,
     TransferResult,
 )
-from penstock.workers.kv_transfer.shards import BadShard, routes
-from penstock.workers.kv_transfer.staging import PROTOCOL, WorkerIdentity, blocks_of
+from penstock.workers.kv_transfer.rank_endpoints import (
+    MAX_VALUE_BYTES,
+    RankEndpoint,
+    RankEndpoints,
+    check_peer,
+)
+from penstock.workers.kv_transfer.staging import PROTOCOL, WorkerIdentity
 from penstock.workers.rank.fingerprint import layout_mismatch
 
 
 @dataclass(slots=True)
-class _DrainingTransfer:
-    """A closed transfer into whose blocks some ranks may still be writing."""
+class _SourceChannel:
+    """The control channel and the rank pairs of a connected source."""
 
-    ranks: set[int]
-    done: Callable[[TransferResult], None]
-    result: TransferResult
+    outbox: asyncio.Queue[wire.FromDestination | None] = field(default_factory=asyncio.Queue)
+    endpoints: dict[PairKey, RankEndpoint] = field(default_factory=dict)
+
+    def close(self) -> None:
+        for end in self.endpoints.values():
+            end.close()
+        self.outbox.put_nowait(None)
 
 
 class KvReceiver(transfer_pb2_grpc.TransferServicer):
@@ -55,16 +70,15 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         self._endpoints = endpoints
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
-        self._epochs = count(1)
-        self._generations = count(1)
-        self._transfers: dict[int, IncomingTransfer] = {}
-        self._draining: dict[int, _DrainingTransfer] = {}
-        self._incoming: dict[
-            str, IncomingPeer
-        ] = {}  # by name of the source worker, least recently used first
+        self._protocol = ReceiveProtocol(endpoints.shape, endpoints.rectangles, seconds)
+        self._channels: dict[int, _SourceChannel] = {}  # by generation
+        self._callbacks: dict[int, Callable[[TransferResult], None]] = {}  # by epoch
         self._deadline_timer: asyncio.TimerHandle | None = None
-        self.bytes_by_pair: Counter[PairKey] = Counter()
         endpoints.on_drained = self._on_drained
+
+    @property
+    def bytes_by_pair(self) -> Counter[PairKey]:
+        return self._protocol.bytes_by_pair
 
     @property
     def bytes_received(self) -> int:
@@ -77,23 +91,23 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
 
         `done` is called exactly once, on the event loop, when no rank writes the blocks any more.
         """
-        epoch = next(self._epochs)
-        deadline = self._loop.time() + self._seconds
-        self._transfers[epoch] = IncomingTransfer(expected, done, deadline)
+        epoch = self._protocol.open(expected, self._loop.time())
+        self._callbacks[epoch] = done
         if self._deadline_timer is None:
             self._deadline_timer = self._loop.call_later(self._seconds, self._check_deadlines)
         return epoch
 
     def close(self, epoch: int) -> None:
         """Cancel a transfer; it fails with reason "dropped" unless it has already ended."""
-        self._finish(epoch, "dropped")
+        self._protocol.close(epoch)
+        self._execute()
 
     def stop(self) -> None:
         """Close the connections to all sources."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
-        for incoming in list(self._incoming.values()):
-            self._drop_peer(incoming, "the worker is stopping")
+        self._protocol.stop()
+        self._execute()
 
     # ------------------------------------------------------------ control channel
 
@@ -102,26 +116,28 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
     ) -> None:
         await self._authorize(context)
         introduction = await self._introduction(request_iterator, context)
-        if not self._evict_idle_peer(introduction.worker):
+        peer = self._accept(introduction)
+        if peer is None:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
                 f"already receiving from {MAX_PEERS} workers, the maximum: retry later",
             )
-        incoming = self._accept_peer(introduction)
-        reader = asyncio.create_task(self._read(request_iterator, incoming))
+            return
+        channel = self._channels[peer.generation]
+        reader = asyncio.create_task(self._read(request_iterator, peer.generation, channel))
         try:
             accepted = wire.Accepted(
-                generation=incoming.generation,
+                generation=peer.generation,
                 backend=self._endpoints.backend,
                 block_size=self._endpoints.shape.block_size,
-                ranks=self._endpoints.holdings(),
+                ranks=holdings(self._endpoints.rectangles),
             )
             await context.write(wire.FromDestination(accepted=accepted))
-            while (message := await incoming.outbox.get()) is not None:
+            while (message := await channel.outbox.get()) is not None:
                 await context.write(message)
         finally:
             reader.cancel()
-            self._drop_peer(incoming, "the source closed the channel")
+            self._disconnect(peer.generation, "the source closed the channel")
 
     async def _authorize(self, context: grpc.aio.ServicerContext) -> None:
         shown = dict(context.invocation_metadata() or ()).get("authorization", "")
@@ -134,7 +150,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
     ) -> wire.Introduction:
         try:
             first = await asyncio.wait_for(anext(messages), self._seconds)
-        except (TimeoutError, StopAsyncIteration):
+        except (TimeoutError, StopAsyncIteration, DecodeError):
             first = wire.FromSource()
         introduction = first.introduction
         problem = ""
@@ -150,187 +166,101 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
         return introduction
 
-    def _evict_idle_peer(self, worker: str) -> bool:
-        """Make room for `worker`: close an idle source. Return False if all sources are busy.
-
-        A source is busy if an open transfer expects data from it.
-        """
-        if worker in self._incoming or len(self._incoming) < MAX_PEERS:
-            return True
-        busy = {transfer.expected.source for transfer in self._transfers.values()}
-        idle = [each for each in self._incoming.values() if each.source not in busy]
-        if idle:
-            self._drop_peer(idle[0], f"it was idle, and worker {worker} needs its slot")
-        return bool(idle)
-
-    def _accept_peer(self, introduction: wire.Introduction) -> IncomingPeer:
-        """Open the rank pairs from a source; close an earlier connection of this source first."""
-        earlier = self._incoming.get(introduction.worker)
-        if earlier is not None:
-            source_alive = earlier.source[1] == introduction.incarnation
-            self._drop_peer(earlier, "the source opened another channel", source_alive)
+    def _accept(self, introduction: wire.Introduction) -> IncomingPeer | None:
+        """Connect a source and open its rank pairs; return None if there is no room for it."""
         source = (introduction.worker, introduction.incarnation)
-        unit = self._endpoints.shape.cut(
-            gcd(self._endpoints.shape.block_size, introduction.block_size)
-        )
-        incoming = IncomingPeer(source, next(self._generations), unit, asyncio.Queue())
-        self._incoming[introduction.worker] = incoming
         theirs = [rectangle_of(each) for each in introduction.ranks]
-        for route in routes(theirs, self._endpoints.rectangles):
-            pair = (route.source, route.destination)
-            on_report = partial(self._on_report, incoming, pair)
-            incoming.endpoints[pair] = self._endpoints.open(route.destination, True, on_report)
-        return incoming
+        peer = self._protocol.connect(source, introduction.block_size, theirs)
+        self._execute()
+        if peer is not None:
+            channel = self._channels[peer.generation] = _SourceChannel()
+            for pair in sorted(peer.pairs):
+                on_report = partial(self._on_report, peer.generation, pair)
+                channel.endpoints[pair] = self._endpoints.open(pair[1], True, on_report)
+        return peer
 
-    def _on_report(self, incoming: IncomingPeer, pair: PairKey, report: ranks_pb2.Report) -> None:
-        """Handle a rank's report about its endpoint of `pair`."""
-        match report.WhichOneof("body"):
-            case "value":
-                value = store_value(pair, report.value)
-                incoming.outbox.put_nowait(wire.FromDestination(value=value))
-            case "met" if report.met.broken:
-                self._drop_peer(incoming, report.met.broken)
-            case "moved":
-                self._on_moved(report.moved, incoming, pair)
+    def _disconnect(self, generation: int, reason: str) -> None:
+        self._protocol.disconnect(generation, reason)
+        self._execute()
 
-    async def _read(self, messages: AsyncIterator[wire.FromSource], incoming: IncomingPeer) -> None:
+    async def _read(
+        self,
+        messages: AsyncIterator[wire.FromSource],
+        generation: int,
+        channel: _SourceChannel,
+    ) -> None:
         try:
             async for message in messages:
-                if incoming.is_closed:
-                    return
                 match message.WhichOneof("body"):
                     case "value":
-                        self._on_value(message.value, incoming)
+                        self._on_value(message.value, generation)
                     case "header":
-                        self._on_header(message.header, incoming)
+                        self._on_message(decode_header(message.header), generation)
                     case "end":
-                        self._on_end(message.end, incoming)
+                        self._on_message(decode_end(message.end), generation)
+        except DecodeError:
+            self._disconnect(generation, "the source sent a malformed message")
         finally:
-            incoming.outbox.put_nowait(None)
+            channel.outbox.put_nowait(None)
 
-    def _on_value(self, value: wire.StoreValue, incoming: IncomingPeer) -> None:
-        end = incoming.endpoints.get((value.source_rank, value.destination_rank))
+    def _on_value(self, value: wire.StoreValue, generation: int) -> None:
+        channel = self._channels.get(generation)
+        if channel is None:
+            return
+        end = channel.endpoints.get((value.source_rank, value.destination_rank))
         if end is None or len(value.key) + len(value.value) > MAX_VALUE_BYTES:
-            self._drop_peer(
-                incoming, "the source sent a store value of an unknown pair or that is too large"
-            )
+            problem = "the source sent a store value of an unknown pair or that is too large"
+            self._disconnect(generation, problem)
         else:
             end.value(value.key, value.value)
 
-    def _drop_peer(self, incoming: IncomingPeer, reason: str, source_alive: bool = False) -> None:
-        """Close a source's connection and fail the transfers that the source was sending.
+    def _on_message(self, message: Header | End, generation: int) -> None:
+        self._protocol.on_message(generation, message, self._loop.time())
+        self._execute()
 
-        Unless `source_alive`, also fail transfers that the source has not begun to send.
-        """
-        if incoming.is_closed:
-            return
-        incoming.close()
-        if self._incoming.get(incoming.source[0]) is incoming:
-            del self._incoming[incoming.source[0]]
-        for epoch, transfer in list(self._transfers.items()):
-            expected = transfer.incoming is None and transfer.expected.source == incoming.source
-            if (expected and not source_alive) or transfer.incoming is incoming:
-                self._finish(epoch, f"the pair with {incoming.source[0]} broke: {reason}")
+    # ------------------------------------------------------------ reports of the ranks
 
-    # ------------------------------------------------------------ KV messages
-
-    def _on_header(self, header: wire.Header, incoming: IncomingPeer) -> None:
-        transfer = self._find(header.epoch, incoming)
-        end = incoming.endpoints.get((header.source_rank, header.destination_rank))
-        problem = "" if end is not None else "a message was announced for an unknown rank pair"
-        if transfer is not None and end is not None:
-            try:
-                transfer.announce(header)
-            except BadShard as error:
-                problem = str(error)
-        if transfer is not None and problem:
-            self._finish(header.epoch, problem)
-        discard = transfer is None or end is None or bool(problem)
-        if transfer is not None and end is not None and not problem:
-            transfer.deadline = self._loop.time() + self._seconds
-            # Receive in the order of the credits, because the source sends in that order.
-            end.receive(self._piece(header, transfer.expected, incoming.unit.block_size))
-        credit = wire.Credit(epoch=header.epoch, index=header.index, discard=discard)
-        incoming.outbox.put_nowait(wire.FromDestination(credit=credit))
-
-    def _piece(self, header: wire.Header, expected: ExpectedTransfer, unit: int) -> ranks_pb2.Piece:
-        shard, block_size = shard_of(header), self._endpoints.shape.block_size
-        blocks = blocks_of(shard, expected.blocks, expected.start, block_size)
-        return make_piece(header.epoch, header.index, blocks, shard, unit)
-
-    def _find(self, epoch: int, incoming: IncomingPeer) -> IncomingTransfer | None:
-        """Return the open transfer of `epoch`; None if `incoming` is not its source."""
-        transfer = self._transfers.get(epoch)
-        if transfer is None or transfer.expected.source != incoming.source:
-            return None
-        if transfer.incoming is None:
-            transfer.begin(incoming, self._endpoints.rectangles)
-        name = incoming.source[0]
-        if self._incoming.get(name) is incoming:  # move to the end: most recently used
-            self._incoming[name] = self._incoming.pop(name)
-        return transfer if transfer.incoming is incoming else None
-
-    def _on_moved(self, outcome: ranks_pb2.Outcome, incoming: IncomingPeer, pair: PairKey) -> None:
-        transfer = self._transfers.get(outcome.epoch)
-        if transfer is not None and transfer.incoming is incoming:
-            transfer.receiving[pair[1]] -= 1
-        if outcome.broken:
-            self._drop_peer(incoming, outcome.broken)
-            return
-        if transfer is None or transfer.incoming is not incoming:
-            return
-        if outcome.problem:
-            self._finish(outcome.epoch, outcome.problem)
-            return
-        transfer.deadline = self._loop.time() + self._seconds
-        rank, shard = transfer.pieces[outcome.index]
-        transfer.coverages[rank].fill(shard)
-        transfer.num_bytes += outcome.bytes
-        self.bytes_by_pair[pair] += outcome.bytes
-        if transfer.complete:
-            self._finish(outcome.epoch, "")
-
-    def _on_end(self, end: wire.End, incoming: IncomingPeer) -> None:
-        transfer = self._find(end.epoch, incoming)
-        if transfer is not None and end.aborted:
-            self._finish(end.epoch, "the source gave up")
-        elif transfer is not None and not transfer.announced:
-            self._finish(end.epoch, "the source ended before everything was sent")
-
-    def _finish(self, epoch: int, reason: str) -> None:
-        """Close the epoch; an empty `reason` means that all ranks have received everything."""
-        transfer = self._transfers.pop(epoch, None)
-        if transfer is None:
-            return
-        if transfer.incoming is not None:
-            outcome = wire.Outcome(epoch=epoch, received=not reason, reason=reason)
-            transfer.incoming.outbox.put_nowait(wire.FromDestination(outcome=outcome))
-        verdict = TransferResult(epoch, transfer.num_bytes, reason)
-        writing = {rank for rank, num in transfer.receiving.items() if num}
-        if writing:
-            self._draining[epoch] = _DrainingTransfer(writing, transfer.done, verdict)
-        else:
-            self._loop.call_soon(transfer.done, verdict)
-        for rank in transfer.receiving:
-            self._endpoints.drain(rank, epoch)
+    def _on_report(self, generation: int, pair: PairKey, report: ranks_pb2.Report) -> None:
+        """Handle a rank's report about its endpoint of `pair`."""
+        match report.WhichOneof("body"):
+            case "value" if generation in self._channels:
+                value = wire.FromDestination(value=store_value(pair, report.value))
+                self._channels[generation].outbox.put_nowait(value)
+            case "met" if report.met.broken:
+                self._disconnect(generation, report.met.broken)
+            case "moved":
+                moved = decode_moved(report.moved)
+                self._protocol.on_moved(generation, pair, moved, self._loop.time())
+                self._execute()
 
     def _on_drained(self, rank: int, epoch: int) -> None:
-        """Record that `rank` no longer writes blocks of `epoch`; report after the last rank."""
-        settling = self._draining.get(epoch)
-        if settling is None:
-            return
-        settling.ranks.discard(rank)
-        if not settling.ranks:
-            del self._draining[epoch]
-            settling.done(settling.result)
+        self._protocol.on_drained(rank, epoch)
+        self._execute()
+
+    # ------------------------------------------------------------ commands of the protocol
 
     def _check_deadlines(self) -> None:
-        """Fail transfers that have made no progress within the timeout."""
-        now = self._loop.time()
-        for epoch, transfer in list(self._transfers.items()):
-            if transfer.deadline <= now:
-                self._finish(epoch, f"nothing came for {self._seconds:g} s")
-        deadlines = [transfer.deadline for transfer in self._transfers.values()]
+        then = self._protocol.check_deadlines(self._loop.time())
         self._deadline_timer = (
-            self._loop.call_at(min(deadlines), self._check_deadlines) if deadlines else None
+            None if then is None else self._loop.call_at(then, self._check_deadlines)
         )
+        self._execute()
+
+    def _execute(self) -> None:
+        for command in self._protocol.commands():
+            self._execute_one(command)
+
+    def _execute_one(self, command: ReceiveCommand) -> None:
+        match command:
+            case Reply(generation, message):
+                reply = encode_from_destination(message)
+                self._channels[generation].outbox.put_nowait(reply)
+            case ReceivePiece(generation, pair, piece):
+                self._channels[generation].endpoints[pair].receive(piece)
+            case DrainRank(rank, epoch):
+                self._endpoints.drain(rank, epoch)
+            case CloseSource(generation):
+                self._channels.pop(generation).close()
+            case Finished(result):
+                # Deferred, because the caller of `open` or `close` has not finished its own action.
+                self._loop.call_soon(self._callbacks.pop(result.epoch), result)

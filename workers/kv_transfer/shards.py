@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
+from penstock.workers.scheduling.sequence import Ints
+
 
 @dataclass(frozen=True, slots=True)
 class LayerHeadRange:
@@ -149,6 +151,12 @@ def _even_ranges(num_items: int, most: int) -> Iterator[tuple[int, int]]:
     return pairwise(num_items * index // num_ranges for index in range(num_ranges + 1))
 
 
+def blocks_of(shard: Shard, blocks: Ints, start: int, block_size: int) -> Ints:
+    """Return the part of `blocks` that a message covers; `blocks[0]` holds position `start`."""
+    first = shard.start // block_size - start // block_size
+    return blocks[first : first + shard.num_blocks(block_size)]
+
+
 class BadShard(ValueError):
     """A message does not belong to its transfer, or two workers' ranks are incompatible."""
 
@@ -170,11 +178,11 @@ class Coverage:
         inside = self.start <= shard.start < shard.stop <= self.stop
         if not inside or not self.rectangle.contains(shard.rectangle):
             raise BadShard(
-                f"a message lies outside of positions {self.start} to {self.stop} or of the layers "
-                "and heads of its destination rank"
+                f"a message has positions outside {self.start} to {self.stop}, or layers or heads "
+                "that its destination rank does not hold"
             )
         if shard.start % block_size or (shard.stop % block_size and shard.stop != self.stop):
-            raise BadShard(f"a message does not begin and end with a block of {block_size}")
+            raise BadShard(f"a message must begin and end at the edges of blocks of {block_size}")
         if num_bytes != self.shape.num_bytes(shard):
             raise BadShard(f"a message of {num_bytes} bytes, not {self.shape.num_bytes(shard)}")
         if any(shard.overlaps(other) for other in self._messages):

@@ -111,9 +111,3 @@ class KvStaging:
         )
         heads = slice(rectangle.first_head - own.first_head, rectangle.last_head - own.first_head)
         return layers, heads
-
-
-def blocks_of(shard: Shard, blocks: Ints, start: int, block_size: int) -> Ints:
-    """Return the part of `blocks` that a message covers; `blocks[0]` holds position `start`."""
-    first = shard.start // block_size - start // block_size
-    return blocks[first : first + shard.num_blocks(block_size)]

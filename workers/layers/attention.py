@@ -1,8 +1,8 @@
 """Self-attention over the paged KV cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from penstock.kernels.attention.cpu_plan import CpuPagedPlan
@@ -10,6 +10,8 @@ from penstock.kernels.attention.op import AttentionPlan, paged_attention
 from penstock.kernels.attention.score_mod import ScoreMod
 from penstock.kernels.kv_cache.op import rope_and_cache, write_kv
 from penstock.kernels.mla.op import MlaPlan
+from penstock.kernels.step_graph.builder import AttentionParams, GraphBuilder, UnsupportedGraph
+from penstock.kernels.step_graph.layout import Buffer
 from penstock.workers.layers.cached_alibi import CachedAlibiBias
 from penstock.workers.layers.linear import Linear, RowParallelLinear
 from penstock.workers.layers.norm import Norm
@@ -76,18 +78,36 @@ class Attention:
         out = paged_attention(query, layer, step.plans[self.window], self.scores)
         return self.output(out[:, :, : self.head_dim].flatten(1))
 
-    def ungroup(self) -> None:
-        """Reorder the rows of `qkv` in place; call once after loading.
+    def lower(
+        self, graph: GraphBuilder, x: Buffer, angles: Sequence[Buffer], layer: int, out: Buffer
+    ) -> None:
+        """Append `out = self(x)` to a CPU step graph.
 
-        In the checkpoint, each KV head's query heads, key and value follow each other. `qkv` needs
-        all query heads, then all keys, then all values.
+        Args:
+            angles: per rotary table: cosines and sines of the tokens' positions.
+            layer: number of this layer in the KV cache.
         """
-        group = self.num_heads // self.num_kv_heads
-        for rows in (self.qkv.weight, self.qkv.bias):
-            if rows is not None and rows.device.type != "meta":
-                groups = rows.clone().view(self.num_kv_heads, group + 2, self.head_dim, -1)
-                chunks = (groups[:, :group], groups[:, group], groups[:, group + 1])
-                rows.copy_(torch.cat([chunk.reshape(-1, *rows.shape[1:]) for chunk in chunks]))
+        if self.clip or self.biases is not None:
+            raise UnsupportedGraph("clamped queries, keys and values, or rounded ALiBi biases")
+        dim, num_heads, num_kv_heads = self.head_dim, self.num_heads, self.num_kv_heads
+        heads = graph.scratch("heads", (num_heads + 2 * num_kv_heads) * dim)
+        self.qkv.lower(graph, x, heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            first_key = num_heads * dim
+            self.q_norm.lower(graph, heads, heads, range(first_key))
+            self.k_norm.lower(graph, heads, heads, range(first_key, first_key + num_kv_heads * dim))
+        params = AttentionParams(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=dim,
+            angles=None if self.rotary is None else angles[self.rotary],
+            interleaved=self.interleaved,
+            window=self.window,
+            scores=self.scores,
+        )
+        attended = graph.scratch("attended", num_heads * dim)
+        graph.attend(heads, params, layer, attended)
+        self.output.lower(graph, attended, out)
 
     def _normalise(self, heads: Tensor, norm: Norm) -> None:
         """Normalise `heads` in place, per head or over all heads; the weight's size decides."""

@@ -1,9 +1,12 @@
 """One decoder layer: attention and feed-forward on the residual stream."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
+from penstock.kernels.step_graph.layout import Buffer
 from penstock.workers.layers.attention import Attention, StepInputs
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.layers.mla import LatentAttention
@@ -50,3 +53,29 @@ class DecoderLayer:
             hidden.add_(x) if self.mlp_norm is None else self.mlp_norm.add_and_norm(hidden, x)
         )
         hidden += x if self.mlp_post_norm is None else self.mlp_post_norm(x)
+
+    def lower(
+        self, graph: GraphBuilder, hidden: Buffer, angles: Sequence[Buffer], layer: int
+    ) -> None:
+        """Append the layer to a CPU step graph, in the order of `__call__`.
+
+        Args:
+            hidden: the residual stream, which the layer updates.
+            angles: per rotary table: cosines and sines of the tokens' positions.
+            layer: number of this layer in the KV cache.
+        """
+        if self.parallel or self.attention_norm is None or self.mlp_norm is None:
+            raise UnsupportedGraph(
+                "a layer with attention and MLP in parallel, or without a norm before one of them"
+            )
+        x, made = graph.scratch("normalised", hidden.width), graph.scratch("made", hidden.width)
+        self.attention_norm.lower(graph, hidden, x)
+        self.attention.lower(graph, x, angles, layer, made)
+        if self.attention_post_norm is not None:
+            self.attention_post_norm.lower(graph, made, made)
+        graph.add(hidden, made)
+        self.mlp_norm.lower(graph, hidden, x)
+        self.mlp.lower(graph, x, made)
+        if self.mlp_post_norm is not None:
+            self.mlp_post_norm.lower(graph, made, made)
+        graph.add(hidden, made)

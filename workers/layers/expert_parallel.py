@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.moe.routing import Routing, route
+from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
+from penstock.kernels.step_graph.layout import Buffer
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.mlp import Mlp
 from penstock.workers.layers.moe import SharedExpert
-from penstock.workers.parallel.groups import ProcessGroup
+from penstock.workers.parallel.collectives import ProcessGroup
 from penstock.workers.parallel.mesh import MeshCoord, even_partition
 
 
@@ -53,6 +55,9 @@ class ExpertParallelMoE:
         if self.shared is not None:
             out += self.shared(x[mine.start : mine.stop])
         return self._all_gather_sum(out, len(x))
+
+    def lower(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
+        raise UnsupportedGraph("experts divided among several ranks")
 
     def _token_range(self, num_tokens: int, group: int | None = None) -> range:
         coord = self.coord

@@ -1,7 +1,8 @@
 """Linear layers of a model: fused, packed for a kernel, or divided among ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,22 +16,37 @@ from penstock.kernels.linear.op import (
     pack_onednn,
     supports_onednn,
 )
-from penstock.workers.parallel.groups import ProcessGroup
+from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
+from penstock.kernels.step_graph.layout import Buffer, ExpertLayout
+from penstock.workers.layers.parameter import Parameter, parameter
+from penstock.workers.parallel.collectives import ProcessGroup
 
 
 @dataclass(slots=True, eq=False)
 class Linear:
     """The layer y = x Wᵀ + b. Projections of the same x are fused by concatenating rows of W."""
 
-    weight: Tensor  # [sum(sizes), in]; empty if `packed` replaces the weights
+    weight: Tensor  # [sum(sizes), in]; device `meta` until allocated; empty if `packed` replaces it
     bias: Tensor | None  # [sum(sizes)]
     sizes: tuple[int, ...]  # number of outputs of each projection
     packed: PackedLinear | None = None  # the loaded weights, rearranged for a faster kernel
+    device: torch.device | None = None  # device of the weights once they are allocated
+    row_order: Tensor | None = None  # [sum(sizes)] rows of the checkpoint, in the order of `sizes`
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return self.packed(x)
         return functional.linear(x, self.weight, self.bias)
+
+    def lower(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
+        """Append `out = self(x)`. Raise UnsupportedGraph unless the weights are packed."""
+        graph.linear(x, self.packed, out)
+
+    def lower_unpacked(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
+        """Append `out = self(x)` for a small layer, which is not packed (a router or a gate)."""
+        if self.packed is not None or self.bias is not None:
+            raise UnsupportedGraph("an MoE router or gate that has packed weights or a bias")
+        graph.gemv(x, self.weight, out)
 
     def pack_f32(self) -> None:
         """Replace the weights by float32 panels, the layout that the CPU kernel reads."""
@@ -55,20 +71,46 @@ class Linear:
     def _drop_weight(self) -> None:
         self.weight = self.weight.new_empty(0, self.weight.shape[1])
 
-    def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return views of weights and biases, to be loaded, by their names in the checkpoint.
+    def reorder_rows(self) -> None:
+        """Apply `row_order` to the loaded weights and biases."""
+        if self.row_order is not None:
+            self.weight = self.weight[self.row_order]
+            self.bias = None if self.bias is None else self.bias[self.row_order]
+            self.row_order = None
+
+    def parameters(self, names: Sequence[str]) -> dict[str, Parameter]:
+        """Return the weights and biases to be loaded, by their names in the checkpoint.
 
         Args:
             names: one name per projection; or a single name if the projections are fused in the
                 checkpoint too, in the same order.
         """
         sizes = list(self.sizes) if len(names) > 1 else [sum(self.sizes)]
-        weights = dict(zip(names, torch.split(self.weight, sizes), strict=True))
-        found = {f"{name}.weight": tensor for name, tensor in weights.items()}
+        found = {
+            f"{name}.weight": Parameter(
+                self, (last - first, self.weight.shape[1]), self.weight.dtype, data
+            )
+            for name, first, last, data in self._row_ranges(names, sizes)
+        }
         if self.bias is not None:
             biases = zip(names, torch.split(self.bias, sizes), strict=True)
-            found |= {f"{name}.bias": tensor for name, tensor in biases}
+            found |= {f"{name}.bias": parameter(self, rows) for name, rows in biases}
         return found
+
+    def _row_ranges(
+        self, names: Sequence[str], sizes: Sequence[int]
+    ) -> Iterator[tuple[str, int, int, Callable[[], Tensor]]]:
+        first = 0
+        for name, size in zip(names, sizes, strict=True):
+            last = first + size
+            yield name, first, last, partial(self._allocated_rows, first, last)
+            first = last
+
+    def _allocated_rows(self, first: int, last: int) -> Tensor:
+        """Return rows [first, last) of the weights; allocate the weights at the first call."""
+        if self.weight.is_meta and self.device is not None:
+            self.weight = torch.empty_like(self.weight, device=self.device)
+        return self.weight[first:last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +123,33 @@ class RowParallelLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.group.all_reduce(self.linear(x))
 
-    def tensors(self, names: Sequence[str]) -> dict[str, Tensor]:
-        return self.linear.tensors(names)
+    def lower(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
+        raise UnsupportedGraph("a linear layer divided among several ranks")
+
+    def parameters(self, names: Sequence[str]) -> dict[str, Parameter]:
+        return self.linear.parameters(names)
+
+
+def lower_expert_linears(
+    graph: GraphBuilder,
+    linears: Sequence[Linear | RowParallelLinear],
+    x: Buffer,
+    out: Buffer,
+    layout: ExpertLayout,
+) -> None:
+    """Append `out = linear(x)` for the rows of each expert; x and out have `layout`."""
+    packed = [linear.packed if isinstance(linear, Linear) else None for linear in linears]
+    graph.expert_linears(x, packed, out, layout)
 
 
 def empty_linear(
     num_inputs: int, sizes: Sequence[int], bias: bool, dtype: torch.dtype, device: torch.device
 ) -> Linear:
-    """Return a `Linear` with uninitialised weights."""
+    """Return a `Linear` whose weights are allocated when the first of them is loaded."""
     num_outputs = sum(sizes)
     return Linear(
-        torch.empty(num_outputs, num_inputs, dtype=dtype, device=device),
+        torch.empty(num_outputs, num_inputs, dtype=dtype, device="meta"),
         torch.empty(num_outputs, dtype=dtype, device=device) if bias else None,
         tuple(sizes),
+        device=device,
     )

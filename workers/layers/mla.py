@@ -1,5 +1,6 @@
 """Multi-head latent attention (MLA, DeepSeek): self-attention over a cache of compressed rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ from penstock.kernels.linear.op import PackedLinear, pack_batch_invariant
 from penstock.kernels.mla.cpu import mla_attention_cpu
 from penstock.kernels.mla.op import MlaPlan, mla_attention
 from penstock.kernels.rope.op import rotate_
+from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
+from penstock.kernels.step_graph.layout import Buffer
 from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.layers.attention import StepInputs
 from penstock.workers.layers.linear import Linear, RowParallelLinear
@@ -71,6 +74,11 @@ class LatentAttention:
         rotate_(row[:, None, -self.rope_dim :], cos_sin, self.interleaved)
         write_kv(layer, step.cache_rows, row[:, None])
         return self.output(self._attend(heads, step, layer).flatten(1))
+
+    def lower(
+        self, graph: GraphBuilder, x: Buffer, angles: Sequence[Buffer], layer: int, out: Buffer
+    ) -> None:
+        raise UnsupportedGraph("multi-head latent attention")
 
     def _attend(self, heads: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         if self.packed_up is not None:

@@ -5,7 +5,23 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.kernels.activation.op import (
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_batch_invariant,
+    silu_and_mul,
+    silu_and_mul_batch_invariant,
+)
+from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
+from penstock.kernels.step_graph.layout import Buffer
 from penstock.workers.layers.linear import Linear, RowParallelLinear
+
+STEP_GRAPH_GATES: dict[Callable[[Tensor], Tensor], str] = {
+    silu_and_mul: "silu",
+    silu_and_mul_batch_invariant: "silu",
+    gelu_tanh_and_mul: "gelu",
+    gelu_tanh_and_mul_batch_invariant: "gelu",
+}
+"""Gated activations that CPU step graphs support."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +34,18 @@ class Mlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.gate_up(x)))
+
+    def lower(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
+        """Append `out = self(x)` to a CPU step graph."""
+        width = sum(self.gate_up.sizes)
+        both, inner = graph.scratch("gate and up", width), graph.scratch("gated", width // 2)
+        self.gate_up.lower(graph, x, both)
+        graph.gate(both, self.gate_kind(), inner)
+        self.down.lower(graph, inner, out)
+
+    def gate_kind(self) -> str:
+        """Return the key of GATES of the activation; raise UnsupportedGraph for others."""
+        kind = STEP_GRAPH_GATES.get(self.activation)
+        if kind is None:
+            raise UnsupportedGraph("an activation other than gated SiLU or GELU (tanh)")
+        return kind

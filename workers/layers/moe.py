@@ -8,7 +8,9 @@ from penstock.kernels.activation.op import sigmoid
 from penstock.kernels.moe.expert_loop import moe_forward
 from penstock.kernels.moe.op import ExpertWeights, grouped_moe_forward
 from penstock.kernels.moe.routing import Routing, route
-from penstock.workers.layers.linear import Linear
+from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
+from penstock.kernels.step_graph.layout import Buffer, ExpertLayout
+from penstock.workers.layers.linear import Linear, lower_expert_linears
 from penstock.workers.layers.mlp import Mlp
 
 
@@ -22,6 +24,18 @@ class SharedExpert:
     def __call__(self, x: Tensor) -> Tensor:
         made = self.mlp(x)
         return made if self.gate is None else sigmoid(self.gate(x)) * made
+
+    def lower(self, graph: GraphBuilder, x: Buffer) -> tuple[Buffer, Buffer | None]:
+        """Append the expert to a CPU step graph; return the outputs of `mlp` and of `gate`.
+
+        The caller multiplies by the gate's sigmoid when it adds the routed experts.
+        """
+        made, gate = graph.scratch("shared expert", x.width), None
+        if self.gate is not None:
+            gate = graph.scratch("gate of the shared expert", 1)
+            self.gate.lower_unpacked(graph, x, gate)
+        self.mlp.lower(graph, x, made)
+        return made, gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,37 @@ class MoE:
         else:
             out = moe_forward(x, chosen, weights, len(self.experts), self._run)
         return out if self.shared is None else out + self.shared(x)
+
+    def lower(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
+        """Append `out = self(x)` to a CPU step graph."""
+        routing, num_experts = self.routing, len(self.experts)
+        if routing != Routing(routing.top_k, routing.normalise) or self.bias is not None:
+            raise UnsupportedGraph(f"{routing}")
+        layout = graph.expert_layout(num_experts, routing.top_k)
+        logits = graph.scratch("router logits", num_experts)
+        weights = graph.scratch("expert weights", routing.top_k)
+        self.router.lower_unpacked(graph, x, logits)
+        graph.topk_softmax(logits, layout, routing.normalise, weights)
+        # Append the shared expert before the others: threads that wait for the routing then
+        # prefetch its weights.
+        shared, gate = (None, None) if self.shared is None else self.shared.lower(graph, x)
+        rows = graph.scratch("expert inputs", x.width, layout)
+        made = graph.scratch("expert outputs", out.width, layout)
+        graph.permute(x, layout, rows)
+        self._lower_experts(graph, rows, made, layout)
+        graph.unpermute_sum(made, layout, weights, out, shared, gate)
+
+    def _lower_experts(
+        self, graph: GraphBuilder, x: Buffer, out: Buffer, layout: ExpertLayout
+    ) -> None:
+        """Append `out = expert(x)` for each expert's rows, in the order of `Mlp.lower`."""
+        first = self.experts[0]
+        width = sum(first.gate_up.sizes)
+        both = graph.scratch("gate and up", width, layout)
+        inner = graph.scratch("gated", width // 2, layout)
+        lower_expert_linears(graph, [expert.gate_up for expert in self.experts], x, both, layout)
+        graph.gate(both, first.gate_kind(), inner, layout)
+        lower_expert_linears(graph, [expert.down for expert in self.experts], inner, out, layout)
 
     def _run(self, expert: int, rows: Tensor) -> Tensor:
         return self.experts[expert](rows)

@@ -3,6 +3,7 @@
 - `norm(x)` returns a new, normalised tensor.
 - `norm.add_and_norm(hidden, x)` adds x to `hidden` in place and returns the normalised sum.
 - `norm.normalize_(x)` normalises in place.
+- `norm.lower(graph, x, out)` appends `out = norm(x)` to a CPU step graph, for some columns or all.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from penstock.kernels.norm.op import (
     rms_norm,
     rms_norm_,
 )
+from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
+from penstock.kernels.step_graph.layout import Buffer
+from penstock.workers.layers.parameter import Parameter, parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,14 @@ class RmsNorm:
     def normalize_(self, x: Tensor) -> None:
         rms_norm_(x, self.weight, self.eps)
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
+    def lower(
+        self, graph: GraphBuilder, x: Buffer, out: Buffer, columns: range | None = None
+    ) -> None:
+        graph.norm(x, self.weight, self.eps, out, columns)
+
+    def parameters(self, name: str) -> dict[str, Parameter]:
         """Return the tensors to be loaded, by their names in the checkpoint."""
-        return {f"{name}.weight": self.weight}
+        return {f"{name}.weight": parameter(self, self.weight)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +67,13 @@ class GemmaRmsNorm:
     def normalize_(self, x: Tensor) -> None:
         x.copy_(self(x))
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        return {f"{name}.weight": self.weight}
+    def lower(
+        self, graph: GraphBuilder, x: Buffer, out: Buffer, columns: range | None = None
+    ) -> None:
+        graph.norm(x, 1.0 + self.weight, self.eps, out, columns)
+
+    def parameters(self, name: str) -> dict[str, Parameter]:
+        return {f"{name}.weight": parameter(self, self.weight)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +94,14 @@ class LayerNorm:
     def normalize_(self, x: Tensor) -> None:
         x.copy_(self(x))
 
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        found = {f"{name}.weight": self.weight}
-        return found | {f"{name}.bias": self.bias} if self.biased else found
+    def lower(
+        self, graph: GraphBuilder, x: Buffer, out: Buffer, columns: range | None = None
+    ) -> None:
+        raise UnsupportedGraph("a layer norm")
+
+    def parameters(self, name: str) -> dict[str, Parameter]:
+        found = {f"{name}.weight": parameter(self, self.weight)}
+        return found | {f"{name}.bias": parameter(self, self.bias)} if self.biased else found
 
 
 Norm: TypeAlias = RmsNorm | GemmaRmsNorm | LayerNorm

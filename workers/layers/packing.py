@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from penstock.kernels.linear.op import (
     int8_unsupported_reason,
     supports_onednn,
 )
+from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.mla import LatentAttention
+from penstock.workers.layers.moe import MoE
 
 MIN_WEIGHTS = 1 << 14
 """Smallest number of weights for which packing pays off."""
@@ -34,8 +37,8 @@ def check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
         raise ValueError(f"deterministic mode is not available: {reason}")
 
 
-def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
-    """Pack the linear layers of a loaded model in place.
+class Packer:
+    """Packs the modules of a model, each as soon as its parameters are loaded.
 
     MoE routers are not quantized, because a rounding error of a router could select another expert.
 
@@ -44,38 +47,66 @@ def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
         quantization: "int8" or "none".
         deterministic: pack for batch-invariant kernels, even where others are faster.
     """
-    found = [linear for linear in linears(model) if linear.weight.numel() >= MIN_WEIGHTS]
-    if quantization == "int8":
-        for linear in found:
+
+    def __init__(self, model: Any, quantization: str, deterministic: bool) -> None:
+        self._quantization = quantization
+        self._deterministic = deterministic
+        found = [linear for linear in linears(model) if linear.weight.numel() >= MIN_WEIGHTS]
+        self._worthwhile = {id(linear) for linear in found}
+        self._weight_bytes = sum(linear.weight.nbytes for linear in found)
+        self._bytes_left = sum(linear.weight.nbytes for linear in found if linear.weight.is_meta)
+
+    def finish(self, module: object) -> None:
+        """Pack a module of the model whose parameters are all loaded; see `Parameter.owner`."""
+        if isinstance(module, MoE | ExpertParallelMoE):
+            self._finish_stacks(module)
+        elif isinstance(module, LatentAttention) and self._deterministic:
+            module.pack_batch_invariant()
+        elif isinstance(module, Linear):
+            module.reorder_rows()
+            self._pack(module)
+
+    @cached_property
+    def _copies_fit(self) -> bool:
+        """Whether copies of all weights fit in `MEMORY_FRACTION` of the memory left by loading."""
+        return self._weight_bytes <= MEMORY_FRACTION * (_available() - self._bytes_left)
+
+    def _pack(self, linear: Linear) -> None:
+        if linear.packed is not None:
+            return
+        is_worthwhile = id(linear) in self._worthwhile
+        if is_worthwhile and self._quantization == "int8":
             linear.pack_int8()
-    elif not deterministic:
-        for linear in found:
-            if supports_packed_f32(linear.weight):
-                linear.pack_f32()
-        _pack_onednn([linear for linear in found if linear.packed is None])
-    if deterministic:
-        _pack_batch_invariant(model)
-
-
-def _pack_onednn(found: list[Linear]) -> None:
-    own = [linear for linear in found if supports_onednn(linear.weight)]
-    if own and sum(linear.weight.nbytes for linear in own) <= MEMORY_FRACTION * _available():
-        for linear in own:
+        elif self._deterministic:
+            linear.pack_batch_invariant()
+        elif is_worthwhile and supports_packed_f32(linear.weight):
+            linear.pack_f32()
+        elif is_worthwhile and supports_onednn(linear.weight) and self._copies_fit:
             linear.pack_onednn()
+
+    def _finish_stacks(self, moe: MoE | ExpertParallelMoE) -> None:
+        """Pack experts whose weights are views of stacks; free stacks that nothing reads then."""
+        packable = list(linears(moe.experts))
+        for linear in packable:
+            self.finish(linear)
+        grouped = isinstance(moe, MoE) and moe.grouped is not None
+        if moe.stacks and not grouped and not any(linear.weight.numel() for linear in packable):
+            for name in [name for name in moe.stacks if not name.endswith("_bias")]:
+                del moe.stacks[name]
+
+
+def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
+    """Pack the modules of a loaded model in place: see `Packer`."""
+    packer = Packer(model, quantization, deterministic)
+    for module in iter_modules(model):
+        if isinstance(module, Linear | LatentAttention):
+            packer.finish(module)
 
 
 def _available() -> int:
     import psutil  # imported here because GPU-only installations may lack it, see docs/gpu.md
 
     return int(psutil.virtual_memory().available)
-
-
-def _pack_batch_invariant(model: Any) -> None:
-    for module in iter_modules(model):
-        if isinstance(module, LatentAttention) or (
-            isinstance(module, Linear) and module.packed is None
-        ):
-            module.pack_batch_invariant()
 
 
 def linears(model: Any) -> Iterator[Linear]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.workers.parallel.groups import ProcessGroup
+from penstock.workers.parallel.collectives import ProcessGroup
 
 
 def vocab_parallel_embedding(

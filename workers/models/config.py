@@ -38,6 +38,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def is_file_name(name: object) -> bool:
+    """Return True if `name` is a plain file name, which cannot refer to another folder."""
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+
+
 class Fields:
     """A configuration whose values are validated when they are read."""
 

@@ -6,22 +6,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.workers.layers.attention import Attention, StepInputs
+from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
+from penstock.kernels.step_graph.layout import Buffer
+from penstock.workers.layers.attention import StepInputs
 from penstock.workers.layers.decoder_layer import DecoderLayer
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.norm import Norm
+from penstock.workers.layers.parameter import Parameter, parameter
 from penstock.workers.layers.vocab_parallel import gather_logits, vocab_parallel_embedding
 from penstock.workers.models.model_builder import ModelBuilder
-from penstock.workers.models.rotary import Rotary, make_rotary
+from penstock.workers.models.rotary_embedding import Rotary, make_rotary
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.models.weight_map import layer_tensors
+from penstock.workers.models.weight_map import layer_parameters
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
 from penstock.workers.weights.sharding import local_spec
 
 
 @dataclass(frozen=True, slots=True)
+class DecoderBuffers:
+    """Inputs and outputs of a decoder's CPU step graph."""
+
+    hidden: Buffer  # input: embeddings; the layers update the buffer
+    angles: tuple[Buffer, ...]  # input, per rotary table: cosines and sines of positions
+    logits: Buffer | None  # output, before the soft cap; None: the graph does not contain the head
+
+
+@dataclass(frozen=True, slots=True)
 class Decoder:
-    """A model, or one rank's shard of a model. Weights are loaded through `tensors`."""
+    """A model, or one rank's shard of a model. Weights are loaded through `parameters`."""
 
     spec: ModelSpec  # spec of this rank's shard
     dtype: torch.dtype
@@ -83,27 +95,52 @@ class Decoder:
         cap = self.spec.logit_cap
         return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return views of the weights, to be loaded, by the tensors' names in the checkpoint."""
+    def lower(self, graph: GraphBuilder) -> DecoderBuffers:
+        """Append all layers and, if supported, the head to a CPU step graph.
+
+        Raises:
+            UnsupportedGraph: if the graph cannot represent a layer.
+        """
+        if self.ranks is not SINGLE_RANK or self.dtype != torch.float32:
+            raise UnsupportedGraph(f"one of several ranks, or {self.dtype}")
+        hidden = graph.alloc(self.spec.hidden_size)
+        angles = tuple(graph.alloc(2 * 2 * len(each.frequencies)) for each in self.rotaries)
+        for number, layer in enumerate(self.layers):
+            layer.lower(graph, hidden, angles, number)
+        return DecoderBuffers(hidden, angles, self._lower_head(graph, hidden))
+
+    def _lower_head(self, graph: GraphBuilder, hidden: Buffer) -> Buffer | None:
+        """Append the final norm and the head; return the buffer of the logits, or None."""
+        assert self.norm is not None
+        assert self.head is not None
+        if not graph.supports_linear(self.head.packed):
+            return None
+        x, logits = graph.scratch("normalised", hidden.width), graph.alloc(self.spec.vocab_size)
+        self.norm.lower(graph, hidden, x)
+        self.head.lower(graph, x, logits)
+        return logits
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Return the tensors to be loaded, by their names in the checkpoint."""
         names = self.spec.names
-        found: dict[str, Tensor] = {}
+        found: dict[str, Parameter] = {}
         if self.norm is not None and self.head is not None:
-            found = self.norm.tensors(names.norm) | self.head.tensors([names.head])
+            found |= self.norm.parameters(names.norm)
+            head = self.head.parameters([names.head])
             if self.spec.tie_embeddings:
-                found[f"{names.embeddings}.weight"] = found.pop(f"{names.head}.weight")
-        if self.embeddings is not None:
-            found[f"{names.embeddings}.weight"] = self.embeddings
+                head[f"{names.embeddings}.weight"] = head.pop(f"{names.head}.weight")
+            found |= head
+        if self.embeddings is not None:  # tied embeddings are the head's
+            found.setdefault(f"{names.embeddings}.weight", parameter(self, self.embeddings))
         if self.embedding_norm is not None:
-            found |= self.embedding_norm.tensors(names.embedding_norm)
+            found |= self.embedding_norm.parameters(names.embedding_norm)
         for number, block in enumerate(self.layers, self.first_layer):
-            found |= layer_tensors(block, names, number)
+            found |= layer_parameters(block, names, number)
         return found
 
-    def finish_loading(self) -> None:
-        """Reorder weights that have another layout in the checkpoint. Call once after loading."""
-        for block in self.layers:
-            if self.spec.qkv_grouped and isinstance(block.attention, Attention):
-                block.attention.ungroup()
+    def tensors(self) -> dict[str, Tensor]:
+        """Allocate all weights; return views of them by the tensors' names in the checkpoint."""
+        return {name: each.data() for name, each in self.parameters().items()}
 
     def _embed(self, tokens: Tensor) -> Tensor:
         assert self.embeddings is not None
@@ -145,10 +182,9 @@ def empty_decoder(
         embeddings = assembly.empty(num_tokens, spec.hidden_size)
         embedding_norm = assembly.norm(spec.hidden_size) if spec.embedding_norm else None
     if coord.is_last:
-        tied = embeddings if spec.tie_embeddings else None
-        weight = assembly.empty(num_tokens, spec.hidden_size) if tied is None else tied
-        head_bias = assembly.empty(num_tokens) if spec.head_bias else None
-        head = Linear(weight, head_bias, (num_tokens,))
+        head = assembly.linear(spec.hidden_size, (num_tokens,), spec.head_bias)
+        if spec.tie_embeddings and embeddings is not None:
+            head.weight = embeddings
     layers = coord.layers(spec.num_layers)
     return Decoder(
         spec=local,

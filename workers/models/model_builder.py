@@ -1,4 +1,4 @@
-"""Builds the layers of a `ModelSpec`, with uninitialised weights."""
+"""Builds the layers of a `ModelSpec`, whose weights are not loaded yet."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -117,9 +117,11 @@ class ModelBuilder:
             "head": (self.norm(spec.head_dim), self.norm(spec.head_dim)),
             "whole": (self.norm(query_size), self.norm(kv_size)),
         }[spec.qk_norm]
+        qkv = self.linear(spec.hidden_size, (query_size, kv_size, kv_size), spec.qkv_bias)
+        qkv.row_order = self.grouped_rows() if spec.qkv_grouped else None
         sinks = self.empty(spec.num_heads) if spec.sinks else None
         return Attention(
-            qkv=self.linear(spec.hidden_size, (query_size, kv_size, kv_size), spec.qkv_bias),
+            qkv=qkv,
             output=self.row_parallel_linear(query_size, spec.hidden_size, spec.output_bias),
             q_norm=q_norm,
             k_norm=k_norm,
@@ -133,6 +135,19 @@ class ModelBuilder:
             clip=spec.qkv_clip,
             biases=self.biases(),
         )
+
+    def grouped_rows(self) -> Tensor:
+        """Return the checkpoint's rows in the order of `Attention.qkv`, if heads are grouped.
+
+        In the checkpoint, each KV head's query heads, key and value follow each other. `qkv` has
+        all query heads, then all keys, then all values.
+        """
+        spec = self.spec
+        group = spec.num_heads // spec.num_kv_heads
+        rows = torch.arange(spec.num_kv_heads * (group + 2) * spec.head_dim, device=self.device)
+        groups = rows.view(spec.num_kv_heads, group + 2, spec.head_dim)
+        chunks = (groups[:, :group], groups[:, group], groups[:, group + 1])
+        return torch.cat([chunk.flatten() for chunk in chunks])
 
     def scores(self, sinks: Tensor | None) -> ScoreMod:
         spec, slopes, scale = self.spec, None, self.spec.attention_scale

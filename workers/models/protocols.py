@@ -7,8 +7,8 @@ from torch import Tensor
 
 from penstock.workers.layers.attention import StepInputs
 from penstock.workers.models.deepseek import LatentSpec
-from penstock.workers.models.rope import RopeSpec
-from penstock.workers.models.rotary import Rotary
+from penstock.workers.models.rope_config import RopeSpec
+from penstock.workers.models.rotary_embedding import Rotary
 
 
 class ModelInfo(Protocol):

@@ -15,9 +15,9 @@ from penstock.workers.models.deepseek import (
     read_latent,
     read_routing,
 )
-from penstock.workers.models.families import FAMILIES
 from penstock.workers.models.family import Family
-from penstock.workers.models.rope import RopeSpec, read_ropes, stretched_scores
+from penstock.workers.models.family_registry import FAMILIES
+from penstock.workers.models.rope_config import RopeSpec, read_ropes, stretched_scores
 from penstock.workers.models.tensor_names import TensorNames
 
 
@@ -126,7 +126,7 @@ def read_config(folder: Path) -> Fields:
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
     architectures = config.values.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
-        raise config.unsupported(f"names no single architecture; {supported_architectures()}")
+        raise config.unsupported(f"must name exactly one architecture; {supported_architectures()}")
     method = config.values.get("quantization_config")
     if method:
         name = method.get("quant_method") if isinstance(method, Mapping) else method
@@ -304,7 +304,7 @@ def _checked_rope(config: Fields, family: Family, rope: RopeSpec, head_dim: int)
     num_features = int(head_dim * rope.rotated_fraction)
     if num_features % 2 or not 0 < num_features <= head_dim:
         raise config.bad(
-            "partial_rotary_factor", "a fraction of head_dim that is an even number of features"
+            "partial_rotary_factor", "a number between 0 and 1 whose product with head_dim is even"
         )
     if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
         raise config.bad("rope_scaling", f"one whose lists have {num_features // 2} factors each")

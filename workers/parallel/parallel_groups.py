@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch._C._distributed_c10d import Store
 
-from penstock.workers.parallel.groups import (
+from penstock.workers.parallel.collectives import (
     ProcessGroup,
     StageLinks,
     make_process_group,

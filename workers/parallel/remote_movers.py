@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from penstock.workers.kv_transfer.rank_mover import ReportCallback
 from penstock.workers.kv_transfer.shards import LayerHeadRange
+from penstock.workers.parallel.collectives import RankLost
 from penstock.workers.parallel.communicator import Communicator
-from penstock.workers.parallel.groups import RankLost
 from penstock.workers.parallel.lazy_module import LazyModule
 from penstock.workers.parallel.step_broadcast import RemoteReader, RemoteWriter
 

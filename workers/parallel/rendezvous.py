@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from penstock.protos import ranks_pb2 as wire
 from penstock.protos import ranks_pb2_grpc
-from penstock.workers.parallel.groups import RankLost
+from penstock.workers.parallel.collectives import RankLost
 
 MAX_BYTES = 1 << 16  # maximum size of a message
 MAX_ENTRIES = 1 << 14

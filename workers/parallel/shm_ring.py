@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from penstock.workers.parallel.groups import RankLost
+from penstock.workers.parallel.collectives import RankLost
 
 _LINE = 64  # bytes of a cache line; each counter has its own line, to avoid false sharing
 _WAIT, _WAKE = 0, 1
@@ -128,7 +128,7 @@ class ShmRingWriter:
         deadline = time.monotonic() + self._seconds
         while (self._number - self._slowest()) >= ring.num_slots:
             if time.monotonic() > deadline:
-                raise RankLost(f"a rank read no step plan for {self._seconds:g} s")
+                raise RankLost(f"a rank has not read its next step plan for {self._seconds:g} s")
             time.sleep(_SLEEP_SECONDS)
         ring.put(self._number, message)
         self._number += 1

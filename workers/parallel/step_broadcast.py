@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from penstock.workers.parallel.collectives import RankLost
 from penstock.workers.parallel.communicator import Communicator, connect, first_sentence
-from penstock.workers.parallel.groups import RankLost
 from penstock.workers.parallel.shm_ring import ShmRingReader, ShmRingWriter
 
 NUM_SLOTS = 32  # maximum number of unread messages; a power of two, above the plans in flight

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.kernels.cpu_common.cpu_features import has_amx
 from penstock.workers.models.protocols import ModelInfo
 
 KV_TRANSFER_VERSION = 2  # increased when the meaning of transferred blocks changes
@@ -39,25 +40,32 @@ def layout_of(
     spec: ModelInfo,
     dtype: torch.dtype,
     cached: torch.dtype,
-    deterministic: int | None = None,
+    deterministic: str = "",
 ) -> str:
     """Return the layout string of a worker's KV; only workers with equal strings exchange blocks.
 
     The workers may differ in their number of ranks and in their block size. In deterministic mode
-    the block size must be the same: a worker may only continue from KV that was computed in the way
-    in which it computes KV itself.
+    the block size and the kind of device must be the same: a worker may only continue from KV that
+    has the bits that it would compute itself.
 
     Args:
         model: Result of `model_fingerprint`.
         cached: Dtype of the KV cache.
-        deterministic: Block size of a worker in deterministic mode, otherwise None.
+        deterministic: Result of `numerics_of` in deterministic mode, otherwise empty.
     """
     shape = (spec.num_layers, *spec.kv_shape, spec.rope.divisors)
     described = f"{KV_TRANSFER_VERSION} {model} {dtype} {shape}"
-    if deterministic is not None:
+    if deterministic:
         described += f" deterministic {deterministic}"
     digest = blake2b(described.encode(), digest_size=16).hexdigest()
     return f"{digest} {str(cached).removeprefix('torch.')}"
+
+
+def numerics_of(block_size: int, device: torch.device) -> str:
+    """Return a description of all properties of a worker on which the bits of its KV depend."""
+    if device.type == "cuda":
+        return f"{block_size} {torch.cuda.get_device_name(device)}"
+    return f"{block_size} {torch.backends.cpu.get_cpu_capability()} {'AMX' if has_amx() else ''}"
 
 
 def layout_mismatch(theirs: str, ours: str) -> str:
@@ -68,4 +76,7 @@ def layout_mismatch(theirs: str, ours: str) -> str:
     of_us, _, our_dtype = ours.partition(" ")
     if of_them == of_us and their_dtype:
         return f"its KV cache is of {their_dtype}, ours of {our_dtype}: use the same kv_cache_dtype"
-    return "the layouts differ: use the same model and dtype for both workers"
+    return (
+        "the layouts differ: use the same model and dtype for both workers, and in deterministic "
+        "mode the same block size and the same kind of GPU or CPU"
+    )

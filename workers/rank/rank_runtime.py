@@ -33,7 +33,7 @@ from penstock.workers.parallel.step_broadcast import (
     node_name,
 )
 from penstock.workers.parallel.step_codec import max_plan_bytes
-from penstock.workers.rank.fingerprint import layout_of
+from penstock.workers.rank.fingerprint import layout_of, numerics_of
 from penstock.workers.rank.kv_cache import KvCache, choose_cache_dtype
 from penstock.workers.rank.kv_cache_size import choose_num_blocks
 from penstock.workers.scheduling.config import SchedulerConfig
@@ -89,9 +89,10 @@ class RankRuntime:
 
     def layout(self, model: str) -> str:
         """Return the layout string of the worker's KV; `model` is the model's fingerprint."""
-        block_size = self.limits.block_size if self.config.deterministic else None
-        dtypes = (self.decoder.dtype, self.cache.data.dtype)
-        return layout_of(model, self.spec, *dtypes, block_size)
+        dtypes, numerics = (self.decoder.dtype, self.cache.data.dtype), ""
+        if self.config.deterministic:
+            numerics = numerics_of(self.limits.block_size, self.decoder.device)
+        return layout_of(model, self.spec, *dtypes, numerics)
 
     def expert_counts(self) -> list[Tensor]:
         """Return, for each MoE layer of this rank, how often each expert was chosen ([E] int64).
@@ -250,6 +251,7 @@ def _limits(
         max_batched_tokens=config.max_batched_tokens,
         max_queued=config.max_queued,
         static=config.static_batching,
+        hash_key=config.hash_key,
         num_stages=config.pp,
     )
 

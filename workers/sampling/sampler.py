@@ -24,7 +24,7 @@ from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.gpu.pinned import put
 from penstock.workers.sampling.beam_search import Candidates
 from penstock.workers.sampling.token_filter import History, TokenFilter
-from penstock.workers.scheduling.sequence import Bools, Ints, Key
+from penstock.workers.scheduling.sequence import BeamRows, Bools, Ints, Key
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are treated as greedy, because logits / temperature could overflow float32."""
@@ -43,6 +43,7 @@ ROW = np.dtype(
         ("choice", np.int64),
         ("min_tokens", np.int64),
         ("logprobs", np.int64),  # number of most likely tokens to report; -1: no logprobs
+        ("prompt_logprobs", np.int64),  # the same for each prompt token that is scored
         ("penalized", np.bool_),
         ("biased", np.bool_),
         ("has_token_filter", np.bool_),  # has allowed tokens or bad words
@@ -85,7 +86,7 @@ class Sampled:
     prompts: list[PromptLogprobs] = field(default_factory=list)
     beams: npt.NDArray[np.intp] = field(default_factory=NO_BEAMS.copy)  # [R] rows that are beams
     candidates: Candidates | None = None  # candidates of the R beam rows
-    parents: Ints | None = None  # [S] sequence-table row that each row continues; None: no beams
+    beam_rows: BeamRows | None = None  # the beams, after the beam search; None: no beams
     finished_searches: list[Key] = field(default_factory=list)  # keys of searches that have ended
 
 
@@ -133,6 +134,7 @@ class Sampler:
             choice,
             params.min_tokens,
             -1 if params.logprobs is None else params.logprobs,
+            params.prompt_logprobs or 0,
             *changes,
             any(changes),
             self._token_filter.can_stop(row),
@@ -163,6 +165,14 @@ class Sampler:
             return Sampled(tokens, finite, entries)
         candidates = self._candidates(_rows(shaped, beams), params["candidates"][beams])
         return Sampled(tokens, finite, entries, beams=beams, candidates=candidates)
+
+    def num_logprobs(self, rows: Ints) -> npt.NDArray[np.int64]:
+        """Return [S] the number of most likely tokens to report for each row; -1: no logprobs."""
+        return self._params["logprobs"][rows]
+
+    def num_prompt_logprobs(self, rows: Ints) -> npt.NDArray[np.int64]:
+        """Return [S] the number of most likely tokens to report for each scored prompt token."""
+        return self._params["prompt_logprobs"][rows]
 
     def can_sample_on_device(self, rows: Ints, indices: Ints) -> bool:
         """Return whether `sample_on_device` supports these rows: no operation needs the host."""

@@ -1,49 +1,40 @@
 """Admission of waiting sequences to the batch."""
 
-from penstock.workers.scheduling.config import SchedulerConfig
-from penstock.workers.scheduling.kv_pool import BlockPool
-from penstock.workers.scheduling.leases import Leases
-from penstock.workers.scheduling.running_batch import RunningBatch
-from penstock.workers.scheduling.sequence import Ints
-from penstock.workers.scheduling.table import SequenceTable
-from penstock.workers.scheduling.waiting import SequenceState, WaitingQueue
+from penstock.workers.scheduling.scheduler_state import SchedulerState
+from penstock.workers.scheduling.sequence import Admitted, Ints, Reserved
+from penstock.workers.scheduling.sequence_groups import SequenceGroups
+from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 
 
 class Admission:
     """Policy that admits waiting sequences while table rows, blocks and token budget last."""
 
-    def __init__(
-        self,
-        limits: SchedulerConfig,
-        table: SequenceTable,
-        pool: BlockPool,
-        waiting: WaitingQueue,
-        batch: RunningBatch,
-        leases: Leases,
-    ) -> None:
-        self._limits = limits
-        self._table = table
-        self._pool = pool
-        self._waiting = waiting
-        self._batch = batch
-        self._leases = leases
+    def __init__(self, state: SchedulerState, groups: SequenceGroups) -> None:
+        self._limits = state.limits
+        self._table = state.table
+        self._pool = state.pool
+        self._waiting = state.waiting
+        self._batch = state.batch
+        self._leases = state.leases
+        self._totals = state.totals
+        self._groups = groups
         self._blocked: tuple[SequenceState, int] | None = (
             None  # last queue head that did not fit, and its number of cached blocks
         )
 
-    def admit(self, budget: int) -> list[list[SequenceState]]:
+    def admit(self, budget: int) -> bool:
         """Admit waiting sequences in queue order until table rows, blocks or `budget` run out.
 
         Args:
             budget: number of tokens left in the budget of the step.
 
         Returns:
-            One list per admitted sequence: the sequence, then its forks.
+            True if a sequence was admitted.
         """
-        admitted: list[list[SequenceState]] = []
+        admitted: list[list[SequenceState]] = []  # sequences, each followed by its forks
         static = self._limits.static
         if static and len(self._batch):
-            return admitted
+            return False
         while self._table.num_free_rows and (ticket := self._waiting.head()) is not None:
             if budget <= 0 and not (static or ticket.source_len):
                 break
@@ -55,7 +46,25 @@ class Admission:
             self._waiting.remove(ticket)
             admitted.append([ticket, *ticket.forks])
             budget -= self._assign_row(ticket, matched)
-        return admitted
+        for ticket, *followers in admitted:
+            self._record(ticket, followers)
+        return bool(admitted)
+
+    def _record(self, ticket: SequenceState, followers: list[SequenceState]) -> None:
+        """Emit the events of an admitted sequence, and count its cached tokens."""
+        groups, have = self._groups, int(self._table.num_computed[ticket.row])
+        if ticket.is_cancelled and not ticket.forks:
+            # The leader was cancelled while waiting; its forks have just started without it.
+            self._batch.release_row(ticket)
+            groups.choice_ended(ticket)
+        else:
+            followers.insert(0, ticket)
+        num_cached = min(have, ticket.new.num_prompt)
+        groups.events += [Admitted(one.key, one.row, one.choice, num_cached) for one in followers]
+        self._totals.cached += num_cached
+        if ticket.phase is SequencePhase.RECEIVING:
+            blocks = self._batch.reserved(ticket)
+            groups.events.append(Reserved(ticket.key, have, ticket.source_len, blocks))
 
     def _match_if_fits(self, ticket: SequenceState) -> Ints | None:
         """Return the cached blocks to reuse, or None if the other blocks of `ticket` do not fit.

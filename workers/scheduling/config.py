@@ -1,6 +1,6 @@
 """Limits of the scheduler, and a check whether a sequence could ever run within them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.workers.scheduling.sequence import NeverFits, NewSequence
 
@@ -19,6 +19,7 @@ class SchedulerConfig:
     num_stages: int = 1  # pipeline stages; also the maximum number of steps in flight
     watermark: int = 1  # free blocks to keep per sequence in the batch when another is admitted
     static: bool = False  # static batching, as a baseline: admit only when the batch is empty
+    hash_key: bytes = field(default=b"", repr=False)  # secret of the cluster: see `root_hash`
 
     def __post_init__(self) -> None:
         for name in (

@@ -5,8 +5,6 @@ from the previous plan by a few additions. It does not depend on the tokens of t
 it can be made while that step is running.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from penstock.workers.scheduling.kv_pool import BlockPool, State
@@ -20,8 +18,8 @@ class DecodeFastPath:
     def __init__(self, table: SequenceTable, pool: BlockPool) -> None:
         self._table = table
         self._pool = pool
-        self._last: StepPlan | None = None  # the newest plan; None if it cannot be continued
-        self._has_snapshot = False  # whether the fields below belong to the rows of `_last`
+        self.last: StepPlan | None = None  # the newest plan; None if it cannot be continued
+        self._has_snapshot = False  # whether the fields below belong to the rows of `last`
         self._first = 0  # number of the first plan derived from this snapshot
         self._until = 0  # number of the first plan in which a sequence reaches a limit
         self._next_boundary = 0  # number of the next plan in which a sequence enters a new block
@@ -34,17 +32,17 @@ class DecodeFastPath:
 
     def invalidate(self) -> None:
         """Forget the last plan, because of a change that `can_continue` cannot detect."""
-        self._last, self._has_snapshot = None, False
+        self.last, self._has_snapshot = None, False
 
     def start(self, plan: StepPlan, rows: Ints) -> None:
         """Keep `plan` as the last plan if it computes and samples one token for each of `rows`."""
         self.invalidate()
         if plan.rows is rows and len(plan.tokens) == len(rows) and plan.samples.all():
-            self._last = plan
+            self.last = plan
 
     def can_continue(self, rows: Ints) -> bool:
         """Return True if there is a last plan and its rows are still the running `rows`."""
-        return self._last is not None and self._last.rows is rows
+        return self.last is not None and self.last.rows is rows
 
     def next(self, number: int, ahead: bool) -> StepPlan | None:
         """Return the next plan; None if a sequence may end in that step or too few blocks are left.
@@ -54,7 +52,7 @@ class DecodeFastPath:
             ahead: True if the last step is still in flight. Then `StepPlan.fill` sets the tokens of
                 the new plan later.
         """
-        last = self._last
+        last = self.last
         if last is None:
             return None
         if not self._has_snapshot:
@@ -69,7 +67,7 @@ class DecodeFastPath:
                 return None
             tables = self._enter_block(last, crossing, slots)
             self._find_block_boundary(number, slots)
-        self._last = StepPlan(
+        self.last = StepPlan(
             number=number,
             rows=last.rows,
             tokens=np.zeros_like(slots) if ahead else self._drawn(last),
@@ -81,92 +79,20 @@ class DecodeFastPath:
             samples=last.samples,
             ahead=ahead,
         )
-        return self._last
+        return self.last
 
     @property
-    def num_to_fill(self) -> int:
-        """Number of plans from the last one to the next one that may fill a block, inclusive."""
-        last = self._last
-        return 0 if last is None else self._next_boundary - last.number
+    def num_until_boundary(self) -> int:
+        """Number of plans from the last one to the next one in which a sequence enters a block."""
+        return 0 if self.last is None else self._next_boundary - self.last.number
 
-    def num_skippable(self) -> int:
-        """Return how many steps, starting with that of the last plan, need no scheduling decision.
-
-        In these steps no sequence ends or yields, and enough blocks are available. The number is 0
-        if a sequence has stop tokens, because sampling a stop token may end the sequence.
-        """
-        last = self._last
-        if last is None:
+    def num_until_limit(self) -> int:
+        """Return the number of plans from the last one to the first that reaches a length limit."""
+        if self.last is None:
             return 0
         if not self._has_snapshot:
-            self._snapshot_rows(last)
-        if (self._stops >= 0).any():
-            return 0
-        num = self._until - last.number
-        while num > 1 and self._num_missing(last, num - 1) > self._pool.num_available:
-            num //= 2
-        return max(num, 0)
-
-    def skip(self, drawn: Ints, publish: Callable[[Ints, Ints], None]) -> None:
-        """Plan and commit the next steps at once.
-
-        The last plan must have been committed already.
-
-        Args:
-            drawn: [steps, B] sampled tokens. None of these steps may need a scheduling decision.
-            publish: called with table rows and their lengths whenever blocks may have become full.
-        """
-        done = 0
-        while done < len(drawn):
-            last = self._last
-            if last is None or last.number + len(drawn) - done >= self._until:
-                raise ValueError("cannot fast-forward: a sequence would reach its limit")
-            num = min(self._next_boundary - 1 - last.number, len(drawn) - done)
-            plan = (
-                self._skip_within_blocks(last, drawn[done : done + num])
-                if num
-                else self._skip_one(drawn[done])
-            )
-            if self.fills(plan):
-                publish(plan.rows, plan.context_lens)
-            done += max(num, 1)
-
-    def _skip_within_blocks(self, last: StepPlan, drawn: Ints) -> StepPlan:
-        """Commit n steps with tokens `drawn` [n, B] that enter no new block.
-
-        Return the last plan.
-        """
-        table, num = self._table, len(drawn)
-        lengths = last.context_lens + num
-        columns = last.context_lens[:, None] + np.arange(1, num + 1, dtype=np.int32)
-        table.tokens[last.rows[:, None], columns] = drawn.T
-        table.num_computed[last.rows] = lengths
-        table.num_tokens[last.rows] = lengths + 1
-        positions = lengths - 1
-        self._last = plan = StepPlan(
-            number=last.number + num,
-            rows=last.rows,
-            tokens=table.tokens[last.rows, positions],
-            positions=positions,
-            query_starts=last.query_starts,
-            context_lens=lengths,
-            block_tables=last.block_tables,
-            slots=last.slots + num,
-            samples=last.samples,
-        )
-        return plan
-
-    def _skip_one(self, drawn: Ints) -> StepPlan:
-        """Plan and commit the next step, whose sampled tokens are `drawn` [B]; return its plan."""
-        assert self._last is not None
-        plan = self.next(self._last.number + 1, ahead=False)
-        if plan is None or self.commit(plan, drawn) is None:
-            raise ValueError("cannot fast-forward: blocks ran out, or a sequence may end")
-        return plan
-
-    def _num_missing(self, last: StepPlan, num: int) -> int:
-        """Return how many blocks must be taken for the `num` steps that follow the last plan."""
-        return int(self._table.num_missing_blocks(last.rows, last.context_lens + num).sum())
+            self._snapshot_rows(self.last)
+        return self._until - self.last.number
 
     def fills(self, plan: StepPlan) -> bool:
         """Return True if this plan may fill a block.

@@ -18,6 +18,20 @@ class InFlightSteps:
         self.released_later: list[SequenceState] = []  # removed while a step in flight has them
         self._batch = batch
 
+    def remove_oldest(self, plan: StepPlan) -> None:
+        """Remove a step that has been computed. Raises ValueError if it is not the oldest."""
+        if not self.plans or plan is not self.plans[0]:
+            raise ValueError("not the first step in flight")
+        del self.plans[0]
+
+    def remove_newest(self, plan: StepPlan) -> None:
+        """Remove a step that has not started to run. Raises ValueError if it is not the newest."""
+        if not self.plans or plan is not self.plans[-1]:
+            raise ValueError("not the newest step in flight")
+        if len(plan.copies):
+            raise ValueError("a step that copies blocks cannot be withdrawn")
+        self.plans.pop()
+
     def holds(self, ticket: SequenceState) -> bool:
         """Return True if the sequence is in a step in flight."""
         return any(

@@ -7,7 +7,7 @@ block is evicted first, so that the remaining prefix can still be matched.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import Literal, TypeAlias
 
@@ -34,6 +34,32 @@ _NUM_STATES = len(State)
 Hold: TypeAlias = Literal[State.USED, State.LEASED, State.RESERVED]
 
 
+class BlockChanges:
+    """Net changes of the published blocks since this object was made, by hash, in order.
+
+    A block that is published and unpublished again is in neither dict.
+    """
+
+    def __init__(self) -> None:
+        self.stored: dict[bytes, bytes] = {}  # new block -> block before it; b"": none
+        self.evicted: dict[bytes, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.evicted)
+
+    def store(self, digest: bytes, parent: bytes) -> None:
+        if digest in self.evicted:
+            del self.evicted[digest]
+        else:
+            self.stored[digest] = parent
+
+    def evict(self, digest: bytes) -> None:
+        if digest in self.stored:
+            del self.stored[digest]
+        else:
+            self.evicted[digest] = None
+
+
 class BlockPool:
     """Reference counts, hashes and LRU order of `num_blocks` blocks; O(1) time per block.
 
@@ -50,6 +76,7 @@ class BlockPool:
         self._hashed = np.zeros(num_blocks, np.bool_)
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self.changes: BlockChanges | None = None  # None: changes are not recorded
 
     def num(self, state: State) -> int:
         return self._counts[state]
@@ -132,16 +159,30 @@ class BlockPool:
         """Return True if a block is published under this hash."""
         return digest in self._block_of
 
-    def publish(self, blocks: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """Publish used blocks under their hashes; a hash that is known keeps its first block."""
+    def hashes(self) -> Collection[bytes]:
+        """Return the hashes of all published blocks."""
+        return self._block_of.keys()
+
+    def publish(
+        self, blocks: Sequence[int], hashes: Sequence[bytes], parents: Sequence[bytes]
+    ) -> None:
+        """Publish used blocks under their hashes; a hash that is known keeps its first block.
+
+        Args:
+            blocks: [n] blocks in state USED.
+            hashes: [n] hash of each block.
+            parents: [n] hash of the block before each block; b"" for the first of a sequence.
+        """
         if (self.state[blocks] != _USED).any():
             raise ValueError("only blocks in state USED can be published")
         new = []
-        for block, digest in zip(blocks, hashes, strict=True):
+        for block, digest, parent in zip(blocks, hashes, parents, strict=True):
             if digest not in self._block_of and block not in self._hash_of:
                 self._block_of[digest] = block
                 self._hash_of[block] = digest
                 new.append(block)
+                if self.changes is not None:
+                    self.changes.store(digest, parent)
         self._hashed[new] = True
 
     def forget(self, blocks: Ints) -> None:
@@ -186,8 +227,11 @@ class BlockPool:
         return block
 
     def _unpublish(self, block: int) -> None:
-        del self._block_of[self._hash_of.pop(block)]
+        digest = self._hash_of.pop(block)
+        del self._block_of[digest]
         self._hashed[block] = False
+        if self.changes is not None:
+            self.changes.evict(digest)
 
     def _states(self, blocks: Ints) -> npt.NDArray[np.int8]:
         used, leased, reserved = self._holders[:, blocks] > 0

@@ -1,19 +1,19 @@
 """The sequences that hold a row of the sequence table, and the blocks of these rows."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
 
+from penstock.workers.scheduling.beam_groups import BeamGroups
 from penstock.workers.scheduling.block_growth import BlockGrowth
-from penstock.workers.scheduling.config import SchedulerConfig
 from penstock.workers.scheduling.kv_pool import BlockPool, State
-from penstock.workers.scheduling.sequence import NEVER, NO_TOKENS, Ints, StepPlan
+from penstock.workers.scheduling.sequence import Ints, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 
-_order = attrgetter("order")
+_arrival = attrgetter("arrival")
 
 
 def split_token_budget(remaining: Ints, budget: int) -> Ints:
@@ -40,11 +40,9 @@ class RunningBatch:
         self._pool = pool
         self.block_growth = BlockGrowth(table, pool)
         self._by_row: dict[int, SequenceState] = {}  # also receiving sequences and waiting forks
-        self._running: list[SequenceState] = []  # sorted by `order`
+        self._running: list[SequenceState] = []  # sorted by arrival
         self.fork_parents: list[SequenceState] = []  # sequences with a row whose forks still wait
-        self.beam_groups: list[
-            list[SequenceState]
-        ] = []  # the beams of each search that has rows, leader first
+        self.beams = BeamGroups(table, pool, self.block_growth)
         self._rows: Ints | None = None
 
     @property
@@ -61,8 +59,13 @@ class RunningBatch:
         return row in self._by_row
 
     @property
+    def is_steady(self) -> bool:
+        """True if a commit starts no forks and exchanges no blocks between rows."""
+        return not self.fork_parents and not self.beams
+
+    @property
     def last(self) -> SequenceState:
-        """The youngest running sequence of the lowest priority, which is preempted first."""
+        """The youngest running sequence, which is preempted first."""
         return self._running[-1]
 
     def sequence(self, row: int) -> SequenceState:
@@ -83,7 +86,7 @@ class RunningBatch:
         if ticket.forks:
             self.fork_parents.append(ticket)
         if ticket.beams:
-            self.beam_groups.append(ticket.beams)
+            self.beams.add(ticket.beams)
         self._start_row(ticket, matched, len(matched) * table.block_size)
 
     def fork_if_due(self, ticket: SequenceState) -> bool:
@@ -100,27 +103,23 @@ class RunningBatch:
         self.block_growth.shared_rows.add(ticket.row)
         self.fork_parents.remove(ticket)
         ticket.forks = []
-        if ticket.beams:  # beams exchange blocks, so blocks of their answers are never published
-            self._table.num_published[[one.row for one in ticket.beams]] = NEVER
+        if ticket.beams:
+            self.beams.started(ticket.beams)
         return True
 
-    def plan_forks(self, plan: StepPlan) -> Ints:
-        """Return the forks that sample their first token in this step, from their leader's logits.
-
-        Returns:
-            [F, 2] per fork: the index of its leader among the rows that sample, and its table row.
-        """
+    def with_forks(self, plan: StepPlan) -> StepPlan:
+        """Add the forks that sample their first token in this step, from their leader's logits."""
+        if not self.fork_parents:
+            return plan
         sampling, table = plan.rows[plan.samples].tolist(), self._table
-        return np.array(
-            [
-                (sampling.index(leader.row), follower.row)
-                for leader in self.fork_parents
-                if leader.row in sampling
-                for follower in leader.forks
-                if table.num_tokens[follower.row] == leader.new.num_prompt
-            ],
-            np.int32,
-        ).reshape(-1, 2)
+        forks = [
+            (sampling.index(leader.row), follower.row)
+            for leader in self.fork_parents
+            if leader.row in sampling
+            for follower in leader.forks
+            if table.num_tokens[follower.row] == leader.new.num_prompt
+        ]
+        return replace(plan, forks=np.array(forks, np.int32).reshape(-1, 2))
 
     def remove_fork(self, leader: SequenceState, follower: SequenceState) -> None:
         """Detach a fork that does not need the leader's prompt any more."""
@@ -154,7 +153,7 @@ class RunningBatch:
             self._pool.move(self.reserved(ticket), State.RESERVED, State.USED)
         ticket.phase = SequencePhase.RUNNING
         ticket.source_len = 0
-        insort(self._running, ticket, key=_order)
+        insort(self._running, ticket, key=_arrival)
         self._rows = None
 
     def release_row(self, ticket: SequenceState, num_kept: int = 0) -> Ints:
@@ -167,7 +166,7 @@ class RunningBatch:
         if ticket.phase is SequencePhase.RECEIVING:
             blocks = blocks[: int(table.num_published[ticket.row])]
         elif ticket.phase is SequencePhase.RUNNING:
-            del self._running[bisect_left(self._running, ticket.order, key=_order)]
+            del self._running[bisect_left(self._running, ticket.arrival, key=_arrival)]
             self._rows = None
         self._pool.release(blocks[num_kept:], State.USED)
         table.remove(ticket.row)
@@ -176,7 +175,7 @@ class RunningBatch:
         if ticket.forks:
             self.fork_parents.remove(ticket)
         if ticket.beams:
-            self.beam_groups = [beams for beams in self.beam_groups if beams is not ticket.beams]
+            self.beams.remove(ticket.beams)
         ticket.row = -1
         return blocks[:num_kept]
 
@@ -187,33 +186,9 @@ class RunningBatch:
         rows = self.rows
         remaining = self._table.num_tokens[rows] - self._table.num_computed[rows]
         counts = split_token_budget(remaining, budget)
-        for beams in self.beam_groups:
-            self._align_beams(beams, remaining, counts)
+        if self.beams:
+            self.beams.align(rows, remaining, counts)
         return counts
-
-    def _align_beams(self, beams: list[SequenceState], remaining: Ints, counts: Ints) -> None:
-        """Lower `counts` so that either all beams of a search sample in this step, or none."""
-        leader = beams[0]
-        if leader.forks and len(leader.tokens) == leader.new.num_prompt:
-            return  # all beams sample their first token from the logits of the leader
-        ours = np.isin(self.rows, [one.row for one in beams if one.phase is SequencePhase.RUNNING])
-        if leader.forks or (remaining[ours] > 1).any():
-            counts[ours] = np.minimum(counts[ours], remaining[ours] - 1)
-
-    def split_budget_over_idle(
-        self, in_flight: Sequence[StepPlan], limits: SchedulerConfig
-    ) -> tuple[Ints, Ints]:
-        """Choose one pipeline stage's share of the table rows that are not in a step in flight.
-
-        Returns:
-            [n] table rows, at most 1 / `num_stages` of the running rows, and [n] token counts.
-        """
-        busy = np.concatenate([plan.rows for plan in in_flight]) if in_flight else NO_TOKENS
-        rows = self.rows[~np.isin(self.rows, busy)]
-        remaining = self._table.num_tokens[rows] - self._table.num_computed[rows]
-        counts = split_token_budget(remaining, limits.max_batched_tokens)
-        scheduled = np.flatnonzero(counts)[: -(-len(self.rows) // limits.num_stages)]
-        return rows[scheduled], counts[scheduled]
 
     def num_still_needed(self) -> int:
         """Return how many blocks the sequences with a table row still need for their tokens."""
@@ -229,25 +204,6 @@ class RunningBatch:
         rows, table = self.rows, self._table
         return int((table.num_blocks[rows] * table.block_size - table.num_computed[rows]).sum())
 
-    def reorder_beams(self, rows: Ints, parents: Ints) -> None:
-        """Give beam rows [n] the tokens and blocks of their parent rows [n], all at once.
-
-        All rows of a search have the same length. Blocks stay shared until a row writes to them.
-        """
-        moved = rows != parents
-        if not moved.any():
-            return
-        rows, parents, table = rows[moved], parents[moved], self._table
-        counts = table.num_blocks[parents]
-        old, new = (table.block_table[each, : int(counts.max())] for each in (rows, parents))
-        others = (old != new) & (np.arange(old.shape[1]) < counts[:, None])
-        for blocks, differ in zip(new, others, strict=True):
-            self._pool.retain(blocks[differ], State.USED)
-        for blocks, differ in zip(old, others, strict=True):
-            self._pool.release(blocks[differ], State.USED)
-        table.copy_rows(rows, parents)
-        self.block_growth.shared_rows.update(rows.tolist(), parents.tolist())
-
     def publish(self, rows: Ints, lengths: Ints) -> None:
         """Publish the full blocks of `rows`; `lengths` are the numbers of computed positions."""
         table, size = self._table, self._table.block_size
@@ -258,11 +214,14 @@ class RunningBatch:
         rows, full = rows[grown], full[grown]
         blocks: list[int] = []
         hashes: list[bytes] = []
+        parents: list[bytes] = []
         firsts = table.num_published[rows].tolist()
         for row, first, end in zip(rows.tolist(), firsts, full.tolist(), strict=True):
             blocks += table.block_table[row, first:end].tolist()
-            hashes += self._by_row[row].chain(table.tokens[row], end, size)[first:]
-        self._pool.publish(blocks, hashes)
+            chain = self._by_row[row].chain(table.tokens[row], end, size)
+            hashes += chain[first:]
+            parents += chain[first - 1 : -1] if first else [b"", *chain[:-1]]
+        self._pool.publish(blocks, hashes, parents)
         table.num_published[rows] = full
 
     def holders(self) -> tuple[list[Ints], list[Ints]]:

@@ -56,7 +56,6 @@ class NewSequence:
     params: SamplingParams
     choice: int = 0
     yield_after: int = 0  # number of new tokens after which to yield; 0: never
-    priority: int = 0  # sequences of higher priority run first
     salt: bytes = b""  # sequences share cached blocks only under the same salt
     source_len: int = 0  # number of KV positions that another worker can send; 0: none
     siblings: tuple[Sibling, ...] = ()
@@ -135,6 +134,14 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamRows:
+    """All R beams among the sampling rows of a step, and the beams that they continue."""
+
+    rows: Ints  # [R] rows of the sequence table
+    parents: Ints  # [R] rows of the same search; its own row for a beam of an ended search
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """The S new tokens of a committed step, in the order of the plan's sampling rows."""
 
@@ -153,6 +160,7 @@ class Admitted:
     key: Key
     row: int
     choice: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache; the same for all choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +173,12 @@ class Yielded:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Event: blocks for a KV transfer are reserved; positions below `have` are already cached."""
+    """Event: blocks are reserved for a KV transfer of positions [have, stop)."""
 
     key: Key
-    have: int
+    have: int  # positions below are in cached blocks
+    stop: int
+    blocks: Ints = field(compare=False)  # [n] blocks that the transfer writes
 
 
 @dataclass(frozen=True, slots=True)

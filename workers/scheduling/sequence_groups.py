@@ -1,16 +1,19 @@
-"""Keeps the sequences of a worker, each as a group of choices, and removes them."""
+"""Keeps the sequences of a worker, each as a group of choices: starts forks, yields and removes."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.workers.scheduling.decode_fast_path import DecodeFastPath
-from penstock.workers.scheduling.in_flight import InFlightSteps
-from penstock.workers.scheduling.leases import Leases
-from penstock.workers.scheduling.running_batch import RunningBatch
-from penstock.workers.scheduling.sequence import Admitted, Finished, Key, SchedulerEvent, Yielded
-from penstock.workers.scheduling.table import SequenceTable
-from penstock.workers.scheduling.waiting import SequencePhase, SequenceState, WaitingQueue
+from penstock.workers.scheduling.scheduler_state import SchedulerState
+from penstock.workers.scheduling.sequence import (
+    Admitted,
+    Finished,
+    Ints,
+    Key,
+    SchedulerEvent,
+    Yielded,
+)
+from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 
 
 class SequenceGroups:
@@ -21,23 +24,15 @@ class SequenceGroups:
     `Batcher.events` has not returned yet.
     """
 
-    def __init__(
-        self,
-        table: SequenceTable,
-        waiting: WaitingQueue,
-        batch: RunningBatch,
-        leases: Leases,
-        in_flight: InFlightSteps,
-        fast_path: DecodeFastPath,
-    ) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self.events: list[SchedulerEvent] = []
         self._groups: dict[Key, list[SequenceState]] = {}
-        self._table = table
-        self._waiting = waiting
-        self._batch = batch
-        self._leases = leases
-        self._in_flight = in_flight
-        self._fast_path = fast_path
+        self._table, self._pool = state.table, state.pool
+        self._waiting = state.waiting
+        self._batch = state.batch
+        self._leases = state.leases
+        self._in_flight = state.in_flight
+        self._fast_path = state.fast_path
 
     def __contains__(self, key: Key) -> bool:
         return key in self._groups
@@ -45,18 +40,52 @@ class SequenceGroups:
     def add(self, key: Key, group: list[SequenceState]) -> None:
         self._groups[key] = group
 
-    def choices(self, key: Key) -> Sequence[SequenceState]:
-        """Return the choices of the sequence `key`; empty if the key is unknown."""
-        return self._groups.get(key, ())
-
     def sequences(self) -> list[SequenceState]:
         return [ticket for group in self._groups.values() for ticket in group]
 
-    def receiver(self, key: Key) -> SequenceState | None:
-        """Return the choice of the sequence `key` that awaits a KV transfer, or None."""
-        return next(
-            (one for one in self.choices(key) if one.phase is SequencePhase.RECEIVING), None
-        )
+    # ------------------------------------------------------------ forks and KV transfers
+
+    def start_forks(self) -> list[int]:
+        """Start the forks whose prompt is computed.
+
+        Returns:
+            The table rows of cancelled leaders, which end now because no fork needs them any more.
+        """
+        batch, rows = self._batch, []
+        for leader in [one for one in batch.fork_parents if one.phase is SequencePhase.RUNNING]:
+            row = leader.row
+            if batch.fork_if_due(leader) and leader.is_cancelled:
+                rows.append(row)
+                batch.release_row(leader)
+                self.choice_ended(leader)
+        return rows
+
+    def reserved_blocks(self, key: Key) -> Ints:
+        """Return the blocks that a KV transfer writes; KeyError if `key` is not receiving."""
+        ticket = self._receiver(key)
+        if ticket is None:
+            raise KeyError(key)
+        return self._batch.reserved(ticket)
+
+    def end_receiving(self, key: Key, arrived: bool) -> None:
+        """Run a sequence after its KV transfer; do nothing if the sequence is not receiving.
+
+        Args:
+            key: key of the sequence.
+            arrived: True if the transfer has written all positions of the source.
+        """
+        ticket = self._receiver(key)
+        if ticket is None:
+            return
+        if arrived:
+            self._table.num_computed[ticket.row] = ticket.source_len
+        self._batch.run(ticket)
+        rows = np.array([ticket.row], np.int32)
+        self._batch.publish(rows, self._table.num_computed[rows])
+        if ticket.forks:
+            self.start_forks()
+        if key in self._groups:
+            self.yield_if_due(key)
 
     # ------------------------------------------------------------ removal
 
@@ -68,9 +97,16 @@ class SequenceGroups:
         for ticket in self._groups.pop(key, ()):
             self._release(ticket)
 
+    def fail(self, key: Key) -> None:
+        """Drop a sequence with non-finite logits; unpublish its blocks to prevent their reuse."""
+        for ticket in self._choices(key):
+            if ticket.phase is SequencePhase.RUNNING:
+                self._pool.forget(self._table.blocks(ticket.row))
+        self.drop(key)
+
     def drop_choice(self, key: Key, choice: int) -> None:
         """Remove a choice; emit `Finished` after the last one. Ignore beams and unknown choices."""
-        group = self.choices(key)
+        group = self._choices(key)
         ticket = next((one for one in group if one.choice == choice), None)
         if ticket is None or ticket.beams:
             return
@@ -89,14 +125,14 @@ class SequenceGroups:
 
     def finish(self, key: Key) -> None:
         """Remove all choices of a sequence and emit `Finished`; ignore an unknown key."""
-        for ticket in list(self.choices(key)):
+        for ticket in list(self._choices(key)):
             self._release(ticket)
             self.choice_ended(ticket)
 
     def finish_row(self, row: int) -> None:
         """End the choice that runs in table row `row`."""
         ticket = self._batch.sequence(row)
-        self._release_row(ticket)
+        self._release(ticket)
         self.choice_ended(ticket)
 
     def forget_preempted(self, first: int) -> None:
@@ -121,13 +157,11 @@ class SequenceGroups:
             del self._groups[ticket.key]
             self.events.append(Finished(ticket.key))
 
-    def _release_row(self, ticket: SequenceState) -> None:
-        """Release row and blocks now or, if steps in flight have them, at the last commit."""
-        if not self._in_flight.release_row(ticket):
-            self._fast_path.invalidate()
-
     def _release(self, ticket: SequenceState) -> None:
-        """Release the resources of a choice in its phase: queue entry, reserved blocks, or row."""
+        """Release the resources of a choice in its phase: queue entry, reserved blocks, or row.
+
+        If steps in flight have the row, row and blocks are released at the last commit.
+        """
         if ticket.phase is SequencePhase.WAITING:
             self._waiting.remove(ticket)
         elif ticket.row < 0:
@@ -135,8 +169,8 @@ class SequenceGroups:
         elif ticket.phase is SequencePhase.RECEIVING:
             self._leases.abandon(ticket.key, self._batch.reserved(ticket))
             self._batch.release_row(ticket)
-        else:
-            self._release_row(ticket)
+        elif not self._in_flight.release_row(ticket):
+            self._fast_path.invalidate()  # `RunningBatch.rows` still has the row
 
     # ------------------------------------------------------------ yielding
 
@@ -145,7 +179,7 @@ class SequenceGroups:
 
         An unknown key is ignored.
         """
-        group = self.choices(key)
+        group = self._choices(key)
         for ticket in group:
             ticket.yield_len = 0
             if ticket.row >= 0:
@@ -179,3 +213,15 @@ class SequenceGroups:
             self._release(ticket)
         del self._groups[key]
         self.events.append(Yielded(key, kv_len))
+
+    # ------------------------------------------------------------ look-up
+
+    def _choices(self, key: Key) -> Sequence[SequenceState]:
+        """Return the choices of the sequence `key`; empty if the key is unknown."""
+        return self._groups.get(key, ())
+
+    def _receiver(self, key: Key) -> SequenceState | None:
+        """Return the choice of the sequence `key` that awaits a KV transfer, or None."""
+        return next(
+            (one for one in self._choices(key) if one.phase is SequencePhase.RECEIVING), None
+        )

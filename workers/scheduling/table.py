@@ -44,7 +44,6 @@ class SequenceTable:
         self.num_blocks = column()
         self.keys = np.full(num_rows, None, object)
         self.choices = column()
-        self.is_beam: Bools = np.zeros(num_rows, np.bool_)  # only the beam search ends a beam
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -67,8 +66,7 @@ class SequenceTable:
         self.max_len[row] = new.num_prompt + limit
         self.yield_len[row] = yield_len
         self._set_stop_tokens(row, params.stop_token_ids)
-        self.is_beam[row] = params.use_beam_search
-        if params.use_beam_search:
+        if params.use_beam_search:  # only the beam search ends a beam
             self.max_len[row] = NEVER
             self._set_stop_tokens(row, ())
         self.keys[row] = new.key
@@ -135,7 +133,9 @@ class SequenceTable:
     def record_scored(self, rows: Ints, lengths: Ints) -> None:
         """Advance `prompt_known` of `rows` after their first `lengths` positions are computed."""
         requested = self.prompt_known[rows] != NEVER
-        known, rows = lengths[requested] + 1, rows[requested]
+        lengths, rows = lengths[requested], rows[requested]
+        # A sequence that continues elsewhere recomputes positions whose logprobs are known.
+        known = np.maximum(lengths + 1, self.prompt_known[rows])
         self.prompt_known[rows] = np.where(known < self.num_prompt[rows], known, NEVER)
 
     def num_prompt_computed(self, plan: StepPlan) -> int:

@@ -1,4 +1,4 @@
-"""Queue of the sequences that wait for a table row, by priority and then by arrival."""
+"""Queue of the sequences that wait for a table row, in order of arrival."""
 
 import heapq
 from array import array
@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from penstock.common.block_hash import extend_chain
+from penstock.common.block_hash import extend_chain, root_hash
 from penstock.workers.scheduling.sequence import NEVER, Ints, Key, NewSequence, Sibling
 
 
@@ -31,6 +31,7 @@ class SequenceState:
     source_len: int  # number of KV positions that a transfer may still provide
     phase: SequencePhase = SequencePhase.WAITING
     row: int = -1  # row of the sequence table; -1: none
+    root: bytes = b""  # parent hash of the first block
     hashes: list[bytes] = field(default_factory=list)  # of the first full blocks, on demand
     choice: int = 0
     prompt_known: int = NEVER  # first prompt position that needs logprobs; NEVER: none does
@@ -41,11 +42,6 @@ class SequenceState:
     @property
     def key(self) -> Key:
         return self.new.key
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Sort key; the queue serves sequences in ascending order of this key."""
-        return -self.new.priority, self.arrival
 
     @property
     def num_uncomputed(self) -> int:
@@ -65,12 +61,13 @@ class SequenceState:
         """Return the hashes of the first `num_blocks` full blocks of this sequence's `tokens`."""
         if len(self.hashes) < num_blocks:
             prefix = tokens[: num_blocks * block_size]
-            extend_chain(self.hashes, self.new.salt, prefix, block_size)
+            extend_chain(self.hashes, self.root, prefix, block_size)
         return self.hashes[:num_blocks]
 
 
-def make_sequence_states(new: NewSequence, arrival: int) -> list[SequenceState]:
+def make_sequence_states(new: NewSequence, arrival: int, hash_key: bytes) -> list[SequenceState]:
     """Return one state per choice: the leader, with arrival number `arrival`, then its forks."""
+    root = root_hash(hash_key, new.salt)
     # The shortest choice is the leader, because choices without an answer sample their first token
     # from the leader's logits.
     siblings = sorted(
@@ -88,6 +85,7 @@ def make_sequence_states(new: NewSequence, arrival: int) -> list[SequenceState]:
             yield_len=min(len(one.tokens) + yield_after, NEVER),
             source_len=new.source_len,
             choice=one.choice,
+            root=root,
             phase=SequencePhase.AWAITING_FORK if index else SequencePhase.WAITING,
         )
         for index, one in enumerate(siblings)
@@ -106,14 +104,14 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self.num_tokens = 0  # tokens to compute, over all waiting sequences
-        self._heap: list[tuple[tuple[int, int], SequenceState]] = []
+        self._heap: list[tuple[int, SequenceState]] = []
         self._waiting: set[int] = set()  # arrival numbers of the waiting sequences
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def push(self, ticket: SequenceState) -> None:
-        heapq.heappush(self._heap, (ticket.order, ticket))
+        heapq.heappush(self._heap, (ticket.arrival, ticket))
         self._waiting.add(ticket.arrival)
         self.num_tokens += ticket.num_uncomputed
 

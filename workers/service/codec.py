@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple, cast
 
+from penstock.common.block_hash import MAX_SALT_BYTES
 from penstock.common.sampling_params import (
     InvalidParameterError,
     SamplingLimits,
@@ -13,7 +14,8 @@ from penstock.common.sampling_params import (
 )
 from penstock.protos import worker_pb2 as wire
 from penstock.protos.worker_codec import decode_sampling_params
-from penstock.workers.engine.engine import BeamResult, StepResult
+from penstock.workers.engine.results import BeamResult, StepResult
+from penstock.workers.engine.step_times import StepRecord
 from penstock.workers.sampling.sampler import TokenLogprobs
 from penstock.workers.scheduling.sequence import (
     FinishReason,
@@ -26,7 +28,6 @@ from penstock.workers.scheduling.sequence import (
 
 PROTOCOL = 1  # version of protos/worker.proto
 MAX_MESSAGE_BYTES = 16 << 20
-MAX_SALT_BYTES = 256
 MAX_COUNT = 1 << 30
 
 LIMITS = SamplingLimits(
@@ -102,7 +103,6 @@ def new_sequence(
         num_prompt=len(prompt),
         params=params,
         yield_after=min(submit.yield_after, MAX_COUNT),
-        priority=submit.priority,
         salt=submit.salt,
         source_len=0 if scored else usable_source(source_len, len(prompt), lengths),
         prompt_known=known,
@@ -157,14 +157,7 @@ def step_messages(
                 rows[key.session].append(row)
         for session, taken in rows.items():
             _add_tokens(steps[session], taken, output, result.logprobs)
-    for prompt in result.prompts:
-        key = sequence_key(prompt.key)
-        if is_held(key):
-            added = steps[key.session].prompts.add(
-                request=key.request, attempt=key.attempt, position=prompt.position
-            )
-            for entry in filter(None, prompt.entries):
-                added.entries.add(**asdict(entry))
+    _add_prompts(steps, result, is_held)
     for key in filter(is_held, map(sequence_key, result.failed)):
         reason = (
             "no next token: the model's output was not finite for this request, or its bad words "
@@ -194,6 +187,26 @@ def beam_result_message(result: BeamResult) -> wire.Step:
     return step
 
 
+def _add_prompts(
+    steps: dict[int, wire.Step], result: StepResult, is_held: Callable[[SequenceKey], bool]
+) -> None:
+    """Add the numbers of cached prompt tokens and the prompt logprobs to the steps of sessions."""
+    for prompt in result.prompts:
+        key = sequence_key(prompt.key)
+        if is_held(key):
+            added = steps[key.session].prompts.add(
+                request=key.request, attempt=key.attempt, position=prompt.position
+            )
+            for entry in filter(None, prompt.entries):
+                added.entries.add(**asdict(entry))
+    for name, num_cached in result.num_cached.items():
+        key = sequence_key(name)
+        if is_held(key):
+            steps[key.session].cached.add(
+                request=key.request, attempt=key.attempt, tokens=num_cached
+            )
+
+
 def _add_tokens(
     step: wire.Step,
     rows: list[int],
@@ -217,10 +230,27 @@ def _add_tokens(
             step.logprobs.add(row=column, **asdict(entry))
 
 
+def step_records_message(records: Sequence[StepRecord]) -> wire.StepRecords:
+    """Return the message with these step records."""
+    return wire.StepRecords(
+        number=[record.number for record in records],
+        ended=[record.ended for record in records],
+        seconds=[record.seconds for record in records],
+        tokens=[record.work.tokens for record in records],
+        sequences=[record.work.sequences for record in records],
+        positions=[record.work.positions for record in records],
+        pairs=[record.work.pairs for record in records],
+    )
+
+
 def merge_steps(earlier: wire.Step, later: wire.Step) -> None:
-    """Append `later` to `earlier`, and keep the load of `later`."""
+    """Append `later` to `earlier`, and keep the newest load."""
     first = len(earlier.token)
     for logprobs in later.logprobs:
         logprobs.row += first
+    first_change = earlier.cache.first if earlier.HasField("cache") else later.cache.first
     earlier.MergeFrom(later)
-    earlier.load.CopyFrom(later.load)  # because a merge ignores fields that are now 0
+    if later.HasField("load"):
+        earlier.load.CopyFrom(later.load)  # because a merge ignores fields that are now 0
+    if earlier.HasField("cache"):
+        earlier.cache.first = first_change

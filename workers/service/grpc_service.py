@@ -10,7 +10,8 @@ from itertools import count
 from typing import Any, Self
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2
 from torch._C._distributed_c10d import Store
 
 from penstock.protos import transfer_pb2_grpc, worker_pb2_grpc
@@ -22,7 +23,8 @@ from penstock.workers.engine.step_times import STEP_BOUNDS
 from penstock.workers.health.watchdog import Watchdog
 from penstock.workers.kv_transfer.staging import WorkerIdentity
 from penstock.workers.rank.rank_runtime import ProgressCallback
-from penstock.workers.service.codec import MAX_MESSAGE_BYTES, PROTOCOL
+from penstock.workers.service.codec import MAX_MESSAGE_BYTES, PROTOCOL, step_records_message
+from penstock.workers.service.health_service import health_handlers
 from penstock.workers.service.session import Session
 from penstock.workers.service.session_manager import BadCommand, SessionManager
 
@@ -77,6 +79,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if session.stream_end.code is not grpc.StatusCode.OK:
             await context.abort(session.stream_end.code, session.stream_end.reason)
 
+    async def Steps(
+        self, request: wire.StepsRequest, context: grpc.aio.ServicerContext
+    ) -> wire.StepRecords:
+        """Return the latest steps, for the calibration of the simulator."""
+        await self._authorize(context)
+        return step_records_message(await self._manager.step_records())
+
     async def _authorize(self, context: grpc.aio.ServicerContext) -> None:
         if self._token is None:
             return
@@ -92,7 +101,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             async with asyncio.timeout(_MAX_MISSED_HEARTBEATS * self._heartbeat_seconds):
                 first = await anext(requests)
-        except (TimeoutError, StopAsyncIteration):
+        except (TimeoutError, StopAsyncIteration, DecodeError):
             first = wire.ToWorker()
         problem = ""
         if first.number != 1 or not first.hello.router:
@@ -129,6 +138,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             session.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"no message for {seconds:g} s")
         except BadCommand as error:
             session.end(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except DecodeError:
+            session.end(grpc.StatusCode.INVALID_ARGUMENT, "a message is not a valid ToWorker")
         except Exception as error:  # a broken stream, or a bug in this process
             log.exception("the stream of router %s failed", session.router)
             session.end(grpc.StatusCode.INTERNAL, f"the stream failed: {error}")
@@ -251,7 +262,7 @@ async def serve_worker(
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     transfer_pb2_grpc.add_TransferServicer_to_server(dispatch.kv_transfer.receiver, server)  # type: ignore[no-untyped-call]
     healthy = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    server.add_generic_rpc_handlers((health_handlers(healthy),))
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     attending = asyncio.create_task(_watch_health(dispatch, healthy, config.canary_seconds))
@@ -317,4 +328,5 @@ def _welcome(config: WorkerConfig, engine: Engine, identity: WorkerIdentity) -> 
         eos_tokens=engine.spec.eos_tokens,
         vocab_size=engine.spec.vocab_size,
         step_bounds=STEP_BOUNDS,
+        machine=engine.machine,
     )

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 import grpc
 
 from penstock.protos import worker_pb2 as wire
-from penstock.workers.kv_transfer.sender import OutgoingTransfer
+from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.service.codec import SequenceKey, merge_steps
 
 MAX_TOKENS_WAITING = 1 << 15  # maximum number of tokens in a Step that waits for a slow reader
 MAX_MESSAGES_WAITING = 1 << 12
+MAX_CACHE_BYTES_WAITING = 1 << 20  # cache events in a Step that waits; above it, all are dropped
 
 
 @dataclass(slots=True)
@@ -39,6 +40,7 @@ class Session:
     def __init__(self, session_id: int, hello: wire.Hello) -> None:
         self.session_id = session_id
         self.router = hello.router
+        self.wants_cache_events = hello.cache_events
         self.held: dict[SequenceKey, HeldSequence] = {}
         self.stream_end: StreamEnd | None = None
         self.last_load: wire.Load | None = None  # the last load sent to the router
@@ -49,6 +51,11 @@ class Session:
 
     def key(self, request: int, attempt: int) -> SequenceKey:
         return SequenceKey(self.session_id, request, attempt)
+
+    @property
+    def has_waiting_snapshot(self) -> bool:
+        """True if a snapshot of the cached blocks waits for the router to read it."""
+        return any(message.HasField("cache_snapshot") for message in self._waiting)
 
     def put(self, message: wire.ToRouter, no_merge: bool = False) -> None:
         """Queue a message. Waiting Steps are merged; a backlog over its limit ends the stream.
@@ -64,6 +71,7 @@ class Session:
         joins = last is not None and last.HasField("step") and message.HasField("step")
         if last is not None and joins and not (no_merge or self._no_merge):
             merge_steps(last.step, message.step)
+            _drop_excess_cache_events(last.step)
         else:
             self._waiting.append(message)
         self._no_merge = no_merge
@@ -98,3 +106,15 @@ class Session:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
+
+
+def _drop_excess_cache_events(step: wire.Step) -> None:
+    """Drop the cache events of a Step if they are too large.
+
+    The number of the next change stays. It shows the router that changes are missing, even if no
+    other change follows; the router then requests a snapshot.
+    """
+    cache = step.cache
+    if cache.ByteSize() > MAX_CACHE_BYTES_WAITING:
+        cache.first += len(cache.changes)
+        cache.ClearField("changes")

@@ -7,6 +7,7 @@ a step. `docs/lifecycle.md` specifies the messages.
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from functools import partial
 
 import grpc
@@ -14,14 +15,17 @@ import grpc
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as wire
 from penstock.protos.worker_codec import encode_worker_load
-from penstock.workers.engine.engine import Engine, StepResult
+from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.engine_thread import EngineThread
+from penstock.workers.engine.results import StepResult
+from penstock.workers.engine.step_times import StepRecord
 from penstock.workers.health.canary import KEY as CANARY
-from penstock.workers.health.canary import LivenessMonitor
+from penstock.workers.health.canary import LivenessMonitor, make_canary
 from penstock.workers.health.watchdog import ProgressTimer
 from penstock.workers.kv_transfer.coordinator import KvTransfer
 from penstock.workers.kv_transfer.staging import WorkerIdentity
 from penstock.workers.scheduling.sequence import NeverFits
+from penstock.workers.service.cache_stream import CacheStream
 from penstock.workers.service.codec import (
     BadSubmit,
     SequenceKey,
@@ -71,6 +75,7 @@ class SessionManager:
         self._vocabulary = Vocabulary(engine.spec.vocab_size, engine.spec.eos_tokens)
         self._engine = EngineThread(engine, self._deliver, self._fail, timer)
         self.kv_transfer = KvTransfer(identity, address, engine.movers, self._engine, seconds)
+        self._cache_stream = CacheStream(identity.incarnation, self._engine)
         self.load = self._load_message(engine.load())
 
     # ------------------------------------------------------------ sessions
@@ -82,10 +87,12 @@ class SessionManager:
                 earlier.end(grpc.StatusCode.ABORTED, "the router has opened another stream")
                 self.close(earlier)
         self._sessions[session.session_id] = session
+        self._cache_stream.open(session)
 
     def close(self, session: Session) -> None:
         """Remove a session whose stream has ended, and drop all sequences held for it."""
         self._sessions.pop(session.session_id, None)
+        self._cache_stream.close(session)
         self._release(session, list(session.held))
 
     def drain(self) -> None:
@@ -107,7 +114,7 @@ class SessionManager:
     def maybe_send_canary(self) -> None:
         """Send a canary if no step has succeeded for `canary_seconds`. Call periodically."""
         if self._liveness.due(time.monotonic()):
-            answer = self._engine.call(lambda engine: engine.submit_canary())
+            answer = self._engine.call(lambda engine: engine.submit(make_canary()))
             answer.add_done_callback(self._sent_canary)
 
     def _sent_canary(self, answer: asyncio.Future[None]) -> None:
@@ -124,6 +131,10 @@ class SessionManager:
     async def stopped(self) -> None:
         """Wait until the engine's thread has ended, at most `_STEP_SECONDS`."""
         await asyncio.to_thread(self._engine.join, _STEP_SECONDS)
+
+    async def step_records(self) -> Sequence[StepRecord]:
+        """Return the records of the engine's latest steps, oldest first."""
+        return await self._engine.call(lambda engine: engine.outputs.times.records())
 
     def send_heartbeat(self, session: Session) -> None:
         """Send the load if it has changed, otherwise an empty heartbeat."""
@@ -147,6 +158,8 @@ class SessionManager:
                 self.kv_transfer.send(session, message.send)
             case "drop":
                 self._drop(session, message.drop)
+            case "resync_cache":
+                self._cache_stream.resync(session)
             case "heartbeat":
                 pass
             case other:
@@ -215,6 +228,11 @@ class SessionManager:
         """Send the results of a step to the routers, tokens before events of the same sequence."""
         self._record_step(result, load)
         steps = step_messages(result, self._is_held)
+        if result.output is None:
+            # Commands have changed the load, but there is no step that reports the new load.
+            for number in self._sessions:
+                steps.setdefault(number, wire.Step())
+        self._cache_stream.add_change(result.cache, steps)
         for number, step in steps.items():
             self._put_step(self._sessions[number], step)
         for found in result.beam_results:
@@ -223,18 +241,15 @@ class SessionManager:
                 self._put_step(
                     self._sessions[key.session], beam_result_message(found), no_merge=True
                 )
-        if result.output is None:
-            # Commands have changed the load, but there is no step that reports the new load.
-            for session in self._sessions.values():
-                self._put_step(session, wire.Step())
+        self._cache_stream.send_snapshot(result.cache)
         for key in map(sequence_key, (*result.failed, *result.finished)):
             if self._is_held(key):
                 del self._sessions[key.session].held[key]
         for yielded in result.yielded:
             self._yielded(sequence_key(yielded.key), yielded.kv_len)
-        for receiving in result.reserved:
-            key = sequence_key(receiving.key)
-            self.kv_transfer.expect(self._sessions.get(key.session), receiving)
+        for reserved in result.reserved:
+            key = sequence_key(reserved.key)
+            self.kv_transfer.expect(self._sessions.get(key.session), reserved)
 
     def _record_step(self, result: StepResult, load: WorkerLoad) -> None:
         """Record the time of a successful step, and the load unless only a canary is running."""

@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
-from itertools import groupby
+from io import BufferedReader
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from penstock.workers.layers.packing import check_deterministic, check_quantization, pack
-from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
+from penstock.workers.layers.packing import Packer, check_deterministic, check_quantization
+from penstock.workers.layers.parameter import Parameter
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, is_file_name, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.protocols import Model, ModelInfo
 from penstock.workers.models.spec import (
@@ -21,7 +22,7 @@ from penstock.workers.models.spec import (
     read_eos_tokens,
     read_spec,
 )
-from penstock.workers.models.transformers_backend.model import load_transformers_model
+from penstock.workers.models.transformers_backend.loading import load_transformers_model
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
 from penstock.workers.weights.safetensors import DTYPES, TensorEntry, load_tensor, read_header
 from penstock.workers.weights.sharding import (
@@ -95,7 +96,7 @@ def load_model(
         dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`.
         progress: Called with (bytes read, total bytes), first with 0 bytes read.
         max_model_len: Number of positions to use, if fewer than the model has (changes longrope).
-        quantization: "none" or "int8"; applied after loading, see `packing`.
+        quantization: "none" or "int8"; applied to each layer as soon as it is loaded.
         deterministic: Use batch-invariant layers: results do not depend on the rest of the batch.
 
     Returns:
@@ -112,15 +113,14 @@ def load_model(
     entries = _named_in_full(find_tensors(folder), spec.names.prefix)
     chosen = choose_dtype(dtype, spec.dtype, device)
     check_shape(spec, ranks.coord.mesh)
-    shapes = empty_decoder(spec, chosen, torch.device("meta")).tensors()
-    _match(folder, spec, shapes, entries)
+    whole = empty_decoder(spec, chosen, torch.device("meta")).parameters()
+    _match(folder, spec, whole, entries)
     check_quantization(quantization, device, chosen)
     if deterministic:
         check_deterministic(device, chosen)
     decoder = empty_decoder(spec, chosen, device, deterministic, ranks)
-    _stream(entries, decoder.tensors(), regions(spec, ranks.coord), progress)
-    decoder.finish_loading()
-    pack(decoder, quantization, deterministic)
+    packer = Packer(decoder, quantization, deterministic)
+    _stream(entries, decoder.parameters(), regions(spec, ranks.coord), progress, packer.finish)
     return spec, decoder
 
 
@@ -154,7 +154,9 @@ def find_tensors(folder: Path) -> dict[str, TensorEntry]:
 
 def _sharded(folder: Path) -> dict[str, TensorEntry]:
     weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(_is_name(file) for file in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        is_file_name(file) for file in weight_map.values()
+    ):
         raise BadCheckpoint(f"{folder / INDEX} has no valid weight_map: download it again")
     files = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
@@ -170,26 +172,24 @@ def _named_in_full(entries: dict[str, TensorEntry], prefix: str) -> dict[str, Te
     return {prefix + name: replace(entry, name=prefix + name) for name, entry in entries.items()}
 
 
-def _is_name(file: object) -> bool:
-    """Return True if `file` is a plain file name, which cannot refer to another folder."""
-    return isinstance(file, str) and file not in ("", ".", "..") and Path(file).name == file
-
-
 def _match(
-    folder: Path, spec: ModelSpec, shapes: dict[str, Tensor], entries: dict[str, TensorEntry]
+    folder: Path,
+    spec: ModelSpec,
+    parameters: dict[str, Parameter],
+    entries: dict[str, TensorEntry],
 ) -> None:
     """Check that the checkpoint has exactly the tensors that the whole model needs."""
     tied = {f"{spec.names.head}.weight"} if spec.tie_embeddings else set()
-    extra = {name for name in entries if not _is_unused(spec, name)} - tied - shapes.keys()
-    problems = (("lacks", shapes.keys() - entries.keys()), ("has the unexpected", extra))
+    extra = {name for name in entries if not _is_unused(spec, name)} - tied - parameters.keys()
+    problems = (("lacks", parameters.keys() - entries.keys()), ("has the unexpected", extra))
     for verb, names in problems:
         if names:
             raise BadCheckpoint(
                 f"{folder} {verb} {_listed(names)} (config.json says {spec.family}, "
                 f"{spec.num_layers} layers): the files do not belong together or are incomplete"
             )
-    for name, target in shapes.items():
-        _check(entries[name], target)
+    for name, each in parameters.items():
+        _check(entries[name], each.shape)
 
 
 def _is_unused(spec: ModelSpec, name: str) -> bool:
@@ -204,26 +204,30 @@ def _listed(names: Iterable[str]) -> str:
     return f"tensor {first}" + (f" and {len(others)} more" if others else "")
 
 
-def _check(entry: TensorEntry, target: Tensor) -> None:
+def _check(entry: TensorEntry, shape: tuple[int, ...]) -> None:
     if entry.dtype not in DTYPES:
         raise UnsupportedModel(
             f"{entry.path}: tensor {entry.name} is {entry.dtype}, not one of {', '.join(DTYPES)}"
         )
-    if entry.shape != tuple(target.shape):
+    if entry.shape != shape:
         raise BadCheckpoint(
             f"{entry.path}: tensor {entry.name} has shape {list(entry.shape)}, but config.json "
-            f"makes it {list(target.shape)}: the files do not belong together"
+            f"makes it {list(shape)}: the files do not belong together"
         )
 
 
 def _stream(
     entries: dict[str, TensorEntry],
-    targets: dict[str, Tensor],
+    parameters: dict[str, Parameter],
     tensor_regions: dict[str, Region],
     progress: Callable[[int, int], None],
+    finish: Callable[[object], None],
 ) -> None:
-    wanted = sorted((entries[name] for name in targets), key=lambda one: (one.path, one.start))
-    total = sum(_num_bytes(entry, targets[entry.name]) for entry in wanted)
+    """Load all parameters, one owner after the other; `finish` each owner once it is loaded.
+
+    Because `finish` may pack weights, at most one owner's weights wait in memory to be packed.
+    """
+    total = sum(_num_bytes(entries[name], each) for name, each in parameters.items())
     done = 0
 
     def advance(num_bytes: int) -> None:
@@ -232,14 +236,30 @@ def _stream(
         progress(done, total)
 
     progress(0, total)
-    for path, group in groupby(wanted, key=lambda entry: entry.path):
-        with path.open("rb") as file:
-            for entry in group:
-                target, region = targets[entry.name], tensor_regions.get(entry.name, ())
-                assert region_shape(entry.shape, region) == tuple(target.shape), entry.name
-                load_tensor(entry, target, file, advance, region)
+    with ExitStack() as stack:
+        files: dict[Path, BufferedReader] = {}
+        for owner, names in _by_owner(entries, parameters):
+            for name in names:
+                entry, region = entries[name], tensor_regions.get(name, ())
+                if entry.path not in files:
+                    files[entry.path] = stack.enter_context(entry.path.open("rb"))
+                target = parameters[name].data()
+                assert region_shape(entry.shape, region) == tuple(target.shape), name
+                load_tensor(entry, target, files[entry.path], advance, region)
+            finish(owner)
 
 
-def _num_bytes(entry: TensorEntry, target: Tensor) -> int:
-    """Return how many bytes of the file are loaded into `target`."""
-    return target.numel() * DTYPES[entry.dtype].itemsize
+def _by_owner(
+    entries: dict[str, TensorEntry], parameters: dict[str, Parameter]
+) -> Iterable[tuple[object, list[str]]]:
+    """Return each owner with the names of its tensors; tensors are in the order of the files."""
+    groups: dict[int, tuple[object, list[str]]] = {}
+    for name in sorted(parameters, key=lambda name: (entries[name].path, entries[name].start)):
+        owner = parameters[name].owner
+        groups.setdefault(id(owner), (owner, []))[1].append(name)
+    return groups.values()
+
+
+def _num_bytes(entry: TensorEntry, parameter: Parameter) -> int:
+    """Return how many bytes of the file are loaded into `parameter`."""
+    return parameter.num_items * DTYPES[entry.dtype].itemsize

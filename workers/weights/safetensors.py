@@ -20,7 +20,9 @@ from torch import Tensor
 from penstock.workers.models.config import BadCheckpoint
 from penstock.workers.weights.sharding import Region
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 16 << 20
+MAX_DIMENSIONS = 8
+MAX_ITEMS = 1 << 48  # of one tensor; bounds the time of arithmetic on numbers from the header
 CHUNK_BYTES = 8 << 20
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -93,7 +95,12 @@ def _entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntr
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise _broken(path, f"tensor {name} has the unknown dtype {dtype!r:.80}")
-    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
+    if (
+        not _counts(shape)
+        or len(shape) > MAX_DIMENSIONS
+        or not _counts(offsets)
+        or len(offsets) != 2
+    ):
         raise _broken(path, f"tensor {name} has no valid shape and byte range")
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
@@ -102,7 +109,9 @@ def _entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntr
 
 
 def _counts(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item < MAX_ITEMS for item in value
+    )
 
 
 def _check_ranges(path: Path, entries: list[TensorEntry], file_bytes: int) -> None:

@@ -57,7 +57,7 @@ def check_shape(spec: ModelSpec, mesh: Mesh) -> None:
     if ep > 1 and spec.experts is None:
         raise BadShape(f"ep {ep}: the model has no experts")
     if spec.experts is not None and ep > spec.experts.num_experts:
-        raise BadShape(f"ep {ep}: the model has {spec.experts.num_experts} experts")
+        raise BadShape(f"ep {ep} is more than the model's {spec.experts.num_experts} experts")
     if spec.latent is None and spec.num_kv_heads % tp and tp % spec.num_kv_heads:
         raise BadShape(f"tp {tp} neither divides the model's {spec.num_kv_heads} KV heads nor is "
                        "a multiple of them")  # fmt: skip
@@ -189,10 +189,10 @@ class _Cut:
         yield from _inputs(names.output, self._heads(spec.head_dim))
         yield names.sinks, (self._heads(1),)
 
-    def _heads(self, size: int, first: int = 0) -> Ranges:
-        """Return the rows of this rank's query heads: `size` rows per head, after `first` heads."""
+    def _heads(self, size: int) -> Ranges:
+        """Return the rows of this rank's query heads, with `size` rows per head."""
         num = self._spec.num_heads // self._coord.mesh.tp
-        start = first + num * self._coord.tp_rank
+        start = num * self._coord.tp_rank
         return ((start * size, (start + num) * size),)
 
     def _qkv(self) -> TensorRegions:

@@ -11,7 +11,8 @@ app.kubernetes.io/part-of: penstock
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{- /* Args: root, component. Labels of an object of the chart. */ -}}
+{{- /* Args: root, component. Labels of an object of the chart. They change with the chart's version, so
+pod templates must not have them: a changed template replaces all pods. */ -}}
 {{- define "penstock.labels" -}}
 {{ include "penstock.selector" .root }}
 app.kubernetes.io/name: penstock
@@ -26,8 +27,21 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
+{{- /* Args: root, component. Labels of a pod. */ -}}
+{{- define "penstock.podLabels" -}}
+{{ include "penstock.componentSelector" . }}
+app.kubernetes.io/name: penstock
+{{- end -}}
+
+{{- /* Args: root, component. The image of a pod and of its init containers. */ -}}
 {{- define "penstock.image" -}}
-{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- $own := .root.Values.image -}}
+{{- if and (has .component (list "router" "head")) .root.Values.routerImage.repository -}}
+{{- $own = .root.Values.routerImage -}}
+{{- end -}}
+{{- with $own -}}
+{{ .repository }}{{ ternary (printf "@%s" .digest) (printf ":%s" (default $.root.Chart.AppVersion .tag)) (ne .digest "") }}
+{{- end -}}
 {{- end -}}
 
 {{- define "penstock.headAddress" -}}
@@ -89,6 +103,9 @@ podCpus and podGpus. */ -}}
 {{- if or (lt $replicas $least) (gt $replicas $most) -}}
 {{- fail (printf "pools.%s: replicas: %d is not between minReplicas (%d) and maxReplicas (%d)" $role $replicas $least $most) -}}
 {{- end -}}
+{{- if gt (int $pool.podGpus) (int $pool.gpusPerNode) -}}
+{{- fail (printf "pools.%s: tp: %d and pp: %d need %d GPUs in one pod, but no node has more than gpusPerNode (%d): use smaller tp or pp, or correct gpusPerNode" $role (int $pool.tp) (int $pool.pp) (int $pool.podGpus) (int $pool.gpusPerNode)) -}}
+{{- end -}}
 {{- if mod (int $pool.tp) (int $pool.ep) -}}
 {{- fail (printf "pools.%s: ep: %d does not divide tp (%d): the tp ranks of a stage form ep groups of experts" $role (int $pool.ep) (int $pool.tp)) -}}
 {{- end -}}
@@ -133,15 +150,46 @@ podCpus and podGpus. */ -}}
 {{- if and .Values.monitoring.serviceMonitor.enabled .Values.monitoring.podMonitor.enabled -}}
 {{- fail "monitoring: serviceMonitor and podMonitor would scrape the same routers twice: enable only one" -}}
 {{- end -}}
-{{- if and .Values.networkPolicy.monitoring (not .Values.networkPolicy.clients) -}}
-{{- fail "networkPolicy.monitoring: has no effect without networkPolicy.clients, because all pods may scrape then: set both or neither" -}}
+{{- if not (or .Values.router.apiKeysSecret.name .Values.router.keys .Values.router.allowAnonymous) -}}
+{{- fail "router: there are no API keys: set apiKeysSecret.name or keys, or allowAnonymous to serve all who can reach the Service" -}}
+{{- end -}}
+{{- if and (ne .Values.standalone.autoscaler "none") .Values.networkPolicy.enabled (not .Values.networkPolicy.monitoring) -}}
+{{- fail (printf "standalone.autoscaler: %s follows a metric of the routers, but networkPolicy.monitoring is empty, so Prometheus could not connect to adminPort: name its pods there, or disable networkPolicy" .Values.standalone.autoscaler) -}}
+{{- end -}}
+{{- range $monitor := list "serviceMonitor" "podMonitor" -}}
+{{- include "penstock.checkMonitor" (dict "root" $ "monitor" $monitor) -}}
 {{- end -}}
 {{- if eq (int .Values.router.httpPort) (int .Values.router.grpcPort) -}}
 {{- fail (printf "router: httpPort and grpcPort must differ; both are %d" (int .Values.router.httpPort)) -}}
 {{- end -}}
-{{- range $port := list .Values.router.httpPort .Values.router.grpcPort -}}
+{{- if has (int .Values.router.adminPort) (list (int .Values.router.httpPort) (int .Values.router.grpcPort)) -}}
+{{- fail (printf "router: adminPort must differ from httpPort and grpcPort; it is %d" (int .Values.router.adminPort)) -}}
+{{- end -}}
+{{- range $port := list .Values.router.httpPort .Values.router.grpcPort .Values.router.adminPort -}}
 {{- if has (int $port) (list 6379 6380 8080 52365) -}}
 {{- fail (printf "router: port %d is used by Ray: choose another port" (int $port)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Args: root, monitor. Checks that Prometheus may connect and that the routers accept its key. */ -}}
+{{- define "penstock.checkMonitor" -}}
+{{- $own := get .root.Values.monitoring .monitor -}}
+{{- if $own.enabled -}}
+{{- if and .root.Values.networkPolicy.enabled (not .root.Values.networkPolicy.monitoring) -}}
+{{- fail (printf "monitoring.%s: networkPolicy.monitoring is empty, so Prometheus could not connect to adminPort: name its pods there, or disable networkPolicy" .monitor) -}}
+{{- end -}}
+{{- $router := .root.Values.router -}}
+{{- if or $router.apiKeysSecret.name $router.keys -}}
+{{- $accepted := list -}}
+{{- range $key := $router.keys -}}
+{{- if has $key.role (list "metrics" "operator") -}}
+{{- $accepted = append $accepted (printf "%s/%s" $key.secret.name $key.secret.key) -}}
+{{- end -}}
+{{- end -}}
+{{- if not (has (printf "%s/%s" $own.apiKeySecret.name $own.apiKeySecret.key) $accepted) -}}
+{{- fail (printf "monitoring.%s.apiKeySecret: with API keys, Prometheus needs one with the role metrics or operator: add it to router.keys and name the same Secret and key here" .monitor) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -42,13 +42,13 @@
 {{- end -}}
 {{- end -}}
 
-{{- /* Args: root, weights. The init container that fills the model's folder; routers and the driver
+{{- /* Args: root, component, weights. The init container that fills the model's folder; routers and the driver
 need no weights. */ -}}
 {{- define "penstock.modelFetch" -}}
 {{- $source := include "penstock.source" .root | fromYaml -}}
 {{- if $source.hub }}
 - name: fetch-model
-  image: {{ include "penstock.image" .root }}
+  image: {{ include "penstock.image" . }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [python, -m, penstock.cli.fetch]
   args:

@@ -40,17 +40,17 @@ ranks. A node has one unit per rank of the Ray resource that is named like its c
   valueFrom: {secretKeyRef: {name: {{ include "penstock.authSecret" . }}, key: auth_token}}
 {{- end -}}
 
-{{- /* Init container that waits until Ray's head replies. */ -}}
+{{- /* Args: root, component. Init container that waits until Ray's head replies. */ -}}
 {{- define "penstock.waitForHead" -}}
 - name: wait-for-head
   image: {{ include "penstock.image" . }}
-  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [sh, -c]
   args:
     - >-
-      until ray health-check --address {{ include "penstock.headAddress" . }};
+      until ray health-check --address {{ include "penstock.headAddress" .root }};
       do echo "waiting for Ray's head"; sleep 2; done
-  env: {{- include "penstock.env" . | nindent 4 }}
+  env: {{- include "penstock.env" .root | nindent 4 }}
   securityContext: {{- include "penstock.containerSecurity" true | nindent 4 }}
   volumeMounts:
     - {name: tmp, mountPath: /tmp}
@@ -75,7 +75,7 @@ livenessProbe:
 {{- $kuberay := eq $root.Values.cluster.mode "kuberay" -}}
 {{- $isHead := eq $node.component "head" -}}
 metadata:
-  labels: {{- include "penstock.labels" (dict "root" $root "component" $node.component) | nindent 4 }}
+  labels: {{- include "penstock.podLabels" (dict "root" $root "component" $node.component) | nindent 4 }}
   {{- with $node.annotations }}
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -101,8 +101,8 @@ spec:
   {{- with include "penstock.where" . | trim }}{{ . | nindent 2 }}{{ end }}
   {{- $init := list }}
   {{- if not $isHead }}
-  {{- $init = append $init (include "penstock.modelFetch" (dict "root" $root "weights" (ne $node.component "router"))) }}
-  {{- if not $kuberay }}{{ $init = append $init (include "penstock.waitForHead" $root) }}{{ end }}
+  {{- $init = append $init (include "penstock.modelFetch" (dict "root" $root "component" $node.component "weights" (ne $node.component "router"))) }}
+  {{- if not $kuberay }}{{ $init = append $init (include "penstock.waitForHead" (dict "root" $root "component" $node.component)) }}{{ end }}
   {{- end }}
   {{- with compact $init }}
   initContainers: {{- range . }}{{ trim . | nindent 4 }}{{ end }}
@@ -122,7 +122,7 @@ spec:
 {{- define "penstock.rayContainer" -}}
 {{- $root := .root -}}{{- $node := .node -}}{{- $isHead := eq .node.component "head" -}}
 - name: ray
-  image: {{ include "penstock.image" $root }}
+  image: {{ include "penstock.image" (dict "root" $root "component" $node.component) }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   {{- if ne $root.Values.cluster.mode "kuberay" }}
   command: [ray, start]
@@ -145,6 +145,7 @@ spec:
   ports:
     - {name: http, containerPort: {{ $root.Values.router.httpPort }}}
     - {name: grpc, containerPort: {{ $root.Values.router.grpcPort }}}
+    - {name: admin, containerPort: {{ $root.Values.router.adminPort }}}
   {{- else if $isHead }}
   ports:
     - {name: gcs-server, containerPort: 6379}

@@ -5,7 +5,7 @@ models:
   {{ include "penstock.modelName" . | quote }}:
     path: {{ include "penstock.modelFolder" . | default "demo" }}
     {{- range $key, $value := omit (include "penstock.model" . | fromYaml) "source" }}
-    {{ $key }}: {{ kindIs "float64" $value | ternary (printf "%.0f" $value) (toYaml $value) }}
+    {{ $key }}: {{ kindIs "float64" $value | ternary (printf "%.0f" $value) (toJson $value) }}
     {{- end }}
 {{ end -}}
 pool_nodes: true
@@ -15,12 +15,27 @@ router:
   host: 0.0.0.0
   http_port: {{ .Values.router.httpPort }}
   grpc_port: {{ .Values.router.grpcPort }}
+  admin_host: 0.0.0.0
+  admin_port: {{ .Values.router.adminPort }}
   max_queued: {{ .Values.router.maxQueued }}
+  {{- if not (kindIs "invalid" .Values.router.maxWaitSeconds) }}
+  max_wait_seconds: {{ .Values.router.maxWaitSeconds }}
+  {{- end }}
+  {{- with .Values.router.allowedOrigins }}
+  allowed_origins: {{ toJson . }}
+  {{- end }}
   drain_seconds: {{ .Values.router.drainSeconds }}
   vllm_metrics: {{ .Values.router.vllmMetrics }}
   {{- if .Values.router.apiKeysSecret.name }}
-  api_keys_file: /etc/penstock-keys/keys
+  api_key_file: /etc/penstock-keys/keys
   {{- end }}
+  allow_anonymous: {{ .Values.router.allowAnonymous }}
+{{- with .Values.router.keys }}
+keys:
+  {{- range $name, $key := . }}
+  {{ $name | quote }}: {role: {{ $key.role }}, file: /etc/penstock-keys/named/{{ $name }}}
+  {{- end }}
+{{- end }}
 {{- with .Values.engine }}
 engine: {{- toYaml . | nindent 2 }}
 {{- end }}

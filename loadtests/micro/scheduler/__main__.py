@@ -110,7 +110,7 @@ def _figures(cell: Cell, taken: dict[str, list[dict[str, Any]]]) -> dict[str, An
         "vllm_us": dataclasses.asdict(Quantiles.of(means[_THEIRS])),
         "ours_median_step_us": dataclasses.asdict(Quantiles.of(medians[_OURS])),
         "vllm_median_step_us": dataclasses.asdict(Quantiles.of(medians[_THEIRS])),
-        "times_cheaper": dataclasses.asdict(Quantiles.of(ratios)),
+        "speedup": dataclasses.asdict(Quantiles.of(ratios)),
     }
 
 
@@ -120,7 +120,7 @@ def _show(cells: Sequence[Cell], figures: dict[str, Any]) -> None:
         table.add_column(column, justify="left" if column == "cell" else "right")
     for cell in cells:
         found = figures[cell.name]
-        ratio = found["times_cheaper"]
+        ratio = found["speedup"]
         table.add_row(
             cell.name,
             f"{found['ours_us']['median']:,.0f}",

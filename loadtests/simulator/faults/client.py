@@ -4,7 +4,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.faults.schedules import RequestPlan
 from penstock.loadtests.simulator.model.hash_model import reference_answer
 from penstock.loadtests.simulator.world.router import Router
-from penstock.router.routing.events import ChoiceStopped, Deliver, EndRequest, Finish, Status
+from penstock.router.routing.events import DeliverEnd, EndRequest, Status
 
 LEFT = "left"
 """Value of `HashModelClient.how` after the client has disconnected."""
@@ -19,6 +19,7 @@ class HashModelClient:
         self.answers: list[list[int]] = [[] for _ in range(plan.num_choices)]
         self.how = ""  # final status of the request; "" while the request is running
         self.at: tuple[Router, int] | None = None  # current router, and the request's id there
+        self._counted: tuple[Router, int] | None = None  # `at` of the last `deliver_cached`
         self._finished = [False] * plan.num_choices
         self._cutting: set[int] = set()  # choices cut by a client, but not yet by the router
         params = SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_tokens)
@@ -36,32 +37,49 @@ class HashModelClient:
     def num_tokens(self) -> int:
         return sum(map(len, self.answers))
 
-    def deliver(self, deliver: Deliver) -> ChoiceStopped | None:
-        """Take new tokens; return a `ChoiceStopped` if the client cuts the choice at these tokens.
+    def deliver(self, choice: int, position: int, token: int, finish: int) -> int | None:
+        """Take a new token; return the answer's length if the client cuts the choice here.
 
         Raises AssertionError for a repeated, out-of-order or wrong token.
         """
-        if self.how == LEFT:
-            return None  # the router has not processed the disconnect yet
-        choice, cut_at = deliver.choice, self.plan.cut
-        answer, who = self.answers[choice], f"client {self.number}, choice {choice}"
-        here = len(answer)
-        assert not self.over, f"{who}: tokens after the end"
-        if choice in self._cutting:
-            return None  # rest of the same message; the production router also drops it
-        assert not self._finished[choice], f"{who}: tokens after the finish reason"
-        assert deliver.position == here, f"{who}: position {deliver.position}, expected {here}"
-        answer.extend(deliver.tokens)
-        cut = 0 < cut_at <= len(answer) and not deliver.finish
+        if not self._is_expected(choice, position):
+            return None
+        assert self._counted == self.at, f"client {self.number}: a token before `deliver_cached`"
+        answer, cut_at = self.answers[choice], self.plan.cut
+        answer.append(token)
+        cut = 0 < cut_at <= len(answer) and not finish
         if cut:
             del answer[cut_at:]
-        right = self._right[choice][: len(answer)]
-        assert answer == right, f"{who}: {deliver.tokens} at {here} are not the reference's"
-        self._finished[choice] = cut or deliver.finish is not Finish.NONE
+        right, who = self._right[choice], f"client {self.number}, choice {choice}"
+        assert answer == right[: len(answer)], f"{who}: {token} at {position} is wrong"
+        self._finished[choice] = cut or bool(finish)
         if not cut:
             return None
         self._cutting.add(choice)
-        return ChoiceStopped(deliver.request, choice, cut_at)
+        return cut_at
+
+    def deliver_end(self, end: DeliverEnd) -> None:
+        """Process the end of a choice that brings no new token."""
+        if self._is_expected(end.choice, end.num_tokens):
+            self._finished[end.choice] = True
+
+    def deliver_cached(self, num_tokens: int) -> None:
+        """Take the number of cached prompt tokens, which comes once for each call."""
+        assert self.how == LEFT or self._counted != self.at, f"client {self.number}: counted twice"
+        assert num_tokens <= len(self.plan.prompt), f"client {self.number}: more than the prompt"
+        self._counted = self.at
+
+    def _is_expected(self, choice: int, position: int) -> bool:
+        """Return False for a delivery to ignore; raise AssertionError for one out of order."""
+        if self.how == LEFT:
+            return False  # the router has not processed the disconnect yet
+        who, here = f"client {self.number}, choice {choice}", len(self.answers[choice])
+        assert not self.over, f"{who}: tokens after the end"
+        if choice in self._cutting:
+            return False  # rest of the same message; the production router also drops it
+        assert not self._finished[choice], f"{who}: tokens after the finish reason"
+        assert position == here, f"{who}: position {position}, expected {here}"
+        return True
 
     def on_choice_stopped(self, choice: int) -> None:
         """Note that the router has processed the cut; any later token of `choice` is an error."""

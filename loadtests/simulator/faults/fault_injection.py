@@ -34,8 +34,14 @@ class FaultInjector:
         self._restart = restart
 
     def disturb(self, one: str, other: str, fault: Fault, until: float) -> None:
-        """Apply a network fault to the paths between `one` and `other`, in both directions."""
-        how = fault.kind.split()[0]
+        """Apply a network fault to the paths between `one` and `other`, in both directions.
+
+        A fault of cache events concerns only those that the worker `one` sends to the router.
+        """
+        how, _, what = fault.kind.partition(" ")
+        if what == "events":
+            self._workers[one].cache_stream.add_fault(other, how)
+            return
         for way in ((one, other), (other, one)):
             if how == "cut":
                 self._network.cut(way, until)
@@ -56,11 +62,7 @@ class FaultInjector:
         if seen:
             for session in worker.sessions.values():
                 session.stream.up.send(session.ended)
-            name = (worker.info.worker, worker.info.incarnation)
-            for other in self._workers.values():
-                way = (worker.info.worker, other.info.worker)
-                gone = other.kv_transfer.receiver
-                self._network.post(way, other.process, lambda gone=gone: gone.drop_peer(name))  # type: ignore[misc]
+            worker.kv_transfer.break_channels()
         self._clock.after(RESTART_SECONDS, lambda: self._restart(worker.info.worker))
 
     def slow(self, worker: Worker, factor: float, until: float) -> None:

@@ -133,14 +133,14 @@ def _play_one(schedule: Schedule, log: Path | None) -> int:
 
 def play_seeds(seeds: range) -> tuple[RunCounts, list[int]]:
     """Run the schedules of these seeds; return the sums of their counts, and the failed seeds."""
-    tally, failed = RunCounts(), []
+    counts, failed = RunCounts(), []
     for seed in seeds:
         world = ScheduleRun(schedule_of(seed))
         try:
-            tally.add(world.play())
+            counts.add(world.play())
         except InvariantViolated:
             failed.append(seed)
-    return tally, failed
+    return counts, failed
 
 
 def _play_many(options: Play) -> int:
@@ -158,14 +158,14 @@ def _play_many(options: Play) -> int:
             record.add(batch)
         progress.failures(batch.failed)
         progress.played(batch.count)
-    tally = RunCounts()
+    counts = RunCounts()
     for batch in sorted(batches, key=lambda one: one.first):
-        tally.add(batch.tally)
+        counts.add(batch.counts)
     failed = sorted(seed for batch in batches for seed in batch.failed)
     if options.as_json:
-        print(json.dumps({"tally": counts_of(tally), "failed": failed}))
+        print(json.dumps({"counts": counts_of(counts), "failed": failed}))
     else:
-        print(_summary(len(seeds), tally, progress.seconds))
+        print(_summary(len(seeds), counts, progress.seconds))
     return 1 if failed else 0
 
 
@@ -209,15 +209,15 @@ class Progress:
             print(text, file=self._out, flush=True)
 
 
-def _summary(count: int, tally: RunCounts, seconds: float) -> str:
-    ends = ", ".join(f"{number} {how}" for how, number in tally.ends.most_common())
-    kinds = ", ".join(f"{number} {kind}" for kind, number in tally.faults.most_common())
+def _summary(num_schedules: int, counts: RunCounts, seconds: float) -> str:
+    ends = ", ".join(f"{number} {how}" for how, number in counts.ends.most_common())
+    kinds = ", ".join(f"{number} {kind}" for kind, number in counts.faults.most_common())
     return "\n".join(
         [
-            f"{count} schedules in {seconds:.0f} s: {tally.requests} requests ({ends}), "
-            f"{tally.tokens} tokens, {tally.kv_transfers} KV transfers, "
-            f"{tally.failovers} failovers",
-            f"{tally.faults.total()} faults: {kinds or 'none'}",
+            f"{num_schedules} schedules in {seconds:.0f} s: {counts.requests} requests ({ends}), "
+            f"{counts.tokens} tokens, {counts.kv_transfers} KV transfers, "
+            f"{counts.failovers} failovers",
+            f"{counts.faults.total()} faults: {kinds or 'none'}",
         ]
     )
 

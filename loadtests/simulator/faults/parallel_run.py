@@ -27,7 +27,7 @@ class SeedBatch:
 
     first: int
     count: int
-    tally: RunCounts
+    counts: RunCounts
     failed: Sequence[int]  # seeds whose schedules failed
 
     @property
@@ -104,18 +104,18 @@ class RunRecord:
     def add(self, batch: SeedBatch) -> None:
         """Append a batch to the file at once. Raises OSError."""
         entry = {"first": batch.first, "count": batch.count, "failed": list(batch.failed)}
-        line = json.dumps({**entry, "tally": counts_of(batch.tally)})
+        line = json.dumps({**entry, "counts": counts_of(batch.counts)})
         with self._path.open("a", encoding="utf-8") as out:
             out.write(f"{line}\n")
 
 
-def counts_of(tally: RunCounts) -> dict[str, Any]:
+def counts_of(counts: RunCounts) -> dict[str, Any]:
     """Return the counts as values that can be written as JSON."""
-    return {each.name: getattr(tally, each.name) for each in fields(RunCounts)}
+    return {each.name: getattr(counts, each.name) for each in fields(RunCounts)}
 
 
 def _batch_of(entry: Any) -> SeedBatch:
-    counts = dict(entry["tally"])
+    counts = dict(entry["counts"])
     names = {each.name for each in fields(RunCounts)}
     if counts.keys() != names or not all(type(entry[name]) is int for name in ("first", "count")):
         raise ValueError

@@ -8,28 +8,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
-from penstock.common.sampling_params import SamplingParams
-from penstock.loadtests.simulator.faults.client import HashModelClient
 from penstock.loadtests.simulator.faults.fault_injection import RESTART_SECONDS, FaultInjector
+from penstock.loadtests.simulator.faults.index_check import check_index
+from penstock.loadtests.simulator.faults.request_driver import RequestDriver
 from penstock.loadtests.simulator.faults.schedules import (
     BLOCK_SIZE,
     MAX_MODEL_LEN,
     Fault,
-    RequestPlan,
     Schedule,
     WorkerPlan,
 )
 from penstock.loadtests.simulator.model.executors import TimedHashModel
 from penstock.loadtests.simulator.world.clock import Clock
 from penstock.loadtests.simulator.world.network import Network
+from penstock.loadtests.simulator.world.rank_pairs import TransferTiming
 from penstock.loadtests.simulator.world.router import Router
 from penstock.loadtests.simulator.world.session import WorkerShape
-from penstock.loadtests.simulator.world.transfer_endpoints import TransferTiming, WorkerId
 from penstock.loadtests.simulator.world.worker import Worker
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import DispatcherLimits as RouterLimits
-from penstock.router.routing.placement.policy import LeastLoaded
+from penstock.router.routing.placement.routing_strategies import policy_of
+from penstock.router.routing.prefix_cache.cache_feed import MAX_RESYNC_SECONDS
 from penstock.router.routing.worker_registry import LivenessBounds
+from penstock.workers.kv_transfer.protocol.messages import WorkerId
 from penstock.workers.scheduling.config import SchedulerConfig
 
 END_WITHIN_SECONDS = 150.0
@@ -39,6 +40,7 @@ REST_SECONDS = 15.0
 WAIT_WITHOUT_WORKERS = 20.0
 STUCK_SECONDS = 8.0  # longer than a KV transfer's timeout, as in `RouterConfig.stuck_seconds`
 BLOCK_BYTES = 1 << 20
+HASH_KEY = bytes(range(32))
 
 Log = Callable[[str], None]
 
@@ -82,8 +84,7 @@ class ScheduleRun:
         self._fast_forwards = fast_forwards
         self.clock = Clock()
         self.network = Network(self.clock, schedule.latency, schedule.bandwidth)
-        self.tally = RunCounts(requests=len(schedule.requests))
-        self.clients: list[HashModelClient] = []
+        self.counts = RunCounts(requests=len(schedule.requests))
         self._log = log
         self._num_started = 0
         self._names = [plan.name for plan in schedule.workers]
@@ -91,15 +92,15 @@ class ScheduleRun:
         self._workers: dict[str, Worker] = {}
         self._by_name: dict[WorkerId, Worker] = {}
         self._routers: list[Router] = []
+        self._requests = RequestDriver(self.clock, self._routers, self.note)
         self._injector = FaultInjector(self.clock, self.network, self._workers, self._start_worker)
         self._roles: dict[str, str] = {}  # roles assigned by `role` faults, by worker name
-        self._numbers = [0] * schedule.num_routers
         for plan in schedule.workers:
             self._start_worker(plan.name)
         for number in range(schedule.num_routers):
             self._routers.append(self._start_router(number))
         for request in schedule.requests:
-            self._plan_request(request)
+            self._requests.plan(request)
         for fault in schedule.faults:
             self._plan_fault(fault)
 
@@ -114,27 +115,44 @@ class ScheduleRun:
             raise InvariantViolated(
                 f"{what} at {self.clock.now:.3f} s: {error} ({where})"
             ) from error
-        return self.tally
+        return self.counts
 
     def _play(self) -> None:
         last = [0.0, *(one.at + one.seconds for one in self.schedule.faults)]
         last += [one.at for one in self.schedule.requests]
         bound = max(last) + END_WITHIN_SECONDS
-        while not all(client.over for client in self.clients):
+        while late := self._requests.running():
             if self.clock.next > bound:
-                late = [client.number for client in self.clients if not client.over]
                 raise InvariantViolated(
                     f"requests {late} have not ended {END_WITHIN_SECONDS:g} s after the last event"
                 )
             self.clock.step()
         self.clock.run(max(self.clock.now, *last) + REST_SECONDS)
+        self._run_until_caches_are_known()
         self._check_rest()
 
+    def _run_until_caches_are_known(self) -> None:
+        """Let routers ask for the snapshots that they still need; they may have to wait."""
+        bound = self.clock.now + 2 * MAX_RESYNC_SECONDS
+        while self.clock.now < bound and not all(
+            router.dispatcher.cache_feed.is_current(worker.info.worker)
+            for router, worker in self._live_pairs()
+        ):
+            self.clock.run(self.clock.now + 1.0)
+
+    def _live_pairs(self) -> list[tuple[Router, Worker]]:
+        return [
+            (router, worker)
+            for router in self._routers
+            for worker in self._workers.values()
+            if router.process.alive and worker.process.alive
+        ]
+
     def _check_rest(self) -> None:
-        for client in self.clients:
+        for client in self._requests.clients:
             client.check(undisturbed=not self.schedule.faults)
-            self.tally.ends[client.how] += 1
-            self.tally.tokens += client.num_tokens
+            self.counts.ends[client.how] += 1
+            self.counts.tokens += client.num_tokens
         for worker in self._workers.values():
             if worker.process.alive:
                 worker.check_rest()
@@ -144,11 +162,13 @@ class ScheduleRun:
                 assert dispatcher.num_requests == 0, "a router still has requests that have ended"
                 assert not any(one.num_requests for one in dispatcher.workers()), "still counted"
                 self._count(router)
+        for router, worker in self._live_pairs():
+            check_index(router, worker)
 
     def _count(self, router: Router) -> None:
         counters = router.dispatcher.counters
-        self.tally.kv_transfers += counters.num_transfers
-        self.tally.failovers += counters.num_failovers
+        self.counts.kv_transfers += counters.num_transfers
+        self.counts.failovers += counters.num_failovers
 
     def note(self, text: str) -> None:
         if self._log is not None:
@@ -162,8 +182,9 @@ class ScheduleRun:
         executor = TimedHashModel(
             plan.num_blocks, BLOCK_SIZE, plan.step_seconds, plan.token_seconds
         )
-        shape = _worker_shape(plan, incarnation)
+        shape = _worker_shape(plan, incarnation, self.schedule.same_machine)
         worker = Worker(shape, executor, self.network, self._find, 4, self._fast_forwards)
+        worker.reports_step_seconds = self.schedule.reports_step_seconds
         self._workers[name] = self._by_name[name, incarnation] = worker
         self.note(f"{name} starts")
 
@@ -185,26 +206,23 @@ class ScheduleRun:
         router = Router(
             f"r{number}",
             self.network,
-            LeastLoaded(),
+            policy_of("cost"),
             limits,
             self._live,
             self._on_event,
             check=True,
+            hash_key=HASH_KEY,
         )
         for name in self._names:
             router.link(name)
         for name, role in self._roles.items():
             router.assign(name, role)
-        self._numbers[number] = 0
         self.note(f"r{number} starts")
         return router
 
     def _on_event(self, router: str, event: ev.Event, commands: list[ev.Command]) -> None:
         if isinstance(event, ev.Ready):
-            for client in self.clients:
-                at = client.at
-                if at is not None and (at[0].name, at[1]) == (router, event.request):
-                    self._plan_leave(client, client.plan.leaves_moving)
+            self._requests.on_moved(router, event.request)
         for command in commands:
             if isinstance(command, ev.CloseStream) and command.stuck:
                 self._on_given_up(self._by_name[command.worker, command.incarnation])
@@ -215,71 +233,13 @@ class ScheduleRun:
             for command in commands:
                 self.note(f"{router}   {command}")
 
-    # ------------------------------------------------------------ requests
-
-    def _plan_request(self, plan: RequestPlan) -> None:
-        client = HashModelClient(plan, MAX_MODEL_LEN)
-        self.clients.append(client)
-        self.clock.at(plan.at, lambda: self._submit(client, self._routers[plan.router]))
-        self._plan_leave(client, plan.at + plan.leaves_after)
-
-    def _submit(self, client: HashModelClient, router: Router) -> None:
-        """Submit the client's request to `router`, with the tokens that the client already has."""
-        plan = client.plan
-        if client.over:
-            return
-        if not router.process.alive:
-            self._retry_elsewhere(client)
-            return
-        number = self._routers.index(router)
-        self._numbers[number] += 1
-        client.at = (router, self._numbers[number])
-        request = ev.Request(
-            id=self._numbers[number],
-            prompt=plan.prompt,
-            params=SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_tokens),
-            max_tokens=min(plan.max_tokens, MAX_MODEL_LEN - len(plan.prompt)),
-            tenant=plan.tenant,
-            priority=plan.priority,
-            salt=plan.salt,
-            deadline=self.clock.now + plan.deadline,
-            num_choices=plan.num_choices,
-            log=tuple(map(tuple, client.answers)) if client.num_tokens else (),
-        )
-        self.note(f"client {plan.number} asks {router.name} as {request.id}")
-        router.process.take(lambda: router.submit(request, client))
-
-    def _plan_leave(self, client: HashModelClient, seconds: float) -> None:
-        if seconds != float("inf"):
-            self.clock.after(seconds, lambda: self._leave(client))
-
-    def _leave(self, client: HashModelClient) -> None:
-        if client.over or client.at is None:
-            client.leave()
-            return
-        router, number = client.at
-        client.leave()
-        self.note(f"client {client.number} leaves")
-        router.process.take(lambda: router.cancel(number))
-
-    def _retry_elsewhere(self, client: HashModelClient) -> None:
-        """Resubmit a dead router's request to a live router, if the client resumes; else end it."""
-        live = [router for router in self._routers if router.process.alive]
-        client.at = None
-        if not client.plan.resumes:
-            client.leave()
-        elif live:
-            self.clock.after(0.1, lambda: self._submit(client, live[0]))
-        else:
-            self.clock.after(0.5, lambda: self._retry_elsewhere(client))
-
     # ------------------------------------------------------------ faults
 
     def _plan_fault(self, fault: Fault) -> None:
         self.clock.at(fault.at, lambda: self._inject(fault))
 
     def _inject(self, fault: Fault) -> None:
-        self.tally.faults[fault.kind] += 1
+        self.counts.faults[fault.kind] += 1
         self.note(str(fault))
         until = self.clock.now + fault.seconds
         name = self._names[min(fault.one, len(self._names) - 1)]
@@ -305,10 +265,9 @@ class ScheduleRun:
                 process = self._routers[fault.one].process
                 process.stop()
                 self.clock.at(until, process.go_on)
-            case [_, "stream" | "blocks" as way]:
-                streams = way == "stream"
-                other = self._routers[fault.other].name if streams else self._names[fault.other]
-                injector.disturb(name, other, fault, until)
+            case [_, "stream" | "blocks" | "events" as way]:
+                others = self._names if way == "blocks" else [one.name for one in self._routers]
+                injector.disturb(name, others[fault.other], fault, until)
 
     def _on_given_up(self, worker: Worker) -> None:
         """Replace a worker that a router reported as stuck; check that it really was stuck."""
@@ -330,9 +289,7 @@ class ScheduleRun:
         router.process.kill()
         self._count(router)
         router.close_links()
-        for client in self.clients:
-            if client.at is not None and client.at[0] is router and not client.over:
-                self._retry_elsewhere(client)
+        self._requests.on_router_killed(router)
 
         def restart() -> None:
             self._routers[number] = self._start_router(number)
@@ -340,7 +297,7 @@ class ScheduleRun:
         self.clock.after(RESTART_SECONDS, restart)
 
 
-def _worker_shape(plan: WorkerPlan, incarnation: str) -> WorkerShape:
+def _worker_shape(plan: WorkerPlan, incarnation: str, same_machine: bool) -> WorkerShape:
     info = ev.WorkerInfo(
         worker=plan.name,
         incarnation=incarnation,
@@ -350,6 +307,7 @@ def _worker_shape(plan: WorkerPlan, incarnation: str) -> WorkerShape:
         num_blocks=plan.num_blocks,
         max_model_len=MAX_MODEL_LEN,
         max_sequences=plan.max_sequences,
+        machine="m" if same_machine else "",
     )
     limits = SchedulerConfig(
         num_blocks=plan.num_blocks,
@@ -358,6 +316,7 @@ def _worker_shape(plan: WorkerPlan, incarnation: str) -> WorkerShape:
         max_sequences=plan.max_sequences,
         max_batched_tokens=max(plan.max_batched_tokens, plan.max_sequences),
         max_queued=plan.max_queued,
+        hash_key=HASH_KEY,
     )
     pace = TransferTiming(write=plan.write_seconds, message_bytes=plan.message_blocks * BLOCK_BYTES)
     return WorkerShape(info, limits, BLOCK_BYTES, pace)

@@ -82,6 +82,7 @@ KINDS = (
     *("reorder blocks", "duplicate blocks", "late blocks", "late blocks", "corrupt blocks"),
     *("drain", "kill router", "hang router", "stuck"),
     *("role prefill", "role decode", "role mixed"),
+    *("lose events", "repeat events", "forge events"),
 )
 
 
@@ -93,6 +94,8 @@ class Schedule:
     bandwidth: float
     max_queued: int  # queue limit of each router, in requests
     ttft_slo_seconds: float  # SLO of the queue order; 0: ordered by arrival
+    reports_step_seconds: bool  # routers learn the times of steps, which some placements need
+    same_machine: bool  # all workers share the cores of one machine
     workers: tuple[WorkerPlan, ...]
     requests: tuple[RequestPlan, ...]
     faults: tuple[Fault, ...]
@@ -120,6 +123,8 @@ def schedule_of(seed: int) -> Schedule:
         bandwidth=rng.choice((1e7, 1e8, 1e10)),
         max_queued=rng.choice((4, 100)),
         ttft_slo_seconds=0.5 * (seed % 2),
+        reports_step_seconds=seed // 2 % 2 == 1,
+        same_machine=seed // 4 % 2 == 1,
         workers=tuple(_worker(rng, i, role, tight) for i, role in enumerate(roles)),
         requests=tuple(_request(seed, i, num_routers) for i in range(num_requests)),
         faults=tuple(_fault(seed, i, len(roles), num_routers) for i in range(num_faults)),
@@ -172,7 +177,7 @@ def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
 def _fault(seed: int, number: int, num_workers: int, num_routers: int) -> Fault:
     rng = Random(f"fault {seed} {number}")
     kind = rng.choice(KINDS)
-    others = num_routers if "stream" in kind else num_workers
+    others = num_routers if kind.endswith(("stream", "events")) else num_workers
     return Fault(
         number=number,
         at=rng.uniform(0.0, FAULT_SECONDS if rng.random() < 0.5 else 2.0),

@@ -8,7 +8,13 @@ import numpy as np
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.model.hash_model import VOCAB, draw, hash_of, slot_value
 from penstock.workers.sampling.beam_search import BeamSearch, BeamSearches, Candidates
-from penstock.workers.scheduling.sequence import FinishReason, Ints, NewSequence, StepPlan
+from penstock.workers.scheduling.sequence import (
+    BeamRows,
+    FinishReason,
+    Ints,
+    NewSequence,
+    StepPlan,
+)
 from penstock.workers.scheduling.table import SequenceTable
 
 Answer: TypeAlias = tuple[list[int], FinishReason]
@@ -57,22 +63,22 @@ class HashModelBeams:
 
     def draw(
         self, plan: StepPlan, table: SequenceTable, hashes: Sequence[int]
-    ) -> tuple[Ints, Ints | None, list[Hashable]]:
+    ) -> tuple[Ints, BeamRows | None, list[Hashable]]:
         """Sample the tokens of a step.
 
         Returns:
-            Tokens [S] and parent rows [S] of the sampling rows (None instead of the parents if no
-            row is a beam), and the keys of the searches that have finished.
+            Tokens [S] of the sampling rows, the beams among these rows (None if there are none),
+            and the keys of the searches that have finished.
         """
         rows = plan.sampling_rows
-        drawn, parents = draw(hashes, plan, table.choices), rows.copy()
-        at = np.flatnonzero(table.is_beam[rows])
+        drawn = draw(hashes, plan, table.choices)
+        at = np.flatnonzero([key in self._params for key in table.keys[rows].tolist()])
         if not at.size:
             return drawn, None, []
         beams = rows[at]
         lengths = (table.num_tokens - table.num_prompt)[beams].tolist()
         held_back = [
-            _held_back(self._params[key], length) if key in self._params else ()
+            _held_back(self._params[key], length)
             for key, length in zip(table.keys[beams].tolist(), lengths, strict=True)
         ]
         step = self._searches.advance(
@@ -81,8 +87,8 @@ class HashModelBeams:
             beams,
             _candidates([hashes[index] for index in at.tolist()], held_back),
         )
-        drawn[at], parents[at] = step.tokens, step.parents
-        return drawn, parents, step.finished
+        drawn[at] = step.tokens
+        return drawn, BeamRows(beams, step.parents), step.finished
 
 
 def reference_beams(

@@ -1,6 +1,6 @@
-"""Simulates the step times of a device: a roofline model with five parameters.
+"""Simulates the times of a device, a router and a network; a step follows a roofline model.
 
-seconds = launch + max(compute, memory)
+seconds = launch + sequence x sequences + max(compute, memory)
 compute = token x tokens + pair x pairs      (pair: a prompt token and a position it attends to)
 memory  = weights + kv_token x positions read
 """
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import yaml
 
 from penstock.workers.scheduling.sequence import Ints, StepPlan
+from penstock.workers.scheduling.step_work import step_work
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -25,10 +26,10 @@ class BadTiming(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Parameters of the roofline model; the defaults are Llama 3 70B in 16 bits on four H100.
+    """Parameters of the time model; the defaults are Llama 3 70B in 16 bits on four H100.
 
     The defaults are calculated, not measured: 140 GB of weights read at 4 x 2.7 TB/s, 140 GFLOP per
-    token at 4 x 450 TFLOP/s, 320 KiB of KV per token.
+    token at 4 x 450 TFLOP/s, 320 KiB of KV per token. Router and engine take no time by default.
     """
 
     launch: float = 0.005
@@ -37,6 +38,12 @@ class Timing:
     weights: float = 0.013
     kv_token: float = 30e-9
     kv_bytes: float = 320 * 1024.0  # bytes of KV per position, for KV transfers
+    sequence: float = 0.0  # per sequence of a step: scheduling, sampling, sending
+    transfer: float = 0.0  # of each KV transfer, whatever its size; 0: that of `TransferTiming`
+    bandwidth: float = 0.0  # bytes per second of KV transfers; 0: that of the simulated cluster
+    request: float = 0.0  # of each request outside of the engine: client, network, router
+    request_token: float = 0.0  # the same, per prompt token
+    router: float = 0.0  # of each request at the router, which handles one at a time
 
     def prefill(self, num_tokens: int, chunk: int) -> float:
         """Return the seconds to prefill a single prompt in chunks of `chunk` tokens."""
@@ -44,32 +51,29 @@ class Timing:
         sizes = np.minimum(chunk, num_tokens - starts)
         compute = self.token * sizes + self.pair * sizes * (starts + sizes / 2)
         memory = self.weights + self.kv_token * (starts + sizes)
-        return float((self.launch + np.maximum(compute, memory)).sum())
+        return float((self.launch + self.sequence + np.maximum(compute, memory)).sum())
 
     def decode(self, context: float, batch: int = 1) -> float:
         """Return the seconds of one decode step of `batch` sequences of length `context`."""
         memory = self.weights + self.kv_token * batch * context
-        return self.launch + max(self.token * batch, memory)
+        return self.launch + self.sequence * batch + max(self.token * batch, memory)
 
     def decodes(self, plan: StepPlan, num: int) -> Floats:
         """Return the seconds of `num` decode steps; each step adds one token to each sequence."""
         batch = len(plan.context_lens)
         positions = int(plan.context_lens.sum(dtype=np.int64)) + batch * np.arange(num)
-        seconds: Floats = self.launch + np.maximum(
-            self.token * batch, self.weights + self.kv_token * positions
+        memory = self.weights + self.kv_token * positions
+        seconds: Floats = (
+            self.launch + self.sequence * batch + np.maximum(self.token * batch, memory)
         )
         return seconds
 
     def step(self, plan: StepPlan) -> float:
         """Return the seconds of a step that may contain prefill and decode."""
-        contexts = plan.context_lens.astype(np.int64)
-        num_tokens = len(plan.tokens)
-        memory = self.weights + self.kv_token * int(contexts.sum())
-        compute = self.token * num_tokens
-        if num_tokens > len(contexts):
-            sizes = np.diff(plan.query_starts).astype(np.int64)
-            compute += self.pair * float((sizes * (contexts - sizes / 2))[sizes > 1].sum())
-        return self.launch + max(compute, memory)
+        work = step_work(plan)
+        memory = self.weights + self.kv_token * work.positions
+        compute = self.token * work.tokens + self.pair * work.pairs
+        return self.launch + self.sequence * work.sequences + max(compute, memory)
 
 
 def read_timing(path: Path) -> Timing:

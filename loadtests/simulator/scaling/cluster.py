@@ -4,29 +4,44 @@ The cluster has one router. A worker costs GPU time from its request until it ha
 worker serves only after its cold start, and a surplus worker is drained before it stops.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.cluster.autoscaling.autoscaler import PoolInputs, ServingWorker
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulator.model.timing import TimedModel, Timing
-from penstock.loadtests.simulator.scaling.scalers import INTERVAL_SECONDS, PoolView, Scaler
+from penstock.loadtests.simulator.scaling.call import Call, RecordingClient
+from penstock.loadtests.simulator.scaling.indexed_policy import IndexedLeastLoaded
+from penstock.loadtests.simulator.scaling.scalers import (
+    INTERVAL_SECONDS,
+    PoolView,
+    Scaler,
+    Static,
+)
 from penstock.loadtests.simulator.scaling.workloads import prompt_of
 from penstock.loadtests.simulator.world.clock import Clock, rare_collections
 from penstock.loadtests.simulator.world.network import Network
+from penstock.loadtests.simulator.world.rank_pairs import TransferTiming
 from penstock.loadtests.simulator.world.router import Router
 from penstock.loadtests.simulator.world.session import WorkerShape
-from penstock.loadtests.simulator.world.transfer_endpoints import WorkerId
-from penstock.loadtests.simulator.world.worker import Worker
+from penstock.loadtests.simulator.world.worker import HEARTBEAT_SECONDS, Worker, report_load
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import DispatcherLimits as RouterLimits
-from penstock.router.routing.placement.policy import LeastLoaded, Policy
+from penstock.router.routing.placement.policy import Policy
+from penstock.router.routing.worker_registry import LivenessBounds
+from penstock.workers.kv_transfer.protocol.messages import WorkerId
 from penstock.workers.scheduling.config import SchedulerConfig
 
 LATENCY_SECONDS = 0.0003
 BANDWIDTH = 40e9
 """Bytes per second between two workers."""
+
+MANY_WORKERS = 1000
+MANY_SAMPLES_SECONDS = 60.0
+"""Time between two samples if there are at least MANY_WORKERS workers and their number is fixed. A
+sample ends the fast-forward of every worker."""
 
 END_SECONDS = 3600.0
 """Seconds after the last arrival until all requests must have ended."""
@@ -42,7 +57,11 @@ class ClusterPlan:
     cold_start: float = 30.0  # seconds
     bandwidth: float = BANDWIDTH
     ttft_slo_seconds: float = 0.0  # SLO of the router's queue order; 0: ordered by arrival
+    router: RouterLimits | None = None  # None: a queue without bounds, and the SLO above
     single_steps: bool = False  # True: every step is an event of its own, without fast-forward
+    # Whether routers learn the times of steps. Results then depend slightly on fast-forwards,
+    # because a fast-forward reports the mean of its steps.
+    reports_step_seconds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,51 +89,11 @@ class _Pool:
         return len(self.serving) + self.pending
 
 
-@dataclass(slots=True)
-class Call:
-    """One request as seen by its client; times are seconds of virtual time."""
-
-    planned: Planned
-    first: float = float("nan")  # time of the first token
-    last: float = float("nan")
-    num_tokens: int = 0
-    status: str = ""  # final status; "" while the request is running
-
-    @property
-    def ttft(self) -> float:
-        return self.first - self.planned.due
-
-    @property
-    def tpot(self) -> float:
-        """Seconds per token after the first; 0 for an answer of one token."""
-        return (self.last - self.first) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
-
-
-class _RecordingClient:
-    """A client that records the times of one call."""
-
-    def __init__(self, call: Call, clock: Clock, ended: Callable[[], None]) -> None:
-        self._call = call
-        self._clock = clock
-        self._ended = ended
-
-    def deliver(self, deliver: ev.Deliver) -> None:
-        call, now = self._call, self._clock.now
-        if not call.num_tokens:
-            call.first = now
-        call.last = now
-        call.num_tokens += len(deliver.tokens)
-
-    def on_choice_stopped(self, choice: int) -> None:
-        """Do nothing, because this client never cuts an answer."""
-
-    def end(self, end: ev.EndRequest) -> None:
-        self._call.status = end.status.value
-        self._ended()
-
-
 class Cluster:
-    """A simulated cluster: call `run`, then read `calls`, `samples` and `worker_seconds`."""
+    """A simulated cluster: call `run`, then read `calls`, `samples` and `worker_seconds`.
+
+    `tenants` holds the tenant of each request of the load; empty: all have the same.
+    """
 
     def __init__(
         self,
@@ -122,6 +101,7 @@ class Cluster:
         load: Sequence[Planned],
         scaler: Scaler,
         policy: Policy | None = None,
+        tenants: Sequence[str] = (),
     ) -> None:
         self.clock = Clock()
         self.calls = [Call(planned) for planned in load]
@@ -132,7 +112,11 @@ class Cluster:
         self.num_scalings = 0
         self._plan = replace(plan, limits=_fitting(plan.limits, load))
         self._scaler = scaler
-        self._network = Network(self.clock, LATENCY_SECONDS, plan.bandwidth)
+        bandwidth = plan.timing.bandwidth or plan.bandwidth
+        self._network = Network(self.clock, LATENCY_SECONDS, bandwidth)
+        self._router_free_at = 0.0
+        many = isinstance(scaler, Static) and sum(plan.pools.values()) >= MANY_WORKERS
+        self._interval = MANY_SAMPLES_SECONDS if many else INTERVAL_SECONDS
         self._by_name: dict[WorkerId, Worker] = {}
         self._live: dict[str, Worker] = {}
         self._num_started = 0
@@ -140,9 +124,24 @@ class Cluster:
         self._arrived_tokens = 0
         self._decided_at = 0.0
         self._costs_since = 0.0
-        limits = RouterLimits(10**6, 10**12, plan.ttft_slo_seconds)
-        policy = LeastLoaded() if policy is None else policy
-        self.router = Router("router", self._network, policy, limits, self._live.get)
+        self._tenants = tenants or [""] * len(load)
+        limits = plan.router or RouterLimits(
+            10**6, 10**12, 10**12, ttft_slo_seconds=plan.ttft_slo_seconds
+        )
+        # No fault is injected: nothing is ever silent, and heartbeats would be most of the events.
+        limits = replace(limits, bounds=LivenessBounds(math.inf, math.inf, stuck_after=math.inf))
+        indexed = IndexedLeastLoaded()
+        self._clients: dict[int, RecordingClient] = {}
+        self.router = Router(
+            "router",
+            self._network,
+            indexed if policy is None else policy,
+            limits,
+            self._live.get,
+            before_event=indexed.note if policy is None else None,
+            heartbeats=False,
+            run_clients=self._clients,
+        )
         self._pools = {name: _Pool() for name in plan.pools}
         for name, count in plan.pools.items():
             for _ in range(count):
@@ -152,7 +151,8 @@ class Cluster:
         """Run until every call has ended. Raises RuntimeError if some calls never end."""
         last = self.calls[-1].planned.due if self.calls else 0.0
         self._arrive(0)
-        self.clock.after(INTERVAL_SECONDS, self._decide_sizes)
+        self.clock.after(self._interval, self._decide_sizes)
+        self.clock.after(HEARTBEAT_SECONDS, self._report_loads)
         with rare_collections():
             while self._left:
                 if self.clock.now > last + END_SECONDS:
@@ -168,7 +168,18 @@ class Cluster:
     def _arrive(self, number: int) -> None:
         """Schedule the arrival of one call, which then schedules the next: the heap stays small."""
         if number < len(self.calls):
-            self.clock.at(self.calls[number].planned.due, lambda: self._submit(number))
+            self.clock.at(self.calls[number].planned.due, lambda: self._receive(number))
+
+    def _receive(self, number: int) -> None:
+        """Submit a call after the time that it takes outside of the engine."""
+        timing, planned = self._plan.timing, self.calls[number].planned
+        self._router_free_at = max(self._router_free_at, self.clock.now) + timing.router
+        delay = timing.request + timing.request_token * planned.input_len
+        if (due := self._router_free_at + delay) > self.clock.now:
+            self.clock.at(due, lambda: self._submit(number))
+        else:
+            self._submit(number)
+        self._arrive(number + 1)
 
     def _submit(self, number: int) -> None:
         call = self.calls[number]
@@ -179,12 +190,15 @@ class Cluster:
             prompt=prompt_of(planned),
             params=SamplingParams(max_tokens=planned.output_len),
             max_tokens=planned.output_len,
+            tenant=self._tenants[number],
         )
-        self.router.submit(request, _RecordingClient(call, self.clock, self._ended))
-        self._arrive(number + 1)
+        client = RecordingClient(call, self.clock, lambda: self._ended(number + 1))
+        self._clients[number + 1] = client
+        self.router.submit(request, client)
 
-    def _ended(self) -> None:
+    def _ended(self, request: int) -> None:
         self._left -= 1
+        del self._clients[request]
 
     # ------------------------------------------------------------ workers
 
@@ -202,11 +216,18 @@ class Cluster:
             limits.max_model_len,
             limits.max_sequences,
         )
-        shape = WorkerShape(info, limits, int(timing.kv_bytes * limits.block_size))
+        transfers = TransferTiming(write=timing.transfer) if timing.transfer else TransferTiming()
+        shape = WorkerShape(info, limits, int(timing.kv_bytes * limits.block_size), transfers)
         leaps = not self._plan.single_steps
         worker = Worker(
-            shape, TimedModel(timing), self._network, self._by_name.get, fast_forwards=leaps
+            shape,
+            TimedModel(timing),
+            self._network,
+            self._by_name.get,
+            fast_forwards=leaps,
+            heartbeats=False,
         )
+        worker.reports_step_seconds = self._plan.reports_step_seconds
         self._by_name[name, "1"] = self._live[name] = worker
         self._pools[pool].serving.append(worker)
         self.router.link(name)
@@ -235,11 +256,12 @@ class Cluster:
         state.serving.remove(worker)
         state.draining.append(worker)
         worker.drain()
-        self.clock.after(1.0, lambda: self._measure_utilization(worker, state))
+        self.clock.after(1.0, lambda: self._remove_when_idle(worker, state))
 
-    def _measure_utilization(self, worker: Worker, state: _Pool) -> None:
+    def _remove_when_idle(self, worker: Worker, state: _Pool) -> None:
+        """Remove a draining worker once it has no sequences; until then, check every second."""
         if not worker.idle:
-            self.clock.after(1.0, lambda: self._measure_utilization(worker, state))
+            self.clock.after(1.0, lambda: self._remove_when_idle(worker, state))
             return
         self._accrue_cost()
         name = worker.info.worker
@@ -273,7 +295,12 @@ class Cluster:
         for pool, wanted in self._scaler.decide(sights, now).items():
             if wanted != self._pools[pool].count:
                 self._scale_to(pool, wanted)
-        self.clock.after(INTERVAL_SECONDS, self._decide_sizes)
+        self.clock.after(self._interval, self._decide_sizes)
+
+    def _report_loads(self) -> None:
+        for worker in self._live.values():
+            report_load(worker)
+        self.clock.after(HEARTBEAT_SECONDS, self._report_loads)
 
     def _pool_view(self, name: str, now: float) -> PoolView:
         pool, dispatcher = self._pools[name], self.router.dispatcher

@@ -25,7 +25,7 @@ from penstock.router.routing.placement.disaggregation import (
     Reason,
 )
 from penstock.router.routing.placement.policy import LeastLoaded, Policy
-from penstock.router.routing.worker_registry import WorkerView
+from penstock.router.routing.worker_view import WorkerView
 from penstock.workers.scheduling.config import SchedulerConfig
 
 SLACK = 0.02
@@ -41,7 +41,14 @@ LIMITS = SchedulerConfig(
 )
 
 
-class Always(DisaggregationPolicy):
+class _Fixed(DisaggregationPolicy):
+    """Never generates answers on a prefill worker."""
+
+    def kept_decision(self, *_: object) -> None:
+        return None
+
+
+class Always(_Fixed):
     """Computes every prompt on a prefill worker."""
 
     def decide(
@@ -54,7 +61,7 @@ class Always(DisaggregationPolicy):
         return PrefillDecision(True, Reason.NO_GAIN)
 
 
-class Never(DisaggregationPolicy):
+class Never(_Fixed):
     """Computes every prompt on the worker that decodes its answer."""
 
     def decide(
@@ -154,7 +161,12 @@ def play(case: Case, policy: Policy, playing: Playing) -> Outcome:
     """Run one case under one policy until all requests have ended."""
     pools = {"prefill": case.prefill, "decode": case.decode}
     plan = ClusterPlan(
-        pools, LIMITS, Timing(), bandwidth=case.bandwidth, ttft_slo_seconds=playing.promised
+        pools,
+        LIMITS,
+        Timing(),
+        bandwidth=case.bandwidth,
+        ttft_slo_seconds=playing.promised,
+        reports_step_seconds=True,
     )
     cluster = Cluster(plan, load_of(case, playing), Static(pools), policy)
     cluster.run()

@@ -8,7 +8,8 @@ import numpy as np
 
 from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulator.model.timing import Timing
-from penstock.loadtests.simulator.scaling.cluster import Call, Cluster, ClusterPlan
+from penstock.loadtests.simulator.scaling.call import Call
+from penstock.loadtests.simulator.scaling.cluster import Cluster, ClusterPlan
 
 TTFT_SECONDS, TTFT_PREFILLS = 2.0, 5.0
 """TTFT goal: 2 s plus five times the prompt's prefill time on an idle worker."""
@@ -48,23 +49,42 @@ def is_kept(call: Call, timing: Timing, chunk: int) -> bool:
 
 def figures(cluster: Cluster, plan: ClusterPlan) -> Figures:
     """Summarize a finished simulation."""
-    chunk = plan.limits.max_batched_tokens
-    kept = sum(is_kept(call, plan.timing, chunk) for call in cluster.calls)
-    good = [call for call in cluster.calls if call.status == "ok"]
-    ttft = np.percentile([call.ttft for call in good] or [0.0], [50, 99])
-    tpot = np.percentile([call.tpot for call in good if call.num_tokens > 1] or [0.0], [50, 99])
     hours = cluster.clock.now / 3600
     counts = [one.serving + one.pending + one.draining for one in cluster.samples]
+    return figures_of(
+        cluster.calls,
+        plan,
+        worker_seconds=cluster.worker_seconds,
+        busy_seconds=cluster.busy_seconds,
+        most_workers=max(counts, default=0),
+        scalings_an_hour=cluster.num_scalings / hours if hours else 0.0,
+    )
+
+
+def figures_of(
+    calls: Sequence[Call],
+    plan: ClusterPlan,
+    worker_seconds: float,
+    busy_seconds: float,
+    most_workers: int,
+    scalings_an_hour: float,
+) -> Figures:
+    """Summarize finished calls; `worker_seconds` is the time that workers cost."""
+    chunk = plan.limits.max_batched_tokens
+    kept = sum(is_kept(call, plan.timing, chunk) for call in calls)
+    good = [call for call in calls if call.status == "ok"]
+    ttft = np.percentile([call.ttft for call in good] or [0.0], [50, 99])
+    tpot = np.percentile([call.tpot for call in good if call.num_tokens > 1] or [0.0], [50, 99])
     return Figures(
-        kept=kept / max(len(cluster.calls), 1),
+        kept=kept / max(len(calls), 1),
         ttft_p50=float(ttft[0]),
         ttft_p99=float(ttft[1]),
         tpot_p50=float(tpot[0]),
         tpot_p99=float(tpot[1]),
-        worker_hours=cluster.worker_seconds / 3600,
-        most_workers=max(counts, default=0),
-        busy=cluster.busy_seconds / max(cluster.worker_seconds, 1e-9),
-        scalings_an_hour=cluster.num_scalings / hours if hours else 0.0,
+        worker_hours=worker_seconds / 3600,
+        most_workers=most_workers,
+        busy=busy_seconds / max(worker_seconds, 1e-9),
+        scalings_an_hour=scalings_an_hour,
     )
 
 

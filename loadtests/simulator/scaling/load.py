@@ -18,7 +18,9 @@ from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.traces import BadTrace
 from penstock.loadtests.bench.workload import Lengths, Planned
 from penstock.loadtests.simulator.model.timing import BadTiming, Timing, read_timing
-from penstock.loadtests.simulator.scaling.cluster import Call, Cluster, ClusterPlan
+from penstock.loadtests.simulator.scaling.call import Call
+from penstock.loadtests.simulator.scaling.cells import about_cells, figures_of_cells, run_cells
+from penstock.loadtests.simulator.scaling.cluster import Cluster, ClusterPlan
 from penstock.loadtests.simulator.scaling.goals import BUSY, Figures, figures, workers_needed
 from penstock.loadtests.simulator.scaling.page import Chart, Line, page
 from penstock.loadtests.simulator.scaling.scalers import (
@@ -83,6 +85,7 @@ class Serving:
     max_batched_tokens: int = option(2048, "most tokens per step")
     promised: float = option(0.0, "time-to-first-token SLO of the router, seconds; 0: none")
     kv_tokens: int = option(400_000, "KV cache of a worker, in tokens")
+    cells: int = option(1, "routers, each with an equal part of the workers, in a process each")
     single_steps: bool = option(False, "simulate each step as an event: slower, same result")
     page: Path | None = option(None, "write charts to this file, as one HTML page")  # noqa: RUF009
 
@@ -100,6 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         load, plan = load_of(arriving), plan_of(arriving, serving)
         if serving.compare:
             return _compare(load, plan, serving)
+        if serving.cells > 1:
+            return _play_cells(load, plan, serving.cells)
         return _play(load, plan, serving)
     except (WrongOptions, BadTrace, BadTiming, OSError) as error:
         print(f"penstock simulate load: {error}", file=sys.stderr)
@@ -127,11 +132,20 @@ def _check(arriving: Arriving, serving: Serving) -> None:
     if min(serving.mixed, serving.prefill, serving.decode) < 0:
         raise WrongOptions("--mixed, --prefill and --decode must not be negative")
     if bool(serving.prefill) != bool(serving.decode):
-        raise WrongOptions("--prefill and --decode go together")
+        raise WrongOptions("--prefill and --decode must be given together")
     if not (serving.mixed or serving.prefill):
         raise WrongOptions("there must be a worker: give --mixed, or --prefill and --decode")
     if serving.compare and serving.prefill:
         raise WrongOptions("--compare works with --mixed only, not with --prefill and --decode")
+    _check_cells(serving)
+
+
+def _check_cells(serving: Serving) -> None:
+    workers = (serving.mixed, serving.prefill, serving.decode)
+    if serving.cells < 1 or any(count % serving.cells for count in workers):
+        raise WrongOptions("--cells must be at least 1 and divide the number of workers of a role")
+    if serving.cells > 1 and (serving.scaler != "static" or serving.page or serving.compare):
+        raise WrongOptions("--cells needs `--scaler static` and neither --page nor --compare")
 
 
 def load_of(arriving: Arriving) -> list[Planned]:
@@ -256,11 +270,20 @@ def row(name: str, of: Figures) -> list[str]:
 
 
 def _play(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> int:
-    started = time.monotonic()
+    started, computed = time.monotonic(), time.process_time()
     cluster, of = simulate(serving.scaler, load, plan, serving.most, serving.busy)
     rows = [row(serving.scaler, of)]
     _show(rows, cluster, time.monotonic() - started)
+    print(f"{time.process_time() - computed:.1f} s of CPU time in one process")
     _draw(serving, rows, {serving.scaler: cluster})
+    return 0
+
+
+def _play_cells(load: Sequence[Planned], plan: ClusterPlan, num: int) -> int:
+    started = time.monotonic()
+    cells = run_cells(plan, load, num)
+    print(about_cells(cells, time.monotonic() - started))
+    print_table(HEADER, [row(f"{num} cells", figures_of_cells(cells, plan))])
     return 0
 
 
@@ -337,30 +360,21 @@ def _draw(serving: Serving, rows: Sequence[Sequence[str]], of: Mapping[str, Clus
 
 def charts_of(clusters: Mapping[str, Cluster]) -> list[Chart]:
     """Return charts of workers, queues and latencies over time; each cluster is one line."""
+    named = clusters.items()
     return [
-        Chart("Workers paid for", "", [_workers(name, of) for name, of in clusters.items()]),
-        Chart(
-            "Requests that wait",
-            "",
-            [
-                Line(name, [(one.at, float(one.queued)) for one in of.samples])
-                for name, of in clusters.items()
-            ],
-        ),
-        Chart(
-            "Sequences that run",
-            "",
-            [
-                Line(name, [(one.at, float(one.running)) for one in of.samples])
-                for name, of in clusters.items()
-            ],
-        ),
+        Chart("Workers paid for", "", [_workers(name, of) for name, of in named]),
+        Chart("Requests that wait", "", [_sampled(name, of, "queued") for name, of in named]),
+        Chart("Sequences that run", "", [_sampled(name, of, "running") for name, of in named]),
         Chart(
             "Time to the first token, 99% of a minute's requests",
             "s",
-            [Line(name, _p99(of.calls)) for name, of in clusters.items()],
+            [Line(name, _p99(of.calls)) for name, of in named],
         ),
     ]
+
+
+def _sampled(name: str, of: Cluster, field: str) -> Line:
+    return Line(name, [(one.at, float(getattr(one, field))) for one in of.samples])
 
 
 def _workers(name: str, of: Cluster) -> Line:

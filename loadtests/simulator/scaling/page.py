@@ -32,6 +32,7 @@ class Chart:
     title: str
     unit: str
     lines: Sequence[Line]
+    percent: bool = False  # True: points are (percentile, value) instead of (seconds, value)
 
 
 def page(
@@ -44,8 +45,9 @@ def page(
     """Return the HTML of the whole page."""
     body = [f"<h1>{escape(title)}</h1>", *(f"<p class=note>{escape(line)}</p>" for line in about)]
     body.append(_table(header, rows))
-    span = max((x for c in charts for line in c.lines for x, _ in line.points), default=1.0)
-    body.extend(_chart(chart, max(span, 1.0)) for chart in charts)
+    timed = [chart for chart in charts if not chart.percent]
+    span = max((x for c in timed for line in c.lines for x, _ in line.points), default=1.0)
+    body.extend(_chart(chart, 100.0 if chart.percent else max(span, 1.0)) for chart in charts)
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(title)}</title>"
         f"<style>{_STYLE}</style><body>{''.join(body)}</body></html>\n"
@@ -73,7 +75,7 @@ def _chart(chart: Chart, span: float) -> str:
     return (
         f"<h2>{escape(chart.title)}</h2><div class=key>{key}</div>"
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" '
-        f'aria-label="{escape(chart.title)}">{_axes(span, top, chart.unit)}{drawn}</svg>'
+        f'aria-label="{escape(chart.title)}">{_axes(span, top, chart)}{drawn}</svg>'
     )
 
 
@@ -95,18 +97,19 @@ def _points(line: Line, span: float, top: float) -> str:
     return " ".join(f"{_x(at, span):.1f},{_y(value, top):.1f}" for at, value in points)
 
 
-def _axes(span: float, top: float, unit: str) -> str:
+def _axes(span: float, top: float, chart: Chart) -> str:
     elements = []
     for tick in range(5):
         value = top * tick / 4
         y = _y(value, top)
         elements.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 12}" stroke="#e4e7eb"/>')
-        label = f"{value:g} {unit}".strip()
+        label = f"{value:g} {chart.unit}".strip()
         elements.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    for tick in range(7):
-        at = span * tick / 6
-        x, label = _x(at, span), _time(at, span)
-        anchor = "end" if tick == 6 else "middle"
+    last = 10 if chart.percent else 6
+    for tick in range(last + 1):
+        at = span * tick / last
+        x, label = _x(at, span), f"{at:.0f}%" if chart.percent else _time(at, span)
+        anchor = "end" if tick == last else "middle"
         elements.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{label}</text>')
     return "".join(elements)
 

@@ -6,22 +6,20 @@ from functools import partial
 from penstock.loadtests.simulator.model.executors import Executor
 from penstock.loadtests.simulator.world.clock import Process
 from penstock.loadtests.simulator.world.network import Network
+from penstock.loadtests.simulator.world.sender import Sender
 from penstock.loadtests.simulator.world.session import HeldSequence, Key, Session, WorkerShape
 from penstock.loadtests.simulator.world.steps import StepRunner
-from penstock.loadtests.simulator.world.transfer_endpoints import (
-    ExpectedTransfer,
-    OutgoingTransfer,
-    Receiver,
-    Sender,
-    WorkerId,
-)
+from penstock.loadtests.simulator.world.transfer_endpoints import Receiver
 from penstock.router.routing.events import Failed, Ready, Received, Send, TransferEndpoint
+from penstock.workers.kv_transfer.protocol.messages import WorkerId
+from penstock.workers.kv_transfer.protocol.receive import ExpectedTransfer, TransferResult
+from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.shards import BlockShape
 from penstock.workers.scheduling import sequence as seq
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.kv_pool import State
 
-Peer = Callable[[WorkerId], tuple[Process, Receiver] | None]
+Peer = Callable[[WorkerId], Receiver | None]
 
 
 class KvTransfer:
@@ -29,7 +27,7 @@ class KvTransfer:
 
     Args:
         sessions: session of each router's stream, by number.
-        peer: returns the process and the receiver of a worker, or None while it is not running.
+        peer: returns the receiver of a worker, or None while the worker is not running.
     """
 
     def __init__(
@@ -57,22 +55,37 @@ class KvTransfer:
         )
 
     def send(self, session: Session, command: Send) -> None:
-        """Send the blocks of a lease; must be called at a step boundary."""
+        """Send the blocks of a lease, or an abort if it is gone; call this at a step boundary."""
         key = Key(session.number, command.request, command.attempt)
-        held = session.held.get(key)
-        size = self._batcher.limits.block_size
-        if held is None or not command.have < held.kv_len or command.have % size:
-            self._sender.refuse(command)
-            return
+        to = (command.endpoint.worker, command.endpoint.incarnation)
+        outgoing = self._pin_lease(session, key, command)
+
+        def on_read() -> None:
+            if outgoing is not None:
+                self._post(lambda: self._batcher.unpin(key))
+
+        def on_end(broken: str) -> None:
+            if broken:
+                # The destination may still expect data, so the router must end the transfer there.
+                about = (self._name[0], command.request, command.attempt, command.epoch)
+                reason = f"{self._name[0]} could not send: {broken}"
+                session.send(Failed(*about, reason), self._clock.now)
+
+        self._sender.send(to, outgoing or OutgoingTransfer.aborting(command.epoch), on_read, on_end)
+
+    def _pin_lease(self, session: Session, key: Key, command: Send) -> OutgoingTransfer | None:
+        """Pin the lease's blocks; None if the lease is gone or has no positions after `have`."""
+        have, held = command.have, session.held.get(key)
+        if held is None or not have < held.kv_len:
+            return None
         try:
-            blocks = self._batcher.pin(key, command.have)
+            blocks = self._batcher.pin(key, have)
         except seq.LeaseGone:
-            self._sender.refuse(command)
-            return
-        unpin = partial(self._post, lambda: self._batcher.unpin(key))
-        outgoing = OutgoingTransfer(command, session.router, held.kv_len, blocks, unpin)
+            return None
+        about = (session.router, command.request, command.to_attempt, command.epoch)
+        outgoing = OutgoingTransfer(*about, have, held.kv_len, blocks)
         held.sends.append(outgoing)
-        self._sender.send(outgoing)
+        return outgoing
 
     def expect(self, key: Key, have: int, stop: int) -> None:
         """Open a transfer into the blocks that the batcher reserved, unless it was cancelled."""
@@ -85,8 +98,7 @@ class KvTransfer:
         expected = ExpectedTransfer(
             session.router, key.request, key.attempt, held.source, have, stop, blocks
         )
-        judge = partial(self._on_result, session, key)
-        held.epoch = epoch = self.receiver.open(expected, lambda why: judge(epoch, why))
+        held.epoch = epoch = self.receiver.open(expected, partial(self._on_result, session, key))
         at = TransferEndpoint(*self._name, "address", "secret")
         ready = Ready(self._name[0], key.request, key.attempt, epoch, have, at)
         session.send(ready, self._clock.now)
@@ -98,19 +110,29 @@ class KvTransfer:
         for outgoing in held.sends:
             outgoing.aborted = True
 
-    def _on_result(self, session: Session, key: Key, epoch: int, reason: str) -> None:
+    def break_channels(self) -> None:
+        """Close all connections to other workers, as the host of a killed process does."""
+        self.receiver.break_channels()
+        self._sender.break_channels()
+
+    def _on_result(self, session: Session, key: Key, result: TransferResult) -> None:
         """Report the end of an incoming transfer; nothing is written to its blocks afterwards."""
-        about = (self._name[0], key.request, key.attempt, epoch)
+        about = (self._name[0], key.request, key.attempt, result.epoch)
         if key not in session.held:
             self._post(lambda: self._batcher.transfer_drained(key))
-        elif not reason:
+        elif not result.reason:
             self._post(lambda: self._batcher.transfer_done(key))
             session.send(Received(*about), self._clock.now)
         else:
             self._post(lambda: self._batcher.transfer_failed(key))
-            session.send(Failed(*about, reason), self._clock.now)
+            session.send(Failed(*about, result.reason), self._clock.now)
 
     # ------------------------------------------------------------ invariants
+
+    def check_rest(self) -> None:
+        """Raise AssertionError if a transfer has not ended."""
+        assert not self.receiver.num_unfinished, f"{self._name[0]} waits for a transfer"
+        assert not self._sender.num_unfinished, f"{self._name[0]} has not ended a transfer"
 
     def _write(self, blocks: seq.Ints, content: Sequence[int]) -> None:
         """Write received blocks; check that they are reserved for the transfer."""

@@ -1,15 +1,13 @@
-"""Converts the outputs of a worker's steps into messages to routers."""
+"""Converts the outputs of a worker's steps into tokens for routers."""
 
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from penstock.common.worker_load import WorkerLoad
-from penstock.loadtests.simulator.model.timing import Floats
-from penstock.loadtests.simulator.world.session import Key, Session
-from penstock.router.routing.events import Finish, NewToken, Stepped
-from penstock.workers.scheduling.sequence import Ints, StepOutput
+import numpy as np
 
-_FINISHES = tuple(Finish)
+from penstock.loadtests.simulator.world.session import Key, Session
+from penstock.router.routing.events import TokenColumns
+from penstock.workers.scheduling.sequence import Ints, StepOutput
 
 
 def by_session(
@@ -25,57 +23,53 @@ def by_session(
     return ((sessions[number], mine) for number, mine in rows.items())
 
 
-def new_tokens(output: StepOutput, tokens: Ints, rows: list[int]) -> list[list[NewToken]]:
-    """Return the new tokens of the given rows: one list per step.
+def record_cached(sessions: Mapping[int, Session], key: Key, num_cached: int) -> None:
+    """Record the cached tokens of an admitted sequence, for the next step message."""
+    session = sessions.get(key.session)
+    if session is not None and key in session.held:
+        session.num_cached.setdefault(key, num_cached)
 
-    `tokens` is [n, S], as in `StepListener.on_steps`.
+
+class NewTokens:
+    """The new tokens of one or several steps for one router.
+
+    Args:
+        output: output of the first step.
+        tokens: [n, S] tokens of the n steps, as in `StepListener.on_steps`.
+        rows: the columns of `tokens` that belong to the router.
     """
-    choices, indices = output.choices.tolist(), output.indices.tolist()
-    finishes, keys = output.finishes.tolist(), cast(list[Key], output.keys)
-    about = [
-        (
-            row,
-            keys[row].request,
-            keys[row].attempt,
-            choices[row],
-            indices[row],
-            _FINISHES[finishes[row]],
+
+    def __init__(self, output: StepOutput, tokens: Ints, rows: list[int]) -> None:
+        keys = [cast(Key, output.keys[row]) for row in rows]
+        self._requests, self._attempts = (
+            [key.request for key in keys],
+            [key.attempt for key in keys],
         )
-        for row in rows
-    ]
-    return [
-        [
-            NewToken(request, attempt, choice, index + later, step[row], finish)
-            for row, request, attempt, choice, index, finish in about
-        ]
-        for later, step in enumerate(tokens.tolist())
-    ]
+        everything = len(rows) == len(output.keys)
+        self.tokens = tokens if everything else tokens[:, rows]
+        self._choices, self._finishes = (
+            output.choices[rows].tolist(),
+            output.finishes[rows].tolist(),
+        )
+        self._indices = output.indices[rows]
 
+    def __len__(self) -> int:
+        return len(self.tokens)
 
-def send_steps(
-    worker: str,
-    session: Session,
-    tokens: list[list[NewToken]],
-    ends: Floats,
-    load: WorkerLoad,
-    now: float,
-    passed: bool,
-) -> None:
-    """Send the tokens of steps that ended at `ends`; `load` is the load after the last step.
+    def sequences(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (request, attempt, choice, position of the first step's token) of each column."""
+        indices = self._indices.tolist()
+        return zip(self._requests, self._attempts, self._choices, indices, strict=True)
 
-    Messages that should already have arrived are merged into the next message. This only changes
-    the time at which the router receives their tokens. If a message to the worker has `passed`
-    these tokens, they are sent without the load, because the router would assume that the load
-    already includes that message.
-    """
-    up = session.stream.up
-    on_way = len(tokens) - 1
-    while on_way and up.arrival(float(ends[on_way - 1])) >= now:
-        on_way -= 1
-    late = [token for step in tokens[:on_way] for token in step]
-    session.load = load
-    for step, end in zip(tokens[on_way:], ends[on_way:].tolist(), strict=True):
-        without = passed and up.arrival(end) < now
-        session.send(Stepped(worker, late + step, None if without else load), end)
-        session.load_sent_at = session.load_sent_at if without else now
-        late = []
+    def columns(self, first: int, end: int) -> TokenColumns:
+        """Return the tokens of the steps from `first` to before `end` as one set of columns."""
+        num = end - first
+        positions = self._indices + np.arange(first, end, dtype=np.int32)[:, None]
+        return TokenColumns(
+            self._requests * num,
+            self._attempts * num,
+            self._choices * num,
+            positions.ravel().tolist(),
+            self.tokens[first:end].ravel().tolist(),
+            self._finishes * num,
+        )

@@ -85,13 +85,17 @@ class Pipe:
 
     Args:
         broken: called at the reader if the number of a message is not the expected one.
+        faulty: apply the message faults of the path.
     """
 
-    def __init__(self, network: Network, way: Way, to: Process, broken: Act) -> None:
+    def __init__(
+        self, network: Network, way: Way, to: Process, broken: Act, faulty: bool = True
+    ) -> None:
         self._network = network
         self._way = way
         self._to = to
         self._broken = broken
+        self._faulty = faulty
         self._due = 0.0
         self._num_sent = 0
         self._num_read = 0
@@ -113,7 +117,7 @@ class Pipe:
             return
         network, number = self._network, self._num_sent
         self._num_sent += 1
-        how = network.take_message_fault(self._way).how
+        how = network.take_message_fault(self._way).how if self._faulty else ""
         self._due = self.arrival(network.clock.now if sent is None else sent)
         if disturbs:
             self._to.disturbed(self._due)

@@ -1,17 +1,23 @@
 """A simulated router: the production dispatcher with links to workers in virtual time."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
+from penstock.common.block_hash import root_hash, short_prefix_hashes
 from penstock.loadtests.simulator.world.clock import Process
 from penstock.loadtests.simulator.world.network import Network, Stream
 from penstock.loadtests.simulator.world.session import Session
+from penstock.loadtests.simulator.world.token_runs import RunClient, SteppedRuns, append_runs
 from penstock.loadtests.simulator.world.worker import HEARTBEAT_SECONDS, Worker
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.placement.policy import Policy
+from penstock.router.routing.prefix_cache.cache_events import ResyncCache
 
 TICK_SECONDS = 0.5
 CONNECT_SECONDS = 10.0
@@ -22,9 +28,15 @@ PAUSE_SECONDS = 0.2
 class Client(Protocol):
     """Interface of a request's client."""
 
-    def deliver(self, deliver: ev.Deliver) -> ev.ChoiceStopped | None:
-        """Take new tokens; return a `ChoiceStopped` if a stop string ends the choice here."""
+    def deliver(self, choice: int, position: int, token: int, finish: int) -> int | None:
+        """Take a new token; return the length of the answer if a stop string ends the choice."""
         ...
+
+    def deliver_end(self, end: ev.DeliverEnd) -> None:
+        """Take the end of a choice without a new token."""
+
+    def deliver_cached(self, num_tokens: int) -> None:
+        """Take the number of cached prompt tokens."""
 
     def on_choice_stopped(self, choice: int) -> None:
         """Note that the router has processed the cut of `choice`."""
@@ -53,7 +65,7 @@ class Link:
         self._wanted = True
         self._connect()
 
-    def send(self, command: ev.Submit | ev.Yield | ev.Send | ev.Drop | None) -> None:
+    def send(self, command: ev.WorkerCommand | None) -> None:
         """Send a command, or a heartbeat if None; lost if the link is not connected."""
         stream, session, worker = self._stream, self._session, self._worker_process
         if stream is None or session is None or worker is None:
@@ -103,6 +115,8 @@ class Link:
             partial(self._on_event, stream),
             lambda: self._on_closed(stream),
         )
+        if self._router.hash_key:
+            worker.cache_stream.open(session)
         info, load = worker.info, worker.load
         stream.up.send(lambda: self._welcome(stream, session, ev.WorkerUp(info, load)))
 
@@ -118,12 +132,14 @@ class Link:
             return
         self._session = session
         self._last_sent_at = self._router.process.clock.now
+        self._router.block_sizes.add(up.info.block_size)
         self._router.post(up)
-        self._router.process.after(HEARTBEAT_SECONDS, lambda: self._heartbeat(stream))
+        if self._router.heartbeats:
+            self._router.process.after(HEARTBEAT_SECONDS, lambda: self._heartbeat(stream))
 
-    def _on_event(self, stream: Stream, event: ev.Event) -> None:
+    def _on_event(self, stream: Stream, event: ev.Event | SteppedRuns) -> None:
         if stream is self._stream and self._session is not None:
-            self._router.post(event)
+            self._router.post(self._router.append_runs(event))
 
     def _heartbeat(self, stream: Stream) -> None:
         if stream is not self._stream:
@@ -153,6 +169,11 @@ class Router:
         find: returns a worker by name, or None if the worker is not running.
         on_event: called with the router's name, each event, and the resulting commands.
         check: check the dispatcher's invariants after each event.
+        before_event: called with each event before it is handled.
+        heartbeats: send heartbeats to workers.
+        run_clients: the clients, if all can take several tokens at once; None: they cannot.
+        hash_key: secret that keys the block hashes. Prompts are then hashed, and workers report
+            their cached blocks. b"": neither.
     """
 
     def __init__(
@@ -164,8 +185,17 @@ class Router:
         find: Callable[[str], Worker | None],
         on_event: Callable[[str, ev.Event, list[ev.Command]], None] | None = None,
         check: bool = False,
+        before_event: Callable[[ev.Event], None] | None = None,
+        heartbeats: bool = True,
+        run_clients: Mapping[int, RunClient] | None = None,
+        hash_key: bytes = b"",
     ) -> None:
+        self._run_clients = run_clients
+        self.heartbeats = heartbeats
+        self._before_event = before_event
         self.name = name
+        self.hash_key = hash_key
+        self.block_sizes: set[int] = set()  # of all workers since the router's start
         self.process = Process(name, network.clock)
         self.dispatcher = Dispatcher(policy, limits)
         self.clients: dict[int, Client] = {}
@@ -199,12 +229,26 @@ class Router:
 
     def submit(self, request: ev.Request, client: Client) -> None:
         self.clients[request.id] = client
+        if self.hash_key:
+            request = replace(request, prompt_hashes=self._hashes(request))
         self.post(ev.RequestArrived(request))
+
+    def _hashes(self, request: ev.Request) -> Mapping[int, Sequence[int]]:
+        root, tokens = root_hash(self.hash_key, request.salt), np.array(request.prompt, np.int32)
+        return {size: short_prefix_hashes(root, tokens, size) for size in self.block_sizes}
 
     def cancel(self, request: int) -> None:
         """Cancel a request whose client disconnected."""
         if self.clients.pop(request, None) is not None:
             self.post(ev.ClientDisconnected(request))
+
+    def append_runs(self, event: ev.Event | SteppedRuns) -> ev.Event:
+        """Append runs of tokens at once, if the clients allow it; return what is left to handle."""
+        if not isinstance(event, SteppedRuns):
+            return event
+        if self._run_clients is None or self._handling:
+            return event.whole()
+        return append_runs(event, self.dispatcher, self._run_clients)
 
     def post(self, event: ev.Event) -> None:
         """Handle an event; if another event is being handled, handle this one afterwards."""
@@ -216,6 +260,8 @@ class Router:
             event = self._events.popleft()
             if isinstance(event, ev.ChoiceStopped) and event.request in self.clients:
                 self.clients[event.request].on_choice_stopped(event.choice)
+            if self._before_event is not None:
+                self._before_event(event)
             commands = self.dispatcher.handle(event, self.process.clock.now)
             if self._check:
                 self.dispatcher.check()
@@ -228,20 +274,39 @@ class Router:
     def _execute(self, command: ev.Command) -> None:
         match command:
             case ev.Deliver():
+                self._deliver(command.tokens)
+            case ev.DeliverEnd() | ev.DeliverPrompt() | ev.EndRequest():
                 client = self.clients.get(command.request)
-                cut = client.deliver(command) if client is not None else None
-                if cut is not None:
-                    self._events.append(cut)
-            case ev.EndRequest():
-                client = self.clients.pop(command.request, None)
                 if client is not None:
-                    client.end(command)
+                    self._pass_to(client, command)
             case ev.CloseStream():
                 if command.worker in self._links:
                     self._links[command.worker].close()
-            case ev.Submit() | ev.Yield() | ev.Send() | ev.Drop():
+            case ev.Submit() | ev.Yield() | ev.Send() | ev.Drop() | ResyncCache():
                 if command.worker in self._links:
                     self._links[command.worker].send(command)
+
+    def _pass_to(
+        self, client: Client, command: ev.DeliverEnd | ev.DeliverPrompt | ev.EndRequest
+    ) -> None:
+        match command:
+            case ev.DeliverEnd():
+                client.deliver_end(command)
+            case ev.DeliverPrompt():
+                assert command.num_cached is not None, "no client here asks for prompt logprobs"
+                client.deliver_cached(command.num_cached)
+            case ev.EndRequest():
+                del self.clients[command.request]
+                client.end(command)
+
+    def _deliver(self, tokens: ev.TokenColumns) -> None:
+        for request, _, choice, position, token, finish in tokens.rows():
+            client = self.clients.get(request)
+            if client is None:
+                continue
+            cut = client.deliver(choice, position, token, finish)
+            if cut is not None:
+                self._events.append(ev.ChoiceStopped(request, choice, cut))
 
     def _tick(self) -> None:
         self.post(ev.Tick())

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.common.worker_load import WorkerLoad
 from penstock.loadtests.simulator.world.clock import Act
 from penstock.loadtests.simulator.world.network import Stream
-from penstock.loadtests.simulator.world.transfer_endpoints import (
-    OutgoingTransfer,
-    TransferTiming,
-    WorkerId,
-)
-from penstock.router.routing.events import Event, WorkerInfo
+from penstock.loadtests.simulator.world.rank_pairs import TransferTiming
+from penstock.router.routing.events import WorkerInfo
+from penstock.workers.kv_transfer.protocol.messages import WorkerId
+from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.scheduling.config import SchedulerConfig
 
 
@@ -41,16 +39,22 @@ class Session:
     number: int
     router: str
     stream: Stream
-    deliver: Callable[[Event], None]  # runs at the router when an event arrives
+    deliver: Callable[[Any], None]  # runs at the router when an event arrives
     ended: Act  # runs at the router when the stream ends
     last_received_at: float
     last_sent_at: float  # time of the last event sent
     load_sent_at: float = 0.0  # time at which a load was last sent
     load: WorkerLoad | None = None  # last load that was sent
     held: dict[Key, HeldSequence] = field(default_factory=dict)
+    num_cached: dict[Key, int] = field(default_factory=dict)  # of sequences admitted since a step
 
-    def send(self, event: Event, now: float) -> None:
-        """Send an event to the router at the time `now`, which may be before the clock's time."""
+    def take_cached(self) -> list[tuple[int, int, int]]:
+        """Return (request, attempt, cached tokens) of sequences admitted since the last call."""
+        counts, self.num_cached = self.num_cached, {}
+        return [(key.request, key.attempt, count) for key, count in counts.items()]
+
+    def send(self, event: object, now: float) -> None:
+        """Send an event or `SteppedRuns` to the router at `now`, which may be in the past."""
         self.last_sent_at = now
         deliver = self.deliver
         self.stream.up.send(lambda: deliver(event), sent=now)

@@ -17,6 +17,7 @@ from penstock.loadtests.simulator.model.executors import Executor
 from penstock.loadtests.simulator.model.timing import Floats
 from penstock.loadtests.simulator.world.checks import check
 from penstock.loadtests.simulator.world.clock import Act, Process
+from penstock.loadtests.simulator.world.fast_forward import FastForward
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import Ints, StepOutput, StepPlan
@@ -64,7 +65,7 @@ class StepRunner:
     """Runs steps while there is work; actions that were posted run between steps.
 
     Args:
-        fast_forwards: combine quiet steps into one event.
+        fast_forwards: combine steps in which no request arrives or ends into one event.
         check_every: check the block invariants every this many steps; 0: never.
     """
 
@@ -85,6 +86,7 @@ class StepRunner:
         self.last_seconds = 0.0  # duration of the last step
         self._process = process
         self._batcher = batcher
+        self._skips = FastForward(batcher.state)
         self._executor = executor
         self._listener = listener
         self._check_every = check_every
@@ -154,7 +156,7 @@ class StepRunner:
         if self._check_every:
             free = np.flatnonzero(batcher.pool.state == State.FREE)
             self._executor.poison(free.astype(np.int32))
-        plan = batcher.plan(now)
+        plan = batcher.plan()
         self._listener.on_plan()
         if self._check_every and self.num_steps % self._check_every == 0:
             check(batcher, plan)
@@ -185,7 +187,7 @@ class StepRunner:
 
     def _fast_forward(self, plan: StepPlan, now: float) -> bool:
         """Run this step and the quiet steps after it as one event; return False if none follow."""
-        num = self._batcher.fast_forward.num_skippable() if self.fast_forwards else 0
+        num = self._skips.num_skippable() if self.fast_forwards else 0
         if num < 2 or not self._listener.is_load_known():
             return False
         seconds = self._executor.seconds_of(plan, num)
@@ -210,7 +212,7 @@ class StepRunner:
         if drawn is None:
             drawn = self._compute_each(output, ends[:-1])
         elif num > 1:
-            self._batcher.fast_forward.skip(drawn)
+            self._skips.skip(drawn)
             self.num_steps += num - 1
             self.num_tokens += drawn.size
         self.busy_seconds = float(_sums(self.busy_seconds, seconds)[-1])

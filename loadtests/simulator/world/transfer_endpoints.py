@@ -1,97 +1,153 @@
-"""KV transfers between simulated workers: epochs, messages with blocks, and results.
+"""KV transfers between simulated workers: the product's protocol in virtual time.
 
-The endpoints model `workers/kv_transfer` in virtual time, without its streams, communicators and
-threads. The classes for geometry and coverage are those of production. The bytes of a message
-arrive some time after its header, and are written some time later, so that freeing a block too
-early is detected.
+`ReceiveProtocol` and `SendProtocol` of `workers/kv_transfer/protocol` decide, as in production. The
+classes here take the place of `KvReceiver`, `KvSender` and `PeerChannel`. They pass messages,
+reports of ranks and the time to the protocol, and execute its commands. Each worker has one rank.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import count
+from dataclasses import dataclass
 
 from penstock.loadtests.simulator.world.clock import Process
-from penstock.loadtests.simulator.world.network import LATE_SECONDS, Network
-from penstock.router.routing.events import Send
-from penstock.workers.kv_transfer.shards import (
-    BadShard,
-    BlockShape,
-    Coverage,
-    LayerHeadRange,
-    Shard,
-    split,
+from penstock.loadtests.simulator.world.network import Network, Pipe
+from penstock.loadtests.simulator.world.rank_pairs import (
+    Data,
+    DataPath,
+    ReceivingEnd,
+    SendingEnd,
+    TransferTiming,
 )
+from penstock.workers.kv_transfer.protocol.messages import (
+    Credit,
+    End,
+    Header,
+    Moved,
+    Outcome,
+    PairKey,
+    TransferRoutes,
+    WorkerId,
+)
+from penstock.workers.kv_transfer.protocol.receive import (
+    CloseSource,
+    DrainRank,
+    ExpectedTransfer,
+    Finished,
+    ReceiveCommand,
+    ReceivePiece,
+    ReceiveProtocol,
+    Reply,
+    TransferResult,
+)
+from penstock.workers.kv_transfer.protocol.send import (
+    CloseChannel,
+    OutgoingTransfer,
+    SendCommand,
+    SendPiece,
+    SendProtocol,
+    Sent,
+    Unpin,
+    Write,
+)
+from penstock.workers.kv_transfer.shards import BlockShape, LayerHeadRange, Route
+from penstock.workers.kv_transfer.write_gate import WriteGates
 from penstock.workers.scheduling.sequence import Ints
 
 WHOLE = LayerHeadRange(0, 1, 0, 1)
 """Layers and heads of the only rank of a simulated worker."""
 
-WorkerId = tuple[str, str]  # name and incarnation
+PAIR: PairKey = (0, 0)
+
+
+class ControlChannel:
+    """The connection of a source to a destination: ordered messages in both directions."""
+
+    def __init__(self, network: Network, source: "SendChannel", to: "Receiver") -> None:
+        here, there = source.process, to.process
+        self.generation = 0  # set when the destination accepts
+        self._source = source
+        self._to = to
+        self._down = Pipe(network, (here.name, there.name), there, lambda: None, faulty=False)
+        self._up = Pipe(network, (there.name, here.name), here, lambda: None, faulty=False)
+
+    def connect(self) -> None:
+        self._send(self._down, lambda: self._to.accept(self._source, self))
+
+    def accept(self) -> None:
+        self._send(self._up, self._source.on_accepted)
+
+    def to_destination(self, message: Header | End) -> None:
+        self._send(self._down, lambda: self._to.on_message(self.generation, message))
+
+    def to_source(self, message: Credit | Outcome) -> None:
+        self._send(self._up, lambda: self._source.on_message(message))
+
+    def close_source(self) -> None:
+        """Close the source's end; the destination notices it after its earlier messages."""
+        self._up.closed = True
+        reason = "the source closed the channel"
+        self._send(self._down, lambda: self._to.disconnect(self.generation, reason))
+
+    def close_destination(self) -> None:
+        """Close the destination's end; the source notices it after the earlier messages."""
+        self._down.closed = True
+        self._send(self._up, lambda: self._source.close("the destination closed the channel"))
+
+    def _send(self, pipe: Pipe, act: Callable[[], None]) -> None:
+        pipe.send(act, disturbs=False)
+
+
+# ------------------------------------------------------------ destination
+
+
+class _DeadlineTimer:
+    """Checks the deadlines of a protocol while any is open.
+
+    Args:
+        check: ends what is overdue at the given time; returns the time of the next check, or None.
+        after_check: called after each check.
+        silence: seconds from `start` to the first check.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        check: Callable[[float], float | None],
+        after_check: Callable[[], None],
+        silence: float,
+    ) -> None:
+        self._process = process
+        self._check = check
+        self._after_check = after_check
+        self._silence = silence
+        self._is_running = False
+
+    def start(self) -> None:
+        if not self._is_running:
+            self._is_running = True
+            self._process.after(self._silence, self._fire)
+
+    def _fire(self) -> None:
+        then = self._check(self._process.clock.now)
+        self._is_running = then is not None
+        if then is not None:
+            self._process.at(then, self._fire)
+        self._after_check()
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedTransfer:
-    """A transfer that a worker expects: positions [start, stop) into `blocks`."""
+class _Source:
+    """A connected source."""
 
-    router: str
-    request: int
-    attempt: int
-    source: WorkerId
-    start: int
-    stop: int
-    blocks: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMessage:
-    """One message of a transfer: blocks, with the request, epoch and shard they belong to."""
-
-    router: str
-    request: int
-    attempt: int
-    epoch: int
-    source: WorkerId
-    shard: Shard
-    content: Sequence[int]
-    checksum: int
-
-
-@dataclass(slots=True)
-class Transfer:
-    """An incoming transfer that has not ended."""
-
-    expected: ExpectedTransfer
-    coverage: Coverage
-    done: Callable[[str], None]
-    last_message_at: float
-    num_writing: int = 0
-    end_reason: str | None = None  # reason of the failure, or "" for success; None: not ended
-
-
-@dataclass(slots=True)
-class OutgoingTransfer:
-    """One send of the blocks of a lease; the blocks are pinned."""
-
-    command: Send
-    router: str
-    stop: int
-    blocks: Ints
-    unpin: Callable[[], None]
-    aborted: bool = False
-    left: list[Shard] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTiming:
-    """Durations and message size of KV transfers."""
-
-    silence: float = 5.0  # a transfer fails after this many seconds without a message
-    write: float = 0.001  # seconds to write the blocks of one message
-    message_bytes: int = 4 << 20
+    channel: ControlChannel
+    end: ReceivingEnd
 
 
 class Receiver:
-    """The receiving side of a worker's KV transfers."""
+    """The receiving side of a worker's KV transfers.
+
+    Args:
+        write: writes contents into blocks.
+    """
 
     def __init__(
         self,
@@ -100,201 +156,206 @@ class Receiver:
         timing: TransferTiming,
         write: Callable[[Ints, Sequence[int]], None],
     ) -> None:
-        self._process = process
+        self.process = process
         self._shape = shape
         self._timing = timing
         self._write = write
-        self._epochs = count(1)
-        self.transfers: dict[int, Transfer] = {}
+        self._gates = WriteGates()
+        self._protocol = ReceiveProtocol(shape, [WHOLE], timing.silence)
+        self._sources: dict[int, _Source] = {}  # by generation
+        self._callbacks: dict[int, Callable[[TransferResult], None]] = {}  # by epoch
+        self._timer = _DeadlineTimer(
+            process, self._protocol.check_deadlines, self._execute, timing.silence
+        )
 
-    def open(self, expected: ExpectedTransfer, done: Callable[[str], None]) -> int:
-        """Open a transfer and return its epoch.
+    @property
+    def num_unfinished(self) -> int:
+        """Number of epochs without a result."""
+        return self._protocol.num_unfinished
 
-        `done` is called when nothing more can be written, with the reason of the failure, or "" for
-        success.
-        """
-        epoch = next(self._epochs)
-        coverage = Coverage(WHOLE, expected.start, expected.stop, self._shape)
-        now = self._process.clock.now
-        self.transfers[epoch] = Transfer(expected, coverage, done, now)
-        self._process.after(self._timing.silence, lambda: self._check_timeout(epoch))
+    def open(self, expected: ExpectedTransfer, done: Callable[[TransferResult], None]) -> int:
+        """Open an epoch and return it; `done` is called when nothing more can be written."""
+        epoch = self._protocol.open(expected, self.process.clock.now)
+        self._callbacks[epoch] = done
+        self._timer.start()
         return epoch
 
     def close(self, epoch: int) -> None:
-        self._end(epoch, "dropped")
+        self._protocol.close(epoch)
+        self._execute()
 
-    def drop_peer(self, source: WorkerId) -> None:
-        """Fail all open transfers from a worker that no longer exists."""
-        for epoch, transfer in list(self.transfers.items()):
-            if transfer.expected.source == source:
-                self._end(epoch, f"the pair with {source[0]} broke")
+    def break_channels(self) -> None:
+        """Close all channels, as the host of a killed process does."""
+        for source in self._sources.values():
+            source.channel.close_destination()
 
-    def aborted(self, epoch: int, source: WorkerId) -> None:
-        if self.find(epoch, source) is not None:
-            self._end(epoch, "the source gave up")
+    # ------------------------------------------------------------ messages of the sources
 
-    def find(self, epoch: int, source: WorkerId) -> Transfer | None:
-        """Return the open transfer `epoch` if it expects data from `source`, else None."""
-        transfer = self.transfers.get(epoch)
-        return transfer if transfer and transfer.expected.source == source else None
-
-    def arrive(self, message: BlockMessage) -> None:
-        """Handle a message; discard the message if its epoch is closed or unknown."""
-        transfer = self.find(message.epoch, message.source)
-        if transfer is None:
+    def accept(self, source: "SendChannel", channel: ControlChannel) -> None:
+        peer = self._protocol.connect(source.name, self._shape.block_size, [WHOLE])
+        self._execute()
+        if peer is None:
+            channel.close_destination()
             return
-        problem = self._problem(transfer, message)
-        if problem:
-            self._end(message.epoch, problem)
-            return
-        transfer.last_message_at = self._process.clock.now
-        transfer.num_writing += 1
-        self._process.after(self._timing.write, lambda: self._written(transfer, message))
+        channel.generation = generation = peer.generation
+        end = ReceivingEnd(
+            self.process,
+            self._shape,
+            self._timing,
+            self._gates,
+            self._write,
+            lambda moved: self._on_moved(generation, moved),
+        )
+        self._sources[generation] = _Source(channel, end)
+        channel.accept()
 
-    def _problem(self, transfer: Transfer, message: BlockMessage) -> str:
-        expected = transfer.expected
-        if not is_of(message, expected):
-            return "a message of another request came under this epoch"
-        if message.checksum != hash_of(message.content):
-            return "the checksum of a message does not fit its bytes"
-        try:
-            size = self._shape.num_bytes(message.shard)
-            transfer.coverage.announce(message.shard, size)
-        except BadShard as error:
-            return str(error)
-        return ""
+    def on_message(self, generation: int, message: Header | End) -> None:
+        self._protocol.on_message(generation, message, self.process.clock.now)
+        self._execute()
 
-    def _written(self, transfer: Transfer, message: BlockMessage) -> None:
-        expected, shard = transfer.expected, message.shard
-        size = self._shape.block_size
-        first = (shard.start - expected.start) // size
-        blocks = expected.blocks[first : first + shard.num_blocks(size)]
-        self._write(blocks, message.content)
-        transfer.num_writing -= 1
-        if transfer.end_reason is not None:
-            if not transfer.num_writing:
-                transfer.done(transfer.end_reason)
-            return
-        transfer.coverage.fill(shard)
-        if transfer.coverage.complete:
-            self._end(message.epoch, "")
+    def on_data(self, generation: int, data: Data) -> None:
+        """Handle bytes on a source's rank pair; ignore them if the pair is closed."""
+        if generation in self._sources:
+            self._sources[generation].end.arrive(data)
 
-    def _end(self, epoch: int, reason: str) -> None:
-        transfer = self.transfers.pop(epoch, None)
-        if transfer is None:
-            return
-        transfer.end_reason = reason
-        if not transfer.num_writing:
-            # Deferred, because the caller has not finished its own action yet.
-            self._process.after(0.0, lambda: transfer.done(reason))
+    def disconnect(self, generation: int, reason: str) -> None:
+        self._protocol.disconnect(generation, reason)
+        self._execute()
 
-    def _check_timeout(self, epoch: int) -> None:
-        transfer = self.transfers.get(epoch)
-        if transfer is None:
-            return
-        left = transfer.last_message_at + self._timing.silence - self._process.clock.now
-        if left <= 0:
-            self._end(epoch, f"nothing came for {self._timing.silence:g} s")
-        else:
-            self._process.after(left, lambda: self._check_timeout(epoch))
+    # ------------------------------------------------------------ reports and commands
+
+    def _on_moved(self, generation: int, moved: Moved) -> None:
+        self._protocol.on_moved(generation, PAIR, moved, self.process.clock.now)
+        self._execute()
+
+    def _on_drained(self, rank: int, epoch: int) -> None:
+        self._protocol.on_drained(rank, epoch)
+        self._execute()
+
+    def _execute(self) -> None:
+        for command in self._protocol.commands():
+            self._execute_one(command)
+
+    def _execute_one(self, command: ReceiveCommand) -> None:
+        match command:
+            case Reply(generation, message):
+                self._sources[generation].channel.to_source(message)
+            case ReceivePiece(generation, _, piece):
+                self._sources[generation].end.receive(piece)
+            case DrainRank(rank, epoch):
+                # Reports and results are deferred: the caller has not finished its own action.
+                drained = lambda: self._on_drained(rank, epoch)  # noqa: E731
+                self._gates.drain(epoch, lambda: self.process.after(0.0, drained))
+            case CloseSource(generation):
+                source = self._sources.pop(generation)
+                source.end.close()
+                source.channel.close_destination()
+            case Finished(result):
+                done = self._callbacks.pop(result.epoch)
+                self.process.after(0.0, lambda: done(result))
 
 
-class Sender:
-    """The sending side: sends leased blocks, one message at a time to each destination.
+# ------------------------------------------------------------ source
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCallbacks:
+    """Callbacks of a transfer: when its blocks are no longer read, and when it has ended."""
+
+    on_read: Callable[[], None]
+    on_end: Callable[[str], None]  # with the reason, if the channel broke
+
+
+class SendChannel:
+    """The sending side of the connection to one worker.
 
     Args:
-        find: returns the process and receiver of a worker, or None while it is not running.
+        name: name and incarnation of the source.
+        peer: name and incarnation of the destination.
+        read: returns the contents of blocks.
     """
 
     def __init__(
         self,
         process: Process,
         name: WorkerId,
+        peer: WorkerId,
+        receiver: Receiver,
         network: Network,
         shape: BlockShape,
         timing: TransferTiming,
         read: Callable[[Ints], Sequence[int]],
-        find: Callable[[WorkerId], tuple[Process, Receiver] | None],
     ) -> None:
-        self._process = process
-        self._name = name
-        self._network = network
+        self.process = process
+        self.name = name
+        self.peer = peer
         self._shape = shape
         self._timing = timing
-        self._read = read
-        self._find = find
-        self._free_at: dict[str, float] = {}  # time at which the path is free, by destination
-
-    def refuse(self, command: Send) -> None:
-        """Abort a send without a lease, so that the receiver does not wait."""
-        self._send_aborted(command)
-
-    def send(self, outgoing: OutgoingTransfer) -> None:
-        command = outgoing.command
-        shape, most = self._shape, self._timing.message_bytes
-        outgoing.left = list(split(WHOLE, command.have, outgoing.stop, shape, most))
-        self._next(outgoing)
-
-    def _next(self, outgoing: OutgoingTransfer) -> None:
-        """Read and send the next message once the path is free; unpin after the last message."""
-        to = outgoing.command.endpoint
-        found = self._find((to.worker, to.incarnation))
-        if outgoing.aborted or found is None:
-            self._send_aborted(outgoing.command)
-            outgoing.unpin()
-            return
-        shard, now = outgoing.left.pop(0), self._process.clock.now
-        seconds = self._shape.num_bytes(shard) / self._network.bandwidth
-        start = max(now, self._free_at.get(to.worker, 0.0))
-        self._free_at[to.worker] = start + seconds
-        self._process.after(start + seconds - now, lambda: self._sent(outgoing, shard, found))
-
-    def _sent(
-        self, outgoing: OutgoingTransfer, shard: Shard, found: tuple[Process, Receiver]
-    ) -> None:
-        message = self._message(outgoing, shard)
-        process, destination = found
-        way = (self._process.name, process.name)
-        how, seconds = self._network.take_message_fault(way)
-        if how == "corrupt":
-            message = replace(message, content=[message.content[0] ^ 1, *message.content[1:]])
-        delays = {"reorder": (LATE_SECONDS,), "duplicate": (0.0, 0.0), "late": (0.0, seconds)}
-        for delay in delays.get(how, (0.0,)):
-            self._network.post(way, process, lambda: destination.arrive(message), delay)
-        if outgoing.left:
-            self._next(outgoing)
-        else:
-            outgoing.unpin()
-
-    def _message(self, outgoing: OutgoingTransfer, shard: Shard) -> BlockMessage:
-        command, size = outgoing.command, self._shape.block_size
-        first = (shard.start - command.have) // size
-        content = self._read(outgoing.blocks[first : first + shard.num_blocks(size)])
-        return BlockMessage(
-            outgoing.router,
-            command.request,
-            command.to_attempt,
-            command.epoch,
-            self._name,
-            shard,
-            content,
-            hash_of(content),
+        self._protocol = SendProtocol(shape.block_size, timing.silence)
+        self._callbacks: dict[OutgoingTransfer, TransferCallbacks] = {}
+        self._timer = _DeadlineTimer(
+            process, self._protocol.check_deadlines, self._execute, timing.silence
         )
+        self._control = control = ControlChannel(network, self, receiver)
+        path = DataPath(
+            network,
+            process.name,
+            receiver.process,
+            lambda data: receiver.on_data(control.generation, data),
+        )
+        self._end = SendingEnd(process, shape, network.bandwidth, path, read, self._on_moved)
+        control.connect()
 
-    def _send_aborted(self, command: Send) -> None:
-        found = self._find((command.endpoint.worker, command.endpoint.incarnation))
-        if found is None:
-            return
-        process, destination = found
-        way = (self._process.name, process.name)
-        self._network.post(way, process, lambda: destination.aborted(command.epoch, self._name))
+    @property
+    def broken(self) -> str:
+        """Reason why the channel is broken; empty if it is not broken."""
+        return self._protocol.broken
 
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._callbacks)
 
-def is_of(message: BlockMessage, expected: ExpectedTransfer) -> bool:
-    """Return True if the message belongs to the request that the transfer expects."""
-    named = (message.router, message.request, message.attempt)
-    return named == (expected.router, expected.request, expected.attempt)
+    def send(self, outgoing: OutgoingTransfer, callbacks: TransferCallbacks) -> None:
+        self._callbacks[outgoing] = callbacks
+        self._protocol.send(outgoing, self._timing.message_bytes, self.process.clock.now)
+        self._timer.start()
+        self._execute()
 
+    def close(self, reason: str) -> None:
+        self._protocol.close(reason)
+        self._execute()
 
-def hash_of(content: Sequence[int]) -> int:
-    return hash(tuple(content))  # hashes of ints are the same in every process
+    def break_off(self) -> None:
+        """Close the control channel, as the host of a killed process does."""
+        self._control.close_source()
+
+    def on_accepted(self) -> None:
+        found = TransferRoutes([Route(0, 0, WHOLE)], self._shape)
+        self._protocol.connected(found, self.process.clock.now)
+        self._execute()
+
+    def on_message(self, message: Credit | Outcome) -> None:
+        self._protocol.on_message(message, self.process.clock.now)
+        self._execute()
+
+    def _on_moved(self, moved: Moved) -> None:
+        self._protocol.on_moved(moved, self.process.clock.now)
+        self._execute()
+
+    def _execute(self) -> None:
+        for command in self._protocol.commands():
+            self._execute_one(command)
+
+    def _execute_one(self, command: SendCommand) -> None:
+        match command:
+            case Write(message):
+                self._control.to_destination(message)
+            case SendPiece(_, piece):
+                self._end.send(piece)
+            case CloseChannel():
+                self._end.closed = True
+                self._control.close_source()
+            case Unpin(outgoing):
+                self._callbacks[outgoing].on_read()
+            case Sent(outgoing, broken):
+                self._callbacks.pop(outgoing).on_end(broken)

@@ -7,31 +7,36 @@ released when the stream ends.
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from penstock.common.worker_load import WorkerLoad
 from penstock.loadtests.simulator.model.executors import Executor
 from penstock.loadtests.simulator.model.timing import Floats
+from penstock.loadtests.simulator.world.cache_stream import CacheStream
 from penstock.loadtests.simulator.world.checks import check_rest
 from penstock.loadtests.simulator.world.clock import Act, Clock, Process
 from penstock.loadtests.simulator.world.kv_transfer import KvTransfer
-from penstock.loadtests.simulator.world.messages import by_session, new_tokens, send_steps
+from penstock.loadtests.simulator.world.messages import NewTokens, by_session, record_cached
 from penstock.loadtests.simulator.world.network import Network, Stream
+from penstock.loadtests.simulator.world.sent_steps import send_steps, send_yielded
 from penstock.loadtests.simulator.world.session import HeldSequence, Key, Session, WorkerShape
 from penstock.loadtests.simulator.world.steps import StepRunner
-from penstock.loadtests.simulator.world.transfer_endpoints import Receiver, WorkerId
+from penstock.loadtests.simulator.world.submissions import new_sequence
+from penstock.loadtests.simulator.world.transfer_endpoints import Receiver
 from penstock.router.routing.events import (
     Draining,
     Drop,
-    Event,
     Heartbeat,
     Rejected,
     Send,
     Stepped,
     Submit,
+    TokenColumns,
+    WorkerCommand,
     Yield,
-    Yielded,
 )
+from penstock.router.routing.prefix_cache.cache_events import ResyncCache
+from penstock.workers.kv_transfer.protocol.messages import WorkerId
 from penstock.workers.scheduling import sequence as seq
 from penstock.workers.scheduling.batcher import Batcher
 
@@ -54,6 +59,7 @@ class Worker:
         find: returns a worker by name and incarnation, or None if the worker is not running.
         check_every: check the block invariants every this many steps; 0: never.
         fast_forwards: combine quiet steps into one event.
+        heartbeats: send heartbeats and close silent streams; without, call `report_load`.
     """
 
     def __init__(
@@ -64,25 +70,28 @@ class Worker:
         find: Find,
         check_every: int = 0,
         fast_forwards: bool = False,
+        heartbeats: bool = True,
     ) -> None:
         self.info = shape.info
         self.process = Process(shape.info.worker, network.clock)
         self.batcher = Batcher(shape.limits)
         self.executor = executor
         self.draining = False
+        self.reports_step_seconds = False
         self.sessions: dict[int, Session] = {}
         self.steps = StepRunner(
             self.process, self.batcher, executor, self, fast_forwards, check_every
         )
         self.process.disturbed = self.steps.disturb
+        self.cache_stream = CacheStream(shape.info, self.batcher.pool, self.clock, self.steps.post)
         self.load = self._load()  # load after the last step
         self._num_sessions = 0
+        self._heartbeats = heartbeats
         self._new: dict[Key, seq.NewSequence] = {}
-        self._name = (shape.info.worker, shape.info.incarnation)
 
-        def peer(name: WorkerId) -> tuple[Process, Receiver] | None:
+        def peer(name: WorkerId) -> Receiver | None:
             worker = find(name)
-            return None if worker is None else (worker.process, worker.kv_transfer.receiver)
+            return None if worker is None else worker.kv_transfer.receiver
 
         components = self.steps, self.batcher, executor, self.process, network
         self.kv_transfer = KvTransfer(shape, *components, self.sessions, peer)
@@ -99,7 +108,7 @@ class Worker:
     # ------------------------------------------------------------ sessions
 
     def attach(
-        self, router: str, stream: Stream, deliver: Callable[[Event], None], ended: Act
+        self, router: str, stream: Stream, deliver: Callable[[Any], None], ended: Act
     ) -> Session:
         """Open a session for a router's new stream; close the router's earlier session, if any."""
         self.steps.catch_up()
@@ -112,7 +121,8 @@ class Worker:
         self.sessions[session.number] = session
         if self.draining:
             session.send(Draining(self.info.worker), now)
-        self.process.after(HEARTBEAT_SECONDS, lambda: self._heartbeat(session))
+        if self._heartbeats:
+            self.process.after(HEARTBEAT_SECONDS, lambda: self._heartbeat(session))
         return session
 
     def close_stream(self, session: Session) -> None:
@@ -126,6 +136,7 @@ class Worker:
         """Release everything that is held for a session whose stream has ended."""
         self.steps.catch_up()
         if self.sessions.pop(session.number, None) is not None:
+            self.cache_stream.close(session)
             self._release(session, list(session.held))
 
     def drain(self) -> None:
@@ -140,6 +151,7 @@ class Worker:
         return self.batcher.load()._replace(
             last_step_seconds=self.steps.last_seconds,
             num_steps=self.steps.num_steps,
+            step_seconds=self.steps.busy_seconds if self.reports_step_seconds else 0.0,
             prompt_seconds=self.steps.prompt_seconds,
         )
 
@@ -161,7 +173,7 @@ class Worker:
 
     # ------------------------------------------------------------ messages from the router
 
-    def handle(self, session: Session, command: Submit | Yield | Send | Drop | None) -> None:
+    def handle(self, session: Session, command: WorkerCommand | None) -> None:
         """Handle one message from a router; None is a heartbeat."""
         if session.number not in self.sessions:
             return
@@ -178,6 +190,8 @@ class Worker:
                 self.steps.post(partial(self.kv_transfer.send, session, command))
             case Drop(_, request, attempt, choice):
                 self._drop_command(session, Key(session.number, request, attempt), choice)
+            case ResyncCache():
+                self.cache_stream.resync(session)
 
     def _submit(self, session: Session, submit: Submit) -> None:
         key = Key(session.number, submit.request.id, submit.attempt)
@@ -188,7 +202,7 @@ class Worker:
         if self.draining:
             self._reject(session, key, "the worker is draining", False)
             return
-        new = self._sequence(key, submit)
+        new = new_sequence(key, submit, self.info)
         # Replace earlier attempts, but keep leases: one of them may be the source of this attempt.
         self._release(session, [other for other in others if not session.held[other].kv_len])
         source = submit.source
@@ -197,32 +211,6 @@ class Worker:
             (source.worker, source.incarnation) if source and taken else None
         )
         self.steps.post(lambda: self._enter(session, new))
-
-    def _sequence(self, key: Key, submit: Submit) -> seq.NewSequence:
-        """Convert a submission into a new sequence, like `workers/service/codec`."""
-        request, source = submit.request, submit.source
-        first, *others = [
-            seq.Sibling(choice, [*request.prompt, *answer])
-            for choice, answer in enumerate(submit.log)
-            if not submit.finished[choice]
-        ]
-        own = source is not None and (source.worker, source.incarnation) == self._name
-        source_len = 0
-        if source is not None and not own and source.layout == self.info.layout:
-            lengths = [len(one.tokens) for one in (first, *others)]
-            source_len = seq.usable_source(source.kv_len, len(request.prompt), lengths)
-        return seq.NewSequence(
-            key=key,
-            tokens=first.tokens,
-            num_prompt=len(request.prompt),
-            params=request.params,
-            choice=first.choice,
-            yield_after=submit.yield_after,
-            priority=request.priority,
-            salt=request.salt,
-            source_len=source_len,
-            siblings=tuple(others),
-        )
 
     def _enter(self, session: Session, new: seq.NewSequence) -> None:
         key = cast(Key, new.key)
@@ -266,8 +254,9 @@ class Worker:
         """Send each router the new tokens of its sequences."""
         self.load = self._load()
         for session, rows in by_session(output, self.sessions):
-            news = new_tokens(output, tokens, rows)
+            news = NewTokens(output, tokens, rows)
             send_steps(self.info.worker, session, news, ends, self.load, self.clock.now, passed)
+        self.cache_stream.send()
         self.on_plan()
 
     def is_load_known(self) -> bool:
@@ -281,40 +270,43 @@ class Worker:
         self.load = self._load()
         for session in self.sessions.values():
             self._put_load(session)
+        self.cache_stream.send()
 
     def _put_load(self, session: Session) -> None:
         session.load, session.load_sent_at = self.load, self.clock.now
-        session.send(Stepped(self.info.worker, (), self.load), self.clock.now)
+        stepped = Stepped(
+            self.info.worker, TokenColumns(), self.load, (), (), session.take_cached()
+        )
+        session.send(stepped, self.clock.now)
 
     def on_plan(self) -> None:
         """Handle the batcher's events."""
         for event in self.batcher.events():
             key = cast(Key, event.key)
             match event:
+                case seq.Admitted(_, _, _, num_cached):
+                    record_cached(self.sessions, key, num_cached)
                 case seq.Reserved(_, have):
                     self.kv_transfer.expect(key, have, self._new[key].source_len)
                 case seq.Yielded(_, kv_len):
                     self._new.pop(key, None)
-                    self._yielded(key, kv_len)
+                    send_yielded(self.info.worker, self.sessions, key, kv_len, self.clock.now)
                 case seq.Finished():
                     self._new.pop(key, None)
                     session = self.sessions.get(key.session)
                     if session is not None:
                         session.held.pop(key, None)
 
-    def _yielded(self, key: Key, kv_len: int) -> None:
-        session = self.sessions.get(key.session)
-        if session is None or key not in session.held:
-            return
-        if kv_len:
-            session.held[key].kv_len = kv_len
-        else:
-            del session.held[key]
-        event = Yielded(self.info.worker, key.request, key.attempt, kv_len)
-        session.send(event, self.clock.now)
-
     def check_rest(self) -> None:
         """Raise AssertionError if anything is still held after all requests have ended."""
         check_rest(self.batcher, self.info.worker)
         assert self.idle, f"{self.info.worker} holds sequences for a router"
-        assert not self.kv_transfer.receiver.transfers, f"{self.info.worker} waits for a transfer"
+        self.kv_transfer.check_rest()
+
+
+def report_load(worker: Worker) -> None:
+    """Send the load to each router that does not know it: call this every HEARTBEAT_SECONDS."""
+    latest = worker.clock.now - HEARTBEAT_SECONDS * 0.99
+    for session in worker.sessions.values():
+        if session.load is not worker.load and session.last_sent_at <= latest:
+            worker._put_load(session)

@@ -7,13 +7,16 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from penstock.common.text.chat_source import DEFAULT_OPTIONS, ChatTemplateError, TemplateOptions
+from penstock.common.text.content_forms import content_forms
 
-class ChatTemplateError(ValueError):
-    """The messages cannot be rendered; the error text gives the reason and is safe for clients."""
+_PRIVATE_USE = range(0x100000, 0x10FFFE)
+"""Supplementary Private Use Area-B; `control_tokens` uses Area-A."""
 
 
 class Generation(jinja2.ext.Extension):
@@ -48,6 +51,9 @@ class ChatTemplate:
 
     Raises:
         ValueError: the source is not a valid template; the message names the line.
+
+    Attributes:
+        variables: names of the variables that the template reads.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, object]) -> None:
@@ -63,25 +69,74 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"the chat template is not valid: {error}") from error
+        parsed = environment.parse(source)
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
+        self._forms = content_forms(parsed)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: TemplateOptions = DEFAULT_OPTIONS,
+    ) -> str:
         """Return the prompt for a conversation; the assistant's answer continues this prompt.
+
+        The content of a message is a string or a list of text parts; the template gets the form
+        that it reads. If it reads only strings, the parts are joined by line breaks, as in vLLM.
 
         Raises:
             ChatTemplateError: the template rejects the messages or raises any exception. (The
                 template is foreign code, so every type of exception is converted.)
+            MemoryError: the process has no memory left.
         """
+        shown = [self._with_content(message) for message in messages]
+        if not options.continue_final_message:
+            return self._render(shown, options)
+        # The template may add text after the last message: a mark shows where the message ends.
+        mark = _unused_character(messages)
+        shown[-1] = _append(shown[-1], mark)
+        text, found, _ = self._render(shown, options).rpartition(mark)
+        if not found:
+            raise ChatTemplateError("it leaves out the last message, which cannot be continued")
+        return text.replace(mark, "")
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
+        fixed = {
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": options.add_generation_prompt
+            and not options.continue_final_message,
+            **self._special_tokens,
+        }
         try:
-            return self._template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
-        except ChatTemplateError:
+            return self._template.render({**options.variables, **fixed})
+        except (ChatTemplateError, MemoryError):
             raise
         except Exception as error:
             kind = type(error).__name__
             raise ChatTemplateError(f"it cannot render these messages ({kind})") from error
+
+    def _with_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a message whose content has a form that the template reads."""
+        content = message.get("content")
+        if isinstance(content, str) and not self._forms.string:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, list) and not self._forms.lists:
+            return {**message, "content": "\n".join(part["text"] for part in content)}
+        return message
+
+
+def _unused_character(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a character without a meaning in Unicode that occurs nowhere in `messages`."""
+    used = set(json.dumps(messages, ensure_ascii=False))
+    return next(chr(code) for code in _PRIVATE_USE if chr(code) not in used)
+
+
+def _append(message: Mapping[str, Any], text: str) -> Mapping[str, Any]:
+    """Return a message with `text` at the end of its content."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + text}
+    *others, last = content or [{"type": "text", "text": ""}]
+    return {**message, "content": [*others, {**last, "text": last["text"] + text}]}

@@ -12,6 +12,8 @@ from penstock.common.text.stop_matcher import StopMatcher
 from penstock.common.text.token_bytes import TokenBytes
 
 UTF8 = codecs.getincrementaldecoder("utf-8")
+EMPTY = (b"", 0)
+"""State of a decoder that holds back no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,33 @@ class IncrementalDetokenizer:
     def __init__(self, token_bytes: TokenBytes, options: StopOptions) -> None:
         self._token_bytes = token_bytes
         self._options = options
+        self._hidden = token_bytes.special if options.skip_special_tokens else frozenset()
         self._utf8 = UTF8("replace")
+        self._holds_bytes = False  # `_utf8` holds back the start of a character
         self._matcher = StopMatcher(options.stop) if options.stop else None
         self._num_tokens = 0
+
+    @property
+    def finds_stops(self) -> bool:
+        """Whether there are stop strings to find."""
+        return self._matcher is not None
+
+    def feed_token(self, token: int) -> str:
+        """Append a token that does not end the answer, if there are no stop strings.
+
+        Return the text that the token adds. This does the same as `feed`, but faster.
+        """
+        if self._holds_bytes:
+            text = self._utf8.decode(self._visible_bytes(token))
+        elif token in self._hidden:
+            return ""
+        else:
+            whole = self._token_bytes.whole_text_of(token)
+            if whole is not None:
+                return whole
+            text = self._utf8.decode(self._token_bytes.bytes_of(token))
+        self._holds_bytes = self._utf8.getstate() != EMPTY
+        return text
 
     def feed(self, tokens: Sequence[int], ended: bool = False, stopped: bool = False) -> TextDelta:
         """Append tokens to the answer and return the text they add.
@@ -79,6 +105,7 @@ class IncrementalDetokenizer:
         visible = tokens if keep_last else tokens[:-1]
         if self._matcher is None:
             text = self._utf8.decode(b"".join(map(self._visible_bytes, visible)), ended)
+            self._holds_bytes = self._utf8.getstate() != EMPTY
             return TextDelta(text, len(tokens))
         delta = self._feed_matched(self._matcher, visible)
         if delta.stop is not None:
@@ -115,6 +142,4 @@ class IncrementalDetokenizer:
         return TextDelta(text + last.text + matcher.rest(), count, last.stop)
 
     def _visible_bytes(self, token: int) -> bytes:
-        if self._options.skip_special_tokens and token in self._token_bytes.special:
-            return b""
-        return self._token_bytes.bytes_of(token)
+        return b"" if token in self._hidden else self._token_bytes.bytes_of(token)

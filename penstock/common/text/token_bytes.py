@@ -128,6 +128,7 @@ class TokenBytes:
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token for token, entry in added.items() if entry.special)
         self._known: dict[int, bytes] = {}
+        self._whole_texts: dict[int, str | None] = {}
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token that is not a text's first token; b"" for an unknown id."""
@@ -135,6 +136,19 @@ class TokenBytes:
         if piece is None:
             piece = self._known[token] = self._run(self._token_bytes(token))
         return piece
+
+    def whole_text_of(self, token: int) -> str | None:
+        """Return the text of a token that is valid UTF-8 by itself; None for other tokens."""
+        try:
+            return self._whole_texts[token]
+        except KeyError:
+            pass
+        try:
+            text = self.bytes_of(token).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._whole_texts[token] = text
+        return text
 
     def text_of(self, token: int) -> str:
         """Return a single token as a string, as shown next to the token's logprob."""
@@ -145,12 +159,26 @@ class TokenBytes:
 
         Invalid UTF-8 is replaced by U+FFFD as in `bytes.decode`, with every kind of decoder.
         """
+        return self.join(self.pieces(tokens, skip_special_tokens))
+
+    def pieces(
+        self, tokens: Iterable[int], skip_special_tokens: bool = True, is_start: bool = True
+    ) -> list[bytes]:
+        """Return the bytes of each token that has text, as input of `join`.
+
+        A long sequence may be passed in parts. Then `is_start` is False for each part after the
+        first piece.
+        """
         shown = [token for token in tokens if not (skip_special_tokens and token in self.special)]
         shown = [token for token in shown if self._tokenizer.id_to_token(token) is not None]
         pieces = [self.bytes_of(token) for token in shown]
         marker = self._decoder.first_token_marker
-        if pieces and marker:
+        if pieces and marker and is_start:
             pieces[0] = self._run(self._token_bytes(shown[0]).replace(marker, b""))
+        return pieces
+
+    def join(self, pieces: Iterable[bytes]) -> str:
+        """Return the text of all pieces of a sequence."""
         text = b"".join(pieces).decode(errors="replace")
         for _ in range(self._decoder.strip):
             text = text.removeprefix(" ")

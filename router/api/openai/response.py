@@ -3,120 +3,52 @@
 For speed, the constant parts of a chunk are serialized once per call.
 """
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from penstock.common.text.token_bytes import TokenBytes
-from penstock.protos import worker_pb2
-from penstock.router.requests.response_stream import Delta, merge
-
-MIN_LOGPROB = -9999.0
-"""Sent instead of minus infinity, which JSON cannot represent; vLLM sends the same value."""
+from penstock.router.api.openai.json_fragments import (
+    TOKENS_PER_FRAGMENT,
+    Columns,
+    array,
+    dumps,
+    ids,
+    items_of,
+)
+from penstock.router.api.openai.response_context import (
+    MIN_LOGPROB,
+    Logprobs,
+    ResponseContext,
+    alternatives,
+    finite,
+)
+from penstock.router.api.openai.text_offsets import TextOffsets
+from penstock.router.api.openai.token_chunks import StreamProgress, TokenChunks
+from penstock.router.requests.response_stream import AnswerBuilder, Delta
 
 DONE = "data: [DONE]\n\n"
 
-Logprobs: TypeAlias = worker_pb2.TokenLogprobs
+PLAIN: Mapping[str, None] = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+"""Fields of a choice whose token only adds text."""
 
-dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseContext:
-    """Data shared by all answers of one call."""
-
-    id: str
-    created: int  # seconds since 1970
-    model: str
-    prompts: Sequence[Sequence[int]]
-    token_bytes: TokenBytes
-    num_choices: int = 1  # choices per prompt
-    num_logprobs: int | None = None
-    return_token_ids: bool = False
-    wants_usage: bool = False
-    echo: Sequence[str] | None = None  # texts of the prompts, prepended to the answers
-    only_echo: bool = False  # hide the generated tokens
-    # Prompt logprobs by prompt index, from token 1 on. Complete before the first delta.
-    prompt_logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
-    num_prompt_logprobs: int | None = None
-
-    def visible(self, delta: Delta) -> Delta:
-        """Return a delta without the generated tokens if `only_echo` is set."""
-        if not self.only_echo:
-            return delta
-        return replace(delta, tokens=(), text="", logprobs=(), finish="length", stop=None)
-
-    def prompt_entries(self, index: int) -> list[Logprobs | None]:
-        """Return the logprobs of each prompt token; the entry of the first token is None."""
-        return [None, *self.prompt_logprobs.get(index, ())]
-
-    def prompt_table(self, index: int) -> list[dict[str, Any] | None]:
-        """Return prompt logprobs in vLLM's format: a dict by token id for each prompt token."""
-        tokens = self.prompts[index]
-        return [
-            None if entry is None else self._ranked(token, entry, self.num_prompt_logprobs or 0)
-            for token, entry in zip(tokens, self.prompt_entries(index), strict=True)
-        ]
-
-    def _ranked(self, token: int, entry: Logprobs, count: int) -> dict[str, Any]:
-        best = zip(entry.tokens[:count], entry.values[:count], range(1, count + 1), strict=False)
-        return {
-            str(name): {
-                "logprob": _finite(value),
-                "rank": rank,
-                "decoded_token": self.token_bytes.text_of(name),
-            }
-            for name, value, rank in ((token, entry.chosen, entry.rank), *best)
-        }
-
-    def choice_index(self, delta: Delta) -> int:
-        """Return the index of a delta's choice among all choices of the call."""
-        return delta.index * self.num_choices + delta.choice
-
-    def header(self, kind: str) -> dict[str, Any]:
-        """Return the fields at the start of each response object of type `kind`."""
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-    def usage(self, num_completion: int) -> dict[str, int]:
-        """Return the usage object for `num_completion` generated tokens."""
-        num_prompt = sum(map(len, self.prompts))
-        return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_completion,
-            "total_tokens": num_prompt + num_completion,
-        }
+LOGPROB_COLUMNS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
 
 class ResponseFormatter(Protocol):
     """A formatter of a call's answers for one OpenAI API: completions or chat completions."""
 
-    def full_response(self, deltas: Sequence[Delta]) -> Mapping[str, Any]:
-        """Return the complete response; `deltas` has one item per choice, in order of prompts."""
+    token_chunks: TokenChunks  # for tokens that only add text; for all others, use `chunk`
+
+    def full_response(self, deltas: Sequence[Delta]) -> Iterator[str]:
+        """Yield the complete response; `deltas` has one item per choice, in order of prompts."""
         ...
 
-    def chunk(self, delta: Delta) -> str:
-        """Return the server-sent events for some new tokens."""
+    def chunk(self, delta: Delta) -> Iterator[str]:
+        """Yield the server-sent events for some new tokens."""
         ...
 
     def end_of_stream(self) -> str:
         """Return the events that end a stream: usage, if requested, and the end marker."""
         ...
-
-
-@dataclass(slots=True)
-class StreamProgress:
-    """Number of tokens sent in a stream, and number of characters sent for each choice."""
-
-    num_tokens: int = 0
-    lengths: dict[int, int] = field(default_factory=dict)  # characters sent, by choice index
-
-    def is_first(self, index: int) -> bool:
-        return index not in self.lengths
-
-    def add(self, index: int, delta: Delta, num_chars: int) -> None:
-        self.num_tokens += len(delta.tokens)
-        self.lengths[index] = self.lengths.get(index, 0) + num_chars
 
 
 class CompletionFormatter:
@@ -125,86 +57,121 @@ class CompletionFormatter:
     def __init__(self, context: ResponseContext) -> None:
         self._context = context
         self._progress = StreamProgress()
-        self._head = "data: " + dumps(context.header("text_completion"))[:-1]
-        self._tail = ',"usage":null}\n\n' if context.wants_usage else "}\n\n"
+        self.token_chunks = TokenChunks(self._progress, context.wants_only_text)
+        self._head = dumps(context.header("text_completion"))[:-1]
+        # Made once per prompt, and repeated in each of its choices.
+        self._echoed: dict[int, tuple[Columns, TextOffsets]] = {}
+        self._tables: dict[int, list[str]] = {}
 
-    def full_response(self, deltas: Sequence[Delta]) -> Mapping[str, Any]:
-        return {
-            **self._context.header("text_completion"),
-            "choices": [self._full_choice(delta) for delta in deltas],
-            "usage": self._context.usage(self._progress.num_tokens),
-        }
+    def full_response(self, deltas: Sequence[Delta]) -> Iterator[str]:
+        yield self._head + ',"choices":['
+        for number, delta in enumerate(deltas):
+            yield "," if number else ""
+            yield from self._choice(delta)
+            if self._context.num_prompt_logprobs is not None:
+                yield ',"prompt_logprobs":'
+                yield from self._prompt_table(delta.index)
+            yield "}"
+        yield f'],"usage":{dumps(self._context.usage(self._progress.num_tokens))}}}'
 
-    def _full_choice(self, delta: Delta) -> dict[str, Any]:
-        choice = self._choice(delta)
-        if self._context.num_prompt_logprobs is not None:
-            choice["prompt_logprobs"] = self._context.prompt_table(delta.index)
-        return choice
+    def chunk(self, delta: Delta) -> Iterator[str]:
+        index = self._context.choice_index(delta)
+        self.token_chunks.add(delta, lambda text: self._event(dumps(_plain_choice(index, text))))
+        yield f'data: {self._head},"choices":['
+        yield from self._choice(delta)
+        yield "}]" + self._end()
 
-    def chunk(self, delta: Delta) -> str:
-        text = dumps(self._choice(delta))
-        return f'{self._head},"choices":[{text}]{self._tail}'
+    def _event(self, choice: str) -> str:
+        return f'data: {self._head},"choices":[{choice}]{self._end()}'
 
     def end_of_stream(self) -> str:
         if not self._context.wants_usage:
             return DONE
         usage = dumps(self._context.usage(self._progress.num_tokens))
-        return f'{self._head},"choices":[],"usage":{usage}}}\n\n{DONE}'
+        return f'data: {self._head},"choices":[],"usage":{usage}}}\n\n{DONE}'
 
-    def _choice(self, delta: Delta) -> dict[str, Any]:
+    def _end(self) -> str:
+        return self._context.end_of_chunk(self._progress.num_tokens)
+
+    def _choice(self, delta: Delta) -> Iterator[str]:
+        """Yield a choice without its closing brace."""
         call, progress = self._context, self._progress
         index, delta = call.choice_index(delta), call.visible(delta)
         begins = progress.is_first(index)
-        echoed = call.echo is not None and begins
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": (call.echo[delta.index] if call.echo and begins else "") + delta.text,
-            "logprobs": None,
-            "finish_reason": delta.finish or None,
-            "stop_reason": delta.stop,
-        }
-        num_chars = 0
-        if call.num_logprobs is not None:
-            tokens, entries = list(delta.tokens), list(delta.logprobs)
-            if echoed:
-                tokens = [*call.prompts[delta.index], *tokens]
-                entries = call.prompt_entries(delta.index) + entries
-            logprobs = self._logprobs(tokens, entries, progress.lengths.get(index, 0))
-            choice["logprobs"] = logprobs
-            num_chars = sum(map(len, logprobs["tokens"]))
+        text = (call.echoed(delta) if begins else "") + delta.text
+        yield f'{{"index":{index},"text":{dumps(text)},"logprobs":'
+        if call.num_logprobs is None:
+            yield "null"
+            progress.add(index, delta)
+        else:
+            echoed: Columns | None = None
+            if call.echo is not None and begins:
+                yield from self._make_echoed(delta.index)
+                echoed, offsets = self._echoed[delta.index]
+                progress.offsets[index] = offsets.copy()
+            columns, offsets = Columns(LOGPROB_COLUMNS), progress.add(index, delta)
+            yield from self._fill(columns, delta.tokens, delta.logprobs, offsets)
+            yield from columns.after(echoed)
+        reasons = dumps({"finish_reason": delta.finish or None, "stop_reason": delta.stop})
+        yield "," + reasons[1:-1]
         if call.return_token_ids:
             if begins:
-                choice["prompt_token_ids"] = list(call.prompts[delta.index])
-            choice["token_ids"] = list(delta.tokens)
-        progress.add(index, delta, num_chars)
-        return choice
+                yield ',"prompt_token_ids":'
+                yield from ids(call.prompts[delta.index])
+            yield ',"token_ids":'
+            yield from ids(delta.tokens)
+
+    def _prompt_table(self, index: int) -> Iterator[str]:
+        if index not in self._tables:
+            table: list[str] = []
+            for fragment in self._context.prompt_table(index):
+                table.append(fragment)
+                yield ""
+            self._tables[index] = table
+        yield from array(self._tables[index])
+
+    def _make_echoed(self, index: int) -> Iterator[str]:
+        if index not in self._echoed:
+            columns, offsets, call = Columns(LOGPROB_COLUMNS), TextOffsets(), self._context
+            tokens, entries = call.prompts[index], call.prompt_entries(index)
+            yield from self._fill(columns, tokens, entries, offsets)
+            self._echoed[index] = columns, offsets
+
+    def _fill(
+        self,
+        columns: Columns,
+        tokens: Sequence[int],
+        entries: Sequence[Logprobs | None],
+        offsets: TextOffsets,
+    ) -> Iterator[str]:
+        """Append the logprobs of some tokens to the columns; yields only empty fragments."""
+        for start in range(0, len(tokens), TOKENS_PER_FRAGMENT):
+            end = start + TOKENS_PER_FRAGMENT
+            columns.append(self._logprobs(tokens[start:end], entries[start:end], offsets))
+            yield ""
 
     def _logprobs(
-        self, tokens: Sequence[int], entries: Sequence[Logprobs | None], offset: int
+        self, tokens: Sequence[int], entries: Sequence[Logprobs | None], offsets: TextOffsets
     ) -> dict[str, list[Any]]:
         """Return logprobs in the completions format: parallel lists, one entry per token.
 
         The alternatives of a token include the token itself.
         """
-        name = self._context.token_bytes.text_of
-        texts = [name(token) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        bytes_of = self._context.token_bytes.bytes_of
+        texts = [self._context.token_name(token) for token in tokens]
         return {
-            "text_offset": offsets,
-            "token_logprobs": [_finite(entry.chosen) if entry else None for entry in entries],
+            "text_offset": [offsets.add(bytes_of(token)) for token in tokens],
+            "token_logprobs": [finite(entry.chosen) if entry else None for entry in entries],
             "tokens": texts,
             "top_logprobs": [
-                {text: _finite(entry.chosen)} | self._top_logprobs(entry) if entry else None
+                {text: finite(entry.chosen)} | self._top_logprobs(entry) if entry else None
                 for text, entry in zip(texts, entries, strict=True)
             ],
         }
 
     def _top_logprobs(self, entry: Logprobs) -> dict[str, float]:
-        pairs = _alternatives(entry)[: self._context.num_logprobs]
-        return {self._context.token_bytes.text_of(token): _finite(value) for token, value in pairs}
+        pairs = alternatives(entry)[: self._context.num_logprobs]
+        return {self._context.token_name(token): finite(value) for token, value in pairs}
 
 
 class ChatFormatter:
@@ -213,32 +180,43 @@ class ChatFormatter:
     def __init__(self, context: ResponseContext) -> None:
         self._context = context
         self._progress = StreamProgress()
+        self.token_chunks = TokenChunks(self._progress, context.wants_only_text)
         self._head = "data: " + dumps(context.header("chat.completion.chunk"))[:-1]
-        self._tail = ',"usage":null}\n\n' if context.wants_usage else "}\n\n"
 
-    def full_response(self, deltas: Sequence[Delta]) -> Mapping[str, Any]:
-        choices = []
-        for delta in deltas:
-            message = {"role": "assistant", "content": delta.text, "refusal": None}
-            index = self._context.choice_index(delta)
-            choices.append({"index": index, "message": message} | self._choice_fields(delta))
-        answer = {
-            **self._context.header("chat.completion"),
-            "choices": choices,
-            "usage": self._context.usage(sum(len(delta.tokens) for delta in deltas)),
-        }
-        if self._context.return_token_ids:
-            answer["prompt_token_ids"] = list(self._context.prompts[0])
-        if self._context.num_prompt_logprobs is not None:
-            answer["prompt_logprobs"] = self._context.prompt_table(0)
-        return answer
+    def full_response(self, deltas: Sequence[Delta]) -> Iterator[str]:
+        call = self._context
+        yield dumps(call.header("chat.completion"))[:-1] + ',"choices":['
+        for number, delta in enumerate(deltas):
+            text = call.echoed(delta) + delta.text
+            message = {"role": "assistant", "content": text, "refusal": None}
+            choice = dumps({"index": call.choice_index(delta), "message": message})
+            yield ("," if number else "") + choice[:-1]
+            yield from self._choice_fields(delta)
+            yield "}"
+        usage = call.usage(sum(len(delta.tokens) for delta in deltas))
+        yield f'],"usage":{dumps(usage)}'
+        if call.return_token_ids:
+            yield ',"prompt_token_ids":'
+            yield from ids(call.prompts[0])
+        if call.num_prompt_logprobs is not None:
+            yield ',"prompt_logprobs":'
+            yield from array(call.prompt_table(0))
+        yield "}"
 
-    def chunk(self, delta: Delta) -> str:
+    def chunk(self, delta: Delta) -> Iterator[str]:
         index = self._context.choice_index(delta)
-        first = self._first_chunk(index) if self._progress.is_first(index) else ""
-        self._progress.add(index, delta, 0)
-        new = {"content": delta.text} if delta.text or not delta.finish else {}
-        return first + self._event({"index": index, "delta": new} | self._choice_fields(delta))
+        text = delta.text
+        if self._progress.is_first(index):
+            yield from self._first_chunk(index)
+            text = self._context.echoed(delta) + text
+        self._progress.add(index, delta)
+        self.token_chunks.add(
+            delta, lambda text: self._event(dumps(_plain_chat_choice(index, text)))
+        )
+        new = {"content": text} if text or not delta.finish else {}
+        yield f'{self._head},"choices":[{dumps({"index": index, "delta": new})[:-1]}'
+        yield from self._choice_fields(delta)
+        yield "}]" + self._end()
 
     def end_of_stream(self) -> str:
         if not self._context.wants_usage:
@@ -246,58 +224,73 @@ class ChatFormatter:
         usage = dumps(self._context.usage(self._progress.num_tokens))
         return f'{self._head},"choices":[],"usage":{usage}}}\n\n{DONE}'
 
-    def _first_chunk(self, index: int) -> str:
+    def _end(self) -> str:
+        return self._context.end_of_chunk(self._progress.num_tokens)
+
+    def _first_chunk(self, index: int) -> Iterator[str]:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        if not self._context.return_token_ids:
-            return self._event(choice)
-        prompt = dumps(list(self._context.prompts[0]))
-        return self._event(choice, f',"prompt_token_ids":{prompt}')
+        yield f'{self._head},"choices":[{dumps(choice)}]'
+        if self._context.return_token_ids:
+            yield ',"prompt_token_ids":'
+            yield from ids(self._context.prompts[0])
+        yield self._end()
 
-    def _event(self, choice: Mapping[str, Any], more: str = "") -> str:
-        return f'{self._head},"choices":[{dumps(choice)}]{more}{self._tail}'
+    def _event(self, choice: str) -> str:
+        return f'{self._head},"choices":[{choice}]{self._end()}'
 
-    def _choice_fields(self, delta: Delta) -> dict[str, Any]:
-        call = self._context
-        rest: dict[str, Any] = {
-            "logprobs": None if call.num_logprobs is None else self._logprobs(delta),
-            "finish_reason": delta.finish or None,
-            "stop_reason": delta.stop,
-        }
-        if call.return_token_ids:
-            rest["token_ids"] = list(delta.tokens)
-        return rest
+    def _choice_fields(self, delta: Delta) -> Iterator[str]:
+        """Yield the fields of a choice after its text."""
+        yield ',"logprobs":'
+        if self._context.num_logprobs is None:
+            yield "null"
+        else:
+            yield '{"content":'
+            yield from array(self._logprobs(delta))
+            yield ',"refusal":null}'
+        reasons = dumps({"finish_reason": delta.finish or None, "stop_reason": delta.stop})
+        yield "," + reasons[1:-1]
+        if self._context.return_token_ids:
+            yield ',"token_ids":'
+            yield from ids(delta.tokens)
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        """Return logprobs in the chat format: one object per token, with the token's bytes."""
-        content = []
-        for token, entry in zip(delta.tokens, delta.logprobs, strict=True):
-            top = [self._token(other, value) for other, value in _alternatives(entry)]
-            chosen = entry.chosen if entry else MIN_LOGPROB
-            content.append(self._token(token, chosen) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
+    def _logprobs(self, delta: Delta) -> Iterator[str]:
+        """Yield logprobs in the chat format: one object per token, with the token's bytes."""
+        for start in range(0, len(delta.tokens), TOKENS_PER_FRAGMENT):
+            end = start + TOKENS_PER_FRAGMENT
+            pairs = zip(delta.tokens[start:end], delta.logprobs[start:end], strict=True)
+            yield items_of([self._token_logprobs(token, entry) for token, entry in pairs])
+
+    def _token_logprobs(self, token: int, entry: Logprobs | None) -> dict[str, Any]:
+        top = [self._token(other, value) for other, value in alternatives(entry)]
+        chosen = entry.chosen if entry else MIN_LOGPROB
+        return self._token(token, chosen) | {"top_logprobs": top}
 
     def _token(self, token: int, value: float) -> dict[str, Any]:
-        token_bytes = self._context.token_bytes
         return {
-            "token": token_bytes.text_of(token),
-            "logprob": _finite(value),
-            "bytes": list(token_bytes.bytes_of(token)),
+            "token": self._context.token_name(token),
+            "logprob": finite(value),
+            "bytes": list(self._context.token_bytes.bytes_of(token)),
         }
 
 
-def merge_choices(deltas: Sequence[Delta]) -> list[Delta]:
-    """Return one merged delta per choice, in order of prompts and choices."""
-    answers: dict[tuple[int, int], list[Delta]] = {}
-    for delta in deltas:
-        answers.setdefault((delta.index, delta.choice), []).append(delta)
-    return [merge(answers[name]) for name in sorted(answers)]
+def _plain_choice(index: int, text: str) -> dict[str, Any]:
+    return {"index": index, "text": text, **PLAIN}
 
 
-def _finite(value: float) -> float:
-    """Replace minus infinity by `MIN_LOGPROB`."""
-    return value if value > MIN_LOGPROB else MIN_LOGPROB
+def _plain_chat_choice(index: int, text: str) -> dict[str, Any]:
+    return {"index": index, "delta": {"content": text}, **PLAIN}
 
 
-def _alternatives(entry: worker_pb2.TokenLogprobs | None) -> list[tuple[int, float]]:
-    return [] if entry is None else list(zip(entry.tokens, entry.values, strict=True))
+class Answers:
+    """The answers of a call, merged per choice as their deltas arrive."""
+
+    def __init__(self) -> None:
+        self._builders: dict[tuple[int, int], AnswerBuilder] = {}
+
+    def add(self, delta: Delta) -> None:
+        self._builders.setdefault((delta.index, delta.choice), AnswerBuilder()).add(delta)
+
+    def merged(self) -> list[Delta]:
+        """Return one delta per choice, in order of prompts and choices."""
+        return [self._builders[name].build() for name in sorted(self._builders)]

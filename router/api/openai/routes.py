@@ -1,11 +1,13 @@
-"""OpenAI's HTTP API: /v1/models, /v1/completions, /v1/chat/completions; /health and /version."""
+"""OpenAI's HTTP API: /v1/models, /v1/completions and /v1/chat/completions; /health, /version."""
 
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,40 +16,44 @@ from starlette.types import Receive, Scope, Send
 
 import penstock
 from penstock.common.sampling_params import SamplingParams
-from penstock.router.api.admin import AdminApi
 from penstock.router.api.auth import ApiKeys
+from penstock.router.api.connection import BODY_WRITER, BodyWriter
 from penstock.router.api.http import (
+    ERROR_HANDLERS,
     AuthMiddleware,
     Json,
     cancel_on_disconnect,
     error_body,
     error_response,
     json_response,
-    on_error,
-    read_body,
 )
+from penstock.router.api.openai.bodies import on_disconnect, read_request, while_connected
+from penstock.router.api.openai.json_fragments import dumps
+from penstock.router.api.openai.parsed_body import ParsedBody
 from penstock.router.api.openai.response import (
     DONE,
+    Answers,
     ChatFormatter,
     CompletionFormatter,
-    ResponseContext,
     ResponseFormatter,
-    dumps,
-    merge_choices,
 )
+from penstock.router.api.openai.response_context import ResponseContext
 from penstock.router.api.openai.schema import (
     BaseRequest,
     ChatCompletionRequest,
     CompletionRequest,
-    Prompt,
-    parse,
 )
-from penstock.router.errors import ServingError, invalid
+from penstock.router.api.openai.sending import send_event, send_json
+from penstock.router.api.openai.tokens import TokenApi
+from penstock.router.errors import ServingError, invalid, renamed
 from penstock.router.frontend import Frontend
+from penstock.router.requests.cost import check_least_cost
 from penstock.router.requests.request import GenerationRequest, safe_request_id
 from penstock.router.requests.response_stream import ClientDisconnectedError, Delta, ResponseStream
+from penstock.router.requests.slices import Slices
+from penstock.router.requests.text_decoding import decode
 
-PUBLIC_PATHS = frozenset({"/health"})
+PUBLIC_PATHS = frozenset({"/health", "/health/"})
 DEFAULT_COMPLETION_TOKENS = 16
 """Default max_tokens of /v1/completions; chats default to the rest of the context."""
 
@@ -60,23 +66,24 @@ STREAM_HEADERS = [
 
 def openai_app(frontend: Frontend) -> Starlette:
     """Return the HTTP application for a frontend."""
-    api, operations = OpenAiApi(frontend), AdminApi(frontend)
+    api, tokens = OpenAiApi(frontend), TokenApi(frontend)
     routes = [
+        # Starlette tries the routes in this order: the most frequent ones are first.
+        Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/health", api.health),
+        Route("/health/", api.health),
         Route("/version", api.version),
-        Route("/metrics", operations.metrics),
-        Route("/status", operations.status),
-        Route("/role", operations.role, methods=["POST"]),
+        Route("/tokenize", tokens.tokenize, methods=["POST"]),
+        Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
-        Route("/v1/completions", api.completions, methods=["POST"]),
-        Route("/v1/chat/completions", api.chat, methods=["POST"]),
     ]
     config = frontend.config
     guard = Middleware(
         AuthMiddleware, keys=ApiKeys(config.api_keys), host=config.host, public=PUBLIC_PATHS
     )
-    handlers = {ServingError: on_error, HTTPException: on_error, Exception: on_error}
+    handlers = {**ERROR_HANDLERS, ClientDisconnectedError: on_disconnect}
     return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
 
 
@@ -96,28 +103,45 @@ class OpenAiApi:
         return json_response({"version": penstock.__version__})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model_info()]})
+        return json_response(
+            {"object": "list", "data": [*map(self._model_info, self._frontend.config.model_names)]}
+        )
 
     async def model(self, request: Request) -> Response:
-        self._frontend.check_model(request.path_params["name"])
-        return json_response(self._model_info())
+        name = request.path_params["name"]
+        self._frontend.check_model(name)
+        return json_response(self._model_info(name))
 
     async def completions(self, request: Request) -> Response:
-        body = parse(CompletionRequest, await read_body(request, self._frontend.config.bounds))
+        parsed = await read_request("completion", request, self._frontend)
+        body: CompletionRequest = parsed.body
         self._frontend.check_model(body.model)
-        prompts = [await self._tokens(body, prompt) for prompt in body.prompts()]
-        return await self._respond(request, body, prompts)
+        sampling = self._sampling_params(body, len(parsed.prompts))
+        encoding = self._frontend.prompts.encode_prompts(
+            parsed.prompts,
+            request.state.tenant,
+            body.add_special_tokens is not False,
+            is_truncated=body.truncate_prompt_tokens is not None,
+        )
+        prompts = await while_connected(request, encoding)
+        return await self._respond(request, parsed, prompts, sampling)
 
     async def chat(self, request: Request) -> Response:
-        body = parse(ChatCompletionRequest, await read_body(request, self._frontend.config.bounds))
+        parsed = await read_request("chat", request, self._frontend)
+        body: ChatCompletionRequest = parsed.body
         self._frontend.check_model(body.model)
-        prompt = await self._frontend.encode_chat(body.conversation())
-        return await self._respond(request, body, [prompt])
+        sampling = self._sampling_params(body, 1)
+        options = body.template_options(self._frontend.helpers.template_variables)
+        encoding = self._frontend.prompts.encode_chat(
+            parsed.messages, request.state.tenant, options
+        )
+        prompt = await while_connected(request, encoding)
+        return await self._respond(request, parsed, [prompt], sampling)
 
-    def _model_info(self) -> Json:
+    def _model_info(self, name: str) -> Json:
         model = self._frontend.model
         return {
-            "id": model.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "penstock",
@@ -125,20 +149,37 @@ class OpenAiApi:
             "vocab_size": model.vocab_size,
         }
 
-    async def _tokens(self, body: CompletionRequest, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        return await self._frontend.tokenizer.encode(prompt, body.add_special_tokens is not False)
+    def _sampling_params(self, body: BaseRequest, num_prompts: int) -> SamplingParams:
+        """Return the sampling parameters without bad words; refuse a call that costs too much."""
+        frontend = self._frontend
+        sampling = body.sampling_params(frontend.defaults)
+        try:
+            check_least_cost(sampling, num_prompts, frontend.model, frontend.config.bounds)
+        except ServingError as error:
+            raise renamed(error, body.client_names()) from error
+        return sampling
 
     async def _respond(
-        self, request: Request, body: BaseRequest, prompts: Sequence[Sequence[int]]
+        self,
+        request: Request,
+        parsed: ParsedBody[Any],
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
     ) -> Response:
-        sampling = body.sampling_params(await self._frontend.encode_bad_words(body.bad_words or ()))
+        frontend, tenant = self._frontend, request.state.tenant
+        body: BaseRequest = parsed.body
+        if body.bad_words:
+            words = await frontend.prompts.encode_bad_words(body.bad_words, tenant)
+            sampling = replace(sampling, bad_words_token_ids=tuple(map(tuple, words)))
+        is_chat = isinstance(body, ChatCompletionRequest)
+        own = None if is_chat else DEFAULT_COMPLETION_TOKENS
+        max_tokens = frontend.defaults.default_max_tokens(own)
+        max_model_len = frontend.model.max_model_len
+        prompts = [body.truncated(prompt, max_model_len, max_tokens) for prompt in prompts]
         if body.stream and sampling.is_ranked:
             name = "use_beam_search" if sampling.use_beam_search else "best_of"
             what = name if sampling.use_beam_search else "best_of above n"
             raise invalid(f"{what} cannot be streamed: the best choices are known at the end", name)
-        is_chat = isinstance(body, ChatCompletionRequest)
         if body.stream and body.prompt_logprobs is not None:
             raise invalid(
                 "prompt_logprobs are not streamed: leave out stream, or use echo with logprobs",
@@ -146,53 +187,77 @@ class OpenAiApi:
             )
         name = ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12)
         trace = safe_request_id(request.headers.get("x-request-id", "")) or name
-        tenant = request.state.tenant
         requests = [
-            _generation_request(body, prompt, sampling, tenant, trace) for prompt in prompts
+            GenerationRequest(
+                prompt,
+                sampling,
+                default_max_tokens=max_tokens,
+                tenant=tenant,
+                priority=body.priority or 0,
+                request_id=trace,
+                cache_salt=body.cache_salt or "",
+                prompt_copies=_prompt_copies(body, sampling),
+            )
+            for prompt in prompts
         ]
-        answers = self._frontend.submit(requests)
+        try:
+            answers = await frontend.submit(requests)
+        except ServingError as error:
+            raise renamed(error, body.client_names()) from error
+        try:
+            echo = await self._echo(parsed, prompts)
+        except BaseException:
+            answers.close()
+            raise
         call = ResponseContext(
             id=name,
             created=int(time.time()),
             model=self._frontend.model.name,
             prompts=prompts,
             token_bytes=self._frontend.tokenizer.token_bytes,
+            system_fingerprint=frontend.system_fingerprint,
             num_choices=sampling.n,
             num_logprobs=body.num_logprobs(),
             return_token_ids=bool(body.return_token_ids),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
             wants_usage=body.wants_usage,
+            wants_continuous_usage=body.wants_continuous_usage,
             prompt_logprobs=answers.prompt_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
-            echo=self._echo(body, prompts),
+            num_cached=answers.num_cached,
+            echo=echo,
             only_echo=isinstance(body, CompletionRequest) and body.only_echo,
         )
         formatter: ResponseFormatter = ChatFormatter(call) if is_chat else CompletionFormatter(call)
         return GenerationResponse(answers, formatter, trace, bool(body.stream))
 
-    def _echo(self, body: BaseRequest, prompts: Sequence[Sequence[int]]) -> Sequence[str] | None:
+    async def _echo(
+        self, parsed: ParsedBody[Any], prompts: Sequence[Sequence[int]]
+    ) -> Sequence[str] | None:
         """Return the prompts' texts if the answers must repeat the prompts, else None."""
+        body = parsed.body
+        if isinstance(body, ChatCompletionRequest):
+            return [parsed.messages.final_text] if body.echo else None
         if not isinstance(body, CompletionRequest) or not body.echo:
             return None
         skip_special = body.skip_special_tokens is not False
-        decode = self._frontend.tokenizer.token_bytes.decode
-        return [
-            given if isinstance(given, str) else decode(tokens, skip_special)
-            for given, tokens in zip(body.prompts(), prompts, strict=True)
-        ]
+        token_bytes = self._frontend.tokenizer.token_bytes
+        slices = Slices()
+        texts: list[str] = []
+        for given, tokens in zip(parsed.prompts, prompts, strict=True):
+            if isinstance(given, str) and body.truncate_prompt_tokens is None:
+                texts.append(given)
+            else:
+                texts.append(await decode(token_bytes, tokens, skip_special))
+            await slices.pause()
+        return texts
 
 
-def _generation_request(
-    body: BaseRequest, prompt: Sequence[int], sampling: SamplingParams, tenant: str, request_id: str
-) -> GenerationRequest:
-    return GenerationRequest(
-        prompt,
-        sampling,
-        default_max_tokens=None
-        if isinstance(body, ChatCompletionRequest)
-        else DEFAULT_COMPLETION_TOKENS,
-        tenant=tenant,
-        request_id=request_id,
-    )
+def _prompt_copies(body: BaseRequest, sampling: SamplingParams) -> int:
+    """Return how often the answer to a prompt contains the prompt: once in each choice, or once."""
+    if body.prompt_logprobs is None and not body.return_token_ids:
+        return sampling.num_sequences if isinstance(body, CompletionRequest) and body.echo else 0
+    return sampling.num_sequences if isinstance(body, CompletionRequest) else 1
 
 
 class GenerationResponse(Response):
@@ -212,31 +277,58 @@ class GenerationResponse(Response):
                 # Wait for the first tokens before sending a status: an earlier error gets its own.
                 first = await anext(self._deltas)
                 if self._stream:
-                    await self._send_stream(first, send)
+                    await self._send_stream(
+                        first, send, scope.get("extensions", {}).get(BODY_WRITER)
+                    )
                     return
-                deltas = [first, *[delta async for delta in self._deltas]]
-                whole = self._formatter.full_response(merge_choices(deltas))
-                response = json_response(whole, headers=self._own_headers)
+                answers = await self._read_answers(first)
             except ServingError as error:
                 response = error_response(error)
                 response.headers.update(self._own_headers)
             except ClientDisconnectedError:
                 return
+            else:
+                whole = self._formatter.full_response(answers)
+                await send_json(send, whole, self._own_headers, lambda: not self._deltas.has_failed)
+                return
         await response(scope, receive, send)
 
-    async def _send_stream(self, first: Delta, send: Send) -> None:
+    async def _read_answers(self, first: Delta) -> Sequence[Delta]:
+        answers = Answers()
+        answers.add(first)
+        slices = Slices()
+        async for delta in self._deltas:
+            answers.add(delta)
+            await slices.pause()
+        return answers.merged()
+
+    async def _send_stream(self, first: Delta, send: Send, body: BodyWriter | None) -> None:
         own = [(name.encode(), value.encode()) for name, value in self._own_headers.items()]
         headers = [*STREAM_HEADERS, *own]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await _send_event(send, self._formatter.chunk(first))
+        slices = Slices()
+        await send_event(send, self._formatter.chunk(first), slices)
+        if body is not None:
+            self._deltas.writer = partial(self._write_token, body)
         try:
             async for delta in self._deltas:
-                await _send_event(send, self._formatter.chunk(delta))
+                await send_event(send, self._formatter.chunk(delta), slices)
             last = self._formatter.end_of_stream()
         except ServingError as error:
             last = f"data: {dumps(error_body(error))}\n\n{DONE}"
-        await _send_event(send, last, is_last=True)
+        await send_event(send, [last], slices, is_last=True)
 
-
-async def _send_event(send: Send, text: str, is_last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
+    def _write_token(
+        self, body: BodyWriter, index: int, choice: int, position: int, token: int, text: str
+    ) -> bool:
+        """Send a token at once (a `TokenWriter`)."""
+        try:
+            chunk = (
+                None if body.is_paused else self._formatter.token_chunks.get(index, choice, text)
+            )
+            if chunk is None:
+                return False
+            body.write(chunk)
+        except Exception as error:  # an error here must end this call, not the worker's stream
+            self._deltas.fail(error)
+        return True

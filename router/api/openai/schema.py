@@ -1,63 +1,30 @@
 """Request bodies of the OpenAI API, with vLLM's extensions, as pydantic models.
 
-Unknown fields are ignored, as in OpenAI and vLLM. The fields in `UNSUPPORTED_FIELDS` are refused,
-because ignoring these fields would change the meaning of the answer.
+Unknown fields are ignored, as in OpenAI and vLLM, except those that would change the meaning of the
+answer: see `unsupported_fields`.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.router.errors import ServingError, invalid
+from penstock.router.api.openai.messages import Conversation, Ids, StrictModel, Texts
+from penstock.router.errors import invalid
+from penstock.router.requests.generation_defaults import GenerationDefaults
 
-UNSUPPORTED_FIELDS: Mapping[str, Sequence[Any]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "logprob_token_ids": (None,),
-    "prompt_embeds": (None,),
-    "truncate_prompt_tokens": (None,),
-    "return_tokens_as_token_ids": (None, False),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "documents": (None, []),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "priority": (None, 0),
-    "kv_transfer_params": (None,),
-}
-"""Unsupported fields, each with its permitted values, which mean the same as no value."""
-
-ROLES = ("system", "developer", "user", "assistant")
+ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Prompt: TypeAlias = str | list[int]
 
-RequestType = TypeVar("RequestType", bound="BaseRequest")
-
-
-class StrictModel(BaseModel):
-    """A pydantic model that refuses numbers in strings, NaN and infinities."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
 
 class StreamOptions(StrictModel):
+    model_config = ConfigDict(extra="ignore")
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # an extension of vLLM
 
 
 class BaseRequest(StrictModel):
@@ -76,28 +43,59 @@ class BaseRequest(StrictModel):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     # extensions of vLLM
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: Ids | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
+    priority: int | None = None
     # extension of transformers and TGI
     typical_p: float | None = None
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options needs stream to be true", "stream_options")
+        if self.cache_salt == "":
+            raise invalid("cache_salt is empty: leave it out", "cache_salt")
 
     def limit(self) -> int | None:
         """Return the maximum number of answer tokens; None if the request body sets no maximum."""
         return self.max_tokens
+
+    def truncated(
+        self, prompt: Sequence[int], max_model_len: int, max_tokens: int | None
+    ) -> Sequence[int]:
+        """Return the last tokens of a prompt, if the body limits the prompt's length.
+
+        As in vLLM, -1 keeps as many tokens as fit. `max_tokens` is the default length of the answer
+        for which room is left; None: one token.
+        """
+        name, most = "truncate_prompt_tokens", self.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == -1:
+            most = max(max_model_len - (self.limit() or max_tokens or 1), 1)
+        if not 0 < most < max_model_len:
+            raise invalid(f"{name} must be -1 or from 1 to {max_model_len - 1}", name)
+        return prompt[-most:]
+
+    def client_names(self) -> Mapping[str, str]:
+        """Return our names of fields for which the client sent another name, with that name."""
+        return {}
 
     def num_logprobs(self) -> int | None:
         """Return the number of alternatives per token; None: no logprobs."""
@@ -107,10 +105,10 @@ class BaseRequest(StrictModel):
         """Return the number of alternatives per prompt token; None: no prompt logprobs."""
         return self.prompt_logprobs
 
-    def sampling_params(self, bad_words: Sequence[Sequence[int]]) -> SamplingParams:
-        """Return the sampling parameters of the body; absent fields get their defaults.
+    def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
+        """Return the sampling parameters of the body, without its bad words.
 
-        `bad_words` are the body's bad words as token ids.
+        Absent fields get the `defaults`.
         """
         named = {
             "temperature": self.temperature,
@@ -131,7 +129,6 @@ class BaseRequest(StrictModel):
             "prompt_logprobs": self.num_prompt_logprobs(),
             "logit_bias": _bias(self.logit_bias),
             "typical_p": self.typical_p,
-            "bad_words_token_ids": tuple(map(tuple, bad_words)),
             "allowed_token_ids": _tuple(self.allowed_token_ids),
             "use_beam_search": self.use_beam_search,
             "length_penalty": self.length_penalty,
@@ -140,8 +137,9 @@ class BaseRequest(StrictModel):
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "skip_special_tokens": self.skip_special_tokens,
         }
-        given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-        return SamplingParams(**given)
+        return defaults.sampling_params(
+            {name: value for name, value in named.items() if value is not None}
+        )
 
     def stop_strings(self) -> tuple[str, ...]:
         """Return the stop strings, which may be given as one string or as a list."""
@@ -151,6 +149,12 @@ class BaseRequest(StrictModel):
     def wants_usage(self) -> bool:
         """Whether a stream should end with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream should have the usage up to then."""
+        options = self.stream_options
+        return options is not None and bool(options.continuous_usage_stats)
 
 
 class CompletionRequest(BaseRequest):
@@ -195,42 +199,25 @@ class CompletionRequest(BaseRequest):
         return prompts
 
 
-class ContentPart(StrictModel):
-    type: str
-    text: str | None = None
-
-
-class Message(StrictModel):
-    role: str
-    content: str | list[ContentPart] | None = None
-
-    def plain(self) -> dict[str, str]:
-        """Return the role and the text, in the form for chat templates."""
-        extra = self.model_extra or {}
-        if extra.get("tool_calls") or extra.get("function_call"):
-            raise invalid("tool calls are not served yet: leave them out", "messages")
-        if self.role not in ROLES:
-            raise invalid(f"a message's role must be one of {', '.join(ROLES)}", "messages")
-        return {"role": self.role, "content": self._text()}
-
-    def _text(self) -> str:
-        if isinstance(self.content, list):
-            return "".join(map(_part_text, self.content))
-        if self.content is None and self.role != "assistant":
-            raise invalid("a message has no content: set content", "messages")
-        return self.content or ""
-
-
-class ChatCompletionRequest(BaseRequest):
+class ChatCompletionRequest(Conversation, BaseRequest):
     """Body of /v1/chat/completions."""
 
-    messages: list[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    echo: bool | None = None
 
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def client_names(self) -> Mapping[str, str]:
+        names = {"prompt": "messages"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.top_logprobs is not None:
+            names["logprobs"] = "top_logprobs"
+        return names
 
     def num_logprobs(self) -> int | None:
         if not self.logprobs:
@@ -239,50 +226,43 @@ class ChatCompletionRequest(BaseRequest):
             return None
         return self.top_logprobs or 0
 
-    def conversation(self) -> list[dict[str, str]]:
-        """Return all messages, in the form for chat templates."""
-        if not self.messages:
-            raise invalid("messages is empty: send at least one", "messages")
-        return [message.plain() for message in self.messages]
+    def template_variables(self, known: Collection[str]) -> Mapping[str, Any]:
+        variables = super().template_variables(known)
+        name = "reasoning_effort"
+        if self.reasoning_effort is None:
+            return variables
+        if name in variables:
+            raise invalid(f"{name} is also in chat_template_kwargs: set one", name)
+        if name not in known:
+            raise invalid(f"this model does not read {name}: leave it out", name)
+        return {**variables, name: self.reasoning_effort}
 
 
-def parse(kind: type[RequestType], body: bytes) -> RequestType:
-    """Parse a JSON body.
+class TokenizeFields(StrictModel):
+    """Fields of every body of /tokenize."""
 
-    Raises:
-        ServingError: INVALID; the message is the first problem, as one line.
-    """
-    try:
-        parsed = kind.model_validate_json(body)
-    except ValidationError as error:
-        raise _to_serving_error(error) from error
-    for name, value in (parsed.model_extra or {}).items():
-        if name in UNSUPPORTED_FIELDS and not any(
-            value == harmless for harmless in UNSUPPORTED_FIELDS[name]
-        ):
-            raise invalid(f"{name} is not served: leave it out", name)
-    if parsed.stream_options is not None and not parsed.stream:
-        raise invalid("stream_options needs stream to be true", "stream_options")
-    return parsed
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
-def _to_serving_error(error: ValidationError) -> ServingError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        return invalid(first["msg"].replace("Invalid JSON", "the body is not valid JSON"))
-    names = [str(key) for key in first["loc"]]
-    where = ".".join(names) if names else "the body"
-    return invalid(f"{where}: {first['msg']}", names[0] if names else None)
+class TokenizeTextRequest(TokenizeFields):
+    prompt: str
+
+
+class TokenizeChatRequest(Conversation, TokenizeFields):
+    pass
+
+
+class DetokenizeRequest(StrictModel):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: Ids
 
 
 def _is_tokens(item: object) -> bool:
     return isinstance(item, list) and all(type(token) is int for token in item)
-
-
-def _part_text(part: ContentPart) -> str:
-    if part.type != "text" or part.text is None:
-        raise invalid(f"content of type {part.type[:40]!r} is not served: send text", "messages")
-    return part.text
 
 
 def _tuple(tokens: Sequence[int] | None) -> tuple[int, ...] | None:

@@ -1,25 +1,30 @@
 """Decides for each prompt whether a prefill worker or the decode worker computes it.
 
-The two alternatives are named "apart" (prefill worker) and "together" (decode worker) in metrics.
-Their costs are in seconds of waiting time, summed over all affected clients:
+The two alternatives are named "apart" (a prefill worker computes the prompt, a decode worker the
+answer) and "together" (one worker computes both) in metrics. Their costs are in seconds of waiting
+time, summed over all affected clients:
 
-    apart     wait for the prefill worker + time to compute the prompt there + KV transfer
-    together  wait for the decode worker + time to compute the prompt there, counted once for the
+    apart     wait for the prefill worker + time to compute the prompt there, counted once for the
+              request and once for each answer that the worker generates + KV transfer
+    together  wait for the worker + time to compute the prompt there, counted once for the
               request and once for each running sequence that is delayed
 
+"Together" means a decode worker, or a prefill worker that also generates the answer. In the second
+case, the comparison includes the times to generate the answer there and on the other worker.
 Prefill workers compute all prompts until prefill rates and KV transfers have been measured.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from penstock.router.routing.placement.answer_cost import prefers_one_worker
 from penstock.router.routing.placement.cost_model import TransferCostModel
-from penstock.router.routing.worker_registry import WorkerView
+from penstock.router.routing.worker_view import WorkerView, has_busy_peer
 
 MAX_COST_RATIO = 0.9
-"""Prompts are computed on the decode worker only if its cost is below this share of the cost on a
-prefill worker: a margin, because both are estimates."""
+"""Prompts are computed on the decode worker only if the cost there is below this share of the cost
+on a prefill worker: a margin, because both costs are estimates."""
 
 
 class Reason(Enum):
@@ -28,10 +33,13 @@ class Reason(Enum):
     UNMEASURED = "unmeasured"  # on a prefill worker: speed or KV transfer time is unknown
     INTERFERENCE = "harm"  # on a prefill worker: running sequences would be delayed
     DECODE_QUEUE = "decode queue"  # on a prefill worker: the decode worker has a queue
+    TPOT_SLO = "tpot slo"  # on a prefill worker: running sequences would miss their time per token
     NO_GAIN = "even"  # on a prefill worker: the decode worker is hardly faster
     PREFILL_QUEUE = "prefill queue"  # on the decode worker: long wait for prefill workers
     TRANSFER = "transfer"  # on the decode worker: the KV transfer takes too long
     PROMPT = "prompt"  # on the decode worker: it computes the prompt faster
+    ANSWER = "answer"  # on a prefill worker that also generates the answer: it is faster there
+    CORES = "cores"  # on the one worker that uses all cores of its machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +55,12 @@ class PrefillDecision:
         return f"{'apart' if self.is_disaggregated else 'together'}: {self.reason.value}"
 
 
+EXPECTED_TOKENS = 256
+"""Answers count as at most this long, because few reach the limit of their request."""
+
 ALL_DECISIONS = (
-    *(PrefillDecision(True, reason) for reason in list(Reason)[:4]),
-    *(PrefillDecision(False, reason) for reason in list(Reason)[4:]),
+    *(PrefillDecision(True, reason) for reason in list(Reason)[:5]),
+    *(PrefillDecision(False, reason) for reason in list(Reason)[5:]),
 )
 """All possible decisions, without costs."""
 
@@ -67,16 +78,28 @@ class DisaggregationPolicy:
 
     Args:
         workers: candidate workers; a worker without a measured prefill rate is assumed to have the
-            mean rate of the other workers.
+            mean rate of the others, and a worker without measured decode steps the step times of
+            another.
         transfer_costs: cost model of KV transfers.
+        cached_tokens: tokens of the prompt that each worker has cached; None: not known.
     """
 
-    def __init__(self, workers: Sequence[WorkerView], transfer_costs: TransferCostModel) -> None:
+    def __init__(
+        self,
+        workers: Sequence[WorkerView],
+        transfer_costs: TransferCostModel,
+        cached_tokens: Mapping[str, int] | None = None,
+    ) -> None:
+        self._cached_tokens = cached_tokens
         speeds = [
             view.prefill_rate.tokens_per_second
             for view in workers
             if view.prefill_rate.is_calibrated
         ]
+        self._workers = workers
+        self._steps = next(
+            (view.answer_rate for view in workers if view.answer_rate.is_calibrated), None
+        )
         self._mean_rate = sum(speeds) / len(speeds) if speeds else 0.0
         self._transfer_costs = transfer_costs
 
@@ -108,7 +131,8 @@ class DisaggregationPolicy:
         )
         transfer = self._transfer_costs.seconds(num_tokens)
         harm = decode.num_busy * here.compute
-        disaggregated = there.wait + there.compute + transfer
+        # Prefill workers may generate answers too, which the prompt delays.
+        disaggregated = there.wait + there.compute * (1 + prefill.num_answers) + transfer
         together = here.wait + here.compute + harm
         if together < MAX_COST_RATIO * disaggregated:
             saved = {
@@ -124,6 +148,96 @@ class DisaggregationPolicy:
         return PrefillDecision(
             together >= MAX_COST_RATIO * disaggregated, reason, disaggregated, together
         )
+
+    def kept_decision(
+        self,
+        num_tokens: int,
+        num_remaining: int,
+        prefill: WorkerView,
+        other: PrefillDecision | None,
+        decode: WorkerView | None,
+        now: float,
+    ) -> PrefillDecision | None:
+        """Return the decision that `prefill` computes prompt and answer; None if it costs too much.
+
+        Args:
+            num_tokens: length of the prompt.
+            num_remaining: largest length of the answer.
+            prefill: a prefill worker with room for the request.
+            other: the decision if `prefill` does not generate the answer; None: no worker has room.
+            decode: the worker that would then generate the answer.
+            now: clock seconds.
+        """
+        if not self.is_measured or self._steps is None:
+            return None
+        prompt = self._prompt_cost(num_tokens, prefill)
+        here = prompt.wait + prompt.compute * (1 + prefill.num_answers)
+        if other is None or decode is None:
+            return PrefillDecision(False, Reason.ANSWER, 0.0, here)
+        length = min(num_remaining, EXPECTED_TOKENS)
+        faster = self._answer_seconds(decode, now) - self._answer_seconds(prefill, now)
+        there = other.disaggregated_seconds if other.is_disaggregated else other.colocated_seconds
+        if here >= MAX_COST_RATIO * there + length * faster:
+            return None
+        return PrefillDecision(False, Reason.ANSWER, there, here)
+
+    def keeps_tpot(
+        self, num_tokens: int, worker: WorkerView, slo_seconds: float, now: float
+    ) -> bool:
+        """Return whether a worker's answers keep the bound of their time per token.
+
+        The new prompt delays the answers while the worker computes it.
+
+        Args:
+            num_tokens: length of the prompt.
+            worker: the worker that would compute the prompt.
+            slo_seconds: bound of the time per token; 0: none.
+            now: clock seconds.
+        """
+        if not slo_seconds or not worker.num_answers:
+            return True
+        prompt = self._prompt_cost(num_tokens, worker)
+        stall = prompt.wait + prompt.compute
+        return self._token_seconds(worker, 0, now, stall) <= slo_seconds
+
+    def pays_to_move(
+        self,
+        num_tokens: int,
+        num_remaining: int,
+        source: WorkerView,
+        target: WorkerView,
+        slo_seconds: float,
+        now: float,
+    ) -> bool:
+        """Return whether a running answer should move from a prefill worker to a decode worker.
+
+        An answer that exceeds the bound of its time per token moves if `target` keeps the bound.
+        Any other answer moves if the move saves clearly more time than the KV transfer takes.
+
+        Args:
+            num_tokens: tokens of the prompt and of the answer so far.
+            num_remaining: largest number of tokens still to generate.
+            source: the worker that generates the answer.
+            target: a worker with room for the answer.
+            slo_seconds: bound of the time per token; 0: none.
+            now: clock seconds.
+        """
+        rates = source.answer_rate, target.answer_rate
+        if not self.is_measured or not all(rate.is_calibrated for rate in rates):
+            return False
+        stall = self._prompt_cost(0, source).wait
+        here, there = (
+            self._token_seconds(source, 0, now, stall),
+            self._token_seconds(target, 1, now, self._prompt_cost(0, target).wait),
+        )
+        if slo_seconds and here > slo_seconds:
+            return there <= slo_seconds
+        saved = min(num_remaining, EXPECTED_TOKENS) * (MAX_COST_RATIO * here - there)
+        return saved > self._transfer_costs.seconds(num_tokens)
+
+    def _token_seconds(self, view: WorkerView, more: int, now: float, stall: float) -> float:
+        is_shared = has_busy_peer(view, self._workers)
+        return view.answer_rate.token_seconds(view.num_busy + more, is_shared, now, stall)
 
     def colocated_seconds(self, num_tokens: int, decode: WorkerView) -> float:
         """Return the cost in seconds of a prompt on `decode`; 0 if no prefill rate is known."""
@@ -143,4 +257,31 @@ class DisaggregationPolicy:
         # The workers' backlogs exclude cached tokens; the router's queue includes cached tokens.
         uncached = view.prefill_rate.uncached_fraction
         wait = (view.backlog_tokens + router_queue_tokens * uncached) / speed
-        return _PromptCost(wait, num_tokens * uncached / speed)
+        num_uncached = num_tokens * uncached
+        if self._cached_tokens is not None:
+            num_uncached = max(num_tokens - self._cached_tokens.get(view.name, 0), 1)
+        return _PromptCost(wait, num_uncached / speed)
+
+    def _answer_seconds(self, view: WorkerView, now: float) -> float:
+        """Return the seconds per token that one more answer costs on a worker."""
+        is_shared = has_busy_peer(view, self._workers)
+        rate, steps = view.answer_rate, self._steps
+        assert steps is not None
+        known = rate if rate.is_calibrated else steps
+        return rate.seconds_per_token(view.num_busy, is_shared, now, known)
+
+
+def single_worker(views: Sequence[WorkerView], now: float) -> WorkerView | None:
+    """Return the worker that should generate all answers, if the views share one machine.
+
+    The busiest worker is chosen, so that the others become idle and leave their cores to it. The
+    result is None if several workers generate the answers faster, if the times are unknown, or if
+    an operator made one of the workers a prefill worker.
+    """
+    machine = views[0].info.machine if views else ""
+    if not machine or any(view.info.machine != machine or view.is_shedding for view in views):
+        return None
+    rates, running = [view.answer_rate for view in views], [view.num_busy for view in views]
+    if not prefers_one_worker(rates, running, now):
+        return None
+    return max(views, key=lambda view: (view.num_busy, view.role != "prefill", view.name))

@@ -1,16 +1,22 @@
-"""Placement of requests: assigns queued requests to workers and moves running requests."""
+"""Placement of requests: queues requests and assigns them to workers."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from penstock.router.routing import request_state
 from penstock.router.routing.events import Command, Status
-from penstock.router.routing.placement.policy import Demand, Placement, Policy
-from penstock.router.routing.placement.rebalancing import has_capacity_sooner, rebalance_delay
-from penstock.router.routing.queue.fair_queue import FairQueue, QueuedRequest
+from penstock.router.routing.placement.demand import Demand
+from penstock.router.routing.placement.policy import Placement, Policy
+from penstock.router.routing.placement.prefix_knowledge import PrefixKnowledge
+from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
+from penstock.router.routing.queue.fair_queue import FairQueue
 from penstock.router.routing.queue.slo_order import prefill_capacity
+from penstock.router.routing.queue.tenant_queue import QueuedRequest
+from penstock.router.routing.queue.timeouts import why_too_late
 from penstock.router.routing.request_state import RequestState
-from penstock.router.routing.worker_registry import WorkerRegistry, WorkerView
+from penstock.router.routing.worker_registry import WorkerRegistry
+from penstock.router.routing.worker_view import WorkerView
 
 
 class RecoveryThrottle:
@@ -52,11 +58,17 @@ class RecoveryThrottle:
 
 
 class Placer:
-    """The placement of all requests: from the queue to workers, and between workers."""
+    """The placement of all requests: which are queued, and which worker holds each other one."""
 
     def __init__(
-        self, policy: Policy, registry: WorkerRegistry, queue: FairQueue, throttle: RecoveryThrottle
+        self,
+        policy: Policy,
+        registry: WorkerRegistry,
+        queue: FairQueue,
+        throttle: RecoveryThrottle,
+        prefix_index: PrefixIndex,
     ) -> None:
+        self._prefixes = PrefixKnowledge(prefix_index)
         self._policy = policy
         self._registry = registry
         self._queue = queue
@@ -65,7 +77,6 @@ class Placer:
         self._holders: dict[int, list[str]] = {}  # workers whose views contain a request
         self.num_ended: Counter[Status] = Counter()
         self.num_prefill_decisions: Counter[str] = Counter()  # by `str(PrefillDecision)`
-        self.num_rebalanced = 0  # number of moves away from workers without room
         self.dirty = False  # a queued request may fit now: call `assign_waiting`
 
     @property
@@ -83,7 +94,7 @@ class Placer:
             self.num_ended[state.status] += 1
             return
         self.states[state.request.id] = state
-        self._queue.add(_queued_request(state, is_requeued=False))
+        self._queue.add(queued_request(state, is_requeued=False))
         self.dirty = True
 
     def reconcile(self, state: RequestState, out: list[Command], now: float) -> None:
@@ -95,12 +106,15 @@ class Placer:
         self.dirty = True
         if state.status is not None:
             self._remove_from_views(request)
+            self._prefixes.computed(request, now)
             del self.states[request]
             self.num_ended[state.status] += 1
             self._queue.remove(request)
             self._throttle.discard(request)
             return
         if state.is_unassigned and not self.is_waiting(request):
+            if state.lease is None:
+                self._prefixes.withdrawn(request)
             self._reassign(state, out, now)
         self._update_views(state, now)
 
@@ -110,25 +124,55 @@ class Placer:
             self._throttle.add(state.request.id)
         self.reconcile(state, out, now)
 
-    def recovered(self, state: RequestState) -> None:
+    def started(self, state: RequestState, now: float) -> None:
         """Record that a request has a new token; the next held request may then be released."""
         self._throttle.discard(state.request.id)
+        self._prefixes.computed(state.request.id, now)
 
     def assign_waiting(self, out: list[Command], now: float) -> None:
         """Place queued requests in queue order while workers have room."""
         for request in self._throttle.release(len(self._registry)):
-            self._queue.add(_queued_request(self.states[request], is_requeued=True))
+            self._queue.add(queued_request(self.states[request], is_requeued=True))
         views = self._registry.views() if len(self._queue) else ()
         while (head := self._next_request(views, now)) is not None:
             state = self.states[head]
-            placement = self._choose(state, views, now)
+            if self._end_if_late(state, views, out, now):
+                continue
+            demand = self._demand(state, now)
+            placement = self._choose(demand, views, now)
             if placement is not None:
                 self._queue.dequeue(head, now)
-                self._assign(state, placement, out, now)
+                self._assign(state, placement, demand.num_uncached(placement.worker), out, now)
                 self._update_views(state, now)
-            elif not self.end_if_unfit(state, "the request fits on no worker", out, now):
+            elif not (
+                self.end_if_unfit(state, "the request fits on no worker", out, now)
+                or self._end_if_overdue(state, views, out, now)
+            ):
                 break
         self.dirty = False
+
+    def _end_if_late(
+        self, state: RequestState, views: Sequence[WorkerView], out: list[Command], now: float
+    ) -> bool:
+        """End a request that cannot meet its deadline; return whether it ended."""
+        too_late = why_too_late(state, views, now)
+        if too_late:
+            state.end(Status.DEADLINE, too_late, out)
+            self.reconcile(state, out, now)
+        return bool(too_late)
+
+    def _end_if_overdue(
+        self, state: RequestState, views: Sequence[WorkerView], out: list[Command], now: float
+    ) -> bool:
+        """End a request for which no worker had room for too long; return whether it ended."""
+        is_overdue = self._queue.has_waited_too_long(state.request.id, now)
+        if not is_overdue or not any(view.can_wait_for for view in views):
+            return False
+        message = f"no worker had room for {now - state.arrived_at:.1f} s: try again later"
+        retry_after = self._queue.retry_after(queued_request(state, is_requeued=False), now)
+        state.end(Status.OVERLOADED, message, out, retry_after)
+        self.reconcile(state, out, now)
+        return True
 
     def _next_request(self, views: Sequence[WorkerView], now: float) -> int | None:
         """Return the next request to place; None if no request can be placed now."""
@@ -140,8 +184,8 @@ class Placer:
         """Return the time since which a worker has had runnable work, or None if it has none.
 
         Only requests of this router count. Work that waits for a KV transfer or for another worker
-        to yield is not runnable. While the worker receives a transfer the result is None, since its
-        other requests may wait for the blocks that the transfer has reserved.
+        is not runnable. While the worker receives a transfer the result is None, since its other
+        requests may wait for the blocks that the transfer has reserved.
         """
         states = [self.states[request] for request in view.requests]
         if any(state.is_receiving(view.name) for state in states):
@@ -163,6 +207,11 @@ class Placer:
             usable = [view for view in usable if view.role == "decode" or view.has_prefill_slot]
         return {"prefill", "decode", "mixed"} - {view.role for view in usable}
 
+    def alternative(self, state: RequestState, now: float) -> WorkerView | None:
+        """Return the worker that the policy would choose for a request now, or None."""
+        placement = self._choose(self._demand(state, now), self._registry.views(), now)
+        return None if placement is None else self._registry.get(placement.worker)
+
     def end_if_unfit(
         self, state: RequestState, reason: str, out: list[Command], now: float
     ) -> bool:
@@ -174,131 +223,31 @@ class Placer:
         self.reconcile(state, out, now)
         return True
 
-    # -------------------------------------------------------------- moving requests
-
-    def evacuate(self, view: WorkerView, out: list[Command], now: float) -> None:
-        """Move requests away from a worker that drains, changes role or is suspect.
-
-        A draining worker loses all requests, a new prefill worker loses the decoding requests
-        whose KV blocks can move, and a suspect worker loses requests that have not started there.
-        """
-        for request in list(view.requests):
-            state = self.states[request]
-            if state.decode_target == view.name:
-                state.decode_target = None
-                self.reconcile(state, out, now)
-            if state.pending is not None and state.pending.worker == view.name:
-                self._withdraw(state, view, out, now)
-            elif state.running is not None and state.running.worker == view.name:
-                if view.draining:
-                    self._migrate_for_drain(state, out, now)
-                elif (
-                    view.is_shedding and not view.suspect and not state.running.yields_after_prefill
-                ):
-                    self._migrate_for_role(state, out, now)
-
-    def _withdraw(
-        self, state: RequestState, view: WorkerView, out: list[Command], now: float
-    ) -> None:
-        """Withdraw a request pending on a worker if it can run elsewhere and its KV is not sent."""
-        assert state.pending is not None
-        if state.running is None and state.pending.epoch is not None:
-            return
-        if state.running is None or view.is_usable:
-            other = self._alternative(state, now)
-            if other is None or (view.is_usable and other.role == "prefill"):
-                return
-        state.cancel_pending(out)
-        self.reconcile(state, out, now)
-
-    def _migrate_for_drain(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Move a request off a draining worker; a live move, if possible, keeps the pause short."""
-        assert state.running is not None
-        if state.running.yielding or state.pending is not None:
-            return
-        view = self._alternative(state, now)
-        if view is None:
-            return
-        if state.can_migrate_live and view.info.layout == state.running.info.layout:
-            state.start_live_migration(view.info, out)
-            self.reconcile(state, out, now)
-        else:
-            state.request_yield(out)
-
-    def _migrate_for_role(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Move a request off a worker that became a prefill worker, if the KV blocks can move."""
-        assert state.running is not None
-        if state.running.yielding or state.pending is not None or not state.can_migrate_live:
-            return
-        view = self._alternative(state, now)
-        if view is None or view.role == "prefill" or view.info.layout != state.running.info.layout:
-            return
-        state.start_live_migration(view.info, out)
-        self.reconcile(state, out, now)
-
-    def check_sources(self, out: list[Command], now: float) -> None:
-        """Restart requests that wait for blocks from a lost source."""
-        for state in list(self.states.values()):
-            if state.check_source(out):
-                self.reconcile(state, out, now)
-
-    def rebalance(self, out: list[Command], now: float) -> None:
-        """Move requests that wait for room on a worker to another worker that has room."""
-        if not any(view.is_usable and not view.load.queued for view in self._registry.views()):
-            return
-        for state in list(self.states.values()):
-            pending = state.pending
-            if pending is None or state.lease is None or pending.epoch is not None:
-                continue
-            if now - state.submitted_at < rebalance_delay(state.num_rebalances):
-                continue
-            view, other = self._registry.get(pending.worker), self._alternative(state, now)
-            if view is None or other is None or other is view:
-                continue
-            if has_capacity_sooner(
-                other, view, state.token_log.num_known, state.request.num_sequences
-            ):
-                state.num_rebalances += 1
-                self.num_rebalanced += 1
-                state.cancel_pending(out)
-                state.decode_target = other.name
-                self.reconcile(state, out, now)
-
-    def _alternative(self, state: RequestState, now: float) -> WorkerView | None:
-        """Return the worker that the policy would choose for a request now, or None."""
-        placement = self._choose(state, self._registry.views(), now)
-        return None if placement is None else self._registry.get(placement.worker)
-
-    def _choose(
-        self, state: RequestState, views: Sequence[WorkerView], now: float
-    ) -> Placement | None:
-        return self._policy.choose(self._demand(state), views, self._registry.transfer_costs, now)
-
     # -------------------------------------------------------------- placing requests
 
-    def _demand(self, state: RequestState) -> Demand:
-        return Demand(
-            state.request.id,
-            state.token_log.num_known,
-            state.request.num_sequences,
-            state.token_log.num_remaining,
-            state.lease is not None or state.can_migrate_live,
-            state.unfit_workers,
-            state.request.num_beams == 0 and state.request.num_choices > 1,
-            self._queue.num_tokens if self._registry.queues_at_router else 0,
-        )
+    def _choose(self, demand: Demand, views: Sequence[WorkerView], now: float) -> Placement | None:
+        return self._policy.choose(demand, views, self._registry.transfer_costs, now)
+
+    def _demand(self, state: RequestState, now: float) -> Demand:
+        num_queued = self._queue.num_tokens if self._registry.queues_at_router else 0
+        return demand_of(state, num_queued, self._registry.tpot_slo_seconds, self._prefixes, now)
 
     def _reassign(self, state: RequestState, out: list[Command], now: float) -> None:
         """Submit a request to its `decode_target` if usable; else queue the request again."""
         view = self._registry.get(state.decode_target)
         if view is not None and view.is_usable and not view.is_backed_off:
-            self._assign(state, Placement(view.name), out, now)
+            self._assign(state, Placement(view.name), state.token_log.num_known, out, now)
         else:
             state.decode_target = None
-            self._queue.add(_queued_request(state, is_requeued=True))
+            self._queue.add(queued_request(state, is_requeued=True))
 
     def _assign(
-        self, state: RequestState, placement: Placement, out: list[Command], now: float
+        self,
+        state: RequestState,
+        placement: Placement,
+        num_uncached: int,
+        out: list[Command],
+        now: float,
     ) -> None:
         view = self._registry.get(placement.worker)
         assert view is not None, "the policy chose a worker that is not connected"
@@ -307,7 +256,9 @@ class Placer:
         state.submitted_at = now
         if placement.decision is not None:
             self.num_prefill_decisions[str(placement.decision)] += 1
-        num_tokens = state.token_log.num_known if state.pending is None else 0
+        if state.pending is None:  # no blocks are transferred: the worker computes the prompt
+            self._prefixes.placed(state.request, view.name, view.info.block_size)
+        num_tokens = num_uncached if state.pending is None else 0
         view.note_assigned(num_tokens, state.request.num_sequences)
 
     def _update_views(self, state: RequestState, now: float) -> None:
@@ -322,6 +273,8 @@ class Placer:
             if view is not None:
                 names.append(view.name)
                 usage = view.resource_usage(state.token_log.num_known, num_sequences)
+                if state.decode_target in (None, view.name):
+                    usage = replace(usage, num_answers=num_sequences)
                 view.set_usage(request, None if view.name == lease else usage)
 
     def _remove_from_views(self, request: int) -> None:
@@ -351,8 +304,38 @@ class Placer:
                 assert view.name in self._holders[request], "in the view, but not held"
 
 
-def _queued_request(state: RequestState, is_requeued: bool) -> QueuedRequest:
-    request, num_tokens = state.request, len(state.request.prompt)
+def demand_of(
+    state: RequestState,
+    router_queue_tokens: int,
+    tpot_slo_seconds: float,
+    prefixes: PrefixKnowledge,
+    now: float,
+) -> Demand:
+    """Return the properties of a request that the policy uses."""
+    return Demand(
+        state.request.id,
+        state.token_log.num_known,
+        state.request.num_sequences,
+        state.token_log.num_remaining,
+        state.lease is not None or state.can_migrate_live,
+        state.unfit_workers,
+        state.request.num_beams == 0 and state.request.num_choices > 1,
+        router_queue_tokens,
+        tpot_slo_seconds,
+        prefixes.cached_tokens(state.request, now),
+        prefixes.prefix_key(state.request),
+    )
+
+
+def queued_request(state: RequestState, is_requeued: bool) -> QueuedRequest:
+    """Return the properties of a request that the queue uses."""
+    request = state.request
     return QueuedRequest(
-        request.id, request.tenant, request.priority, num_tokens, is_requeued, state.arrived_at
+        request.id,
+        request.tenant,
+        request.priority,
+        len(request.prompt),
+        is_requeued,
+        state.arrived_at,
+        cost=request.num_sequences * (len(request.prompt) + request.max_tokens),
     )

@@ -1,35 +1,24 @@
-"""Interface of routing policies, which choose workers for requests, and a least-loaded policy."""
+"""Interface of routing policies, which choose workers, and the policy that chooses roles."""
 
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
 
 from penstock.router.routing.placement.cost_model import TransferCostModel
+from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.disaggregation import (
     DisaggregationPolicy,
     PrefillDecision,
     Reason,
+    single_worker,
 )
-from penstock.router.routing.worker_registry import PENALTY_SECONDS, WorkerView
+from penstock.router.routing.placement.ranking import Ranking, with_capacity, with_prefill_slot
+from penstock.router.routing.placement.rankings.least_loaded import LeastLoadedRanking
+from penstock.router.routing.worker_view import WorkerView
 
-PENALTY_TOKENS = 2048
-"""Placement penalty of a prefill worker just after a loss, in queued tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """The properties of a request that matter for placement."""
-
-    request: int
-    num_tokens: int  # tokens of the prompt and of the answer so far
-    num_sequences: int
-    num_remaining: int  # largest number of tokens still to generate
-    has_source: bool = False  # a worker has KV blocks of the request: no prefill needed
-    unfit_workers: AbstractSet[str] = frozenset()  # workers too small for the request
-    is_pinned: bool = False  # the request must stay on the worker that computes its prompt
-    router_queue_tokens: int = 0  # prompt tokens queued at the router
+DisaggregationFactory: TypeAlias = Callable[
+    [Sequence[WorkerView], TransferCostModel, Mapping[str, int] | None], DisaggregationPolicy
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +54,24 @@ class Policy(Protocol):
         ...
 
 
-class LeastLoaded:
-    """Policy that prefills where the fewest tokens are queued and decodes where load is smallest.
+class RolePolicy:
+    """Policy that chooses between prefill and decode workers, and leaves the rest to a ranking.
 
-    Load is the share of a worker's capacity that is in use. A decode worker
-    also computes the prompt if `DisaggregationPolicy` estimates that this takes less time. If one
-    role has no workers, the workers of the other role do all the work.
+    The ranking chooses one worker of a role. A decode worker also computes the prompt if
+    `DisaggregationPolicy` estimates that this takes less time. If one role has no workers, the
+    workers of the other role do all the work.
 
     Args:
+        ranking: chooses the worker within a role.
         disaggregation: creates the disaggregation policy; replaced only in comparisons.
     """
 
     def __init__(
         self,
-        disaggregation: Callable[
-            [Sequence[WorkerView], TransferCostModel], DisaggregationPolicy
-        ] = DisaggregationPolicy,
+        ranking: Ranking,
+        disaggregation: DisaggregationFactory = DisaggregationPolicy,
     ) -> None:
+        self._ranking = ranking
         self._disaggregation = disaggregation
 
     def choose(
@@ -98,19 +88,22 @@ class LeastLoaded:
         # A beam search is not pinned, because only its prompt moves.
         if demand.has_source or demand.is_pinned:
             able = decoders or live
-            whole = _least_utilized(
-                able if demand.has_source else _with_prefill_slot(able), demand, now
+            whole = self._ranking.answer_worker(
+                able if demand.has_source else with_prefill_slot(able), demand, now
             )
             return None if whole is None else Placement(whole.name)
         prefillers = [view for view in live if view.role != "decode"]
-        first = _shortest_queue(_with_prefill_slot(prefillers or live), now, demand)
+        first = self._ranking.prompt_worker(with_prefill_slot(prefillers or live), demand, now)
         if first is not None and (
             first.role != "prefill" or not decoders or demand.num_remaining == 1
         ):
             return Placement(first.name)
-        return self._choose_disaggregated(
-            demand, prefillers, decoders, self._disaggregation(workers, transfer_costs), first, now
-        )
+        single = single_worker(live, now)
+        if single is not None and with_prefill_slot(with_capacity([single], demand)):
+            return Placement(single.name, None, PrefillDecision(False, Reason.CORES))
+        costs = self._disaggregation(workers, transfer_costs, demand.cached_tokens)
+        chosen = self._choose_disaggregated(demand, prefillers, decoders, costs, first, now)
+        return self._choose_kept(demand, prefillers, costs, chosen, live, now) or chosen
 
     def _choose_disaggregated(
         self,
@@ -123,81 +116,88 @@ class LeastLoaded:
     ) -> Placement | None:
         """Choose among prefill and decode workers; `first`: a prefill worker with room, or None."""
         prefill_workers = [view for view in prefillers if view.role == "prefill"]
-        second = _least_utilized(decoders, demand, now)
+        second = self._ranking.answer_worker(decoders, demand, now)
         if not prefill_workers or second is None:
             return None
-        fitting = _with_prefill_slot(_with_capacity(decoders, demand))
+        fitting = with_prefill_slot(with_capacity(decoders, demand))
         if not fitting:
             decision = PrefillDecision(True, Reason.DECODE_QUEUE)
             return None if first is None else Placement(first.name, second.name, decision)
         whole = min(
             fitting, key=lambda view: disaggregation.colocated_seconds(demand.num_tokens, view)
         )
-        busy = first or _shortest_queue(prefill_workers, now)
+        busy = first or self._ranking.prompt_worker(
+            prefill_workers, demand, now, needs_capacity=False
+        )
         assert busy is not None
         line = demand.router_queue_tokens / len(prefill_workers)
         decision = disaggregation.decide(demand.num_tokens, busy, whole, line)
+        if (
+            not decision.is_disaggregated
+            and first is not None
+            and not disaggregation.keeps_tpot(
+                demand.num_tokens, whole, demand.tpot_slo_seconds, now
+            )
+        ):
+            decision = replace(decision, is_disaggregated=True, reason=Reason.TPOT_SLO)
         if not decision.is_disaggregated:
             return Placement(whole.name, None, decision)
         if first is None:
             return None
         if second.info.layout != first.info.layout:  # `second` cannot use its blocks
             alike = [view for view in decoders if view.info.layout == first.info.layout]
-            second = _least_utilized(alike, demand, now)
+            second = self._ranking.answer_worker(alike, demand, now)
             if second is None:
                 return Placement(whole.name)
         return Placement(first.name, second.name, decision)
 
+    def _choose_kept(
+        self,
+        demand: Demand,
+        prefillers: Sequence[WorkerView],
+        costs: DisaggregationPolicy,
+        chosen: Placement | None,
+        live: Sequence[WorkerView],
+        now: float,
+    ) -> Placement | None:
+        """Return a prefill worker that also generates the answer, if that is better than `chosen`.
 
-def _with_prefill_slot(views: Sequence[WorkerView]) -> Sequence[WorkerView]:
-    """Return the workers that can start a prompt; all if prompts do not queue at the router."""
-    if not views or not views[0].queues_at_router:
-        return views
-    return [view for view in views if view.has_prefill_slot]
-
-
-def _with_capacity(views: Sequence[WorkerView], demand: Demand) -> list[WorkerView]:
-    return [view for view in views if view.has_capacity(demand.num_tokens, demand.num_sequences)]
-
-
-def _shortest_queue(
-    views: Sequence[WorkerView], now: float, demand: Demand | None = None
-) -> WorkerView | None:
-    """Return the worker with the fewest queued tokens; it must have room for a given `demand`."""
-
-    def key(view: WorkerView) -> tuple[float, int, int, str]:
-        tokens, busy, num_assigned, name = view.by_queue
-        return tokens + PENALTY_TOKENS * view.penalty(now), busy, num_assigned, name
-
-    return _least(views, attrgetter("by_queue") if _none_penalized(views, now) else key, demand)
-
-
-def _least_utilized(views: Sequence[WorkerView], demand: Demand, now: float) -> WorkerView | None:
-    """Return the least utilized worker that has room for `demand`."""
-
-    def key(view: WorkerView) -> tuple[float, float, int, str]:
-        busy, filled, num_assigned, name = view.by_utilization
-        return busy + view.penalty(now), filled, num_assigned, name
-
-    return _least(
-        views, attrgetter("by_utilization") if _none_penalized(views, now) else key, demand
-    )
-
-
-def _none_penalized(views: Sequence[WorkerView], now: float) -> bool:
-    """Return whether no worker has a penalty."""
-    since = now - PENALTY_SECONDS
-    return not any([view.lost_at > since for view in views])
+        Only the prefill worker with the fewest sequences is considered.
+        """
+        # Answers move away from a prefill worker whose role an operator assigned.
+        candidates = [
+            view for view in prefillers if view.role == "prefill" and not view.is_shedding
+        ]
+        able = with_prefill_slot(with_capacity(candidates, demand))
+        if not able or (chosen is not None and chosen.decision is None):
+            return None
+        worker = min(able, key=lambda view: (view.num_busy, view.name))
+        if not costs.keeps_tpot(demand.num_tokens, worker, demand.tpot_slo_seconds, now):
+            return None
+        decoder = None
+        if chosen is not None:
+            name = chosen.decode_target or chosen.worker
+            decoder = next(view for view in live if view.name == name)
+        decision = costs.kept_decision(
+            demand.num_tokens,
+            demand.num_remaining,
+            worker,
+            None if chosen is None else chosen.decision,
+            decoder,
+            now,
+        )
+        return None if decision is None else Placement(worker.name, None, decision)
 
 
-def _least(
-    views: Sequence[WorkerView], key: Callable[[WorkerView], Any], demand: Demand | None
-) -> WorkerView | None:
-    """Return the worker with the smallest key; the worker must have room for a given `demand`.
+class LeastLoaded(RolePolicy):
+    """Policy that prefills where the fewest tokens are queued and decodes where load is smallest.
 
-    For speed, the worker with the smallest key of all is checked first.
+    Args:
+        disaggregation: see `RolePolicy`.
     """
-    best = min(views, key=key, default=None)
-    if best is None or demand is None or best.has_capacity(demand.num_tokens, demand.num_sequences):
-        return best
-    return min(_with_capacity(views, demand), key=key, default=None)
+
+    def __init__(
+        self,
+        disaggregation: DisaggregationFactory = DisaggregationPolicy,
+    ) -> None:
+        super().__init__(LeastLoadedRanking(), disaggregation)

@@ -1,18 +1,22 @@
-"""The bounded queue of requests that wait for a worker: by priority, then fair between tenants.
+"""The bounded queue of requests that wait for a worker, fair between tenants.
 
 Fairness uses virtual counters (start-time fair queueing over tokens, as in "Fairness in Serving
 Large Language Models", arXiv 2401.00588). A tenant's counter increases with the prompt and answer
 tokens of its requests, and the waiting tenant with the smallest counter is next. The counter of a
 tenant that was idle is raised to the smallest counter of the waiting tenants, so that idle time
-earns no credit. The requests of one tenant are ordered by arrival or, with a time-to-first-token
-SLO, by `slo_order`.
+earns no credit. A priority orders the requests of one tenant and has no effect on other tenants.
+Requests of equal priority are ordered by arrival or, with a time-to-first-token SLO, by
+`slo_order`. `tenant_quotas` decides which new requests the queue accepts.
 """
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from penstock.router.routing.queue.slo_order import PrefillCapacity, QueuedPrompt, select_next
+from penstock.router.routing.queue.dequeue_rate import DequeueRate
+from penstock.router.routing.queue.slo_order import PrefillCapacity
+from penstock.router.routing.queue.tenant_queue import QueuedRequest, TenantQueue
+from penstock.router.routing.queue.tenant_quotas import Amount, TenantQuotas
 
 PROMPT_WEIGHT = 1.0  # counter units per prompt token
 OUTPUT_WEIGHT = 2.0  # counter units per generated token
@@ -20,101 +24,25 @@ MAX_TENANTS = 4096
 """Largest number of tenant counters; the next one replaces the counter idle for longest."""
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedRequest:
-    """The properties of a request that the queue uses."""
-
-    request: int
-    tenant: str
-    priority: int
-    num_tokens: int  # prompt tokens; added to the tenant's counter
-    is_requeued: bool = False  # placed before: goes first, and max_queued does not count it
-    arrived_at: float = 0.0  # clock seconds
-
-
-class TenantQueue:
-    """One tenant's queued requests of one priority; requeued requests go first."""
-
-    __slots__ = ("new", "num_dequeued", "requeued")
-
-    def __init__(self) -> None:
-        self.requeued: OrderedDict[int, QueuedRequest] = OrderedDict()
-        self.new: OrderedDict[int, QueuedRequest] = OrderedDict()
-        self.num_dequeued = 0  # new requests taken from this queue so far
-
-    def __bool__(self) -> bool:
-        return bool(self.requeued or self.new)
-
-    def add(self, entry: QueuedRequest) -> None:
-        (self.requeued if entry.is_requeued else self.new)[entry.request] = entry
-
-    def remove(self, entry: QueuedRequest) -> None:
-        del (self.requeued if entry.is_requeued else self.new)[entry.request]
-
-    def head(self) -> QueuedRequest:
-        return next(iter((self.requeued or self.new).values()))
-
-    def select(self, now: float, ttft_slo: float, capacity: PrefillCapacity) -> QueuedRequest:
-        """Return the next request under a time-to-first-token SLO of `ttft_slo` seconds."""
-        if self.requeued:
-            return self.head()
-        fresh = list(self.new.values())
-        pace = capacity.seconds_per_token
-        waits = [QueuedPrompt(each.arrived_at, each.num_tokens * pace) for each in fresh]
-        return fresh[select_next(waits, now, ttft_slo, capacity.workers, self.num_dequeued)]
-
-
-class DequeueRate:
-    """Prompt tokens per second that leave the queue, averaged over about `WINDOW` seconds."""
-
-    WINDOW = 10.0  # seconds
-    ASSUMED = 1000.0
-    """Tokens per second before the first measurement."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0  # exponentially decayed sum of tokens, at time `_at`
-        self._since: float | None = None
-        self._at = 0.0
-
-    def add(self, num_tokens: int, now: float) -> None:
-        if self._since is None:
-            self._since = self._at = now
-        self._tokens = self._decayed(now) + num_tokens
-        self._at = now
-
-    def value(self, now: float) -> float:
-        if self._since is None or now <= self._since:
-            return self.ASSUMED
-        # Integral of the decay weights since `_since`; it approaches WINDOW.
-        seconds = self.WINDOW * -math.expm1(-(now - self._since) / self.WINDOW)
-        return max(self._decayed(now) / seconds, 1.0)
-
-    def _decayed(self, now: float) -> float:
-        return self._tokens * math.exp(-(now - self._at) / self.WINDOW)
-
-
 class FairQueue:
     """A bounded queue of the requests that wait for a worker.
 
     Args:
-        max_queued: largest number of requests that were never placed.
-        max_queued_tokens: largest number of prompt tokens of these requests.
+        bounds: largest amount of the requests that were never placed.
         ttft_slo: time-to-first-token SLO in seconds, see `slo_order`; 0: none.
+        max_wait: longest wait of a request before it is first placed, in seconds.
     """
 
     MIN_RETRY, MAX_RETRY = 1.0, 60.0  # seconds
 
-    def __init__(self, max_queued: int, max_queued_tokens: int, ttft_slo: float = 0.0) -> None:
-        self._max_queued = max_queued
+    def __init__(self, bounds: Amount, ttft_slo: float = 0.0, max_wait: float = math.inf) -> None:
+        self.max_wait = max_wait
         self._ttft_slo = ttft_slo
-        self._max_queued_tokens = max_queued_tokens
+        self._quotas = TenantQuotas(bounds)
         self._entries: dict[int, QueuedRequest] = {}
-        # Nonempty tenant queues, by priority and then by tenant.
-        self._bands: dict[int, dict[str, TenantQueue]] = {}
+        self._queues: dict[str, TenantQueue] = {}  # by tenant; none is empty
         self._counters: OrderedDict[str, float] = OrderedDict()
         self._virtual_time = 0.0  # counter of the last dequeued tenant
-        self._num_new = 0  # queued requests that were never placed; limited by max_queued
-        self._num_tokens = 0  # prompt tokens of the requests in `_num_new`
         self._rate = DequeueRate()
 
     def __len__(self) -> int:
@@ -126,37 +54,60 @@ class FairQueue:
     @property
     def num_tokens(self) -> int:
         """Number of prompt tokens of queued requests that were never placed."""
-        return self._num_tokens
+        return self._quotas.total.tokens
 
-    def is_full(self, num_tokens: int) -> bool:
-        """Return whether there is no room for a new prompt of `num_tokens` tokens."""
-        if not self._num_new:
-            return False
-        return (
-            self._num_new >= self._max_queued
-            or self._num_tokens + num_tokens > self._max_queued_tokens
-        )
+    def displaced_by(self, entry: QueuedRequest) -> list[int] | None:
+        """Return the requests to remove so that a new one fits; None: refuse the new one."""
+        displaced = self._quotas.displaced_by(entry, self._last_first)
+        return None if displaced is None else [each.request for each in displaced]
 
-    def retry_after(self, now: float) -> float:
-        """Estimate the seconds until the queue is empty, within [MIN_RETRY, MAX_RETRY]."""
-        seconds = self._num_tokens / self._rate.value(now)
+    def _last_first(self, tenant: str) -> Iterator[QueuedRequest]:
+        return self._queues[tenant].last_first()
+
+    def retry_after(self, entry: QueuedRequest, now: float) -> float:
+        """Return the seconds after which the client of a refused request should retry.
+
+        This is the time in which the requests of its tenant that wait now, and the request itself,
+        would be placed, within [MIN_RETRY, MAX_RETRY].
+        """
+        held = self._quotas.by_tenant.get(entry.tenant, Amount()).cost
+        own = held if entry.request in self._entries else held + entry.cost
+        seconds = self._quotas.cost_before(entry.tenant, own) / self._rate.value(now)
         return min(max(seconds, self.MIN_RETRY), self.MAX_RETRY)
 
+    def predicted_wait(self, entry: QueuedRequest) -> float:
+        """Estimate the seconds for which a new request would wait; 0 if the speed is unknown.
+
+        The speed is that of the latest placements, even if none happen now, because workers may
+        still be starting.
+        """
+        speed = self._rate.last_measured
+        if not self._quotas.total.requests or not speed:
+            return 0.0
+        queue = self._queues.get(entry.tenant)
+        ahead = queue.cost_ahead(entry.priority) if queue is not None else 0
+        through = self._quotas.cost_before(entry.tenant, ahead + entry.cost)
+        return (through - entry.cost) / speed
+
+    def has_waited_too_long(self, request: int, now: float) -> bool:
+        """Return whether a queued request exceeds `max_wait`; a requeued one never does."""
+        entry = self._entries[request]
+        return not entry.is_requeued and now - entry.arrived_at > self.max_wait
+
     def add(self, entry: QueuedRequest) -> None:
-        """Add a request; for a new request the caller must have checked `is_full`."""
+        """Add a request; for a new request the caller must have removed `displaced_by`."""
         assert entry.request not in self._entries
         self._activate(entry.tenant)
         self._entries[entry.request] = entry
-        band = self._bands.setdefault(entry.priority, {})
-        band.setdefault(entry.tenant, TenantQueue()).add(entry)
+        self._queues.setdefault(entry.tenant, TenantQueue()).add(entry)
         if not entry.is_requeued:
-            self._num_new += 1
-            self._num_tokens += entry.num_tokens
+            self._quotas.add(entry)
+            self._rate.began_to_wait(entry.arrived_at)
 
     def head(self) -> int | None:
         """Return the next request, without regard to an SLO; None if the queue is empty."""
-        line = self._next_queue()
-        return line.head().request if line is not None else None
+        queue = self._next_queue()
+        return queue.head().request if queue is not None else None
 
     def select(self, now: float, capacity: PrefillCapacity | None) -> int | None:
         """Return the next request to place, under the SLO if there is one.
@@ -164,83 +115,67 @@ class FairQueue:
         If `capacity` is None, no worker can start a prompt now. With an SLO, only requeued requests
         are then eligible, because their prompts may already be computed.
         """
-        line = self._next_queue()
-        if line is None or not self._ttft_slo:
+        queue = self._next_queue()
+        if queue is None or not self._ttft_slo:
             return self.head()
         if capacity is None:
-            return line.head().request if line.requeued else None
-        num_lines = len(self._bands[max(self._bands)])
-        return line.select(now, self._ttft_slo, capacity.divided(num_lines)).request
+            return queue.head().request if queue.requeued else None
+        return queue.select(now, self._ttft_slo, capacity.divided(len(self._queues))).request
 
     def _next_queue(self) -> TenantQueue | None:
         """Return the queue of the tenant that is next; None if no request is queued."""
-        if not self._entries:
+        if not self._queues:
             return None
-        band = self._bands[max(self._bands)]
-        return band[min(band, key=self._counters.__getitem__)]
+        return self._queues[min(self._queues, key=self._counters.__getitem__)]
 
     def dequeue(self, request: int, now: float) -> None:
         """Remove a request that is placed; a new request's prompt is charged to its tenant."""
         entry = self._entries[request]
-        self._bands[entry.priority][entry.tenant].num_dequeued += not entry.is_requeued
+        if not entry.is_requeued:
+            self._queues[entry.tenant].num_dequeued += 1
+            self._rate.add(entry.cost, entry.arrived_at, now)
         self.remove(request)
         self._virtual_time = self._counters[entry.tenant]
         if not entry.is_requeued:
             self._counters[entry.tenant] += PROMPT_WEIGHT * entry.num_tokens
-            self._rate.add(entry.num_tokens, now)
 
     def remove(self, request: int) -> None:
         """Remove a request if it is queued."""
         entry = self._entries.pop(request, None)
         if entry is None:
             return
-        band = self._bands[entry.priority]
-        band[entry.tenant].remove(entry)
-        if not band[entry.tenant]:
-            del band[entry.tenant]
-        if not band:
-            del self._bands[entry.priority]
+        queue = self._queues[entry.tenant]
+        queue.remove(entry)
+        if not queue:
+            del self._queues[entry.tenant]
         if not entry.is_requeued:
-            self._num_new -= 1
-            self._num_tokens -= entry.num_tokens
+            self._quotas.remove(entry)
+            if not self._quotas.total.requests:
+                self._rate.emptied()
 
     def charge_output(self, tenant: str, num_tokens: int) -> None:
         """Add the weight of generated tokens to a tenant's counter."""
         if tenant in self._counters:
             self._counters[tenant] += OUTPUT_WEIGHT * num_tokens
 
-    def requests(self) -> list[int]:
-        """Return the ids of all queued requests."""
-        return list(self._entries)
-
-    def _waiting(self) -> set[str]:
-        return {tenant for band in self._bands.values() for tenant in band}
-
     def _activate(self, tenant: str) -> None:
         """Raise the counter of a tenant without queued requests to that of the next tenant."""
-        if any(tenant in band for band in self._bands.values()):
+        if tenant in self._queues:
             return
-        waiting = [self._counters[other] for band in self._bands.values() for other in band]
+        waiting = [self._counters[other] for other in self._queues]
         own = self._counters.pop(tenant, 0.0)
         self._counters[tenant] = max(own, min(waiting, default=self._virtual_time))
         if len(self._counters) > MAX_TENANTS:
             self._evict_idle_tenant()
 
     def _evict_idle_tenant(self) -> None:
-        waiting = self._waiting()
-        idle = next((name for name in self._counters if name not in waiting), None)
+        idle = next((name for name in self._counters if name not in self._queues), None)
         if idle is not None and idle != next(reversed(self._counters)):
             del self._counters[idle]
 
     def check(self) -> None:
         """Assert that totals, entries and tenant queues agree."""
-        lines = [line for band in self._bands.values() for line in band.values()]
-        queued = [
-            entry for line in lines for entry in (*line.requeued.values(), *line.new.values())
-        ]
-        assert all(lines), "an empty tenant queue is kept"
+        queued = [entry for queue in self._queues.values() for entry in queue]
+        assert all(self._queues.values()), "an empty tenant queue is kept"
         assert {entry.request: entry for entry in queued} == self._entries
-        fresh = [entry for entry in queued if not entry.is_requeued]
-        assert self._num_new == len(fresh)
-        assert self._num_tokens == sum(entry.num_tokens for entry in fresh)
-        assert len(fresh) <= max(self._max_queued, 1), "more requests than the bound allows"
+        self._quotas.check(queued)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.router.routing.worker_registry import WorkerView
+from penstock.router.routing.worker_view import WorkerView
 
 PREFILL_FACTOR = 5.0
 """The SLO is `ttft_slo` seconds plus this factor times the prompt's own compute time."""

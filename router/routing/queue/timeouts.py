@@ -1,11 +1,34 @@
 """Time limits of requests: their deadlines, and the longest wait without a worker."""
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.router.routing.events import Status
+from penstock.router.routing.queue.slo_order import prefill_capacity
 from penstock.router.routing.request_state import RequestState
 from penstock.router.routing.worker_registry import WorkerRegistry
+from penstock.router.routing.worker_view import WorkerView
+
+DEADLINE_PASSED = "the deadline passed"
+
+
+def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -> str:
+    """Return why it is too late to place a request for the first time; "" if it is not.
+
+    The prompt must be computed before the deadline, at the workers' measured speed.
+    """
+    left = state.request.deadline - now
+    if left <= 0:
+        return DEADLINE_PASSED
+    if left == float("inf"):  # no deadline: the capacity of a thousand workers takes long to sum
+        return ""
+    capacity = None if state.attempt else prefill_capacity(views)
+    if capacity is None:
+        return ""
+    seconds = len(state.request.prompt) * capacity.seconds_per_token
+    if seconds <= left:
+        return ""
+    return f"{left:.1f} s before the deadline, the prompt needs about {seconds:.1f} s"
 
 
 class RequestTimeouts:
@@ -42,7 +65,7 @@ class RequestTimeouts:
             if self._no_worker_since is not None and state.is_unassigned:
                 yield state, Status.UNAVAILABLE, "no worker is available"
             else:
-                yield state, Status.DEADLINE, "the deadline passed"
+                yield state, Status.DEADLINE, DEADLINE_PASSED
         yield from self._expired_without_workers(list(states.values()), now)
 
     def _expired_without_workers(

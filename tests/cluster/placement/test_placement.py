@@ -255,3 +255,16 @@ def test_error_names_the_needs_of_several_ranks(
 def test_cpus_are_divided_evenly_among_ranks() -> None:
     (one,) = plan_placements(spec(mixed=PoolSpec(tp=2, pp=2)), [Node("here", 4.0)])
     assert (one.cpus, one.threads, one.bundles) == (0.97, 1, ({"CPU": 1.94},) * 2)
+
+
+def test_a_worker_that_computes_alone_may_use_all_cores_of_its_node() -> None:
+    two = plan_placements(ClusterSpec(), [Node("here", 4.0)])
+    assert [(each.threads, each.max_threads) for each in two] == [(2, 4), (2, 4)]
+    several = plan_placements(ClusterSpec(), [Node("one", 8.0), Node("two", 4.0)])
+    assert {each.max_threads for each in several} == {4}
+
+
+def test_threads_that_the_operator_sets_are_fixed() -> None:
+    for pool in (PoolSpec(threads=1), PoolSpec(cpus=1.0)):
+        (one,) = plan_placements(spec(mixed=pool), [Node("here", 4.0)])
+        assert (one.threads, one.max_threads) == (1, 1)

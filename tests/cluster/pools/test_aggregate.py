@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from penstock.cluster.autoscaling.autoscaler import PoolInputs
+from penstock.cluster.autoscaling.autoscaler_adapter import AutoscalerInputs
 from penstock.cluster.autoscaling.pool_changes import Phase
-from penstock.cluster.autoscaling.pool_sizer import AutoscalerInputs
 from penstock.cluster.pools.aggregate import ClusterAggregator, router_states
 from penstock.common.worker_load import WorkerLoad
 from penstock.router.observability.snapshot import (
@@ -120,7 +120,7 @@ def test_autoscaler_inputs_are_equal_for_one_router_and_two() -> None:
 
 def test_router_states_have_all_routers_with_their_addresses() -> None:
     states = {"router-0": state_of("router-0", 2, 0, 0), "router-1": None}
-    addresses = {"router-0": ("h:1", "h:2"), "router-1": ("h:3", "h:4")}
+    addresses = {"router-0": ("h:1", "h:2", "h:5"), "router-1": ("h:3", "h:4", "h:6")}
     first, second = router_states(states, addresses)
     assert (first.state, first.http, first.streams, dict(first.queued)) == (
         "ready",

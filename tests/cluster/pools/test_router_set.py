@@ -17,8 +17,8 @@ class FakeRouter:
     """A fake router, which records its calls or hangs."""
 
     def __init__(self, number: int, hangs: bool = False) -> None:
-        self.config = RouterConfig(None, "m", f"router-{number}")  # type: ignore[arg-type]
-        self.addresses = (f"h:{number}", f"g:{number}")
+        self.config = RouterConfig(None, "m", name=f"router-{number}")  # type: ignore[arg-type]
+        self.addresses = (f"h:{number}", f"g:{number}", f"o:{number}")
         self.given_up = False
         self.calls: list[tuple[Any, ...]] = []
         self.has_drained = asyncio.Event()

@@ -196,6 +196,24 @@ async def test_call_of_a_dead_process_returns_none(actor: FakeActor) -> None:
     handle.kill()
 
 
+async def test_drain_that_does_not_reply_in_time_is_given_up(
+    actor: FakeActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested: list[float] = []
+
+    async def drain(seconds: float) -> None:
+        requested.append(seconds)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(actor, "drain", Remote(drain), raising=False)
+    monkeypatch.setattr(actor_handle, "DRAIN_REPLY_SECONDS", 0.01)
+    handle = ActorHandle("worker", actor, lambda *_: None)
+    async with asyncio.timeout(60):
+        await handle.drain(0.01)
+    assert requested == [0.01]
+    handle.kill()
+
+
 # ------------------------------------------------------------------ pings and declared deaths
 
 

@@ -1,4 +1,4 @@
-"""Events that a hosted process sends to the driver, without Ray."""
+"""Actors without Ray: log records for the driver, a failed start, the frozen heap."""
 
 import asyncio
 import gc
@@ -7,26 +7,10 @@ import weakref
 
 import pytest
 
-from penstock.cluster.processes.actors import (
-    MAX_QUEUED_EVENTS,
-    ActorFailed,
-    EventQueue,
-    RouterActor,
-    WorkerActor,
-    freeze_heap,
-)
-from penstock.cluster.status.status_events import LogLine, Progress
+from penstock.cluster.processes.actors import RouterActor, WorkerActor, freeze_heap
+from penstock.cluster.processes.event_queue import ActorFailed
+from penstock.cluster.status.status_events import LogLine
 from penstock.router.config import RouterConfig
-
-
-async def test_next_waits_for_events() -> None:
-    queue = EventQueue()
-    waiting = asyncio.create_task(queue.next())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    queue.add(LogLine("one"))
-    queue.add(LogLine("two"))
-    assert await waiting == [LogLine("one"), LogLine("two")]
 
 
 class Node:
@@ -54,42 +38,6 @@ def test_freeze_heap_excludes_present_objects_from_later_collections() -> None:
         assert gone() is None
     finally:
         gc.unfreeze()
-
-
-async def test_only_the_latest_progress_of_a_stage_is_kept() -> None:
-    queue = EventQueue()
-    for done in range(10):
-        queue.add(Progress("weights", done, 10))
-    queue.add(Progress("warming up"))
-    assert await queue.next() == [Progress("weights", 9, 10), Progress("warming up")]
-
-
-async def test_events_can_be_added_from_any_thread() -> None:
-    queue = EventQueue()
-    await asyncio.to_thread(queue.add, LogLine("from a thread"))
-    assert await queue.next() == [LogLine("from a thread")]
-
-
-async def test_oldest_events_of_a_full_queue_are_dropped() -> None:
-    queue = EventQueue()
-    for number in range(MAX_QUEUED_EVENTS + 5):
-        queue.add(LogLine(str(number)))
-    events = await queue.next()
-    assert len(events) == MAX_QUEUED_EVENTS + 1
-    assert events[0] == LogLine("5 older events were dropped: the queue was full")
-    assert events[-1] == LogLine(str(MAX_QUEUED_EVENTS + 4))
-    queue.add(LogLine("more"))
-    assert await queue.next() == [LogLine("more")]
-
-
-async def test_next_raises_the_failure_after_the_last_event() -> None:
-    queue = EventQueue()
-    queue.add(LogLine("before"))
-    queue.fail("the engine broke")
-    assert await queue.next() == [LogLine("before")]
-    for _ in range(2):
-        with pytest.raises(ActorFailed, match="the engine broke"):
-            await queue.next()
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ class FakeActorHandle:
     """A fake process of one rank, which records its calls."""
 
     def __init__(self) -> None:
-        self.up = False
         self.calls: list[tuple[str, Any]] = []
         self.fails: StartFailed | None = None
         self.waits = asyncio.Event()
@@ -27,7 +26,6 @@ class FakeActorHandle:
 
     async def start(self, config: object) -> Any:
         found = await self.call_start("start", config)
-        self.up = True
         return found
 
     async def call_start(self, method: str, *arguments: Any) -> Any:
@@ -40,8 +38,8 @@ class FakeActorHandle:
     async def death(self) -> str:
         return await asyncio.shield(self.dies)
 
-    async def call(self, method: str, *arguments: Any) -> Any:
-        self.calls.append((method, arguments))
+    async def drain(self, seconds: float) -> None:
+        self.calls.append(("drain", (seconds,)))
 
     async def stop(self) -> None:
         self.calls.append(("stop", ()))
@@ -64,7 +62,6 @@ def make_rank_group(count: int) -> tuple[RankGroup, list[FakeActorHandle]]:
 async def test_each_rank_starts_with_its_number_and_the_rendezvous() -> None:
     group, members = make_rank_group(4)
     assert await group.start(CONFIG) == "here:2"
-    assert group.up
     assert [method for method, _ in members[0].calls] == ["open_rendezvous", "start"]
     for rank, member in enumerate(members[1:], 1):
         (method, (config, address)), (second, _) = member.calls
@@ -109,10 +106,10 @@ async def test_declared_death_is_reported() -> None:
         assert await group.death() == "it is stuck"
 
 
-async def test_calls_go_to_rank_0_and_stop_ends_all_ranks() -> None:
+async def test_rank_0_is_drained_and_stop_ends_all_ranks() -> None:
     group, members = make_rank_group(2)
-    await group.call("anything", 1)
+    await group.drain(3.0)
     await group.stop()
-    assert members[0].calls == [("anything", (1,)), ("stop", ())]
+    assert members[0].calls == [("drain", (3.0,)), ("stop", ())]
     assert members[1].calls == []
     assert members[1].killed == 1

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster.configs import router_config, worker_config
+from penstock.cluster.configs import ClusterSecrets, router_config, worker_config
 from penstock.cluster.placement.placement import Node, plan_placements
 from penstock.cluster.spec.records import SpecError, knobs, merged, records_of
 from penstock.cluster.spec.spec import (
@@ -23,9 +23,8 @@ from penstock.cluster.spec.spec import (
     Pools,
     PoolSpec,
     parse,
-    read_file,
-    read_keys,
 )
+from penstock.cluster.spec.yaml_file import read_file
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDS = set(records_of(ClusterSpec))
@@ -33,7 +32,7 @@ WHOLE = """
 models:
   llama: {path: some/where, max_model_len: 4096, dtype: bfloat16}
 ray_address: 10.0.0.1:6379
-router: {host: 0.0.0.0, http_port: 80, grpc_port: 90, api_keys: [a, b], drain_seconds: 5}
+router: {host: 0.0.0.0, http_port: 80, grpc_port: 90, api_key_file: keys, drain_seconds: 5}
 engine: {step_timeout_seconds: 9}
 pools:
   prefill: {replicas: 2, gpus: 1, block_size: 32, kv_cache_mib: 100, max_batched_tokens: 2048}
@@ -41,12 +40,14 @@ pools:
 topology_key: rack
 """
 
+SECRETS = ClusterSecrets.new()
+
 
 def test_complete_file_is_parsed() -> None:
     spec = parse(yaml.safe_load(WHOLE))
     assert (spec.model_name, spec.checkpoint) == ("llama", "some/where")
     assert spec.model == ModelSpec(path="some/where", max_model_len=4096, dtype="bfloat16")
-    assert spec.router.api_keys == ("a", "b")
+    assert spec.router.api_key_file == "keys"
     assert (spec.router.drain_seconds, type(spec.router.drain_seconds)) == (5.0, float)
     assert spec.engine == EngineSpec(step_timeout_seconds=9.0)
     assert spec.pools.prefill == PoolSpec(
@@ -83,7 +84,10 @@ def model(**settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"modle": "x"}, "modle: unknown key; known here: models, ray_address, router, engine"),
+        (
+            {"modle": "x"},
+            "modle: unknown key; known here: models, ray_address, pass_env, router",
+        ),
         ({"engine": {"hang": 1}}, "engine.hang: unknown key; known here: ttft_slo_seconds"),
         ({"pools": {"decoder": {}}}, "pools.decoder: unknown key; known here: prefill, decode"),
         (mixed(block_sise=1), "pools.mixed.block_sise: unknown key; known here: replicas"),
@@ -116,12 +120,18 @@ def model(**settings: Any) -> dict[str, Any]:
         ({"router": {"\n": 1}}, "router.'\\n': unknown key"),
         ({"engine": 3}, "engine: expected keys, not 3"),
         ({"engine": None}, "engine: expected keys, not None"),
-        ({"router": {"api_keys": "a"}}, "router.api_keys: expected a list of strings, not 'a'"),
-        ({"router": {"api_keys": [1]}}, "router.api_keys: expected a list of strings, not [1]"),
         ({"router": {"http_port": 65536}}, "router.http_port: expected from 0 to 65535, not 65536"),
         ({"router": {"drain_seconds": float("nan")}}, "router.drain_seconds: expected from 0"),
         ({"router": {"drain_seconds": float("inf")}}, "router.drain_seconds: expected from 0"),
         ({"router": {"http_port": 9000}}, "router: HTTP and gRPC cannot share port 9000"),
+        (
+            {"router": {"admin_port": 8000}},
+            "router: HTTP and operators cannot share port 8000",
+        ),
+        (
+            {"routers": 2, "router": {"admin_port": 9001}},
+            "routers: 2 need consecutive ports from 9000 (gRPC) and from 9001 (operators)",
+        ),
         ({"routers": 0}, "routers: expected from 1 to 64, not 0"),
         (
             {"routers": 3, "router": {"http_port": 8998}},
@@ -189,12 +199,18 @@ def test_invalid_content_is_refused_by_key(content: dict[Any, Any], message: str
 
 
 def test_routers_on_one_machine_have_different_ports() -> None:
-    spec = parse({"routers": 3, "router": {"http_port": 8997}})
-    assert [spec.ports(number) for number in range(3)] == [(8997, 9000), (8998, 9001), (8999, 9002)]
-    assert parse({"routers": 3, "router": {"http_port": 0}}).ports(2) == (0, 9002)
+    spec = parse({"routers": 3, "router": {"http_port": 8994}})
+    assert [spec.ports(number) for number in range(3)] == [
+        (8994, 9000, 8997),
+        (8995, 9001, 8998),
+        (8996, 9002, 8999),
+    ]
+    assert parse({"routers": 3, "router": {"http_port": 0}}).ports(2) == (0, 9002, 0)
     pools = {"mixed": {"cpus": 1, "gpus": 0}}
-    apart = parse({"routers": 3, "router": {"http_port": 8999}, "pool_nodes": True, "pools": pools})
-    assert {apart.ports(number) for number in range(3)} == {(8999, 9000)}
+    apart = parse({"routers": 3, "router": {"http_port": 8990}, "pool_nodes": True, "pools": pools})
+    assert {apart.ports(number) for number in range(3)} == {(8990, 9000, 8991)}
+    apart = parse({"routers": 2, "router": {"admin_port": 7000}})
+    assert apart.ports(1) == (8001, 9001, 7001)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +350,7 @@ def test_worker_config_has_the_settings_of_its_pool_and_of_the_model() -> None:
     shared = {"dtype": "float32", "max_model_len": 99, "deterministic": False}
     spec = parse({"models": {"m": shared}, "pools": sizes})
     config = {
-        worker.role: asdict(worker_config(spec, Path("folder"), "token", worker))
+        worker.role: asdict(worker_config(spec, Path("folder"), SECRETS, worker))
         for worker in plan_placements(spec, [Node("here", 4.0)])
     }
     assert set(config) == set(sizes)
@@ -343,7 +359,7 @@ def test_worker_config_has_the_settings_of_its_pool_and_of_the_model() -> None:
         assert {key: found[key] for key in (*MOVES_TO_POOL, *shared)} == {
             key: expected[key] for key in (*MOVES_TO_POOL, *shared)
         }
-    router = router_config(spec, Path("folder"), "token")
+    router = router_config(spec, Path("folder"), SECRETS)
     assert (router.served_name, router.max_model_len) == ("m", 99)
 
 
@@ -358,7 +374,7 @@ def test_worker_config_has_the_settings_of_its_pool_and_of_the_model() -> None:
 def test_router_waits_for_both_kinds_of_workers_if_neither_pool_may_be_empty(
     pools: dict[str, Any], expected: bool
 ) -> None:
-    assert router_config(parse({"pools": pools}), Path("f"), "token").waits_for_both is expected
+    assert router_config(parse({"pools": pools}), Path("f"), SECRETS).waits_for_both is expected
 
 
 MOVES_TO_POOL = ("block_size", "kv_cache_mib", "max_sequences", "max_batched_tokens")
@@ -389,12 +405,14 @@ def test_pool_nodes_requires_cpus_and_gpus_of_each_pool() -> None:
         parse({"pool_nodes": "yes"})
 
 
-def test_api_keys_are_read_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("one\n\n  two \n")
-    assert read_keys(str(path)) == ("one", "two")
-    path.write_text("\n \n")
-    with pytest.raises(SpecError, match="has no key: add one"):
-        read_keys(str(path))
-    with pytest.raises(SpecError, match=r"router\.api_keys_file: cannot be read"):
-        read_keys(str(tmp_path / "none"))
+def test_allowed_origins_reach_the_routers(tmp_path: Path) -> None:
+    given = ("https://chat.example", "http://localhost:3000", "*")
+    spec = parse({"router": {"allowed_origins": list(given)}})
+    assert router_config(spec, tmp_path, SECRETS).allowed_origins == given
+    assert router_config(parse({}), tmp_path, SECRETS).allowed_origins == ()
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "https://", "", "**"])
+def test_allowed_origin_must_be_an_origin(origin: str) -> None:
+    with pytest.raises(SpecError, match=r"router: allowed_origins: .* is not an origin"):
+        parse({"router": {"allowed_origins": [origin]}})

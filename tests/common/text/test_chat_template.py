@@ -1,6 +1,7 @@
 import pytest
 
-from penstock.common.text.chat_template import ChatTemplate, ChatTemplateError
+from penstock.common.text.chat_source import ChatTemplateError
+from penstock.common.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "<b>hé</b>"}]
 

@@ -49,6 +49,20 @@ def feed_in_deliveries(
     raise AssertionError("the answer never ended")
 
 
+@given(answers(), st.booleans())
+def test_feed_token_returns_the_text_that_feed_returns(
+    case: tuple[str, list[int]], skip_special_tokens: bool
+) -> None:
+    name, tokens = case
+    options = StopOptions(skip_special_tokens=skip_special_tokens)
+    fast, general = (IncrementalDetokenizer(PIECES[name], options) for _ in range(2))
+    for number, token in enumerate(tokens):
+        # `feed` and `feed_token` may be mixed: a resumed answer starts with `feed`.
+        text = fast.feed((token,)).text if number % 3 == 2 else fast.feed_token(token)
+        assert text == general.feed((token,)).text
+    assert fast.feed((), ended=True).text == general.feed((), ended=True).text
+
+
 @given(answers(), OPTIONS, st.lists(st.integers(1, 6), max_size=20), st.booleans())
 def test_text_does_not_depend_on_how_tokens_are_split_into_deliveries(
     case: tuple[str, list[int]], options: StopOptions, sizes: list[int], stopped: bool

@@ -1,4 +1,3 @@
-import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -6,9 +5,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from penstock.common.text.chat_template import ChatTemplateError
+from penstock.common.text.chat_source import ChatTemplateError
 from penstock.common.text.token_bytes import UnsupportedTokenizer
-from penstock.common.text.tokenizer import INLINE_CHARS, ModelTokenizer
+from penstock.common.text.tokenizer import ModelTokenizer
+from tests.support.chats import encode_chat
 from tests.support.tokenizers import TEMPLATE, byte_fallback, byte_level, metaspace, write_folder
 
 BOS, EOS = 1, 2
@@ -20,36 +20,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("model"), byte_level())
 
 
-async def test_bos_is_added_unless_special_tokens_are_disabled(folder: Path) -> None:
+def test_bos_is_added_unless_special_tokens_are_disabled(folder: Path) -> None:
     text = ModelTokenizer(folder)
-    tokens = await text.encode("the dog")
+    tokens = text.encode("the dog")
     assert tokens[0] == BOS
-    assert await text.encode("the dog", add_special_tokens=False) == tokens[1:]
+    assert text.encode("the dog", add_special_tokens=False) == tokens[1:]
 
 
-async def test_chat_prompt_has_exactly_one_bos(folder: Path) -> None:
-    tokens = await ModelTokenizer(folder).encode_chat(HELLO)
+def test_chat_prompt_has_exactly_one_bos(folder: Path) -> None:
+    tokens = encode_chat(ModelTokenizer(folder), HELLO)
     assert tokens.count(BOS) == 1
     assert tokens.count(EOS) == 1
-
-
-async def test_encoding_a_long_text_does_not_block_the_event_loop(folder: Path) -> None:
-    text = ModelTokenizer(folder)
-    phrase = "the quick brown fox jumps "
-    long = phrase * (INLINE_CHARS // len(phrase) + 1)
-    num_iterations = 0
-
-    async def count() -> None:
-        nonlocal num_iterations
-        while True:
-            num_iterations += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
-    tokens = await text.encode(long)
-    counting.cancel()
-    assert tokens == text.tokenizer.encode(long).ids
-    assert num_iterations > 1
 
 
 def bad_words_of_vllm(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
@@ -67,34 +48,31 @@ def bad_words_of_vllm(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace])
-async def test_bad_words_are_encoded_with_and_without_a_leading_space(
+def test_bad_words_are_encoded_with_and_without_a_leading_space(
     make: Callable[[], Tokenizer], tmp_path: Path
 ) -> None:
     text = ModelTokenizer(write_folder(tmp_path, make()))
     words = ["the", " dog", "the end of", "q", "日本", "\tx", "zq"]
     expected = bad_words_of_vllm(text.tokenizer, words)
-    assert await text.encode_bad_words(words) == expected
-    many = words * (INLINE_CHARS // 10)
-    assert await text.encode_bad_words(many) == expected * (INLINE_CHARS // 10)
+    assert text.encode_bad_words(words) == expected
+    assert text.encode_bad_words(words * 400) == expected * 400
 
 
-async def test_bad_word_in_mid_sentence_has_its_own_encoding(folder: Path) -> None:
+def test_bad_word_in_mid_sentence_has_its_own_encoding(folder: Path) -> None:
     text = ModelTokenizer(folder)
     token_id = text.tokenizer.token_to_id
-    assert await text.encode_bad_words(["the"]) == [[token_id("the")], [token_id("Ġthe")]]
-    assert await text.encode_bad_words([]) == []
+    assert text.encode_bad_words(["the"]) == [[token_id("the")], [token_id("Ġthe")]]
+    assert text.encode_bad_words([]) == []
 
 
-async def test_chat_template_file_overrides_the_tokenizer_config(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_chat_template_file_overrides_the_tokenizer_config(folder: Path, tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level(), template="old")
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    expected = await ModelTokenizer(folder).encode_chat(HELLO)
-    assert await ModelTokenizer(tmp_path).encode_chat(HELLO) == expected
+    expected = encode_chat(ModelTokenizer(folder), HELLO)
+    assert encode_chat(ModelTokenizer(tmp_path), HELLO) == expected
 
 
-async def test_template_named_default_is_chosen_among_several(folder: Path, tmp_path: Path) -> None:
+def test_template_named_default_is_chosen_among_several(folder: Path, tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level())
     path = tmp_path / "tokenizer_config.json"
     config = json.loads(path.read_text())
@@ -103,30 +81,54 @@ async def test_template_named_default_is_chosen_among_several(folder: Path, tmp_
         {"name": "default", "template": TEMPLATE},
     ]
     path.write_text(json.dumps(config))
-    expected = await ModelTokenizer(folder).encode_chat(HELLO)
-    assert await ModelTokenizer(tmp_path).encode_chat(HELLO) == expected
+    expected = encode_chat(ModelTokenizer(folder), HELLO)
+    assert encode_chat(ModelTokenizer(tmp_path), HELLO) == expected
 
 
-async def test_chat_without_a_template_is_refused(tmp_path: Path) -> None:
-    text = ModelTokenizer(write_folder(tmp_path, metaspace(), template=None))
-    with pytest.raises(ChatTemplateError, match="no chat template"):
-        await text.encode_chat(HELLO)
+def test_folder_without_a_template_has_no_chat_template(tmp_path: Path) -> None:
+    assert ModelTokenizer(write_folder(tmp_path, metaspace(), None)).chat_template is None
 
 
-async def test_error_raised_by_the_template_is_reported(folder: Path) -> None:
+def test_error_raised_by_the_template_is_reported(folder: Path) -> None:
     with pytest.raises(ChatTemplateError, match="no developers here"):
-        await ModelTokenizer(folder).encode_chat([{"role": "developer", "content": "x"}])
+        encode_chat(ModelTokenizer(folder), [{"role": "developer", "content": "x"}])
 
 
 def test_unusable_model_folder_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedTokenizer, match=r"holds no tokenizer\.json"):
         ModelTokenizer(tmp_path)
-    write_folder(tmp_path, byte_level(), template="{% if %}")
-    with pytest.raises(UnsupportedTokenizer, match="not valid"):
-        ModelTokenizer(tmp_path)
+    write_folder(tmp_path, byte_level())
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UnsupportedTokenizer, match="not valid JSON"):
         ModelTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
     with pytest.raises(UnsupportedTokenizer, match="cannot be read"):
         ModelTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (b"[" * 100_000, "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+    ],
+)
+def test_broken_tokenizer_config_is_refused(tmp_path: Path, config: bytes, message: str) -> None:
+    write_folder(tmp_path, byte_level())
+    (tmp_path / "tokenizer_config.json").write_bytes(config)
+    with pytest.raises(UnsupportedTokenizer, match=message):
+        ModelTokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"chat_template": [5, {"name": "other", "template": "x"}]},
+        {"chat_template": {"name": "default"}},
+        {"chat_template": "x", "bos_token": {"text": "<s>"}, "eos_token": 5},
+    ],
+)
+def test_odd_values_in_tokenizer_config_are_ignored(tmp_path: Path, config: object) -> None:
+    write_folder(tmp_path, byte_level())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ModelTokenizer(tmp_path)

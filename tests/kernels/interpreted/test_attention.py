@@ -17,7 +17,7 @@ from penstock.kernels.attention.op import (
 )
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.attention.triton_launch import TiledPlan
-from penstock.kernels.triton_common.launch import E4M3
+from penstock.kernels.checks import E4M3
 from tests.support.attention import (
     as_if_on_a_device,
     check,

@@ -18,9 +18,9 @@ from tests.support.mutants import (
     KERNEL,
     NOTHING,
     Change,
+    expect_failure,
     mutant_of,
-    noticed,
-    swapped,
+    replaced,
     under_kernel,
 )
 
@@ -149,7 +149,7 @@ FORMS = {
 
 def under_plan(compare: Callable[[], None], change: Change, folder: Path) -> None:
     mutant = mutant_of(triton_launch, change, folder)
-    with swapped(attention, mutant, "TiledPlan", "Batch"), small_tiles(mutant):
+    with replaced(attention, mutant, "TiledPlan", "Batch"), small_tiles(mutant):
         compare()
 
 
@@ -165,7 +165,7 @@ def test_unchanged_source_passes(
     ("form", "name"), [(form, name) for form in FORMS for name in FORMS[form].kernel]
 )
 def test_a_mutant_kernel_is_detected(form: str, name: str, tmp_path: Path) -> None:
-    with noticed():
+    with expect_failure():
         under_kernel(FORMS[form].compare, FORMS[form].kernel[name], tmp_path)
 
 
@@ -173,17 +173,17 @@ def test_a_mutant_kernel_is_detected(form: str, name: str, tmp_path: Path) -> No
     ("form", "name"), [(form, name) for form in FORMS for name in FORMS[form].plan]
 )
 def test_a_mutant_plan_is_detected(form: str, name: str, tmp_path: Path) -> None:
-    with noticed():
+    with expect_failure():
         under_plan(FORMS[form].compare, FORMS[form].plan[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", PREFIX_FOUND)
 def test_a_mutant_prefix_search_is_detected(name: str, tmp_path: Path) -> None:
     mutant = mutant_of(attention, PREFIX_FOUND[name], tmp_path)
-    with swapped(checks, mutant, "plan_attention"), noticed():
+    with replaced(checks, mutant, "plan_attention"), expect_failure():
         compare_prefix()
 
 
 def test_an_undetected_mutant_fails_the_test() -> None:
-    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"), noticed():
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"), expect_failure():
         check([(1, 3)], (1, 1, 16), 8)

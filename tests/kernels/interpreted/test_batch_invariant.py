@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.kernels.linear import batch_invariant as module
+from penstock.kernels.linear import triton_batch_invariant as module
 from penstock.kernels.linear.batch_invariant import (
     batch_invariant_bmm,
     batch_invariant_bmm_reference,

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from penstock.kernels.mla import op as latent_attention
+from penstock.kernels.mla import op as mla
+from penstock.kernels.mla import torch_gather
 from tests.support.latent import check, check_one_path
 from tests.support.mutants import (
     IN_PARTS,
     KERNEL,
     NOTHING,
     Change,
+    expect_failure,
     mutant_of,
-    noticed,
+    replaced,
     under_kernel,
 )
 
@@ -53,6 +55,9 @@ EXPANDED: dict[str, Change] = {
         "query_dim - 1 : query.shape[2] - 1] = shared_key",
     ),
     "heads at once": ("min(start + size, num_heads)", "min(start + size, num_heads - 1)"),
+}
+
+QUERY: dict[str, Change] = {
     "rotated part of a query": ("= query[:, :, query_dim:]", "= query[:, :, query_dim - 1 : -1]"),
 }
 
@@ -64,21 +69,36 @@ def compare_absorbed() -> None:
 
 def test_unchanged_source_passes(tmp_path: Path) -> None:
     under_kernel(compare_absorbed, NOTHING, tmp_path)
-    check_expanded(("Plan", "Plan"), tmp_path)
+    check_expanded(("Span", "Span"), tmp_path)
+    check_query(("Plan", "Plan"), tmp_path)
 
 
 @pytest.mark.parametrize("name", ABSORBED)
 def test_a_mutant_kernel_is_detected(name: str, tmp_path: Path) -> None:
-    with noticed():
+    with expect_failure():
         under_kernel(compare_absorbed, ABSORBED[name], tmp_path)
 
 
+LENGTHS = [(1, 33), (7, 20), (5, 5)]
+
+
 def check_expanded(change: Change, folder: Path) -> None:
-    mutant = mutant_of(latent_attention, change, folder)
-    check([(1, 33), (7, 20), (5, 5)], absorbs=False, file=mutant)
+    mutant = mutant_of(torch_gather, change, folder)
+    with replaced(mla, mutant, "Span", "attend_expanded_"):
+        check(LENGTHS, absorbs=False)
 
 
 @pytest.mark.parametrize("name", EXPANDED)
 def test_a_mutant_expansion_is_detected(name: str, tmp_path: Path) -> None:
-    with noticed():
+    with expect_failure():
         check_expanded(EXPANDED[name], tmp_path)
+
+
+def check_query(change: Change, folder: Path) -> None:
+    check(LENGTHS, absorbs=False, file=mutant_of(mla, change, folder))
+
+
+@pytest.mark.parametrize("name", QUERY)
+def test_a_mutant_query_is_detected(name: str, tmp_path: Path) -> None:
+    with expect_failure():
+        check_query(QUERY[name], tmp_path)

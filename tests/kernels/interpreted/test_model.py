@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from penstock.kernels.triton_common import launch
-from penstock.kernels.triton_common.aot import kernel_name
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
 from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.weights.loading import load_model
+from tests.aot.case import kernel_name
 from tests.support.checkpoints import make_checkpoint
 from tests.support.planner import BLOCK_SIZE, Planner, make_cache
 
@@ -21,14 +21,25 @@ pytestmark = pytest.mark.interpreted
 PROMPTS = [[9, 8, 7], list(range(20))]
 
 KERNELS = {
-    "llama3": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
-    "gemma2": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
-    "qwen3": {"attend_tiles", "_norm_rows", "_write_tokens", "_gate_rows"},
-    "gpt-j": {"attend_tiles", "_norm_rows", "_write_tokens"},
-    "bloom": {"attend_tiles", "_norm_rows", "_write_tokens"},
-    "falcon-rw": {"attend_tiles", "_norm_rows", "_write_tokens"},
-    "gpt-oss": {"attend_tiles", "_norm_rows", "_write_tokens", "_grouped_gemm"},
-    "deepseek-v3": {"_norm_rows", "_write_tokens", "_gate_rows", "_rotate_heads", "_grouped_gemm"},
+    "llama3": {"attend_kernel", "_norm_kernel", "_rope_and_cache_kernel", "_gated_kernel"},
+    "gemma2": {"attend_kernel", "_norm_kernel", "_rope_and_cache_kernel", "_gated_kernel"},
+    "qwen3": {"attend_kernel", "_norm_kernel", "_rope_and_cache_kernel", "_gated_kernel"},
+    "gpt-j": {"attend_kernel", "_norm_kernel", "_rope_and_cache_kernel"},
+    "bloom": {"attend_kernel", "_norm_kernel", "_rope_and_cache_kernel"},
+    "falcon-rw": {"attend_kernel", "_norm_kernel", "_rope_and_cache_kernel"},
+    "gpt-oss": {
+        "attend_kernel",
+        "_norm_kernel",
+        "_rope_and_cache_kernel",
+        "_grouped_gemm_kernel",
+    },
+    "deepseek-v3": {
+        "_norm_kernel",
+        "_rope_and_cache_kernel",
+        "_gated_kernel",
+        "_rotate_kernel",
+        "_grouped_gemm_kernel",
+    },
 }
 """Kernels that each model family must launch."""
 
@@ -79,4 +90,4 @@ def test_kv_transfer_staging_uses_the_block_move_kernel(monkeypatch: pytest.Monk
     target_blocks = torch.tensor([3, 5], dtype=torch.int32).numpy()
     KvStaging(target, whole).scatter(target_blocks, shard, message)
     assert torch.equal(target, expected)
-    assert launched == {"_move_blocks": 2}
+    assert launched == {"_move_blocks_kernel": 2}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.kernels.moe import op as module
+from penstock.kernels.moe import triton as module
 from penstock.kernels.moe.op import (
     ExpertWeights,
     GatedActivation,

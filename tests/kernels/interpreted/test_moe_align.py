@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.moe.align import CHUNK, align_blocks, align_blocks_reference
+from penstock.kernels.moe.triton_align import CHUNK, align_blocks, align_blocks_reference
 from tests.support.poison import poisoned_memory
 
 

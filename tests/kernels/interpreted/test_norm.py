@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.norm import op as norm
+from penstock.kernels.norm import triton as norm
 from penstock.kernels.norm.op import (
     fused_add_gemma_rms_norm,
     fused_add_layer_norm,

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.kernels.activation.op import gelu_tanh_and_mul, silu_and_mul, swiglu_oai
 from penstock.kernels.attention.op import paged_attention, plan_attention, plan_attention_on_device
 from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.checks import E4M3
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from penstock.kernels.kv_cache.checksum import checksum, sum_words
 from penstock.kernels.kv_cache.op import rope_and_cache, write_kv
@@ -23,9 +24,9 @@ from penstock.kernels.mla.op import (
     plan_mla,
     plan_mla_on_device,
 )
-from penstock.kernels.moe.align import align_blocks
 from penstock.kernels.moe.op import ExpertWeights, GatedActivation, grouped_moe_forward
 from penstock.kernels.moe.routing import Routing, route
+from penstock.kernels.moe.triton_align import align_blocks
 from penstock.kernels.norm.op import (
     fused_add_layer_norm,
     fused_add_rms_norm,
@@ -37,7 +38,6 @@ from penstock.kernels.rope.op import rotate_
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import SamplingTensors, sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
-from penstock.kernels.triton_common.launch import E4M3
 
 pytestmark = pytest.mark.interpreted
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.sampling import op as module
+from penstock.kernels.sampling import triton as module
 from penstock.kernels.sampling.logit_filters import (
     FilterParams,
     top_k_top_p_min_p_reference,
@@ -16,7 +16,7 @@ from penstock.kernels.sampling.logit_filters import (
 )
 from penstock.kernels.sampling.op import SamplingTensors, finite_rows, sample
 from penstock.kernels.sampling.philox import gumbel_, gumbel_noise
-from penstock.kernels.sampling.vocab_scan import compact, scan
+from penstock.kernels.sampling.triton_vocab_scan import compact, scan
 from penstock.kernels.triton_common.launch import jit, launch, tl
 from tests.support.poison import poisoned_memory
 
@@ -40,7 +40,7 @@ def sampling_tensors(rows: list[Row], device: torch.device) -> SamplingTensors:
 def _noise_of(words: Any, out: Any, TILE: tl.constexpr) -> None:
     """Store the Gumbel noise of TILE random words; run by a single program."""
     at = tl.arange(0, TILE)
-    tl.store(out + at, module._gumbel(tl.load(words + at).to(tl.uint32, bitcast=True)))
+    tl.store(out + at, module.gumbel(tl.load(words + at).to(tl.uint32, bitcast=True)))
 
 
 def test_noise_has_the_bits_of_the_cpu_noise(device: torch.device) -> None:
@@ -75,7 +75,7 @@ def thresholds_of(logits: torch.Tensor, params: SamplingTensors) -> tuple[torch.
     filters = FilterParams(params.top_k, params.top_p, params.min_p)
     found = scan(logits, params.temperature, bans=True)
     near = compact(found, filters, params.typical_p, with_tokens=False)
-    return module._thresholds(found, near, filters, params.typical_p)
+    return module.thresholds(found, near, filters, params.typical_p)
 
 
 def kept(logits: torch.Tensor, params: SamplingTensors) -> torch.Tensor:

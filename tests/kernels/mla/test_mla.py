@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from penstock.kernels.attention.cpu_plan import CpuPagedPlan
 from penstock.kernels.linear.op import pack_batch_invariant
 from penstock.kernels.mla import op as mla
+from penstock.kernels.mla import torch_gather
 from penstock.kernels.mla.cpu import mla_attention_cpu
 from penstock.kernels.mla.op import (
     MlaPlan,
@@ -83,8 +84,8 @@ def test_both_forms_in_one_batch() -> None:
 
 
 def test_heads_are_expanded_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mla, "MAX_NAIVE_BYTES", 2 * 2 * 20 * 9 * 4)
-    assert [heads.stop for heads in mla._head_groups(3, 2 * 20 * 9 * 4)] == [2, 3]
+    monkeypatch.setattr(torch_gather, "MAX_NAIVE_BYTES", 2 * 2 * 20 * 9 * 4)
+    assert [heads.stop for heads in torch_gather._head_groups(3, 2 * 20 * 9 * 4)] == [2, 3]
     check([(20, 20), (9, 12)], SMALL)
 
 

@@ -25,10 +25,12 @@ from penstock.kernels.rope.op import rotary_table
 from penstock.kernels.step_graph.builder import (
     MAX_GROUP,
     AttentionParams,
-    Buffer,
     GraphBuilder,
     UnsupportedGraph,
 )
+from penstock.kernels.step_graph.layout import Buffer
+from penstock.kernels.step_graph.opcodes import ADD, NORM, OPCODE
+from penstock.kernels.step_graph.operations import Norm
 from tests.support.threads import threads
 
 ROWS = (1, 2, 7, 8, 9, 12, 17, 64, 65, 100)
@@ -67,7 +69,8 @@ def test_rms_norm_has_the_bits_of_the_op(num_rows: int, dim: int) -> None:
     assert torch.equal(run_graph(builder, {x: values}, out), rms_norm(values, weight, 1e-5))
     builder = GraphBuilder(100, make_cache())
     x, out, addend = (builder.alloc(dim) for _ in range(3))
-    builder.norm(x, weight, 1e-5, out, addend)
+    builder.add(x, addend)
+    builder.norm(x, weight, 1e-5, out)
     inputs = {x: values, addend: added}
     stream = values.clone()
     assert torch.equal(
@@ -76,11 +79,31 @@ def test_rms_norm_has_the_bits_of_the_op(num_rows: int, dim: int) -> None:
     assert torch.equal(run_graph(builder, inputs, x), stream)
 
 
+def test_add_is_merged_only_with_a_whole_norm_of_the_same_buffer() -> None:
+    builder = GraphBuilder(100, make_cache())
+    x, y, addend = (builder.alloc(32) for _ in range(3))
+    builder.add(x, addend)
+    builder.norm(x, torch.ones(32), 1e-5, y)
+    builder.add(x, addend)
+    builder.norm(y, torch.ones(32), 1e-5, y)
+    builder.add(x, addend)
+    builder.norm(x, torch.ones(16), 1e-5, x, range(32))
+    builder.add(x, addend)
+    assert builder.build().table[:, OPCODE].tolist() == [NORM, ADD, NORM, ADD, NORM, ADD]
+
+
+def test_norm_of_several_groups_cannot_be_combined_with_an_addition() -> None:
+    x = Buffer(0, 32)
+    Norm(x, torch.ones(32), 1e-5, x, 0, 32, added=x)
+    with pytest.raises(ValueError, match="several groups"):
+        Norm(x, torch.ones(16), 1e-5, x, 0, 32, added=x)
+
+
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_norm_of_selected_heads(num_rows: int) -> None:
     builder = GraphBuilder(100, make_cache())
     heads, weight, values = builder.alloc(6 * 16), torch.randn(16), torch.randn(num_rows, 6, 16)
-    builder.norm(heads, weight, 1e-5, heads, groups=slice(1, 4))
+    builder.norm(heads, weight, 1e-5, heads, range(16, 64))
     expected = values.clone()
     expected[:, 1:4] = rms_norm(values[:, 1:4].contiguous(), weight, 1e-5)
     assert torch.equal(run_graph(builder, {heads: values.flatten(1)}, heads), expected.flatten(1))
@@ -249,6 +272,9 @@ def test_unsupported_operations_are_refused() -> None:
             builder.linear(x, product, out)
     with pytest.raises(UnsupportedGraph, match="norm"):
         builder.norm(x, torch.ones(16), 1e-5, x)
+    for columns in (range(8, 40), range(24)):
+        with pytest.raises(UnsupportedGraph, match="norm"):
+            builder.norm(x, torch.ones(16), 1e-5, x, columns)
     with pytest.raises(UnsupportedGraph, match="float64"):
         builder.norm(x, torch.ones(32, dtype=torch.float64), 1e-5, x)
     many = MAX_GROUP + 1

@@ -15,9 +15,16 @@ from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32, has_amx, pac
 from penstock.kernels.linear.op import pack_int8
 from penstock.kernels.moe.expert_loop import moe_forward
 from penstock.kernels.moe.routing import Routing, route, route_reference
-from penstock.kernels.step_graph.builder import Buffer, CpuStepGraph, GraphBuilder, UnsupportedGraph
-from penstock.kernels.step_graph.layout import ExpertLayout
-from penstock.kernels.step_graph.opcodes import ALIGNMENT, NEXT, PRODUCT, SORT
+from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
+from penstock.kernels.step_graph.graph import CpuStepGraph
+from penstock.kernels.step_graph.layout import Buffer, ExpertLayout
+from penstock.kernels.step_graph.opcodes import (
+    ALIGNMENT,
+    MATMUL_F32,
+    NEXT,
+    OPCODE,
+    PERMUTE_INDEX,
+)
 from tests.support.threads import threads
 
 ROWS = (1, 2, 9, 17, 64, 100)
@@ -251,10 +258,10 @@ def test_expert_weights_are_not_prefetched_before_tokens_are_sorted() -> None:
     builder.permute(x, layout, permuted)
     builder.expert_linears(permuted, packed(3, DIM, 64), expert_out, layout)
     table = builder.build().table
-    kinds = table[:, 0].tolist()
-    sort_at = kinds.index(SORT)
+    kinds = table[:, OPCODE].tolist()
+    sort_at = kinds.index(PERMUTE_INDEX)
     assert table[: sort_at + 1, NEXT].tolist() == [1, -1, -1, -1]
-    assert table[sort_at + 1, NEXT] == kinds.index(PRODUCT, sort_at)
+    assert table[sort_at + 1, NEXT] == kinds.index(MATMUL_F32, sort_at)
 
 
 def test_dense_weights_are_prefetched_while_experts_are_chosen() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.loadtests.bench.command import main
 from penstock.loadtests.bench.workload import TRACE_BLOCK
+from tests.support.api_keys import key_file
 from tests.support.serving import INTERRUPTIBLE
 from tests.support.stub_servers import Behaviour, grpc_stub, http_stub
 
@@ -37,7 +38,7 @@ def test_load_is_sent_and_its_figures_are_printed_and_saved(
 ) -> None:
     behaviour, saved = Behaviour(per_message=2), tmp_path / "o.json"
     flags = [*SMALL, *HTTP, "--api", api, "--save-json", str(saved), "--save-rows"]
-    flags += ["--api-key", "secret-key", "--goodput", "ttft:60000"]
+    flags += ["--api-key-file", str(key_file(tmp_path, "secret-key")), "--goodput", "ttft:60000"]
     with (grpc_stub if api == "grpc" else http_stub)(behaviour) as address:
         assert main([address, *flags]) == 0
     captured = capsys.readouterr()
@@ -47,7 +48,7 @@ def test_load_is_sent_and_its_figures_are_printed_and_saved(
     assert shown(captured.out, "Maximum request concurrency:") == 3
     assert shown(captured.out, "Total generated tokens:") == 48
     assert shown(captured.out, "Request goodput (req/s):") > 0
-    assert behaviour.most_under_way <= 3
+    assert behaviour.max_in_flight <= 3
     assert len(behaviour.prompts) == 13  # including the warm-up
     result = json.loads(saved.read_text())
     assert (result["completed"], result["total_output_tokens"]) == (12, 48)

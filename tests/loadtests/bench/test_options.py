@@ -18,6 +18,7 @@ from penstock.loadtests.bench.options import (
     read_options,
     target_of,
 )
+from tests.support.api_keys import key_file
 
 MOONCAKE = '{"timestamp": %d, "input_length": 600, "output_length": 9, "hash_ids": [4, %d]}\n'
 
@@ -36,11 +37,13 @@ def test_defaults_are_a_load_over_grpc() -> None:
 
 def test_flags_set_the_target_the_plan_and_the_goals(tmp_path: Path) -> None:
     flags = (
-        "http://h:1/v1/ --api chat --model m --api-key k --timeout 5 --num-requests 7 --rate 3.5"
+        "http://h:1/v1/ --api chat --model m --timeout 5 --num-requests 7 --rate 3.5"
         " --concurrency 2 --input-len 3 --output-len 4-6 --seed 9 --temperature 0.5"
         " --goodput ttft:200 tpot:50 --allow-failures --save-rows --save-json"
     )
-    read = options(*flags.split(), str(tmp_path / "o.json"))
+    read = options(
+        *flags.split(), str(tmp_path / "o.json"), "--api-key-file", str(key_file(tmp_path, "k"))
+    )
     target = target_of(read)
     assert dataclasses.astuple(target) == ("http://h:1/v1/", "chat", "m", "k", 5.0, 0.5)
     plan = plan_of(read.work)

@@ -28,8 +28,8 @@ def test_streams_survive_faults_of_their_workers(tmp_path: Path) -> None:
     assert total["hit"] >= FAULTS // 2
     assert total["recovered"] > 0
     assert set(WEIGHTS) <= found["kinds"].keys()
-    for name in ("wrong", "other_tokens", "errors", "left"):
+    for name in ("wrong", "unexplained", "errors", "not_released"):
         assert found[name] == []
     # The frozen process has been killed.
-    (frozen, *_) = (each for each in found["made"] if each["kind"] == "freeze")
+    (frozen, *_) = (each for each in found["injected"] if each["kind"] == "freeze")
     assert not psutil.pid_exists(frozen["pid"])

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.cluster.pools.managed import ManagedWorker
+from penstock.cluster.pools.managed_worker import ManagedWorker
 from penstock.loadtests.chaos import fault_runner
 from penstock.loadtests.chaos.cluster import Cluster
 from penstock.loadtests.chaos.fault_runner import FaultRunner

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from penstock.loadtests.comparison.engines import HERE, Environment
-from penstock.loadtests.comparison.environments import NotInstalled, cache_folder, python_of
+from penstock.loadtests.comparison.environments import (
+    NotInstalled,
+    cache_folder,
+    is_installed,
+    python_of,
+)
 
 PEER = Environment("peer", ("peer==1",), ("bad",), {"CMAKE_ARGS": "-DX=1"})
 
@@ -41,6 +46,17 @@ def test_environment_is_reused_until_its_requirements_change(
     assert "--no-cache-dir" in pip[0][0]
     assert pip[0][1] == "-DX=1"
     assert python_of(Environment("peer", ("peer==2",)), tmp_path) != first
+
+
+def test_environment_is_installed_after_its_installation_is_complete(
+    tmp_path: Path, pip: list[tuple[list[str], str]]
+) -> None:
+    assert is_installed(HERE, tmp_path)
+    assert not is_installed(PEER, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    python_of(PEER, tmp_path)
+    assert is_installed(PEER, tmp_path)
+    assert not is_installed(Environment("peer", ("peer==2",)), tmp_path)
 
 
 def test_failed_installation_is_reported_and_leaves_only_its_lock(

@@ -9,6 +9,7 @@ from penstock.loadtests.comparison.__main__ import Run, main
 from penstock.loadtests.comparison.engines import ENGINES
 from penstock.workers.config import WorkerConfig
 from tests.loadtests.comparison.records import engine_run, record
+from tests.support.refusals import assert_refused
 
 
 @pytest.mark.parametrize(
@@ -26,14 +27,7 @@ from tests.loadtests.comparison.records import engine_run, record
 def test_wrong_flags_give_a_one_line_error(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        code = main(flags)
-    except SystemExit as end:
-        code = int(end.code or 0)
-    error = capsys.readouterr().err
-    assert code == 2
-    assert message in error
-    assert error.count("\n") == 1
+    assert_refused(main, flags, message, capsys)
 
 
 def test_engines_left_out_are_listed_with_the_reason() -> None:

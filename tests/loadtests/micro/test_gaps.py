@@ -22,7 +22,7 @@ def test_both_kinds_measure_every_step_and_its_gap(engine: Engine) -> None:
         assert len(steps.gaps) == len(steps.steps) == 12
         assert min(steps.gaps[1:]) > 0
         found = figures([steps])
-        assert 0 < found["share"]["median"] < 1
+        assert 0 < found["fraction"]["median"] < 1
         assert 0 < found["gap_p50_us"] <= found["gap_p99_us"]
     engine.batcher.check()
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as openmetrics_families,
@@ -23,8 +25,9 @@ from penstock.router.observability.snapshot import (
     Scaling,
     ScalingDecision,
 )
+from tests.support.api_keys import EVERY_ROLE, METRICS, OPERATOR, user_keys
 from tests.support.metrics import SERIES
-from tests.support.served_router import Served, serving, until
+from tests.support.served_router import ADMIN_PATHS, Served, client_of, serving, until
 from tests.support.stub_worker import StubWorker
 
 BODY = {"prompt": "hi", "max_tokens": 3}
@@ -46,12 +49,8 @@ LOAD = pb.Load(
     step_seconds=0.5,
     expert_imbalance=1.5,
 )
+CONTROL_BYTES = bytes([*range(32), 127])
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def client_of(served: Served, key: str = "") -> httpx.AsyncClient:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(base_url=served.url, timeout=30, headers=headers)
 
 
 def values_of(families: Iterable[Metric]) -> Values:
@@ -84,7 +83,7 @@ async def test_one_scrape_has_the_metrics_of_a_cluster(config: RouterConfig) -> 
     async with serving(config, *workers) as served, client_of(served) as http:
         reply = await http.post("/v1/completions", json=BODY)
         assert reply.status_code == 200
-        workers[1].say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        workers[1].send(pb.ToRouter(step=pb.Step(load=LOAD)))
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
         values = await scrape(http)
     assert names(values) >= SERIES
@@ -122,7 +121,7 @@ async def test_metrics_under_the_names_of_vllm(config: RouterConfig) -> None:
     renamed = replace(config, vllm_metrics=True)
     async with serving(renamed, worker) as served, client_of(served) as http:
         assert (await http.post("/v1/completions", json=BODY)).status_code == 200
-        worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        worker.send(pb.ToRouter(step=pb.Step(load=LOAD)))
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
         values = await scrape(http)
 
@@ -152,7 +151,7 @@ async def test_metrics_under_the_names_of_vllm(config: RouterConfig) -> None:
 async def test_load_metrics_of_a_lost_worker_are_removed(config: RouterConfig) -> None:
     worker = StubWorker()
     async with serving(config, worker) as served, client_of(served) as http:
-        worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        worker.send(pb.ToRouter(step=pb.Step(load=LOAD)))
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
         await worker.stop()
         await until(lambda: not served.router.frontend.workers())
@@ -171,7 +170,7 @@ async def test_worker_without_step_bounds_does_not_break_the_scrape(
 ) -> None:
     odd = StubWorker("odd")  # sends step counts without bounds
     async with serving(config, odd, StubWorker("even")) as served, client_of(served) as http:
-        odd.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        odd.send(pb.ToRouter(step=pb.Step(load=LOAD)))
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
         values = await scrape(http)
     assert value(values, "step_seconds_count", worker="odd") == 7
@@ -200,7 +199,7 @@ async def test_router_queue_counts_for_the_pools_without_capacity(config: Router
     peers: dict[str, StubWorker] = {}
     workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
     workers[1].welcome.num_blocks = 3
-    workers[1].go.clear()
+    workers[1].stepping.clear()
     async with serving(config, *workers) as served, client_of(served) as http:
         body = {**BODY, "prompt": [7] * 20}
         sending = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(3)]
@@ -273,12 +272,16 @@ async def test_pool_without_workers_is_shown_with_its_queue(config: RouterConfig
             assert (await sending).status_code == 200
 
 
-async def test_tenant_label_is_the_number_of_its_key_and_never_the_key(
+async def test_tenant_label_is_the_name_of_its_key_and_never_the_key(
     config: RouterConfig,
 ) -> None:
-    keyed = replace(config, api_keys=("first-key", "second-key"))
-    async with serving(keyed, StubWorker()) as served, client_of(served, "second-key") as http:
-        await http.post("/v1/completions", json=BODY)
+    keyed = replace(config, api_keys=(*user_keys("first-key", "second-key"), *EVERY_ROLE))
+    async with (
+        serving(keyed, StubWorker()) as served,
+        client_of(served, "second-key") as user,
+        client_of(served, METRICS) as http,
+    ):
+        await user.post("/v1/completions", json=BODY)
         text = (await http.get("/metrics")).text
         values = values_of(text_string_to_metric_families(text))
         assert value(values, "generated_tokens_total", tenant="key-2") == 3
@@ -286,16 +289,54 @@ async def test_tenant_label_is_the_number_of_its_key_and_never_the_key(
         prompt = value(values, "prompt_tokens_by_tenant_total", tenant="key-2")
         assert prompt == value(values, "prompt_length_tokens_sum") > 0
         assert value(values, "prompt_tokens_by_tenant_total", tenant="key-1") == 0
-        secrets = {"first-key", "second-key", *served.router.frontend.metrics._tenant_names}
+        secrets = {
+            "first-key",
+            "second-key",
+            OPERATOR,
+            METRICS,
+            *served.router.frontend.metrics._tenant_names,
+        }
         assert not [secret for secret in secrets if secret in text]
         assert not [secret for secret in secrets if secret in (await http.get("/status")).text]
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/status"])
-async def test_api_key_is_required(config: RouterConfig, path: str) -> None:
-    keyed = replace(config, api_keys=("first-key",))
+async def test_state_of_the_cluster_is_for_operators_and_scrapers(
+    config: RouterConfig, path: str
+) -> None:
+    keyed = replace(config, api_keys=(*user_keys("first-key"), *EVERY_ROLE))
     async with serving(keyed) as served, client_of(served) as http:
-        assert (await http.get(path)).status_code == 401
+        for key, code in (("", 401), ("first-key", 403), (METRICS, 200), (OPERATOR, 200)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            reply = await http.get(path, headers=headers)
+            assert reply.status_code == code, key
+            assert "first-key" not in reply.text
+
+
+@pytest.mark.parametrize("path", ADMIN_PATHS)
+async def test_port_of_clients_does_not_serve_operators(served: Served, path: str) -> None:
+    async with httpx.AsyncClient(timeout=30) as http:
+        for method in ("GET", "POST"):
+            reply = await http.request(method, f"{served.url}{path}")
+            assert reply.status_code == 404, method
+        reply = await http.get(f"{served.admin_url}/v1/models")
+        assert reply.status_code == 404
+
+
+async def test_pages_of_other_origins_cannot_reach_the_operators_port(served: Served) -> None:
+    async with httpx.AsyncClient(base_url=served.admin_url, timeout=30) as http:
+        reply = await http.get("/status", headers={"host": "evil.example"})
+        assert reply.status_code == 403
+
+
+async def test_key_for_metrics_gives_no_use_of_the_model(config: RouterConfig) -> None:
+    keyed = replace(config, api_keys=EVERY_ROLE)
+    async with serving(keyed, StubWorker()) as served, client_of(served, METRICS) as http:
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models")):
+            reply = await http.request(method, path, json=BODY)
+            assert reply.status_code == 403
+        assert "the role metrics, but this needs the role operator or user" in reply.text
+        assert METRICS not in reply.text
 
 
 SECRET = "xyzzy-plugh"
@@ -328,9 +369,21 @@ async def send_hostile_requests(http: httpx.AsyncClient) -> None:
     await http.post("/v1/completions", json=BODY, headers=bad)
 
 
+async def test_steps_are_the_records_of_each_worker(config: RouterConfig) -> None:
+    workers = [StubWorker("w0"), StubWorker("w1"), StubWorker("w2")]
+    columns: dict[str, Any] = {"tokens": [5], "sequences": [1], "positions": [5], "pairs": [12.5]}
+    workers[0].steps = pb.StepRecords(number=[1], ended=[2.5], seconds=[0.5], **columns)
+    workers[1].steps = pb.StepRecords(number=[1, 2], ended=[2.5])  # columns of unequal length
+    async with serving(config, *workers) as served, client_of(served) as http:
+        reply = (await http.get("/steps")).json()
+    assert reply["w0"] == {"number": [1], "ended": [2.5], "seconds": [0.5], **columns}
+    assert all(column == [] for column in reply["w2"].values())
+    assert "w1" not in reply
+
+
 async def test_clients_cannot_create_metric_labels(config: RouterConfig) -> None:
-    keyed = replace(config, api_keys=("first-key",), vllm_metrics=True)
-    async with serving(keyed, StubWorker()) as served, client_of(served, "first-key") as http:
+    keyed = replace(config, api_keys=EVERY_ROLE, vllm_metrics=True)
+    async with serving(keyed, StubWorker()) as served, client_of(served, OPERATOR) as http:
         before = (await scrape(http)).keys()
         await send_hostile_requests(http)
         after = (await scrape(http)).keys()
@@ -343,8 +396,16 @@ async def test_metric_names_end_in_their_unit(served: Served) -> None:
         text = (await http.get("/metrics")).text
     units = ("seconds", "tokens", "bytes", "ratio", "blocks", "bytes_per_second")
     ups = ("worker_up", "router_up")
-    counted = ("requests", "workers", "preemptions", "failovers", "tokens_waiting", "prompt_tokens")
-    events = ("kv_transfers_failed", "prefill_placements")
+    counted = (
+        "requests",
+        "malformed_requests",
+        "workers",
+        "preemptions",
+        "failovers",
+        "tokens_waiting",
+        "prompt_tokens",
+    )
+    events = ("kv_transfers_failed", "prefill_placements", "malformed_requests")
     for family in text_string_to_metric_families(text):
         name = family.name.removeprefix("penstock_")
         assert name.endswith(units) or name.startswith(counted + events + ups), name
@@ -380,6 +441,39 @@ async def test_openmetrics_format_on_request(served: Served) -> None:
     assert names(values_of(families)) >= SERIES
 
 
+MEDIA_TYPES = st.sampled_from(["application/openmetrics-text", "text/plain", "*/*", ""]) | st.text()
+PARAMETERS = st.sampled_from(
+    ["version=1.0.0", "version=abc", "version=x", "version", "version=", "q=0", "escaping=y", "="]
+) | st.text(max_size=8)
+ACCEPTS = st.lists(
+    st.builds(lambda kind, parts: ";".join([kind, *parts]), MEDIA_TYPES, st.lists(PARAMETERS)),
+    max_size=3,
+).map(",".join)
+
+
+def test_any_accept_header_gets_metrics(config: RouterConfig) -> None:
+    with asyncio.Runner() as runner:
+        server = serving(config)
+        served = runner.run(server.__aenter__())
+        client = client_of(served)
+
+        @settings(max_examples=100, deadline=None)
+        @example("application/openmetrics-text;version=abc")
+        @example("text/plain;version=x")
+        @given(ACCEPTS)
+        def check(accept: str) -> None:
+            header = accept.encode("latin-1", "replace").translate(None, CONTROL_BYTES).strip()
+            response = runner.run(client.get("/metrics", headers=[(b"accept", header)]))
+            assert response.status_code == 200
+            assert "penstock_failovers_total 0" in response.text
+
+        try:
+            check()
+        finally:
+            runner.run(client.aclose())
+            runner.run(server.__aexit__(None, None, None))
+
+
 async def test_status_before_any_worker_connects(config: RouterConfig) -> None:
     async with serving(config) as served, client_of(served) as http:
         status = (await http.get("/status")).json()
@@ -391,7 +485,7 @@ async def test_status_before_any_worker_connects(config: RouterConfig) -> None:
 
 async def test_status_of_a_cluster(served: Served) -> None:
     async with client_of(served) as http:
-        served.worker.say(pb.ToRouter(step=pb.Step(load=LOAD)))
+        served.worker.send(pb.ToRouter(step=pb.Step(load=LOAD)))
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
         status = (await http.get("/status")).json()
     assert (status["model"], status["not_ready"], status["streams"]) == ("stub", "", 0)

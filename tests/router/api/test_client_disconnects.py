@@ -12,7 +12,7 @@ import pytest
 
 from penstock.protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from penstock.router.config import RouterConfig
-from tests.support.openai_errors import check_form
+from tests.support.openai_errors import check_form, check_text
 from tests.support.served_router import Served, serving, until
 from tests.support.stub_worker import StubWorker
 
@@ -21,7 +21,7 @@ LONG = {"prompt": "hi", "max_tokens": 2000}
 
 async def until_dropped(served: Served) -> None:
     """Wait until no request is left, at the router and at the worker."""
-    await until(lambda: served.worker.drops and not served.worker.holding)
+    await until(lambda: served.worker.drops and not served.worker.runs)
     assert served.router.frontend.num_open_requests == 0
 
 
@@ -33,7 +33,7 @@ async def test_request_is_dropped_when_its_http_client_disconnects(
     worker = StubWorker(step_seconds=0.002)
     async with serving(config, worker) as served:
         if not is_running:
-            worker.go.clear()
+            worker.stepping.clear()
         host, port = served.router.http_address.rsplit(":", 1)
         _, writer = await asyncio.open_connection(host, int(port))
         body = json.dumps({**LONG, "stream": stream}).encode()
@@ -41,9 +41,32 @@ async def test_request_is_dropped_when_its_http_client_disconnects(
             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
         )
-        await until(lambda: worker.holding)
+        await until(lambda: worker.runs)
         if is_running:
-            await until(lambda: next(iter(worker.holding.values())).num_new > 3)
+            await until(lambda: next(iter(worker.runs.values())).num_new > 3)
+        writer.transport.abort()
+        await until_dropped(served)
+
+
+@pytest.mark.parametrize("in_one_piece", [True, False])
+async def test_request_is_dropped_although_another_is_pipelined_behind_it(
+    config: RouterConfig, in_one_piece: bool
+) -> None:
+    worker = StubWorker(step_seconds=0.002)
+    async with serving(config, worker) as served:
+        host, port = served.router.http_address.rsplit(":", 1)
+        _, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps(LONG).encode()
+        first = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        )
+        second = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        writer.write(first + second if in_one_piece else first)
+        await until(lambda: worker.runs)
+        if not in_one_piece:
+            writer.write(second)
+            await until(lambda: next(iter(worker.runs.values())).num_new > 30)
         writer.transport.abort()
         await until_dropped(served)
 
@@ -65,9 +88,14 @@ async def test_request_is_dropped_when_its_grpc_client_disconnects(config: Route
         await until_dropped(served)
 
 
-async def test_only_the_request_of_a_slow_reader_ends(config: RouterConfig) -> None:
+@pytest.mark.parametrize(
+    "wanted", [{"logprobs": 20, "return_token_ids": True}, {"n": 8}], ids=["long events", "text"]
+)
+async def test_only_the_request_of_a_slow_reader_ends(
+    config: RouterConfig, wanted: dict[str, object]
+) -> None:
     bounds = replace(config.bounds, max_unread_tokens=50)
-    slow = {**LONG, "stream": True, "logprobs": 20, "return_token_ids": True}
+    slow = {**LONG, "stream": True, **wanted}
     async with serving(replace(config, bounds=bounds), StubWorker()) as served:
         host, port = served.router.http_address.rsplit(":", 1)
         # The server's writes soon block: this client reads nothing and has a small buffer.
@@ -109,7 +137,7 @@ async def test_a_deadline_before_the_first_token_is_504(config: RouterConfig) ->
         serving(replace(config, timeout=0.2), StubWorker()) as served,
         httpx.AsyncClient(base_url=served.url, timeout=30) as http,
     ):
-        served.worker.go.clear()
+        served.worker.stepping.clear()
         response = await http.post("/v1/completions", json={**LONG, "stream": True})
         assert response.status_code == 504
         check_form(response)
@@ -165,6 +193,15 @@ async def test_request_that_can_never_fit_is_a_client_error(config: RouterConfig
         assert "9 blocks" in check_form(response)["message"]
 
 
+def fail_with_a_traceback(worker: StubWorker) -> None:
+    """End the worker's only request with an error that has a path, an address and a pointer."""
+    trace = 'Traceback: File "/srv/penstock/engine.py", line 7\nValueError at 0x7f00 of 10.0.0.3:55'
+    step = worker_pb2.Step()
+    (submit,) = worker.submits
+    step.ended.add(request=submit.request, attempt=submit.attempt, reason=trace)
+    worker.send(worker_pb2.ToRouter(step=step))
+
+
 async def test_error_text_of_a_worker_is_not_shown_to_clients(config: RouterConfig) -> None:
     worker = StubWorker()
     async with (
@@ -172,14 +209,28 @@ async def test_error_text_of_a_worker_is_not_shown_to_clients(config: RouterConf
         httpx.AsyncClient(base_url=served.url, timeout=30) as http,
         asyncio.TaskGroup() as group,
     ):
-        worker.go.clear()
+        worker.stepping.clear()
         sending = group.create_task(http.post("/v1/completions", json=LONG))
         await until(lambda: worker.submits)
-        step = worker_pb2.Step()
-        submit = worker.submits[0]
-        trace = 'Traceback: File "/srv/penstock/engine.py", line 7\nValueError at 0x7f00'
-        step.ended.add(request=submit.request, attempt=submit.attempt, reason=trace)
-        worker.say(worker_pb2.ToRouter(step=step))
+        fail_with_a_traceback(worker)
         response = await sending
         assert response.status_code == 500
         check_form(response)
+
+
+async def test_error_text_of_a_worker_is_not_shown_to_grpc_clients(config: RouterConfig) -> None:
+    worker = StubWorker()
+    async with (
+        serving(config, worker) as served,
+        grpc.aio.insecure_channel(served.router.grpc_address) as channel,
+    ):
+        worker.stepping.clear()
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        call = stub.Generate(inference_pb2.GenerateRequest(text="hi"))
+        await until(lambda: worker.submits)
+        fail_with_a_traceback(worker)
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            async for _ in call:
+                pass
+        assert failure.value.code() is grpc.StatusCode.INTERNAL
+        check_text(failure.value.details())

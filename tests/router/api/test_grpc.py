@@ -20,6 +20,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
 from penstock.router.config import RouterConfig
+from tests.support.api_keys import EVERY_ROLE, METRICS, user_keys
+from tests.support.openai_errors import check_text
 from tests.support.served_router import Served, serving, until
 from tests.support.stub_worker import StubWorker
 from tests.support.tokenizers import byte_level
@@ -168,8 +170,10 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"text": ""}, "empty"),
     ({"tokens": pb.Tokens()}, "empty"),
     ({"chat": pb.Chat()}, "messages is empty"),
+    ({"chat": pb.Chat(messages=[pb.ChatMessage(role="robot", content="x")])}, "role must be one"),
+    ({"chat": pb.Chat(messages=[pb.ChatMessage(content="x")])}, "role must be one of"),
     ({"tokens": pb.Tokens(ids=[2**32 - 1])}, "outside the vocabulary"),
-    ({"tokens": pb.Tokens(ids=[5] * 5000)}, "context is 2048"),
+    ({"tokens": pb.Tokens(ids=[5] * 5000)}, "maximum context length is 2048"),
     ({"text": "x", "stop": [""]}, "stop string"),
     ({"text": "x", "stop": ["a"] * 17}, "at most 16 strings"),
     ({"text": "x", "timeout_seconds": -1.0}, "timeout"),
@@ -219,7 +223,9 @@ async def test_invalid_request_is_refused_with_a_reason(
     with pytest.raises(grpc.aio.AioRpcError) as refusal:
         await generate(channel, **request_)
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert words in (refusal.value.details() or "")
+    details = refusal.value.details() or ""
+    assert words in details
+    check_text(details)
     assert sentence_served.worker.submits == []
 
 
@@ -269,7 +275,7 @@ async def test_too_large_message_is_refused(channel: grpc.aio.Channel) -> None:
 async def test_deadline_ends_the_call_and_the_work_on_the_worker(
     channel: grpc.aio.Channel, sentence_served: Served
 ) -> None:
-    sentence_served.worker.go.clear()
+    sentence_served.worker.stepping.clear()
     try:
         for request, timeout in (
             (pb.GenerateRequest(text="x", timeout_seconds=0.1), None),
@@ -278,13 +284,13 @@ async def test_deadline_ends_the_call_and_the_work_on_the_worker(
             with pytest.raises(grpc.aio.AioRpcError) as refusal:
                 await stub_of(channel).Generate(request, timeout=timeout).read()
             assert refusal.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: not sentence_served.worker.holding)
+        await until(lambda: not sentence_served.worker.runs)
     finally:
-        sentence_served.worker.go.set()
+        sentence_served.worker.stepping.set()
 
 
 async def test_api_key_is_required_except_for_health(config: RouterConfig) -> None:
-    keyed = replace(config, api_keys=("a-key",))
+    keyed = replace(config, api_keys=(*user_keys("a-key"), *EVERY_ROLE))
     methods = [f"/{SERVICE}/{m}" for m in ("Generate", "Tokenize", "Detokenize", "ListModels")]
     methods += [f"/{SERVICE}/GetModel", "/nobody.knows/It"]
     methods += ["/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"]
@@ -297,6 +303,10 @@ async def test_api_key_is_required_except_for_health(config: RouterConfig) -> No
                 with pytest.raises(grpc.aio.AioRpcError) as refusal:
                     await channel.unary_stream(method)(b"", metadata=metadata).read()
                 assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED, method
+            metadata = [("authorization", f"Bearer {METRICS}")]
+            with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                await channel.unary_stream(method)(b"", metadata=metadata).read()
+            assert refusal.value.code() is grpc.StatusCode.PERMISSION_DENIED, method
         health = health_pb2_grpc.HealthStub(channel)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
         metadata = [("authorization", "Bearer a-key")]

@@ -114,7 +114,7 @@ PARAMETERS = [
     ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
     ({"guided_json": {}}, "guided_json"),
     ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params"),
-    ({"priority": 3}, "priority"),
+    ({"priority": "high"}, "priority"),
     ({"model": 7}, "model"),
     *(({"use_beam_search": True, "n": 2} | wrong, param) for wrong, param in WRONG_BEAMS),
 ]
@@ -149,9 +149,9 @@ ONLY_COMPLETIONS = [
     ({"prompt": [-1]}, "outside the vocabulary"),
     ({"prompt": [10**20]}, "outside the vocabulary"),
     ({"prompt": [9999]}, "outside the vocabulary"),
-    ({"prompt": [5] * 2048}, "context is 2048"),
-    ({"prompt": "word " * 3000}, "context is 2048"),
-    ({"prompt": ["x"] * 65}, "1 to 64 prompts"),
+    ({"prompt": [5] * 2048}, "maximum context length is 2048"),
+    ({"prompt": "word " * 3000}, "maximum context length is 2048"),
+    ({"prompt": ["x"] * 1025}, "1 to 1024 prompts"),
     ({"prompt": "x", "echo": "yes"}, "echo"),
     ({"prompt": "x", "echo": True, "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "suffix": "y"}, "suffix is not served"),
@@ -166,7 +166,6 @@ ONLY_COMPLETIONS = [
     ),
 ]
 ONLY_CHAT = [
-    ({"messages": HI, "echo": True}, "echo is not served"),
     ({}, "messages"),
     ({"messages": []}, "messages is empty"),
     ({"messages": "hi"}, "messages"),
@@ -183,12 +182,12 @@ ONLY_CHAT = [
     ({"messages": HI, "tools": [{"type": "function"}]}, "tools is not served"),
     ({"messages": HI, "tool_choice": "required"}, "tool_choice is not served"),
     ({"messages": HI, "chat_template": "{{ 7 }}"}, "chat_template is not served"),
-    ({"messages": HI, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ({"messages": HI, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
     ({"messages": HI, "top_logprobs": 2}, "needs logprobs"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "logprobs"),
     ({"messages": HI, "logprobs": 3}, "logprobs"),
-    ({"messages": HI, "max_completion_tokens": 0}, "max_tokens"),
-    ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context is 2048"),
+    ({"messages": HI, "max_completion_tokens": 0}, "max_completion_tokens must be"),
+    ({"messages": [{"role": "user", "content": "word " * 3000}]}, "maximum context length is 2048"),
 ]
 
 

@@ -7,19 +7,16 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.common.api_key import ApiKey
 from penstock.router.config import RouterConfig
 from penstock.router.observability import role_recorder
 from penstock.router.observability.role_registry import Assignment
-from tests.support.served_router import Served, serving, until
+from tests.support.api_keys import EVERY_ROLE, METRICS, OPERATOR, user_keys
+from tests.support.served_router import Served, client_of, serving, until
 from tests.support.stub_worker import StubWorker
 
+KEYS = (*user_keys("user", "admin-user"), *EVERY_ROLE)
 BODY = {"prompt": "hi", "max_tokens": 3}
-OPERATOR = "admin-sesame"
-
-
-def client_of(served: Served, key: str = "") -> httpx.AsyncClient:
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return httpx.AsyncClient(base_url=served.url, timeout=30, headers=headers)
 
 
 async def post_role(http: httpx.AsyncClient, worker: str, role: str) -> tuple[int, dict[str, Any]]:
@@ -73,9 +70,9 @@ async def test_newest_assignment_wins_whichever_router_received_it(config: Route
     async with serving(config, StubWorker()) as served, client_of(served) as http:
         assert (await post_role(http, "w0", "decode"))[0] == 200
         frontend = served.router.frontend
-        frontend.set_roles({"w0": Assignment("prefill", 1.0)})
+        frontend.set_roles({"w0": Assignment("prefill", 1.0, "ops")})
         assert roles(served) == {"w0": "decode"}, "an older assignment is ignored"
-        frontend.set_roles({"w0": Assignment("prefill", 1e12)})
+        frontend.set_roles({"w0": Assignment("prefill", 1e12, "ops")})
         assert roles(served) == {"w0": "prefill"}
 
 
@@ -105,19 +102,21 @@ async def test_response_waits_for_the_supervisor(
     [
         ((), "127.0.0.1", "", 200),
         ((), "0.0.0.0", "", 403),
-        (("user", OPERATOR), "127.0.0.1", "", 401),
-        (("user", OPERATOR), "127.0.0.1", "user", 403),
-        (("user",), "127.0.0.1", "admin-", 401),
-        (("user", OPERATOR), "127.0.0.1", OPERATOR, 200),
-        (("user", OPERATOR), "0.0.0.0", OPERATOR, 200),
+        (KEYS, "127.0.0.1", "", 401),
+        (KEYS, "127.0.0.1", "another", 401),
+        (KEYS, "127.0.0.1", "user", 403),
+        (KEYS, "127.0.0.1", "admin-user", 403),
+        (KEYS, "127.0.0.1", METRICS, 403),
+        (KEYS, "127.0.0.1", OPERATOR, 200),
+        (KEYS, "0.0.0.0", OPERATOR, 200),
     ],
 )
 async def test_only_operators_may_assign_roles(
-    config: RouterConfig, keys: tuple[str, ...], host: str, key: str, code: int
+    config: RouterConfig, keys: tuple[ApiKey, ...], host: str, key: str, code: int
 ) -> None:
-    config = replace(config, api_keys=keys, host=host)
+    config = replace(config, api_keys=keys, admin_host=host)
     async with serving(config, StubWorker()) as served:
-        port = served.url.rpartition(":")[2]
+        port = served.admin_url.rpartition(":")[2]
         headers = {"authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30
@@ -125,8 +124,12 @@ async def test_only_operators_may_assign_roles(
             status_code, reply = await post_role(http, "w0", "decode")
         assert (status_code, roles(served)["w0"]) == (code, "decode" if code == 200 else "mixed")
         if code == 403:
-            assert "admin-" in reply["error"]["message"]
+            assert "role operator" in reply["error"]["message"]
             assert OPERATOR not in str(reply)
+            assert METRICS not in str(reply)
+        if code == 200:
+            name = "ops" if keys else "anonymous"
+            assert served.router.frontend.take_snapshot().roles["w0"].by == name
 
 
 @pytest.mark.parametrize(
@@ -135,6 +138,7 @@ async def test_only_operators_may_assign_roles(
         ({"worker": "w0", "role": "boss"}, 400, "unknown role 'boss'"),
         ({"worker": "w9", "role": "decode"}, 404, "unknown worker 'w9': the workers are w0"),
         ({"worker": "w0"}, 400, "send"),
+        ({"worker": "w" * 5000, "role": "decode"}, 400, "send"),
         ({"worker": "w0", "role": 1}, 400, "send"),
         ({"worker": ["w0"], "role": "decode"}, 400, "send"),
         ({"worker": "w0", "role": "decode", "now": True}, 400, "send"),

@@ -12,6 +12,7 @@ from penstock.router.observability.request_metrics import (
     RequestMetrics,
 )
 from penstock.router.routing import events as ev
+from tests.support.columns import NewToken, columns_of
 
 NONE = ev.Finish.NONE
 NAMES = {"t1": "key-1", "t2": "key-2"}
@@ -23,11 +24,13 @@ def request_of(number: int, tenant: str, num_prompt: int = 3) -> ev.Request:
 
 def deliver(
     request: int, choice: int, position: int, num_tokens: int = 1, finish: ev.Finish = NONE
-) -> ev.Deliver:
-    return ev.Deliver(request, choice, position, [7] * num_tokens, [None] * num_tokens, finish)
+) -> list[NewToken]:
+    return [
+        NewToken(request, 1, choice, position + later, 7, finish) for later in range(num_tokens)
+    ]
 
 
-def plain(request: int, position: int = 0, num_tokens: int = 1) -> ev.Deliver:
+def plain(request: int, position: int = 0, num_tokens: int = 1) -> list[NewToken]:
     return deliver(request, 0, position, num_tokens)
 
 
@@ -48,8 +51,8 @@ def test_latencies_of_one_request() -> None:
     metrics = RequestMetrics(NAMES)
     metrics.opened(request_of(1, "t1"), 10.0)
     for position, moment in enumerate((10.5, 11.0, 13.0)):
-        metrics.delivered([plain(1, position)], moment)
-    metrics.delivered([deliver(1, 0, 3, finish=ev.Finish.LENGTH)], 14.0)
+        metrics.delivered(columns_of(plain(1, position)), moment)
+    metrics.delivered(columns_of(deliver(1, 0, 3, finish=ev.Finish.LENGTH)), 14.0)
     metrics.ended(1, ev.Status.OK, 14.5)
     assert metrics.first_token.total == 0.5
     assert metrics.between_tokens.total == 3.5
@@ -66,7 +69,7 @@ def test_request_time_is_split_into_queue_prefill_and_decode() -> None:
     for moment in (12.0, 13.0):  # submitted to a prefill worker, then to a decode worker
         metrics.submitted(ev.Submit("w", request, 1, [], [], None, 1), moment)
     for position, moment in enumerate((15.0, 19.0)):
-        metrics.delivered([plain(1, position)], moment)
+        metrics.delivered(columns_of(plain(1, position)), moment)
     ended = metrics.ended(1, ev.Status.OK, 20.0)
     assert (metrics.queue.total, metrics.prefill.total, metrics.decode.total) == (2.0, 3.0, 4.0)
     assert (metrics.prompt_lengths.total, metrics.answer_lengths.total) == (9, 2)
@@ -89,7 +92,8 @@ def test_choices_are_timed_separately_but_first_token_per_request() -> None:
     metrics = RequestMetrics(NAMES)
     metrics.opened(request_of(1, "t1"), 0.0)
     for position, moment in enumerate((1.0, 2.0)):
-        metrics.delivered([deliver(1, choice, position) for choice in (0, 1)], moment)
+        both = [token for choice in (0, 1) for token in deliver(1, choice, position)]
+        metrics.delivered(columns_of(both), moment)
     metrics.ended(1, ev.Status.OK, 2.0)
     assert (sum(metrics.first_token.counts), metrics.first_token.total) == (1, 1.0)
     assert (sum(metrics.between_tokens.counts), metrics.between_tokens.total) == (2, 2.0)
@@ -99,7 +103,7 @@ def test_choices_are_timed_separately_but_first_token_per_request() -> None:
 def test_answer_cut_at_a_stop_string_counts_as_stop() -> None:
     metrics = RequestMetrics(NAMES)
     metrics.opened(request_of(1, "t1"), 0.0)
-    metrics.delivered([plain(1)], 1.0)
+    metrics.delivered(columns_of(plain(1)), 1.0)
     metrics.ended(1, ev.Status.OK, 1.0)
     assert metrics.finished["stop"] == 1
 
@@ -107,7 +111,6 @@ def test_answer_cut_at_a_stop_string_counts_as_stop() -> None:
 def test_answer_without_tokens_counts_as_length() -> None:
     metrics = RequestMetrics(NAMES)
     metrics.opened(request_of(1, "t1"), 0.0)
-    metrics.delivered([deliver(1, 0, 0, 0, ev.Finish.LENGTH)], 1.0)
     metrics.ended(1, ev.Status.OK, 1.0)
     assert metrics.finished["length"] == 1
     assert sum(metrics.first_token.counts) == 0
@@ -160,7 +163,8 @@ def test_totals_agree_with_the_events(events: list[tuple[str, int, object]]) -> 
             metrics.opened(request_of(request, str(detail)), float(now))
         elif kind == "token":
             assert isinstance(detail, int)
-            metrics.delivered([plain(request, num_delivered.get(request, 0), detail)], float(now))
+            new = plain(request, num_delivered.get(request, 0), detail)
+            metrics.delivered(columns_of(new), float(now))
             if request in live:
                 num_delivered[request] += detail
                 tokens[live[request]] = tokens.get(live[request], 0) + detail

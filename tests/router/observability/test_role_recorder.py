@@ -22,7 +22,7 @@ class Supervisor:
     async def start_recording(self, worker: str, role: str) -> "asyncio.Task[None]":
         """Start to record a role; return the task once the role has been sent."""
         before = len(self.sent)
-        task = asyncio.create_task(self.recorder.record(worker, role))
+        task = asyncio.create_task(self.recorder.record(worker, role, "ops"))
         while len(self.sent) == before:
             await asyncio.sleep(0)
         return task
@@ -37,8 +37,8 @@ async def run_tasks(count: int = 10) -> None:
 async def test_role_takes_effect_once_the_supervisor_confirms_it() -> None:
     supervisor = Supervisor()
     recording = await supervisor.start_recording("d0", "mixed")
-    supervisor.recorder.merge({"d1": Assignment("prefill", 5.0)})
-    supervisor.recorder.merge({"d0": Assignment("decode", 5.0)})
+    supervisor.recorder.merge({"d1": Assignment("prefill", 5.0, "ops")})
+    supervisor.recorder.merge({"d0": Assignment("decode", 5.0, "ops")})
     await run_tasks()
     assert not recording.done(), "another worker's role and an older role do not confirm it"
     assert supervisor.recorder.assignments["d0"].role == "decode"
@@ -52,14 +52,14 @@ async def test_role_takes_effect_once_the_supervisor_confirms_it() -> None:
 async def test_newer_role_confirms_the_one_that_it_supersedes() -> None:
     supervisor = Supervisor()
     recording = await supervisor.start_recording("d0", "mixed")
-    supervisor.recorder.merge({"d0": Assignment("prefill", supervisor.sent[0][1].at + 1)})
+    supervisor.recorder.merge({"d0": Assignment("prefill", supervisor.sent[0][1].at + 1, "ops")})
     await recording
     assert supervisor.changed == [("d0", "prefill")]
 
 
 async def test_new_role_wins_although_the_previous_one_has_a_later_time() -> None:
     supervisor = Supervisor()
-    supervisor.recorder.merge({"d0": Assignment("prefill", 1e12)})
+    supervisor.recorder.merge({"d0": Assignment("prefill", 1e12, "ops")})
     recording = await supervisor.start_recording("d0", "decode")
     supervisor.recorder.merge(dict(supervisor.sent))
     await recording
@@ -72,7 +72,7 @@ async def test_unconfirmed_role_is_refused_and_has_no_effect(
     monkeypatch.setattr(role_recorder, "SECONDS_TO_RECORD", 0.02)
     supervisor = Supervisor()
     with pytest.raises(ServingError, match="was not recorded") as refusal:
-        await supervisor.recorder.record("d0", "mixed")
+        await supervisor.recorder.record("d0", "mixed", "ops")
     assert refusal.value.code is Code.UNAVAILABLE
     assert refusal.value.retry_after == role_recorder.RETRY_SECONDS
     assert (supervisor.recorder.assignments, supervisor.changed) == ({}, [])
@@ -81,7 +81,7 @@ async def test_unconfirmed_role_is_refused_and_has_no_effect(
 async def test_without_a_supervisor_the_role_takes_effect_at_once() -> None:
     changed: list[tuple[str, str]] = []
     recorder = RoleRecorder(lambda worker, role: changed.append((worker, role)))
-    await recorder.record("d0", "mixed")
-    await recorder.record("d0", "mixed")
+    await recorder.record("d0", "mixed", "ops")
+    await recorder.record("d0", "mixed", "ops")
     assert [assignment.role for assignment in recorder.assignments.values()] == ["mixed"]
     assert set(changed) == {("d0", "mixed")}

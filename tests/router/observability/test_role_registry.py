@@ -14,7 +14,7 @@ from penstock.router.observability.role_registry import (
 
 ASSIGNMENTS = st.dictionaries(
     st.sampled_from("abc"),
-    st.builds(Assignment, st.sampled_from(ROLES), st.floats(0, 4)),
+    st.builds(Assignment, st.sampled_from(ROLES), st.floats(0, 4), st.sampled_from(["ops", "ada"])),
 )
 
 
@@ -48,6 +48,10 @@ def test_routers_converge_when_they_are_polled_in_turn(
     assert registry.assignments == merged(*(reported for _, reported in reports))
 
 
+def order(each: Assignment) -> tuple[float, str, str]:
+    return each.at, each.role, each.by
+
+
 @given(ASSIGNMENTS, ASSIGNMENTS)
 def test_held_assignments_cover_those_that_are_not_newer(
     held: dict[str, Assignment], given: dict[str, Assignment]
@@ -56,7 +60,7 @@ def test_held_assignments_cover_those_that_are_not_newer(
     newer = [
         worker
         for worker, each in given.items()
-        if worker not in held or (each.at, each.role) > (held[worker].at, held[worker].role)
+        if worker not in held or order(each) > order(held[worker])
     ]
     assert covers(held, given) == (not newer)
 
@@ -65,6 +69,7 @@ def test_held_assignments_cover_those_that_are_not_newer(
 def test_successor_is_newer_even_if_the_previous_clock_was_ahead(
     held: dict[str, Assignment], role: str, now: float
 ) -> None:
-    assignment = successor(held.get("a"), role, now)
+    assignment = successor(held.get("a"), role, now, "ops")
     assert merged(held, {"a": assignment})["a"] == assignment
     assert assignment.at >= now
+    assert assignment.by == "ops"

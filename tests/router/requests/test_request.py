@@ -163,18 +163,9 @@ def test_bad_words_must_leave_an_allowed_token() -> None:
 
 def test_default_max_tokens_is_limited_by_the_context() -> None:
     assert resolve_sampling(GenerationRequest([5] * 10), MODEL, BOUNDS).max_tokens == 90
-    assert (
-        resolve_sampling(
-            GenerationRequest([5] * 10, default_max_tokens=16), MODEL, BOUNDS
-        ).max_tokens
-        == 16
-    )
-    assert (
-        resolve_sampling(
-            GenerationRequest([5] * 95, default_max_tokens=16), MODEL, BOUNDS
-        ).max_tokens
-        == 5
-    )
+    for num_prompt, limit in ((10, 16), (95, 5)):
+        request = GenerationRequest([5] * num_prompt)
+        assert resolve_sampling(request, MODEL, BOUNDS, 16).max_tokens == limit
 
 
 def test_supported_beam_search_settings_are_accepted() -> None:

@@ -1,21 +1,13 @@
+import asyncio
+
 import pytest
 
-from penstock.common.text.detokenizer import IncrementalDetokenizer, StopOptions
-from penstock.common.text.token_bytes import TokenBytes
-from penstock.protos.worker_pb2 import TokenLogprobs
 from penstock.router.errors import Code, ServingError
 from penstock.router.requests.response_stream import (
-    BestOfRanker,
     ClientDisconnectedError,
     Delta,
-    RequestOutput,
     ResponseStream,
 )
-from penstock.router.routing.events import Deliver, Finish
-from tests.support.tokenizers import byte_level
-
-TOKENIZER = byte_level()
-PIECES = TokenBytes(TOKENIZER)
 
 
 def delta(position: int, size: int = 1, index: int = 0, finish: str = "") -> Delta:
@@ -87,41 +79,22 @@ async def test_closing_cancels_the_requests_once() -> None:
         await anext(stream)
 
 
-async def test_nothing_is_delivered_after_a_stop_string() -> None:
-    cuts: list[tuple[int, int]] = []
+async def test_writer_takes_tokens_only_while_the_reader_waits_and_nothing_is_unread() -> None:
     stream = ResponseStream(100, lambda requests: None)
     stream.add_request(1, 0)
-    text = IncrementalDetokenizer(PIECES, StopOptions(stop=("b",)))
-    output = RequestOutput(stream, 0, [text], frozenset(), lambda *cut: cuts.append(cut))
-    tokens = TOKENIZER.encode("a b c d", add_special_tokens=False).ids
-    output.deliver(Deliver(1, 0, 0, tokens[:1], [None], Finish.NONE))
-    output.deliver(Deliver(1, 0, 1, tokens[1:], [None] * (len(tokens) - 1), Finish.LENGTH))
-    output.deliver(Deliver(1, 0, len(tokens), [5], [None], Finish.NONE))
-    stream.request_ended(1, None)
-    (whole,) = [each async for each in stream]
-    assert whole.text == "a "
-    assert (whole.finish, whole.stop) == ("stop", "b")
-    assert cuts == [(0, len(whole.tokens))]
-    assert len(whole.tokens) == len(whole.logprobs) < len(tokens)
-
-
-@pytest.mark.parametrize("with_logprobs", [False, True])
-async def test_likeliest_choices_are_delivered_once_all_have_ended(with_logprobs: bool) -> None:
-    stream = ResponseStream(2, lambda requests: None)
-    stream.add_request(1, 0)
-    texts = [IncrementalDetokenizer(PIECES, StopOptions()) for _ in range(4)]
-    ranking = BestOfRanker(4, 2, with_logprobs)
-    output = RequestOutput(stream, 0, texts, frozenset(), lambda *cut: None, ranking)
-    chosen_logprobs = {0: [-3.0, -1.0], 1: [-1.0, -0.5, -0.6], 2: [-5.0], 3: [-1.9, -1.9]}
-    for choice, values in chosen_logprobs.items():
-        assert not stream._unread
-        for position, value in enumerate(values):
-            finish = Finish.LENGTH if position == len(values) - 1 else Finish.NONE
-            logprobs = [TokenLogprobs(chosen=value)]
-            output.deliver(Deliver(1, choice, position, [choice], logprobs, finish))
-    stream.request_ended(1, None)
-    best, second = [each async for each in stream]
-    # Ranked by mean logprob: -0.7 for choice 1, then -1.9 for choice 3.
-    assert (best.choice, list(best.tokens), best.finish) == (0, [1, 1, 1], "length")
-    assert (second.choice, list(second.tokens)) == (1, [3, 3])
-    assert [entry is not None for entry in best.logprobs] == [with_logprobs] * 3
+    stream.writer = lambda *token: True
+    assert stream.idle_writer is None  # nobody reads yet
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    assert stream.idle_writer is stream.writer
+    stream.push(delta(0))
+    assert stream.idle_writer is None  # the reader must send this delta first
+    assert (await reader).position == 0
+    assert stream.idle_writer is None
+    reader = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    assert stream.idle_writer is stream.writer
+    stream.fail(ServingError(Code.INTERNAL, "broken"))
+    assert stream.idle_writer is None
+    with pytest.raises(ServingError, match="broken"):
+        await reader

@@ -1,5 +1,7 @@
 """Resuming an answer at any position gives the rest of the whole answer's text."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from penstock.router.requests.request import (
     resolve_sampling,
 )
 from penstock.router.requests.resume import FinishedChoice, check_resume_state, resume
+from penstock.router.requests.slices import Slices
 from penstock.router.routing.events import Request
 from penstock.router.routing.token_log import TokenLog
 from tests.support.tokenizers import byte_level
@@ -41,7 +44,7 @@ def resumed(
     params = params_of(request_)
     check_resume_state(request_, params, MODEL)
     texts = [IncrementalDetokenizer(PIECES, options) for _ in range(params.n)]
-    return texts, resume(request_, params, MODEL, texts)
+    return texts, asyncio.run(resume(request_, params, MODEL, texts, Slices()))
 
 
 def request_of(tokens: list[int], finish: str = "", **sampling: object) -> GenerationRequest:

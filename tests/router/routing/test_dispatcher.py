@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from penstock.common.worker_load import WorkerLoad
@@ -5,12 +7,12 @@ from penstock.router.routing.dispatcher import DispatcherLimits
 from penstock.router.routing.events import (
     ClientDisconnected,
     Deliver,
+    DeliverEnd,
     Draining,
     Drop,
     EndRequest,
     Failed,
     Finish,
-    NewToken,
     Ready,
     Received,
     Rejected,
@@ -18,12 +20,14 @@ from penstock.router.routing.events import (
     Status,
     Stepped,
     Submit,
+    TokenColumns,
     WorkerLost,
     WorkerUp,
     Yield,
     Yielded,
 )
 from penstock.router.routing.request_state import Phase
+from tests.support.columns import NewToken, columns_of
 from tests.support.router_harness import AT, D, E, M, P, Router, ends, submits
 from tests.support.router_world import info_of
 
@@ -63,7 +67,7 @@ def test_decode_target_is_kept_even_if_another_worker_has_more_room() -> None:
     router = Router(P, D)
     router.arrive()
     router.step("p", 1, 0)
-    router(Stepped("d", [], WorkerLoad(running=3)))
+    router(Stepped("d", TokenColumns(), WorkerLoad(running=3)))
     router(WorkerUp(E))
     assert submits(router(Yielded("p", 1, 1, 0))) == [("d", 1, 2)]
 
@@ -134,7 +138,7 @@ def test_events_of_an_ended_request_only_drop_what_they_offer() -> None:
         Failed("d", 1, 2, 4, ""),
         Rejected("d", 1, 2, ""),
         ClientDisconnected(1),
-        Stepped("p", [NewToken(1, 1, 0, 1, 5)], None, [(1, 1, "nan")]),
+        Stepped("p", columns_of([NewToken(1, 1, 0, 1, 5)]), None, [(1, 1, "nan")]),
     ):
         assert router(event) == []
 
@@ -157,7 +161,7 @@ def test_request_number_must_be_unique() -> None:
 def test_request_with_a_complete_log_ends_at_once() -> None:
     router = Router(M)
     commands = router.arrive(log=[[1, 2]], max_tokens=2)
-    assert commands == [Deliver(1, 0, 2, (), (), Finish.LENGTH), EndRequest(1, Status.OK)]
+    assert commands == [DeliverEnd(1, 0, 2), EndRequest(1, Status.OK)]
     assert router.dispatcher.num_ended == {Status.OK: 1}
 
 
@@ -172,7 +176,133 @@ def test_full_queue_refuses_with_a_retry_time() -> None:
     assert (end.status, end.retry_after) == (Status.OVERLOADED, 1.0)
     assert router.dispatcher.num_queued == 2
     assert router.dispatcher.num_queued_tokens == 6
-    assert router.dispatcher.num_running == 0
+    assert router.dispatcher.num_requests == 2
+
+
+def test_displaced_request_ends_with_a_retry_time_before_the_new_one_is_queued() -> None:
+    router = Router(limits=DispatcherLimits(max_queued=2))
+    router.arrive(1, tenant="greedy")
+    router.arrive(2, tenant="greedy", num_choices=4)
+    (end,) = router.arrive(3, tenant="other")
+    assert isinstance(end, EndRequest)
+    assert (end.request, end.status, end.retry_after) == (2, Status.OVERLOADED, 1.0)
+    assert router.dispatcher.num_queued == router.dispatcher.num_requests == 2
+    assert submits(router(WorkerUp(M))) == [("m", 1, 1), ("m", 3, 1)]
+
+
+@pytest.mark.parametrize("wide", [{"num_choices": 8}, {"num_beams": 8}, {"max_tokens": 128}])
+def test_choices_beams_and_answer_tokens_count_in_a_tenants_share(wide: dict[str, int]) -> None:
+    router = Router(limits=DispatcherLimits(max_queued_cost=200))
+    assert router.arrive(1, tenant="narrow") == []
+    assert router.arrive(2, tenant="wide", **wide) == []
+    assert ends(router.arrive(3, tenant="wide", **wide)) == [(3, Status.OVERLOADED)]
+    assert router.arrive(4, tenant="narrow") == []
+
+
+# ------------------------------------------------------------------ deadlines
+
+
+def test_request_whose_deadline_has_passed_is_not_queued() -> None:
+    router = Router(M)
+    commands = router.arrive(1, deadline=router.now)
+    assert commands == [EndRequest(1, Status.DEADLINE, "the deadline passed")]
+    assert router.dispatcher.num_ended == {Status.DEADLINE: 1}
+
+
+def test_queued_request_is_not_placed_after_its_deadline() -> None:
+    """The deadline is checked when the request would be placed, and not only at a tick."""
+    router = Router(info_of("m", "mixed", max_sequences=1))
+    router.arrive(1)
+    router.arrive(2, deadline=router.now + 0.05)
+    router.arrive(3)
+    router.now += 0.05
+    commands = router.step("m", 1, 0, Finish.STOP)
+    assert ends(commands) == [(1, Status.OK), (2, Status.DEADLINE)]
+    assert submits(commands) == [("m", 3, 1)]
+
+
+def test_prompt_that_cannot_be_computed_before_its_deadline_is_not_placed() -> None:
+    router = Router(M)
+    rate = WorkerLoad(num_steps=1, prompt_tokens_computed=10_000, prompt_seconds=10.0)
+    router(Stepped("m", TokenColumns(), rate))
+    commands = router.arrive(1, num_prompt=500, deadline=router.now + 0.4)
+    assert ends(commands) == [(1, Status.DEADLINE)]
+    assert not submits(commands)
+    assert submits(router.arrive(2, num_prompt=500, deadline=router.now + 0.6)) == [("m", 2, 1)]
+
+
+def test_request_whose_wait_would_exceed_its_deadline_is_refused_at_once() -> None:
+    router = Router(info_of("m", "mixed", max_sequences=1))
+    for number in range(1, 41):
+        router.arrive(number)
+    for number in range(1, 21):  # one request a second
+        router.now += 1.0
+        router.step("m", 1, 0, Finish.STOP, number)
+    commands = router.arrive(100, deadline=router.now + 10)
+    assert ends(commands) == [(100, Status.OVERLOADED)]
+    assert isinstance(commands[0], EndRequest)
+    assert commands[0].retry_after == pytest.approx(20.0, rel=0.1)
+    assert router.arrive(101, deadline=router.now + 30) == []
+    assert router.arrive(102, deadline=router.now + 10, priority=-1) == [], "it goes first"
+    assert router.arrive(103, deadline=router.now + 10, tenant="other") == []
+
+
+@pytest.fixture
+def impatient() -> Router:
+    """A router with a longest wait of 5 s and a worker that has served one request a second."""
+    one_row = info_of("m", "mixed", max_sequences=1)
+    router = Router(one_row, limits=DispatcherLimits(max_wait_seconds=5.0))
+    router.arrive(1)
+    router.arrive(2)
+    for number in range(1, 21):
+        router.now += 1.0
+        router.arrive(number + 2)
+        assert submits(router.step("m", 1, 0, Finish.STOP, number)) == [("m", number + 1, 1)]
+    return router  # request 21 runs, and 22 has just arrived
+
+
+def test_request_that_would_wait_too_long_is_refused_at_once(impatient: Router) -> None:
+    accepted = [number for number in range(100, 120) if not impatient.arrive(number)]
+    assert accepted == list(range(100, 100 + len(accepted)))
+    assert len(accepted) == 5
+    assert impatient.arrive(200, tenant="other") == []
+
+
+def test_queued_request_that_has_waited_too_long_is_refused_with_a_retry_time(
+    impatient: Router,
+) -> None:
+    assert impatient.wait(4.5, "m") == []
+    (end,) = impatient.wait(1.0, "m")
+    assert isinstance(end, EndRequest)
+    assert (end.request, end.status) == (22, Status.OVERLOADED)
+    assert end.retry_after is not None
+    assert end.retry_after >= 1.0
+
+
+@pytest.mark.parametrize(("max_wait", "at_router"), [(math.inf, 0), (60.0, 0), (0.6, 2)])
+def test_prompts_queue_at_the_router_only_with_a_short_bound(
+    max_wait: float, at_router: int
+) -> None:
+    worker = info_of("m", "mixed", max_sequences=4)
+    router = Router(worker, limits=DispatcherLimits(max_wait_seconds=max_wait))
+    for number in range(1, 4):
+        router.arrive(number)
+    assert router.dispatcher.num_queued == at_router
+
+
+def test_request_may_wait_longer_for_the_first_worker() -> None:
+    router = Router(limits=DispatcherLimits(max_wait_seconds=5.0))
+    router.arrive(1)
+    assert router.wait(20) == []
+    assert submits(router(WorkerUp(M))) == [("m", 1, 1)]
+
+
+def test_requeued_request_may_wait_longer() -> None:
+    router = Router(M, limits=DispatcherLimits(max_wait_seconds=5.0))
+    router.arrive(1)
+    router(WorkerLost("m"))
+    router.wait(20)
+    assert submits(router(WorkerUp(M))) == [("m", 1, 2)]
 
 
 def test_tenants_are_charged_for_output_tokens() -> None:

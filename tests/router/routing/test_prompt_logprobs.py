@@ -9,6 +9,7 @@ from penstock.router.routing.events import (
     ScoredPrompt,
     Stepped,
     Submit,
+    TokenColumns,
     WorkerLost,
     Yielded,
 )
@@ -17,7 +18,7 @@ from tests.support.router_harness import D, M, N, P, Router, submits
 
 def scored(worker: str, attempt: int, first: int, last: int) -> Stepped:
     entries = [f"{position}" for position in range(first, last)]
-    return Stepped(worker, [], prompts=[ScoredPrompt(1, attempt, first, entries)])
+    return Stepped(worker, TokenColumns(), prompts=[ScoredPrompt(1, attempt, first, entries)])
 
 
 def logprobs_in(commands: Sequence[Command]) -> list[object]:

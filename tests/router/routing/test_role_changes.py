@@ -147,14 +147,14 @@ def test_no_prompt_is_recomputed_elsewhere_when_roles_swap_under_load() -> None:
     for number in range(60):
         world.arrive(Request(number, [number] * 9, SamplingParams(), max_tokens=12), {})
         for _ in range(rng.randint(0, 12)):
-            if moves := world.moves():
+            if moves := world.possible_actions():
                 rng.choice(moves)()
         if number % 10 == 9:
             swap = ["prefill", "decode"] if number % 20 == 9 else ["decode", "prefill"]
             for worker in world.workers:
                 first = worker in ("w0", "w1")
-                world.tell(RoleChanged(worker, swap[1] if first else swap[0]))
-    world.settle(rng)
+                world.handle(RoleChanged(worker, swap[1] if first else swap[0]))
+    world.run_until_idle(rng)
     world.check_rest()
     assert all(client.ended.status is Status.OK for client in world.clients.values())  # type: ignore[union-attr]
     assert world.dispatcher.counters.num_transfers > 20

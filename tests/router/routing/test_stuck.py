@@ -13,6 +13,7 @@ from penstock.router.routing.events import (
     Received,
     Status,
     Stepped,
+    TokenColumns,
     WorkerUp,
     Yielded,
 )
@@ -77,7 +78,7 @@ def test_worker_that_waits_for_a_slow_one_to_yield_is_not_stuck() -> None:
     router = Router(M, N)
     router.arrive()
     router.step("m", 1, 0)
-    router(Stepped("m", [], WorkerLoad(running=1, num_steps=2, last_step_seconds=10.0)))
+    router(Stepped("m", TokenColumns(), WorkerLoad(running=1, num_steps=2, last_step_seconds=10.0)))
     assert submits(router(Draining("m"))) == [("n", 1, 2)]
     router(Ready("n", 1, 2, 7, 0, AT))
     assert closed_streams(router.wait(199, "m", "n")) == []
@@ -110,13 +111,13 @@ def test_steps_without_tokens_for_this_router_count_as_progress() -> None:
     router = Router(M)
     router.arrive()
     for number in range(5):
-        router(Stepped("m", [], WorkerLoad(running=2, num_steps=number + 1)))
+        router(Stepped("m", TokenColumns(), WorkerLoad(running=2, num_steps=number + 1)))
         assert closed_streams(router.wait(STUCK_SECONDS - 1, "m")) == []
 
 
 def test_worker_with_long_steps_has_a_longer_timeout() -> None:
     router = Router(M)
-    router(Stepped("m", [], WorkerLoad(running=1, num_steps=1, last_step_seconds=10.0)))
+    router(Stepped("m", TokenColumns(), WorkerLoad(running=1, num_steps=1, last_step_seconds=10.0)))
     router.arrive()
     assert closed_streams(router.wait(199, "m")) == []
     assert closed_streams(router.wait(2, "m")) == [("m", True)]
@@ -124,12 +125,14 @@ def test_worker_with_long_steps_has_a_longer_timeout() -> None:
 
 def test_stuck_worker_that_reconnects_is_used_only_after_a_completed_step() -> None:
     router = Router(M)
-    router(Stepped("m", [], WorkerLoad(running=1, num_steps=3)))
+    router(Stepped("m", TokenColumns(), WorkerLoad(running=1, num_steps=3)))
     router.arrive()
     router.wait(STUCK_SECONDS + 1, "m")
     assert submits(router(WorkerUp(M, WorkerLoad(running=1, num_steps=3)))) == []
     assert router.state("m") == "stuck"
-    assert submits(router(Stepped("m", [], WorkerLoad(running=0, num_steps=4)))) == [("m", 1, 2)]
+    assert submits(router(Stepped("m", TokenColumns(), WorkerLoad(running=0, num_steps=4)))) == [
+        ("m", 1, 2)
+    ]
     assert router.state("m") == "ready"
 
 
@@ -164,6 +167,6 @@ def test_worker_is_stuck_only_after_the_timeout_without_a_step(
             router.step("m", 1, position)
             position += 1
         else:
-            router(Stepped("m", [], WorkerLoad(running=1, num_steps=number + 1)))
+            router(Stepped("m", TokenColumns(), WorkerLoad(running=1, num_steps=number + 1)))
     assert closed_streams(router.wait(10.0, "m")) == []
     assert closed_streams(router.wait(1.5, "m")) == [("m", True)]

@@ -1,5 +1,6 @@
 """Several routers over the same workers: no overload, no starvation, and every request ends."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
@@ -26,8 +27,9 @@ from penstock.router.routing.events import (
     WorkerUp,
     Yield,
 )
-from penstock.router.routing.placement.policy import LeastLoaded
+from penstock.router.routing.placement.routing_strategies import policy_of
 from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
+from tests.support.columns import tokens_of
 from tests.support.fake_worker import FakeWorker, reference
 from tests.support.router_world import info_of
 
@@ -49,12 +51,16 @@ class Shared:
     """Mixed workers shared by routers; each router gets its own requests' events, and all loads."""
 
     def __init__(
-        self, infos: list[WorkerInfo], num_routers: int, ttft_slo_seconds: float = 0.0
+        self,
+        infos: list[WorkerInfo],
+        num_routers: int,
+        ttft_slo_seconds: float = 0.0,
+        max_queued: int = 1024,
     ) -> None:
-        limits = DispatcherLimits(ttft_slo_seconds=ttft_slo_seconds)
+        limits = DispatcherLimits(max_queued, ttft_slo_seconds=ttft_slo_seconds)
         self.workers = {info.worker: FakeWorker(info) for info in infos}
         self.routers = [
-            Router(number, Dispatcher(LeastLoaded(), limits)) for number in range(num_routers)
+            Router(number, Dispatcher(policy_of("cost"), limits)) for number in range(num_routers)
         ]
         self.now = 0.0
         self.waiting_counts: list[int] = []  # per step: sequences above max_sequences
@@ -70,9 +76,10 @@ class Shared:
     def _carry(self, router: Router, command: Command) -> None:
         match command:
             case Deliver():
-                answer = router.answers.setdefault(command.request, [])
-                assert command.position == len(answer)
-                answer.extend(command.tokens)
+                for token in tokens_of(command.tokens):
+                    answer = router.answers.setdefault(token.request, [])
+                    assert token.position == len(answer)
+                    answer.append(token.token)
             case EndRequest():
                 router.ends[command.request] = command
             case Submit() | Yield() | Drop():
@@ -80,10 +87,14 @@ class Shared:
             case _:
                 raise AssertionError(f"unexpected for mixed workers without faults: {command}")
 
-    def submit_request(self, number: int, num_prompt: int, max_tokens: int) -> None:
+    def submit_request(
+        self, number: int, num_prompt: int, max_tokens: int, tenant: str = ""
+    ) -> None:
         router = self.routers[number]
         name = number * SPAN + len(router.requests)
-        request = Request(name, [name] * num_prompt, SamplingParams(), max_tokens=max_tokens)
+        request = Request(
+            name, [name] * num_prompt, SamplingParams(), max_tokens=max_tokens, tenant=tenant
+        )
         router.requests[name] = request
         self.send_event(router, RequestArrived(request))
 
@@ -91,7 +102,7 @@ class Shared:
         """Let one worker handle its inbox, run a step and deliver its events."""
         worker = self.workers[name]
         while worker.inbox:
-            worker.obey()
+            worker.execute_next()
         self.waiting_counts.append(max(len(worker.held) - worker.info.max_sequences, 0))
         worker.step()
         while worker.outbox:
@@ -103,8 +114,8 @@ class Shared:
 
     def _own_event(self, number: int, event: Event) -> Event | None:
         if isinstance(event, Stepped):
-            tokens = [token for token in event.tokens if token.request // SPAN == number]
-            return Stepped(event.worker, tokens, event.load)
+            own = [row for row, name in enumerate(event.tokens.requests) if name // SPAN == number]
+            return Stepped(event.worker, event.tokens.select(own), event.load)
         return event if getattr(event, "request", -1) // SPAN == number else None
 
     def run(self, rng: Random) -> None:
@@ -179,6 +190,33 @@ def test_router_with_many_requests_does_not_starve_another(ttft_slo: float) -> N
     assert len(shared.routers[0].ends) < 100
     shared.run(Random(0))
     shared.check()
+
+
+def test_greedy_tenant_at_two_routers_does_not_shut_out_another() -> None:
+    """Each router displaces requests of the tenant that fills its queue; all requests end."""
+    shared = Shared([info_of("m0", "mixed", num_blocks=1000)], 2, max_queued=8)
+    for number in (0, 1):
+        for _ in range(100):
+            shared.submit_request(number, 3, 12, "greedy")
+        for _ in range(4):
+            shared.submit_request(number, 3, 12, "other")
+        shared.submit_request(number, 3, 12, "greedy")
+    shared.run(Random(0))
+    for router in shared.routers:
+        refused = Counter(
+            router.requests[name].tenant
+            for name, end in router.ends.items()
+            if end.status is Status.OVERLOADED
+        )
+        assert refused.keys() == {"greedy"}
+        accepted = Counter(request.tenant for request in router.requests.values()) - refused
+        assert accepted["other"] == 4
+        assert accepted["greedy"] >= 4
+        assert all(
+            end.retry_after is not None
+            for end in router.ends.values()
+            if end.status is Status.OVERLOADED
+        )
 
 
 def test_usage_of_other_routers_follows_the_load_reports() -> None:

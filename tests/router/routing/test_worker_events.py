@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.dispatcher import DispatcherLimits
@@ -9,8 +11,8 @@ from penstock.router.routing.events import (
     Drop,
     EndRequest,
     Failed,
+    Finish,
     Heartbeat,
-    NewToken,
     Ready,
     Rejected,
     Request,
@@ -18,10 +20,12 @@ from penstock.router.routing.events import (
     Stepped,
     Submit,
     Tick,
+    TokenColumns,
     WorkerLost,
     WorkerUp,
     Yielded,
 )
+from tests.support.columns import NewToken, columns_of
 from tests.support.router_harness import AT, D, M, N, P, Router, ends, submits
 from tests.support.router_world import info_of
 
@@ -45,7 +49,7 @@ def test_a_silent_worker_is_suspect_and_then_lost() -> None:
 
 def test_a_worker_with_long_steps_may_be_silent_for_longer() -> None:
     router = Router(M)
-    router(Stepped("m", [], WorkerLoad(last_step_seconds=2.0)))
+    router(Stepped("m", TokenColumns(), WorkerLoad(last_step_seconds=2.0)))
     assert router.wait(39) == []
     assert isinstance(router.wait(2)[0], CloseStream)
 
@@ -108,8 +112,8 @@ def test_worker_that_rejects_gets_no_requests_until_its_next_load_report() -> No
     assert submits(router(Rejected("m", 1, 1, "full"))) == [("n", 1, 2)]
     assert router(Rejected("n", 1, 2, "full")) == []
     assert router.dispatcher.num_queued == 1
-    assert router(Stepped("m", [])) == []  # this event has no load report
-    assert submits(router(Stepped("m", [], WorkerLoad()))) == [("m", 1, 3)]
+    assert router(Stepped("m", TokenColumns())) == []  # this event has no load report
+    assert submits(router(Stepped("m", TokenColumns(), WorkerLoad()))) == [("m", 1, 3)]
 
 
 def test_idle_worker_that_rejected_gets_requests_again_after_a_while() -> None:
@@ -169,7 +173,9 @@ def test_error_from_a_worker_ends_only_its_request() -> None:
     router = Router(M)
     router.arrive(1)
     router.arrive(2)
-    commands = router(Stepped("m", [NewToken(2, 1, 0, 0, 9)], None, [(1, 1, "not finite")]))
+    commands = router(
+        Stepped("m", columns_of([NewToken(2, 1, 0, 0, 9)]), None, [(1, 1, "not finite")])
+    )
     assert commands[1:] == [EndRequest(1, Status.INTERNAL, "not finite")]
     assert router.dispatcher.num_requests == 1
 
@@ -191,8 +197,26 @@ def test_failed_transfer_is_counted_and_the_request_continues() -> None:
 
 def test_status_has_role_requests_and_load_of_each_worker() -> None:
     router = Router(M)
-    router(Stepped("m", [], WorkerLoad(running=3)))
+    router(Stepped("m", TokenColumns(), WorkerLoad(running=3)))
     router.arrive()
     (status,) = router.dispatcher.workers()
     assert (status.worker, status.incarnation, status.role) == ("m", "1", "mixed")
     assert (status.num_requests, status.load.running) == (1, 3)
+
+
+def test_refused_tokens_of_a_step_are_not_delivered() -> None:
+    router = Router(M)
+    router.arrive(1)
+    router.arrive(2)
+    router(Stepped("m", columns_of([NewToken(1, 1, 0, 0, 5), NewToken(2, 1, 0, 0, 6)])))
+    logprobs = {0: "unknown", 1: "again", 3: "new"}
+    step = [
+        NewToken(9, 1, 0, 0, 7),  # an unknown request
+        NewToken(1, 1, 0, 0, 5),  # known already
+        NewToken(1, 1, 0, 1, 8),
+        NewToken(2, 1, 0, 1, 9, Finish.LENGTH),
+        NewToken(2, 1, 0, 2, 4),  # after the end
+    ]
+    commands = router(Stepped("m", replace(columns_of(step), logprobs=logprobs)))
+    accepted = replace(columns_of([step[2], step[3]]), logprobs={1: "new"})
+    assert commands == [Deliver(accepted), EndRequest(2, Status.OK)]

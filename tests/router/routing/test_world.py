@@ -73,8 +73,8 @@ class Chaos:
 
     def advance(self, rng: Random) -> None:
         if rng.random() < self.loss_rate:
-            rng.choice([self.reclaim, self.miss, self.tear])(rng)
-        moves = self.world.moves()
+            rng.choice([self.reclaim, self.fail_transfer, self.tear])(rng)
+        moves = self.world.possible_actions()
         if moves:
             rng.choice(moves)()
 
@@ -98,11 +98,11 @@ class Chaos:
     def notice(self, rng: Random) -> None:
         dead = sorted(self.world.linked - set(self.world.workers))
         if dead:
-            self.world.notice(rng.choice(dead))
+            self.world.report_lost(rng.choice(dead))
 
     def birth(self, rng: Random) -> None:
         if self.known_workers:
-            self.world.birth(rng.choice(self.known_workers))
+            self.world.start_worker(rng.choice(self.known_workers))
 
     def drain(self, rng: Random) -> None:
         if self.world.workers:
@@ -111,39 +111,39 @@ class Chaos:
     def change_role(self, rng: Random) -> None:
         if self.known_workers:
             worker = rng.choice(self.known_workers).worker
-            self.world.tell(RoleChanged(worker, rng.choice(["prefill", "decode", "mixed"])))
+            self.world.handle(RoleChanged(worker, rng.choice(["prefill", "decode", "mixed"])))
 
     def stick(self, rng: Random) -> None:
         if self.world.workers:
-            self.world.stick(rng.choice(list(self.world.workers)))
+            self.world.make_stuck(rng.choice(list(self.world.workers)))
 
     def garble(self, rng: Random) -> None:
         if self.world.workers:
-            self.world.garble(rng.choice(list(self.world.workers)))
+            self.world.skip_position(rng.choice(list(self.world.workers)))
 
     def reclaim(self, rng: Random) -> None:
         for worker in self.world.workers.values():
-            for name in worker.of("leased"):
+            for name in worker.in_phase("leased"):
                 if rng.random() < 0.5:
                     worker.reclaim(name)
 
-    def miss(self, rng: Random) -> None:
+    def fail_transfer(self, rng: Random) -> None:
         for worker in self.world.workers.values():
-            for name in worker.of("reserved"):
+            for name in worker.in_phase("reserved"):
                 if rng.random() < 0.5:
-                    worker.miss(name)
+                    worker.fail_transfer(name)
 
     def tear(self, rng: Random) -> None:
         for worker in self.world.workers.values():
             for transfer in list(worker.transfers):
                 if rng.random() < 0.5:
-                    self.world.carry_blocks(worker, transfer, whole=False)
+                    self.world.deliver_blocks(worker, transfer, whole=False)
 
     def give_up(self, rng: Random) -> None:
         for worker in self.world.workers.values():
-            running = worker.of("running")
+            running = worker.in_phase("running")
             if running and rng.random() < 0.3:
-                worker.give_up(rng.choice(running), "logits were not finite")
+                worker.fail(rng.choice(running), "logits were not finite")
 
 
 FAULTS = ["leave", "kill", "notice", "birth", "birth", "drain", "give_up", "garble", "stick"]
@@ -152,7 +152,7 @@ QUIET = ["arrive", "wait", "advance", "advance_far", "advance_far"]
 
 
 def world_of(pool: str, ttft_slo: float) -> World:
-    limits = DispatcherLimits(6, 80, ttft_slo, max_recovering_per_worker=1)
+    limits = DispatcherLimits(6, 80, ttft_slo_seconds=ttft_slo, max_recovering_per_worker=1)
     return World(POOLS[pool], limits, max_queued=2)
 
 
@@ -166,7 +166,7 @@ def test_answers_are_correct_under_random_schedules(pool: str) -> None:
         names = QUIET * rng.randint(1, 6) + rng.sample(FAULTS, rng.randint(0, len(FAULTS)))
         for _ in range(60):
             getattr(chaos, rng.choice(names))(rng)
-        chaos.world.settle(rng)
+        chaos.world.run_until_idle(rng)
         chaos.world.check_rest()
 
 
@@ -176,9 +176,9 @@ def test_without_faults_all_transfers_succeed_and_no_prompt_is_recomputed() -> N
     for number in range(40):
         world.arrive(Request(number, [number] * 9, SamplingParams(), max_tokens=6), {})
         for _ in range(rng.randint(0, 6)):
-            if moves := world.moves():
+            if moves := world.possible_actions():
                 rng.choice(moves)()
-    world.settle(rng)
+    world.run_until_idle(rng)
     world.check_rest()
     num_decoded = sum(len(client.expected()[0]) > 1 for client in world.clients.values())
     assert world.dispatcher.counters.num_transfers == num_decoded
@@ -216,7 +216,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "chaos"):
-            self.chaos.world.settle(Random(0))
+            self.chaos.world.run_until_idle(Random(0))
             self.chaos.world.check_rest()
 
 

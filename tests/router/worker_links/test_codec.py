@@ -7,6 +7,12 @@ from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 from penstock.protos.worker_codec import decode_sampling_params
 from penstock.router.routing import events as ev
+from penstock.router.routing.prefix_cache.cache_events import (
+    CacheChange,
+    CacheEvents,
+    CacheSnapshot,
+    ResyncCache,
+)
 from penstock.router.worker_links import codec
 
 PARAMS = SamplingParams(temperature=0.5, max_tokens=7, seed=3)
@@ -23,7 +29,7 @@ def test_submit_carries_every_field() -> None:
     assert (submit.request, submit.attempt, submit.yield_after) == (9, 2, 1)
     assert list(submit.prompt) == [1, 2, 3]
     assert decode_sampling_params(submit.params) == PARAMS
-    assert (submit.priority, submit.salt, submit.request_id) == (-1, b"tenant", "order-66")
+    assert (submit.salt, submit.request_id) == (b"tenant", "order-66")
     logs = [(log.choice, list(log.tokens), log.finished) for log in submit.log]
     assert logs == [(0, [4, 5], False), (1, [], True)]
     assert submit.source == pb.Source(
@@ -68,10 +74,9 @@ def test_step_with_all_fields_is_decoded() -> None:
     step.ended.add(request=8, attempt=1, reason="not finite")
     event = codec.decode_event("w", pb.ToRouter(step=step))
     assert isinstance(event, ev.Stepped)
-    assert event.tokens == [
-        ev.NewToken(9, 2, 0, 4, 11, ev.Finish.NONE, None),
-        ev.NewToken(9, 2, 1, 0, 12, ev.Finish.STOP, entry),
-    ]
+    assert event.tokens == ev.TokenColumns(
+        [9, 9], [2, 2], [0, 1], [4, 0], [11, 12], [ev.Finish.NONE, ev.Finish.STOP], {1: entry}
+    )
     assert event.ended == [(8, 1, "not finite")]
     assert event.load == WorkerLoad(
         queued=1, queued_tokens=2, running=3, free_blocks=4, last_step_seconds=0.0015, num_steps=9
@@ -81,11 +86,16 @@ def test_step_with_all_fields_is_decoded() -> None:
 SCORED = pb.PromptLogprobs(
     request=4, attempt=2, position=7, entries=[pb.TokenLogprobs(chosen=-1.5, rank=2)]
 )
+NO_TOKENS = ev.TokenColumns([], [], [], [], [], [])
 MESSAGES = [
-    (pb.ToRouter(step=pb.Step()), ev.Stepped("w", [], None, [], [])),
+    (pb.ToRouter(step=pb.Step()), ev.Stepped("w", NO_TOKENS, None, [], [], [])),
     (
         pb.ToRouter(step=pb.Step(prompts=[SCORED])),
-        ev.Stepped("w", [], None, [], [ev.ScoredPrompt(4, 2, 7, [SCORED.entries[0]])]),
+        ev.Stepped("w", NO_TOKENS, None, [], [ev.ScoredPrompt(4, 2, 7, [SCORED.entries[0]])], []),
+    ),
+    (
+        pb.ToRouter(step=pb.Step(cached=[pb.CachedPrompt(request=4, attempt=2, tokens=32)])),
+        ev.Stepped("w", NO_TOKENS, None, [], [], [(4, 2, 32)]),
     ),
     (
         pb.ToRouter(yielded=pb.Yielded(request=9, attempt=1, kv_len=5)),
@@ -118,8 +128,14 @@ MESSAGES = [
         ev.Rejected("w", 9, 2, "full", True),
     ),
     (pb.ToRouter(draining=pb.Draining()), ev.Draining("w")),
-    (pb.ToRouter(stored=pb.Stored(blocks=[1])), ev.Heartbeat("w")),
-    (pb.ToRouter(evicted=pb.Evicted(blocks=[1])), ev.Heartbeat("w")),
+    (
+        pb.ToRouter(
+            cache_snapshot=pb.CacheSnapshot(
+                incarnation="i", next=9, chunk=1, last=True, blocks=[1, 2**64 - 1]
+            )
+        ),
+        CacheSnapshot("w", "i", 9, 1, True, [1, 2**64 - 1]),
+    ),
     (pb.ToRouter(heartbeat=pb.Heartbeat()), ev.Heartbeat("w")),
 ]
 
@@ -127,6 +143,37 @@ MESSAGES = [
 @pytest.mark.parametrize(("message", "event"), MESSAGES)
 def test_message_is_decoded_to_its_event(message: pb.ToRouter, event: ev.Event) -> None:
     assert codec.decode_event("w", message) == event
+
+
+def test_cache_events_of_a_step_are_decoded_in_order() -> None:
+    changes = [
+        pb.CacheChange(evicted=[7, 8]),
+        pb.CacheChange(stored=[1, 2, 5], parents=[3, 0], lengths=[2, 1]),
+    ]
+    message = pb.CacheEvents(incarnation="i", first=4, changes=changes)
+    expected = [CacheChange(evicted=[7, 8], stored=[], parents=[])]
+    expected.append(CacheChange(evicted=[], stored=[1, 2, 5], parents=[3, 0]))
+    assert codec.decode_cache_events("w", message) == CacheEvents("w", "i", 4, expected)
+
+
+def test_request_for_a_snapshot_is_encoded() -> None:
+    assert codec.encode_command(ResyncCache("w", "why")).HasField("resync_cache")
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"request": [9], "attempt": [1], "choice": [0], "position": [0], "token": [5, 6]},
+        {"request": [9], "attempt": [1], "choice": [0], "position": [0], "token": [5]}
+        | {"finish": [9]},
+    ],
+)
+def test_columns_of_unequal_length_and_unknown_finishes_are_refused(
+    columns: dict[str, list[int]],
+) -> None:
+    step = pb.Step(**columns)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"differ in length|unknown finish"):
+        codec.decode_event("w", pb.ToRouter(step=step))
 
 
 def test_every_message_of_the_protocol_is_known() -> None:

@@ -60,16 +60,16 @@ async def test_link_sends_hello_and_delivers_events(worker: StubWorker, received
     assert (up.info.worker, up.info.role, up.info.max_model_len) == ("w0", "mixed", 2048)
     hello = worker.hellos[0]
     assert (hello.protocol, hello.router, hello.incarnation) == (1, "router-7", "fresh")
-    worker.go.clear()
+    worker.stepping.clear()
     link.send(ev.Submit("w0", REQUEST, 1, ((),), (False,), None, 0))
-    await until(lambda: worker.holding)
+    await until(lambda: worker.runs)
     assert list(worker.submits[0].prompt) == [5, 6, 7]
-    worker.go.set()
+    worker.stepping.set()
     await until(lambda: received.count(ev.Stepped) >= 3)
     steps = [event for event in received.events if isinstance(event, ev.Stepped)]
-    assert [step.tokens[0].position for step in steps[:3]] == [0, 1, 2]
+    assert [step.tokens.positions[0] for step in steps[:3]] == [0, 1, 2]
     link.send(ev.Drop("w0", 1, 1))
-    await until(lambda: not worker.holding)
+    await until(lambda: not worker.runs)
     await link.stop()
     assert received.kinds()[-1] == "WorkerLost"
 
@@ -81,7 +81,7 @@ async def test_idle_link_sends_heartbeats(
     monkeypatch.setattr(worker_link, "IDLE_HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(worker_link, "HEARTBEAT_SECONDS", 1e6)
     link = link_to(worker, received)
-    await until(lambda: worker.num_beats >= 2 and received.count(ev.Heartbeat) >= 2)
+    await until(lambda: worker.num_heartbeats >= 2 and received.count(ev.Heartbeat) >= 2)
     await link.stop()
 
 
@@ -92,17 +92,17 @@ async def test_heartbeats_are_more_frequent_to_a_busy_worker(
     monkeypatch.setattr(worker_link, "HEARTBEAT_SECONDS", 0.05)
     worker.welcome.load.running = 1
     link = link_to(worker, received)
-    await until(lambda: worker.num_beats >= 2)
+    await until(lambda: worker.num_heartbeats >= 2)
     worker.welcome.load.running = 0
     await link.stop()
     link = link_to(worker, received)
     await until(lambda: received.count(ev.WorkerUp) == 2)
-    before = worker.num_beats
+    before = worker.num_heartbeats
     # After a command the link treats the worker as busy, whatever its load report.
     link.send(ev.Drop("w0", 1, 1))
-    await until(lambda: worker.num_beats == before + 1)
+    await until(lambda: worker.num_heartbeats == before + 1)
     await asyncio.sleep(0.3)
-    assert worker.num_beats == before + 1
+    assert worker.num_heartbeats == before + 1
     await link.stop()
 
 
@@ -159,7 +159,7 @@ async def test_invalid_message_ends_the_stream(
 ) -> None:
     link = link_to(worker, received)
     await until(lambda: received.kinds() == ["WorkerUp"])
-    worker.say(message)
+    worker.send(message)
     await until(lambda: received.kinds()[:3] == ["WorkerUp", "WorkerLost", "WorkerUp"])
     await link.stop()
 
@@ -171,7 +171,7 @@ async def test_unknown_finish_reason_ends_the_stream(
     await until(lambda: received.kinds() == ["WorkerUp"])
     step = pb.Step(request=[1], attempt=[1], choice=[0], position=[0], token=[1])
     step.finish.append(7)  # type: ignore[arg-type]
-    worker.say(pb.ToRouter(step=step))
+    worker.send(pb.ToRouter(step=step))
     await until(lambda: received.kinds()[:2] == ["WorkerUp", "WorkerLost"])
     await link.stop()
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.kernels.cpu_common.cpu_features import has_amx
 from penstock.kernels.linear import cpu_packed_f32
 from penstock.kernels.linear.op import PackedLinear
 from penstock.workers.config import WorkerConfig
@@ -21,14 +22,15 @@ from penstock.workers.engine.determinism_check import check_batch_invariance
 from penstock.workers.engine.engine import Engine
 from penstock.workers.layers import packing
 from penstock.workers.models.config import UnsupportedModel
-from penstock.workers.rank.fingerprint import layout_of
+from penstock.workers.rank import fingerprint
+from penstock.workers.rank.fingerprint import layout_of, numerics_of
 from penstock.workers.service.grpc_service import serve_worker
-from tests.support.attached import Attached, greedy
+from tests.support.attached_router import AttachedRouter, greedy
 from tests.support.checkpoints import make_checkpoint
+from tests.support.disaggregated_pair import DisaggregatedPair
 from tests.support.engines import run_greedy
-from tests.support.even import EVEN, make_even
-from tests.support.handover import HandOvers
 from tests.support.schedule_player import Bits, Request, Schedule, play
+from tests.support.step_graph_checkpoints import COMPATIBLE_SIZES, make_compatible
 from tests.support.tiny import tiny_checkpoint
 
 FAMILIES = ("llama3", "mistral", "gemma2", "qwen2-moe", "gpt-oss", "bloom-untied", "falcon-rw",
@@ -147,7 +149,7 @@ class BatchDependentLinear:
 
 
 def make_batch_dependent(engine: Engine) -> None:
-    decoder: Any = engine._runner.decoder
+    decoder: Any = engine.executor.runner.decoder
     for linear in (decoder.layers[1].mlp.down, decoder.head):
         assert linear.weight.numel() == 0
         linear.packed = BatchDependentLinear(linear.packed)
@@ -166,6 +168,7 @@ def test_batch_dependent_linear_layer_is_detected(folder: Path) -> None:
 def test_check_and_warm_up_leave_no_work_and_no_counts(folder: Path, sizes: dict[str, int]) -> None:
     engine = make_engine(folder, **sizes)
     check_batch_invariance(engine)
+    assert engine.batcher.limits == engine.limits  # so the warm-up computes its prompt in one step
     engine.warm_up()
     assert engine.step().empty
     load = engine.load()
@@ -191,10 +194,12 @@ def test_bits_of_each_model_family_are_equal_in_any_schedule(family: str, tmp_pa
 
 
 GRAPH_CONFIGS: dict[str, Any] = {
-    "llama": transformers.LlamaConfig(**EVEN),
-    "int8": transformers.LlamaConfig(**EVEN | {"intermediate_size": 128}),
-    "gemma2": transformers.Gemma2Config(**EVEN, sliding_window=13, query_pre_attn_scalar=24),
-    "qwen3": transformers.Qwen3Config(**EVEN),
+    "llama": transformers.LlamaConfig(**COMPATIBLE_SIZES),
+    "int8": transformers.LlamaConfig(**COMPATIBLE_SIZES | {"intermediate_size": 128}),
+    "gemma2": transformers.Gemma2Config(
+        **COMPATIBLE_SIZES, sliding_window=13, query_pre_attn_scalar=24
+    ),
+    "qwen3": transformers.Qwen3Config(**COMPATIBLE_SIZES),
 }
 
 
@@ -206,10 +211,10 @@ def test_cpu_step_graph_has_the_bits_of_separate_operations(
     """Results of a CPU step graph are bitwise identical to those of separate operations."""
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
     monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
-    make_even(tmp_path, GRAPH_CONFIGS[name])
+    make_compatible(tmp_path, GRAPH_CONFIGS[name])
     quantization = "int8" if name == "int8" and cpu_packed_f32.has_amx() else "none"
     engine = make_engine(tmp_path, quantization=quantization)
-    assert engine._runner._step_graph is not None
+    assert engine.executor.runner._step_graph is not None
     check_batch_invariance(engine)
     expected = merge(run_separately(engine, REQUESTS))
     monkeypatch.setattr(model_runner, "build_cpu_step_graph", lambda *_: None)
@@ -235,7 +240,7 @@ def test_bits_are_equal_with_int8_weights(tmp_path: Path) -> None:
         assert play(engine, REQUESTS, schedule) == expected
 
 
-def received_bits(attached: Attached, request: int, attempt: int) -> list[tuple[Any, ...]]:
+def received_bits(attached: AttachedRouter, request: int, attempt: int) -> list[tuple[Any, ...]]:
     """Return the positions, tokens and logprobs of an answer."""
     return [
         (
@@ -243,7 +248,7 @@ def received_bits(attached: Attached, request: int, attempt: int) -> list[tuple[
             step.token[entry.row],
             (entry.chosen, entry.rank, *entry.tokens, *entry.values),
         )
-        for step in (message.step for message in attached.heard)
+        for step in (message.step for message in attached.received)
         for entry in step.logprobs
         if (step.request[entry.row], step.attempt[entry.row]) == (request, attempt)
     ]
@@ -256,13 +261,13 @@ async def test_bits_are_equal_after_a_kv_transfer(folder: Path) -> None:
     workers = [
         await serve_worker(WorkerConfig(name, folder, **sizes)) for name in ("prefill", "decode")
     ]
-    pools = await HandOvers.open(*(worker.address for worker in workers))
+    pools = await DisaggregatedPair.open(*(worker.address for worker in workers))
     prompt = REQUESTS[0].prompt
     params: dict[str, Any] = {"temperature": 0.8, "seed": 9, "logprobs": 3}
     await pools.decode.submit(1000, prompt, greedy(12, **params), salt=b"alone")
     await pools.decode.answer(1000)
-    moving = await pools.prefilled(prompt, 12, **params)
-    await moving.whole()
+    moving = await pools.prefill_and_yield(prompt, 12, **params)
+    await moving.finish()
     await pools.decode.message("received", moving.request)
     moved = received_bits(pools.prefill, moving.request, 1) + received_bits(
         pools.decode, moving.request, 2
@@ -286,7 +291,15 @@ def test_transformers_backend_is_refused(tmp_path: Path) -> None:
         make_engine(tmp_path)
 
 
-def test_layout_depends_on_deterministic_mode_and_its_block_size(engine: Engine) -> None:
-    given = (engine.model, engine.spec, torch.float32, torch.float32)
-    assert engine.layout == layout_of(*given, deterministic=BLOCK_SIZE)
-    assert engine.layout not in (layout_of(*given), layout_of(*given, deterministic=1))
+def test_layout_depends_on_deterministic_mode_block_size_and_cpu(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, cpu = (engine.model, engine.spec, torch.float32, torch.float32), torch.device("cpu")
+    assert engine.layout == layout_of(*given, numerics_of(BLOCK_SIZE, cpu))
+    others = [layout_of(*given), layout_of(*given, numerics_of(1, cpu))]
+    monkeypatch.setattr(fingerprint, "has_amx", lambda: not has_amx())
+    others.append(layout_of(*given, numerics_of(BLOCK_SIZE, cpu)))
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    others.append(layout_of(*given, numerics_of(BLOCK_SIZE, cpu)))
+    assert engine.layout not in others

@@ -6,16 +6,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from penstock.common.block_hash import block_hash, root_hash
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine import engine as module
+from penstock.workers.engine import executor as module
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.warm_up import warm_up_block_moves, warm_up_sequences
 from penstock.workers.rank.rank_runtime import choose_device
-from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import (
     NeverFits,
     NewSequence,
@@ -69,7 +70,7 @@ def test_greedy_answers_equal_recomputation_alone_and_in_a_batch(engine: Engine)
 def test_preempted_sequences_give_the_same_tokens(checkpoint: Path, engine: Engine) -> None:
     expected = {i: run_greedy(engine, PROMPT[i : 40 + i], 60) for i in range(8)}
     small = make_engine(checkpoint)
-    small.batcher = Batcher(dataclasses.replace(small.limits, num_blocks=30))
+    small.reset_scheduler(dataclasses.replace(small.limits, num_blocks=30))
     for i in range(8):
         small.submit(greedy_sequence(i, PROMPT[i : 40 + i], 60))
     assert run_out(small) == expected
@@ -119,7 +120,7 @@ def test_choices_of_one_request_equal_separate_requests(engine: Engine, num_prom
     for choice in range(4):
         engine.submit(sampled_sequence(choice, num_prompt, choice))
         expected.append(run_out(engine)[choice])
-    engine.batcher = Batcher(engine.limits)
+    engine.reset_scheduler(engine.limits)
     engine.submit(sampled_sequence("all", num_prompt, 0, num_siblings=3))
     answers: list[list[int]] = [[] for _ in range(4)]
     while (output := (result := engine.step()).output) is not None:
@@ -177,7 +178,7 @@ def test_sequence_with_non_finite_logits_fails_without_affecting_others(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     expected = run_greedy(engine, PROMPT[:9], 6)
-    original = engine._runner.run
+    original = engine.executor.runner.run
 
     def poisoned(plan: StepPlan) -> torch.Tensor:
         logits = original(plan).clone()
@@ -187,7 +188,7 @@ def test_sequence_with_non_finite_logits_fails_without_affecting_others(
         return logits
 
     num_seen: dict[Any, int] = {}
-    monkeypatch.setattr(engine._runner, "run", poisoned)
+    monkeypatch.setattr(engine.executor.runner, "run", poisoned)
     engine.submit(greedy_sequence("bad", PROMPT[3:20], 6))
     engine.submit(greedy_sequence("good", PROMPT[:9], 6, salt=b"other"))
     failed, good = [], []
@@ -244,6 +245,19 @@ def test_warm_up_leaves_no_counts_and_no_used_blocks(checkpoint: Path) -> None:
     assert load.free_blocks == engine.limits.num_blocks
 
 
+def test_replaced_scheduler_is_empty_and_keeps_the_estimate_of_step_times(engine: Engine) -> None:
+    run_greedy(engine, PROMPT[:40], 3)
+    longest, last = engine.outputs.times.longest, engine.load().last_step_seconds
+    limits = dataclasses.replace(engine.limits, num_blocks=30)
+    engine.reset_scheduler(limits)
+    load = engine.load()
+    assert engine.batcher.limits == limits
+    assert (load.free_blocks, load.num_steps, load.step_seconds) == (30, 0, 0.0)
+    assert (engine.outputs.times.longest, load.last_step_seconds) == (longest, last)
+    assert longest > 0
+    assert len(run_greedy(engine, PROMPT[:40], 3)) == 3
+
+
 def test_warm_up_includes_block_moves_and_leaves_the_cache_unchanged(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +280,7 @@ def test_sampler_admits_rows_on_the_compute_stream(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps do not wait for other CUDA streams, so rows are admitted on the compute stream."""
-    in_compute_stream, admitted, admit = [], [], engine._sampler.admit
+    in_compute_stream, admitted, admit = [], [], engine.executor.sampler.admit
 
     @contextmanager
     def computing() -> Iterator[None]:
@@ -278,8 +292,8 @@ def test_sampler_admits_rows_on_the_compute_stream(
         admitted.append(bool(in_compute_stream))
         admit(*arguments)
 
-    monkeypatch.setattr(engine._streams, "computing", computing)
-    monkeypatch.setattr(engine._sampler, "admit", recorded_admit)
+    monkeypatch.setattr(engine.executor.streams, "computing", computing)
+    monkeypatch.setattr(engine.executor.sampler, "admit", recorded_admit)
     run_greedy(engine, PROMPT[:5], 2)
     assert admitted == [True]
 
@@ -329,3 +343,12 @@ def test_missing_gpu_is_an_error(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="no CUDA device"):
         make_engine(checkpoint, device="cuda")
     assert choose_device("auto").type == "cpu"
+
+
+def test_block_hashes_are_keyed_by_the_secret_of_the_configuration(checkpoint: Path) -> None:
+    key = bytes(range(32))
+    engine = make_engine(checkpoint, hash_key=key)
+    run_greedy(engine, PROMPT[:40], 1)
+    first = np.array(PROMPT[: engine.limits.block_size], np.int32)
+    assert engine.batcher.pool.has_hash(block_hash(root_hash(key, b""), first))
+    assert not engine.batcher.pool.has_hash(block_hash(root_hash(b"", b""), first))

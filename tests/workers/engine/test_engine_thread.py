@@ -11,9 +11,12 @@ from typing import Any, cast
 import pytest
 
 from penstock.common.worker_load import WorkerLoad
-from penstock.workers.engine.engine import Engine, StepResult
+from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.engine_thread import EngineThread
+from penstock.workers.engine.results import StepResult
 from penstock.workers.health.watchdog import HANG_FACTOR, ProgressTimer
+from penstock.workers.scheduling.cache_report import CacheReporter
+from penstock.workers.scheduling.kv_pool import BlockPool
 
 
 @dataclass
@@ -25,47 +28,60 @@ class StubPlan:
 
 
 class StubEngine:
-    """A stub engine with `work` steps, each blocked until `gate` is released; counts its plans."""
+    """A stub engine with `work` steps, each blocked until `gate` is released; counts its plans.
+
+    It is its own batcher, executor and output processor.
+    """
 
     def __init__(self, plans_ahead: bool) -> None:
+        self.batcher = self.executor = self.outputs = self
+        self.cache_reporter = CacheReporter(BlockPool(1))
         self.plans_ahead = plans_ahead
         self.on_device = False
-        self.longest_step = 0.0
+        self.limits = SimpleNamespace(num_stages=1)
+        self.times = SimpleNamespace(longest=0.0)
+        self.table = None
+        self.num_in_flight = 0
         self.work = 0
         self.num_plans = 0
         self.log: list[str] = []
         self.gate = threading.Semaphore(0)
         self.stepping = threading.Event()
+        self.idled = threading.Event()
 
-    def step(self) -> StepResult:
-        result = StepResult()
-        plan = self.plan(result)
-        if plan is not None:
-            self.commit(plan, self.sample(plan, self.compute(plan)), 0.0, result)
-        return result
-
-    def plan(self, result: StepResult) -> StubPlan | None:
+    def plan(self) -> StubPlan | None:
+        if self.num_in_flight:
+            return None
         self.num_plans += 1
+        self.num_in_flight = min(self.work, 1)
         return StubPlan() if self.work else None
 
     def stop(self) -> None:
         pass
 
-    def plan_ahead(self) -> None:
-        return None
+    def idle(self) -> None:
+        assert not self.num_in_flight
+        self.idled.set()
+
+    def broadcast(self, plan: StubPlan) -> None:
+        pass
 
     def drain_events(self, result: StepResult) -> None:
         pass
 
-    def compute(self, plan: StubPlan) -> str:
+    def execute(self, plan: StubPlan, table: None) -> Any:
+        return self.sample(plan, self.execute_model(plan), table)
+
+    def execute_model(self, plan: StubPlan) -> str:
         self.stepping.set()
         assert self.gate.acquire(timeout=60)
         return "logits"
 
-    def sample(self, plan: StubPlan, logits: str) -> Any:
+    def sample(self, plan: StubPlan, logits: str, table: None) -> Any:
         return SimpleNamespace(tokens=None)
 
     def commit(self, plan: StubPlan, sampled: object, seconds: float, result: StepResult) -> None:
+        self.num_in_flight = 0
         self.work -= 1
         self.log.append("step")
         result.output = cast(Any, "output")
@@ -120,7 +136,7 @@ async def test_progress_timer_runs_while_a_step_does_not_end(ahead: bool) -> Non
     calls = [loop.call(lambda _: None) for _ in range(3)] if ahead else []
     await asyncio.gather(*calls)
     assert timer.waited(time.monotonic() + 100) > 100
-    engine.longest_step = 40.0
+    engine.times.longest = 40.0
     engine.gate.release(2)
     await received.until(lambda: engine.log.count("step") == 2)
     loop.stop()
@@ -196,6 +212,24 @@ async def test_idle_engine_plans_only_after_a_command(ahead: bool) -> None:
     await loop.call(lambda _: None)
     await received.until(lambda: len(received.results) == 2)
     assert engine.num_plans == num_plans + 1
+    loop.stop()
+    await asyncio.to_thread(loop.join, 60)
+
+
+@AHEAD
+async def test_cores_are_left_to_others_only_when_no_step_is_in_flight(ahead: bool) -> None:
+    engine, received, loop = start_engine(ahead)
+    await loop.call(lambda _: None)
+    assert await asyncio.to_thread(engine.idled.wait, 60)
+    loop.post(add_work(2))
+    await asyncio.to_thread(engine.stepping.wait, 60)
+    engine.idled.clear()
+    engine.gate.release()
+    await received.until(lambda: engine.log.count("step") == 1)
+    assert not engine.idled.is_set()
+    engine.gate.release()
+    assert await asyncio.to_thread(engine.idled.wait, 60)
+    assert engine.log.count("step") == 2
     loop.stop()
     await asyncio.to_thread(loop.join, 60)
 

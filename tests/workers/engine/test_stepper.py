@@ -9,8 +9,9 @@ import torch
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine.engine import Engine, StepResult
-from penstock.workers.engine.stepper import OverlapStepper, make_stepper
+from penstock.workers.engine.engine import Engine, make_stepper
+from penstock.workers.engine.results import StepResult
+from penstock.workers.engine.stepper import OverlapStepper
 from penstock.workers.scheduling.sequence import Key, NewSequence
 from tests.support.engines import run_out
 from tests.support.tiny import tiny_checkpoint
@@ -84,7 +85,7 @@ def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Engine:
     """An engine that plans ahead, with a compute thread, or with the CPU in place of a GPU."""
     engine = make_engine(checkpoint)
     engine.plans_ahead = True
-    engine.on_device = request.param == "a device computes"
+    engine.executor.on_device = request.param == "a device computes"
     return engine
 
 
@@ -128,14 +129,14 @@ def test_failing_sequence_does_not_affect_others(
     while len(driver.answers.get(1, [])) < 3:
         driver.advance()
     row = engine.batcher.table.keys.tolist().index(0)
-    run = engine._runner.run
+    run = engine.executor.runner.run
 
     def run_with_nan(plan, drawn=None):  # type: ignore[no-untyped-def]
         logits = run(plan, drawn).clone()
         logits[plan.rows[plan.samples] == row] = torch.nan
         return logits
 
-    monkeypatch.setattr(engine._runner, "run", run_with_nan)
+    monkeypatch.setattr(engine.executor.runner, "run", run_with_nan)
     while driver.num_ended < 2:
         driver.advance()
     assert driver.failed == [0]
@@ -150,7 +151,7 @@ def test_exception_of_the_model_is_raised_on_the_engines_thread(
     def broken(plan: object, drawn: object = None) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(engine._runner, "run", broken)
+    monkeypatch.setattr(engine.executor.runner, "run", broken)
     driver = StepperDriver(engine)
 
     def submit_and_wait() -> None:
@@ -167,7 +168,7 @@ def test_steps_are_planned_ahead_unless_sampling_reads_the_answer(checkpoint: Pa
     plain, *_, with_penalty, _ = sequences()
     for new, ahead in ((plain, True), (with_penalty, False)):
         engine = make_engine(checkpoint)
-        engine.plans_ahead = engine.on_device = True
+        engine.plans_ahead = engine.executor.on_device = True
         driver = StepperDriver(engine)
         driver.advance(lambda engine, new=new: engine.submit(new))  # type: ignore[misc]
         while driver.num_ended == 0:

@@ -18,7 +18,12 @@ from penstock.workers.gpu.device_runner import DeviceRunner
 from penstock.workers.rank import rank_runtime
 from tests.support.devices import DEVICE, ON_GPU, exact_products, runs_kernels
 from tests.support.ranks import make_model
-from tests.support.schedule_player import CROWD, few_requests, play, run_all_schedules_after_warm_up
+from tests.support.schedule_player import (
+    SMALL_CHUNKS,
+    few_requests,
+    play,
+    run_all_schedules_after_warm_up,
+)
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -76,8 +81,8 @@ def make_engine(folder: Path, dtype: str, replays: Replays | None) -> Engine:
         engine = Engine(config)
     torch.nn.init.constant_(engine.cache.data, torch.nan)
     if replays:
-        assert isinstance(engine._runner, DeviceRunner)
-        engine._runner.capture(replays)
+        assert isinstance(engine.executor.runner, DeviceRunner)
+        engine.executor.runner.capture(replays)
     return engine
 
 
@@ -91,5 +96,5 @@ def test_bits_are_equal_in_any_schedule(family: str, dtype: str, tmp_path: Path)
     # A second engine replays decode steps as captured graphs, with padding rows.
     replays = Replays()
     captured = make_engine(folder, dtype, replays)
-    assert play(captured, few_requests(engine.spec.vocab_size), CROWD) == expected
+    assert play(captured, few_requests(engine.spec.vocab_size), SMALL_CHUNKS) == expected
     assert replays.replayed > 4

@@ -9,8 +9,8 @@ import torch
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine.engine import Engine
-from penstock.workers.engine.stepper import DeviceStepper, make_stepper
+from penstock.workers.engine.engine import Engine, make_stepper
+from penstock.workers.engine.stepper import DeviceStepper
 from penstock.workers.gpu.cuda_graphs import CudaCaptures
 from penstock.workers.gpu.device_runner import DeviceRunner
 from penstock.workers.gpu.graph_buckets import GraphBuckets

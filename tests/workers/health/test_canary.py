@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.model_runner import ModelRunner
-from penstock.workers.health.canary import KEY, LivenessMonitor
+from penstock.workers.health.canary import KEY, LivenessMonitor, make_canary
 from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.service import grpc_service
 from penstock.workers.service.grpc_service import RunningWorker, serve_worker
-from tests.support.attached import Attached, greedy
+from tests.support.attached_router import AttachedRouter, greedy
 from tests.support.engines import greedy_sequence, run_greedy, run_out
 from tests.support.tiny import tiny_checkpoint
 
@@ -73,7 +73,7 @@ def test_canary_is_not_counted_and_leaves_no_blocks(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     answer = run_greedy(engine, PROMPT, 5)
     before = engine.load()
-    engine.submit_canary()
+    engine.submit(make_canary())
     assert len(run_out(engine)[KEY]) == 2
     assert engine.load() == before
     engine.batcher.check()
@@ -86,7 +86,7 @@ def test_canary_changes_neither_tokens_nor_counts_of_requests(checkpoint: Path) 
     without_canary, with_canary = make_engine(checkpoint), make_engine(checkpoint)
     answer = run_greedy(without_canary, PROMPT, 5)
     with_canary.submit(greedy_sequence("one", PROMPT, 5))
-    with_canary.submit_canary()
+    with_canary.submit(make_canary())
     answers = run_out(with_canary)
     assert answers["one"] == answer
     assert len(answers[KEY]) == 2
@@ -123,15 +123,15 @@ async def health(worker: RunningWorker) -> int:
 async def test_idle_worker_decodes_canaries_that_routers_do_not_see(
     worker: RunningWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    router = await Attached(worker.address).open()
+    router = await AttachedRouter(worker.address).open()
     await router.submit(1, PROMPT, greedy(3))
     await router.answer(1)
     await until(lambda: worker.silence > 0.19)
     await until(lambda: worker.silence < 0.1)
-    num_received = len(router.heard)
+    num_received = len(router.received)
     await until(lambda: worker.silence > 0.19)
     await until(lambda: worker.silence < 0.1)
-    assert not [each for each in router.heard[num_received:] if each.HasField("step")]
+    assert not [each for each in router.received[num_received:] if each.HasField("step")]
     assert (router.load.running, router.load.prompt_tokens_computed) == (0, len(PROMPT))
     while await health(worker) != health_pb2.HealthCheckResponse.SERVING:
         await asyncio.sleep(0.02)  # a canary may be late if no CPU core was free

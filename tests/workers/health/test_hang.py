@@ -10,7 +10,7 @@ import pytest
 
 from penstock.workers.health.crash_dump import STACKS, STATE
 from penstock.workers.health.watchdog import EXIT_HUNG
-from tests.support.attached import PATIENCE, Attached, greedy
+from tests.support.attached_router import TIMEOUT_SECONDS, AttachedRouter, greedy
 from tests.support.tiny import tiny_checkpoint
 from tests.support.worker_process import worker_process
 
@@ -24,15 +24,15 @@ async def test_worker_with_a_hung_step_writes_a_crash_dump_and_exits(tmp_path: P
     checkpoint, dumps = tiny_checkpoint(tmp_path / "tiny"), tmp_path / "dumps"
     settings = {"hang_after": STEPS, "step_timeout_seconds": 4.0, "crash_dump_dir": str(dumps)}
     async with worker_process("w0", checkpoint, **settings) as worker:
-        router = await Attached(worker.address).open()
+        router = await AttachedRouter(worker.address).open()
         await router.submit(1, PROMPT, greedy(max_tokens=50))
         await router.until(lambda: len(router.answers[1, 1]) == STEPS)
         await router.until_closed()
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             assert await worker.process.wait() == EXIT_HUNG
         await router.close()
     (path,) = dumps.iterdir()
-    assert "stand_still" in (path / STACKS).read_text()
+    assert "run_or_hang" in (path / STACKS).read_text()
     state = json.loads((path / STATE).read_text())
     assert state["why"].startswith("the engine made no progress for ")
     (sequence,) = state["scheduler"]["sequences"]

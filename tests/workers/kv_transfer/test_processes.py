@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.attached import Attached
-from tests.support.handover import HandOvers
+from tests.support.attached_router import AttachedRouter
+from tests.support.disaggregated_pair import DisaggregatedPair
 from tests.support.tiny import tiny_checkpoint
 from tests.support.worker_process import worker_process
 
@@ -26,12 +26,12 @@ async def test_transferred_requests_give_the_answers_of_a_mixed_worker(checkpoin
         worker_process("prefill", checkpoint, role="prefill") as prefill,
         worker_process("decode", checkpoint, role="decode") as decode,
     ):
-        pools = await HandOvers.open(prefill.address, decode.address)
+        pools = await DisaggregatedPair.open(prefill.address, decode.address)
         for length in (1, 15, 16, 17, 31, 33, 100):
-            expected = await pools.mixed(PROMPT[:length], NUM_TOKENS)
+            expected = await pools.answer_without_transfer(PROMPT[:length], NUM_TOKENS)
             computed = pools.decode.load.prompt_tokens_computed
-            moving = await pools.prefilled(PROMPT[:length], NUM_TOKENS)
-            assert await moving.whole() == expected
+            moving = await pools.prefill_and_yield(PROMPT[:length], NUM_TOKENS)
+            assert await moving.finish() == expected
             assert pools.decode.load.prompt_tokens_computed == computed
             received = await pools.decode.message("received", moving.request)
             assert received.bytes == -(-length // 16) * BYTES_PER_BLOCK
@@ -45,11 +45,11 @@ async def test_transfer_between_different_meshes_and_block_sizes(checkpoint: Pat
         worker_process("pp2", checkpoint, pp=2) as pp2,
     ):
         for prefill, decode in ((tp2, one), (one, tp2), (pp2, tp2)):
-            pools = await HandOvers.open(prefill.address, decode.address)
-            expected = await pools.mixed(PROMPT[:37], 6)
+            pools = await DisaggregatedPair.open(prefill.address, decode.address)
+            expected = await pools.answer_without_transfer(PROMPT[:37], 6)
             computed = pools.decode.load.prompt_tokens_computed
-            moving = await pools.prefilled(PROMPT[:37], 6)
-            assert await moving.whole() == expected
+            moving = await pools.prefill_and_yield(PROMPT[:37], 6)
+            assert await moving.finish() == expected
             assert pools.decode.load.prompt_tokens_computed == computed
             received = await pools.decode.message("received", moving.request)
             assert received.bytes == 3 * BYTES_PER_BLOCK
@@ -63,18 +63,18 @@ async def test_request_is_recomputed_if_its_source_is_killed_while_sending(
         worker_process("prefill", checkpoint, slow_gather=0.02) as prefill,
         worker_process("decode", checkpoint, transfer_seconds=60.0) as decode,
     ):
-        pools = await HandOvers.open(prefill.address, decode.address)
-        expected = await pools.mixed(PROMPT, NUM_TOKENS)
-        earlier = await pools.prefilled(PROMPT[:40], NUM_TOKENS)
-        await earlier.whole()
-        moving = await pools.prefilled(PROMPT, NUM_TOKENS)
+        pools = await DisaggregatedPair.open(prefill.address, decode.address)
+        expected = await pools.answer_without_transfer(PROMPT, NUM_TOKENS)
+        earlier = await pools.prefill_and_yield(PROMPT[:40], NUM_TOKENS)
+        await earlier.finish()
+        moving = await pools.prefill_and_yield(PROMPT, NUM_TOKENS)
         await moving.submit()
         received = pools.decode.load.bytes_received
         await moving.send()
         # Run short requests, because loads are reported with steps, until some of the 21 messages,
         # but not all of them, have been received.
         while pools.decode.load.bytes_received == received:
-            await pools.mixed(PROMPT[:2], 2)
+            await pools.answer_without_transfer(PROMPT[:2], 2)
         await prefill.kill()
         assert await moving.answer() == expected
         assert "broke" in (await pools.decode.message("failed", moving.request)).reason
@@ -90,18 +90,18 @@ async def test_lease_outlives_a_destination_killed_while_receiving(checkpoint: P
         worker_process("decode", checkpoint) as decode,
         worker_process("second", checkpoint) as second,
     ):
-        pools = await HandOvers.open(prefill.address, decode.address)
-        expected = await pools.mixed(PROMPT, NUM_TOKENS)
-        moving = await pools.prefilled(PROMPT, NUM_TOKENS)
+        pools = await DisaggregatedPair.open(prefill.address, decode.address)
+        expected = await pools.answer_without_transfer(PROMPT, NUM_TOKENS)
+        moving = await pools.prefill_and_yield(PROMPT, NUM_TOKENS)
         await moving.submit()
         await moving.send()
         received = pools.decode.load.bytes_received
         while pools.decode.load.bytes_received == received:
-            await pools.mixed(PROMPT[:2], 2)
+            await pools.answer_without_transfer(PROMPT[:2], 2)
         await decode.kill()
         await pools.prefill.message("failed", moving.request)
         # The lease is still valid: another worker receives the sequence.
-        pools.decode = await Attached(second.address).open()
+        pools.decode = await AttachedRouter(second.address).open()
         await moving.submit()
         await moving.send()
         assert await moving.answer() == expected

@@ -10,7 +10,10 @@ import torch
 
 from penstock.protos import ranks_pb2 as wire
 from penstock.workers.kv_transfer import sender as source_side
-from penstock.workers.kv_transfer.rank_mover import RankMover, WriteGate, make_piece
+from penstock.workers.kv_transfer.codec import encode_piece
+from penstock.workers.kv_transfer.protocol.messages import Piece
+from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
+from penstock.workers.kv_transfer.rank_mover import RankMover
 from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard, routes
 from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.kv_transfer.transport import PairBroken, RankPair
@@ -201,9 +204,7 @@ async def test_nothing_is_written_after_an_abort_while_ranks_send(
     reading = Held(source.stagings[1], "gather")
     async with sides(source, target) as both:
         epoch = both.expect(LENGTH, blocks(4, 4))
-        outgoing = source_side.OutgoingTransfer(
-            "r", 7, 2, epoch, 0, LENGTH, np.array(blocks(4, 3), np.int32)
-        )
+        outgoing = OutgoingTransfer("r", 7, 2, epoch, 0, LENGTH, np.array(blocks(4, 3), np.int32))
         sending = asyncio.create_task(
             both.source.send(both.peer, outgoing, lambda: both.read.append(epoch))
         )
@@ -247,7 +248,7 @@ class MoverPair:
 
     def piece(self, epoch: int, index: int, numbers: list[int]) -> wire.Piece:
         shard = Shard(LayerHeadRange(0, 2, 0, 1), 0, 4 * len(numbers))
-        return make_piece(epoch, index, np.array(numbers, np.int32), shard, 4)
+        return encode_piece(Piece(epoch, index, shard, np.array(numbers, np.int32), 4))
 
     async def report(self, side: int, kind: str, num: int = 1) -> list[wire.Report]:
         def found() -> list[wire.Report]:
@@ -307,17 +308,16 @@ async def test_every_move_is_reported_once_even_after_its_pair_closes() -> None:
     pair.stop()
 
 
-async def test_closed_gate_calls_back_after_the_last_writer_leaves() -> None:
-    gate = WriteGate()
-    calls: list[int] = []
-    assert gate.enter()
-    assert gate.enter()
-    gate.leave()
-    gate.close(lambda: calls.append(1))
-    assert not gate.enter()
-    assert calls == []
-    gate.leave()
-    assert calls == [1]
+async def test_late_order_for_a_drained_epoch_writes_nothing() -> None:
+    pair = MoverPair()
+    pair.movers[1].execute(wire.Move(settle=5))
+    await pair.report(1, "settled")
+    pair.movers[1].execute(wire.Move(end=1, receive=pair.piece(5, 0, [3, 4])))
+    pair.movers[0].execute(wire.Move(end=1, send=pair.piece(5, 0, [1, 2])))
+    (report,) = await pair.report(1, "moved")
+    assert not report.moved.broken
+    assert torch.equal(pair.caches[1], pair.before)
+    pair.stop()
 
 
 # ------------------------------------------------------------------ limits on peers
@@ -346,7 +346,7 @@ async def test_only_idle_channels_are_evicted(monkeypatch: pytest.MonkeyPatch) -
 async def test_destination_refuses_sources_beyond_its_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("penstock.workers.kv_transfer.receiver.MAX_PEERS", 0)
+    monkeypatch.setattr("penstock.workers.kv_transfer.protocol.receive.MAX_PEERS", 0)
     async with sides(Blocks(1, ONE, 4), Blocks(2, ONE, 4)) as both:
         epoch = both.expect(LENGTH, blocks(4, 4))
         with pytest.raises(PairBroken, match="RESOURCE_EXHAUSTED"):

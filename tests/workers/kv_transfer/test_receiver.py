@@ -14,11 +14,12 @@ import torch
 from penstock.protos import transfer_pb2 as wire
 from penstock.protos import transfer_pb2_grpc
 from penstock.workers.kv_transfer.peer_channel import Peer
+from penstock.workers.kv_transfer.protocol.receive import ExpectedTransfer, TransferResult
+from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.rank_endpoints import RankEndpoints
 from penstock.workers.kv_transfer.rank_mover import Movers, RankMover
-from penstock.workers.kv_transfer.receive_state import ExpectedTransfer, TransferResult
 from penstock.workers.kv_transfer.receiver import KvReceiver
-from penstock.workers.kv_transfer.sender import KvSender, OutgoingTransfer
+from penstock.workers.kv_transfer.sender import KvSender
 from penstock.workers.kv_transfer.shards import LayerHeadRange
 from penstock.workers.kv_transfer.staging import KvStaging, WorkerIdentity
 from penstock.workers.kv_transfer.transport import PairBroken
@@ -324,7 +325,7 @@ async def test_pair_is_reused_for_the_next_transfer(
         await sender.send(side.peer(), outgoing(epoch, 8, [5, 6]), lambda: None)
     await eventually(side, 5)
     assert [result.reason for result in side.results] == [""] * 5
-    assert next(side.destination._generations) == 2
+    assert next(side.destination._protocol._generations) == 2
 
 
 async def test_transfer_of_an_unknown_epoch_sends_nothing_and_releases_its_blocks(

@@ -13,8 +13,8 @@ from penstock.workers.kv_transfer import sender as source_side
 from penstock.workers.parallel.rendezvous import LocalStore
 from penstock.workers.rank.follower import Follower
 from penstock.workers.service.grpc_service import RunningWorker, serve_worker
-from tests.support.attached import Attached
-from tests.support.handover import HandOvers
+from tests.support.attached_router import AttachedRouter
+from tests.support.disaggregated_pair import DisaggregatedPair
 from tests.support.ranks import make_model, rank_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -57,7 +57,7 @@ async def workers(
 
 
 async def test_layout_does_not_depend_on_the_mesh(workers: Workers) -> None:
-    attached = [await Attached(worker.address).open("looks") for worker in workers.values()]
+    attached = [await AttachedRouter(worker.address).open("looks") for worker in workers.values()]
     assert len({each.welcome.layout for each in attached}) == 1
     for each in attached:
         await each.close()
@@ -69,12 +69,12 @@ async def test_transfer_from_any_mesh_to_any_other(
 ) -> None:
     monkeypatch.setattr(source_side, "MESSAGE_BYTES", 3000)  # several messages per transfer
     prefill, decode = (workers[name].address for name in pair)
-    pools = await HandOvers.open(prefill, decode, f"router {pair}")
+    pools = await DisaggregatedPair.open(prefill, decode, f"router {pair}")
     for length in (3, 17, 60):
-        expected = await pools.mixed(PROMPT[:length], NUM_TOKENS)
+        expected = await pools.answer_without_transfer(PROMPT[:length], NUM_TOKENS)
         computed = pools.decode.load.prompt_tokens_computed
-        moving = await pools.prefilled(PROMPT[:length], NUM_TOKENS)
-        assert await moving.whole() == expected
+        moving = await pools.prefill_and_yield(PROMPT[:length], NUM_TOKENS)
+        assert await moving.finish() == expected
         assert pools.decode.load.prompt_tokens_computed == computed, (
             "the KV must be received, not recomputed"
         )

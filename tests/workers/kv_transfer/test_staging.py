@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.kv_transfer.shards import LayerHeadRange, split
-from penstock.workers.kv_transfer.staging import KvStaging, blocks_of
+from penstock.workers.kv_transfer.shards import LayerHeadRange, blocks_of, split
+from penstock.workers.kv_transfer.staging import KvStaging
 
 LAYERS, DIM = 3, 2
 WHOLE = LayerHeadRange(0, LAYERS, 0, 2)

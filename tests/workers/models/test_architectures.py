@@ -16,16 +16,16 @@ import torch
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.models.config import UnsupportedModel
-from penstock.workers.models.families import FAMILIES
+from penstock.workers.models.family_registry import FAMILIES
 from penstock.workers.models.transformers_backend.model import TransformersModel
 from penstock.workers.weights.loading import load
 from tests.support.answers import check, expected_answers
 from tests.support.architectures import (
     KINDS,
     WINDOW,
-    is_looked_over,
+    is_reviewed,
     make_checkpoint,
-    write_unread,
+    write_unconstructed,
 )
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engines import greedy_sequence, run_out
@@ -100,10 +100,10 @@ def test_engine_serves_architecture_through_transformers(name: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", refused())
 def test_refused_architecture_raises_the_documented_error(name: str, tmp_path: Path) -> None:
-    if is_looked_over(KINDS[name]):
+    if is_reviewed(KINDS[name]):
         make_checkpoint(tmp_path, KINDS[name])
     else:
-        write_unread(tmp_path, KINDS[name])
+        write_unconstructed(tmp_path, KINDS[name])
     with pytest.raises(UnsupportedModel) as error:
         load(tmp_path, "auto", torch.device("cpu"))
     assert f"{name} is not served: " in str(error.value)

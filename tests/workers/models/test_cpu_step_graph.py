@@ -9,21 +9,28 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 from penstock.kernels.linear import cpu_packed_f32
 from penstock.kernels.moe.routing import Routing
 from penstock.workers.engine import model_runner
 from penstock.workers.layers import packing
 from penstock.workers.layers.moe import MoE
+from penstock.workers.layers.norm import LayerNorm
+from penstock.workers.models import model_builder
 from penstock.workers.models.cpu_step_graph import MAX_ROWS, DecodeStepGraph, build_cpu_step_graph
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.weights.loading import load
 from tests.support.answers import check, expected_answers
-from tests.support.even import EVEN, make_even
 from tests.support.planner import Planner, generate, make_cache
+from tests.support.step_graph_checkpoints import COMPATIBLE_SIZES, make_compatible
 
 MAX_NEW = 12
 LENGTHS = (3, 17, 40)
+
+BATCH_INVARIANT_GATES = {
+    name: model_builder.BATCH_INVARIANT_GATES[gate] for name, gate in model_builder.GATES.items()
+}
 
 SMALL_EXPERTS = {
     "num_experts": 6,
@@ -33,28 +40,34 @@ SMALL_EXPERTS = {
 }
 
 SUPPORTED: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**EVEN),
-    "llama, an odd vocabulary": lambda: transformers.LlamaConfig(**EVEN | {"vocab_size": 307}),
+    "llama": lambda: transformers.LlamaConfig(**COMPATIBLE_SIZES),
+    "llama, an odd vocabulary": lambda: transformers.LlamaConfig(
+        **COMPATIBLE_SIZES | {"vocab_size": 307}
+    ),
     "llama, biases": lambda: transformers.LlamaConfig(
-        **EVEN, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+        **COMPATIBLE_SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
-    "mistral, a window": lambda: transformers.MistralConfig(**EVEN, sliding_window=13),
-    "qwen2": lambda: transformers.Qwen2Config(**EVEN),
-    "qwen3, norms of heads": lambda: transformers.Qwen3Config(**EVEN),
+    "mistral, a window": lambda: transformers.MistralConfig(**COMPATIBLE_SIZES, sliding_window=13),
+    "qwen2": lambda: transformers.Qwen2Config(**COMPATIBLE_SIZES),
+    "qwen3, norms of heads": lambda: transformers.Qwen3Config(**COMPATIBLE_SIZES),
     "gemma2, norms after, caps": lambda: transformers.Gemma2Config(
-        **EVEN, sliding_window=13, query_pre_attn_scalar=24
+        **COMPATIBLE_SIZES, sliding_window=13, query_pre_attn_scalar=24
     ),
-    "mixtral": lambda: transformers.MixtralConfig(**EVEN, num_local_experts=4),
-    "qwen2 moe, a shared expert": lambda: transformers.Qwen2MoeConfig(**EVEN, **SMALL_EXPERTS),
+    "mixtral": lambda: transformers.MixtralConfig(**COMPATIBLE_SIZES, num_local_experts=4),
+    "qwen2 moe, a shared expert": lambda: transformers.Qwen2MoeConfig(
+        **COMPATIBLE_SIZES, **SMALL_EXPERTS
+    ),
     "qwen2 moe, experts in every other layer": lambda: transformers.Qwen2MoeConfig(
-        **EVEN, **SMALL_EXPERTS, decoder_sparse_step=2
+        **COMPATIBLE_SIZES, **SMALL_EXPERTS, decoder_sparse_step=2
     ),
-    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(**EVEN, **SMALL_EXPERTS, norm_topk_prob=False),
+    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(
+        **COMPATIBLE_SIZES, **SMALL_EXPERTS, norm_topk_prob=False
+    ),
     "qwen3 moe, weights that sum to one": lambda: transformers.Qwen3MoeConfig(
-        **EVEN, **SMALL_EXPERTS, norm_topk_prob=True
+        **COMPATIBLE_SIZES, **SMALL_EXPERTS, norm_topk_prob=True
     ),
     "gemma3, two rotaries": lambda: transformers.Gemma3TextConfig(
-        **EVEN, sliding_window=13, query_pre_attn_scalar=24
+        **COMPATIBLE_SIZES, sliding_window=13, query_pre_attn_scalar=24
     ),
 }
 
@@ -62,9 +75,11 @@ UNSUPPORTED: dict[str, Callable[[], Any]] = {
     "layer norms": lambda: transformers.FalconConfig(
         vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
     ),
-    "experts with a clamp": lambda: transformers.GptOssConfig(**EVEN, num_local_experts=4),
+    "experts with a clamp": lambda: transformers.GptOssConfig(
+        **COMPATIBLE_SIZES, num_local_experts=4
+    ),
     "experts in groups": lambda: transformers.DeepseekV2Config(
-        **EVEN | {"num_key_value_heads": 4},
+        **COMPATIBLE_SIZES | {"num_key_value_heads": 4},
         **SMALL_EXPERTS,
         n_routed_experts=6,
         first_k_dense_replace=0,
@@ -74,7 +89,9 @@ UNSUPPORTED: dict[str, Callable[[], Any]] = {
         qk_rope_head_dim=32,
         v_head_dim=32,
     ),
-    "a product of odd size": lambda: transformers.LlamaConfig(**EVEN | {"intermediate_size": 97}),
+    "a product of odd size": lambda: transformers.LlamaConfig(
+        **COMPATIBLE_SIZES | {"intermediate_size": 97}
+    ),
 }
 
 
@@ -85,10 +102,18 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
 
 
-def make_models(folder: Path, config: Any, quantization: str = "none") -> tuple[Any, Decoder]:
+def make_models(
+    folder: Path, config: Any, quantization: str = "none", deterministic: bool = False
+) -> tuple[Any, Decoder]:
     """Return the transformers model and the decoder loaded from its checkpoint."""
-    model = make_even(folder, config)
-    decoder = load(folder, "float32", torch.device("cpu"), quantization=quantization)[1]
+    model = make_compatible(folder, config)
+    decoder = load(
+        folder,
+        "float32",
+        torch.device("cpu"),
+        quantization=quantization,
+        deterministic=deterministic,
+    )[1]
     assert isinstance(decoder, Decoder)
     return model, decoder
 
@@ -100,7 +125,7 @@ def test_graph_matches_transformers(
     reference, decoder = make_models(tmp_path, SUPPORTED[name]())
     graph = build_cpu_step_graph(decoder, make_cache(decoder, 4))
     assert graph is not None
-    assert (graph.logits is None) == ("odd" in name)
+    assert (graph.buffers.logits is None) == ("odd" in name)
     runs, real = [], DecodeStepGraph.run
 
     def run(self: DecodeStepGraph, *given: Any) -> torch.Tensor:
@@ -114,13 +139,46 @@ def test_graph_matches_transformers(
     assert len(runs) == MAX_NEW - 1
 
 
+def run_with_and_without_graph(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the logits of each prompt's answer, from a step graph and from eager execution."""
+    prompts = [list(range(4, 4 + length)) for length in LENGTHS]
+    _, graph = generate(decoder, prompts, MAX_NEW)
+    monkeypatch.setattr(model_runner, "build_cpu_step_graph", lambda *_: None)
+    _, eager = generate(decoder, prompts, MAX_NEW)
+    return graph, eager
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_graph_has_the_bits_of_eager_execution(
+    name: str, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer's `lower` computes the same as its `__call__`.
+
+    Without deterministic mode, eager execution uses the batch-invariant gates too, because torch's
+    gates round differently, and routing of experts is equal up to rounding.
+    """
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1 if deterministic else 65)
+    monkeypatch.setattr(model_builder, "GATES", BATCH_INVARIANT_GATES)
+    _, decoder = make_models(tmp_path, SUPPORTED[name](), deterministic=deterministic)
+    has_experts = any(isinstance(layer.mlp, MoE) for layer in decoder.layers)
+    graph = build_cpu_step_graph(decoder, make_cache(decoder, 4))
+    # Deterministic mode packs the routers, which graphs do not support.
+    assert (graph is None) == (has_experts and deterministic)
+    for ours, expected in zip(*run_with_and_without_graph(decoder, monkeypatch), strict=True):
+        tolerance = 1e-5 if has_experts and not deterministic else 0.0
+        torch.testing.assert_close(ours, expected, rtol=0.0, atol=tolerance)
+
+
 @pytest.mark.skipif(not cpu_packed_f32.has_amx(), reason="requires AMX")
 @pytest.mark.parametrize(
     "config",
     [
-        lambda: transformers.LlamaConfig(**EVEN | {"intermediate_size": 128}),
+        lambda: transformers.LlamaConfig(**COMPATIBLE_SIZES | {"intermediate_size": 128}),
         lambda: transformers.MixtralConfig(
-            **EVEN | {"intermediate_size": 128}, num_local_experts=4
+            **COMPATIBLE_SIZES | {"intermediate_size": 128}, num_local_experts=4
         ),
     ],
     ids=["llama", "mixtral"],
@@ -130,10 +188,8 @@ def test_int8_graph_matches_eager_execution(
 ) -> None:
     _, decoder = make_models(tmp_path, config(), "int8")
     assert build_cpu_step_graph(decoder, make_cache(decoder, 4)) is not None
-    prompts = [list(range(4, 4 + length)) for length in LENGTHS]
-    actual = generate(decoder, prompts, MAX_NEW)
-    monkeypatch.setattr(model_runner, "build_cpu_step_graph", lambda *_: None)
-    check(actual, generate(decoder, prompts, MAX_NEW))
+    for ours, expected in zip(*run_with_and_without_graph(decoder, monkeypatch), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -157,6 +213,23 @@ def test_unsupported_routing_gets_no_graph(routing: Routing, tmp_path: Path) -> 
     assert isinstance(block.mlp, MoE)
     other = replace(block, mlp=replace(block.mlp, routing=routing))
     changed = replace(decoder, layers=(other, *decoder.layers[1:]))
+    assert build_cpu_step_graph(changed, make_cache(decoder, 4)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parallel": True},
+        {"attention_norm": None},
+        {"mlp_norm": None},
+        {"attention_post_norm": LayerNorm(torch.ones(64), torch.zeros(64), 1e-5)},
+    ],
+    ids=["parallel", "no norm of attention", "no norm of the mlp", "a layer norm"],
+)
+def test_unsupported_decoder_layer_gets_no_graph(change: dict[str, Any], tmp_path: Path) -> None:
+    _, decoder = make_models(tmp_path, SUPPORTED["llama"]())
+    other = replace(decoder.layers[1], **change)
+    changed = replace(decoder, layers=(decoder.layers[0], other))
     assert build_cpu_step_graph(changed, make_cache(decoder, 4)) is None
 
 

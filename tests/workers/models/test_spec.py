@@ -10,7 +10,7 @@ import pytest
 from penstock.workers.models.alibi import AlibiSpec
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
 from penstock.workers.models.deepseek import LatentSpec, RoutingSpec
-from penstock.workers.models.rope import RopeSpec
+from penstock.workers.models.rope_config import RopeSpec
 from penstock.workers.models.spec import ExpertsSpec, read_spec
 
 CONFIG: dict[str, Any] = {
@@ -316,7 +316,7 @@ def test_expert_routing_methods(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"architectures": ["GPT9LM"]}, "GPT9LM is not served.*Llama.*Mistral.*Qwen2.*Qwen3"),
-        ({"architectures": "absent"}, "no single architecture.*LlamaForCausalLM"),
+        ({"architectures": "absent"}, "exactly one architecture.*LlamaForCausalLM"),
         (FALCON | {"alibi": True}, "alibi with fewer KV heads than heads"),
         (BLOOM | {"slow_but_exact": True}, "slow_but_exact is not served"),
         (BLOOM | {"apply_residual_connection_post_layernorm": True}, "residual_connection_post"),

@@ -77,7 +77,7 @@ def test_deterministic_mode_gives_equal_bits_with_two_ranks(
     sizes = {"deterministic": True, "kv_cache_mib": 2, "max_batched_tokens": 64}
     workers = [run_all_schedules_after_warm_up, *([run_all_schedules] if name == "llama" else [])]
     expected, *others = [
-        found for use in workers for found in ranks.made_by(use, model, mesh, **sizes)
+        found for use in workers for found in ranks.result_of(use, model, mesh, **sizes)
     ]
     assert len(others) >= 3
     assert all(found == expected for found in others)
@@ -97,8 +97,8 @@ def test_killed_rank_fails_the_worker(tmp_path: Path) -> None:
     wait_file.touch()
     with rank_processes(2) as two:
         two.begin(model, (2, 1, 1))
-        assert two.hear(0) == "answering"
+        assert two.receive(0) == "answering"
         two.processes[1].kill()
-        error = two.hear(0)
+        error = two.receive(0)
     assert isinstance(error, RuntimeError)
     assert "RankLost" in str(error)

@@ -107,7 +107,7 @@ def test_expert_load_counts_every_token(tmp_path: Path) -> None:
     def count(engine: Engine) -> list[torch.Tensor]:
         answer(engine)
         imbalances.append(engine.load().expert_imbalance)
-        blocks = cast(Decoder, engine._runner.decoder).layers
+        blocks = cast(Decoder, engine.executor.runner.decoder).layers
         return [block.mlp.load for block in blocks if isinstance(block.mlp, ExpertParallelMoE)]
 
     def work(rank: int, store: LocalStore) -> list[torch.Tensor] | None:

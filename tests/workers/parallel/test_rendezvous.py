@@ -9,7 +9,7 @@ import pytest
 
 from penstock.protos import ranks_pb2 as wire
 from penstock.protos import ranks_pb2_grpc
-from penstock.workers.parallel.groups import RankLost
+from penstock.workers.parallel.collectives import RankLost
 from penstock.workers.parallel.mesh import Mesh
 from penstock.workers.parallel.parallel_groups import all_reduce_min
 from penstock.workers.parallel.rendezvous import (

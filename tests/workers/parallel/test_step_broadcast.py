@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from penstock.workers.parallel import step_broadcast
-from penstock.workers.parallel.groups import RankLost
+from penstock.workers.parallel.collectives import RankLost
 from penstock.workers.parallel.rendezvous import LocalStore
 from penstock.workers.parallel.shm_ring import ShmRingReader, ShmRingWriter
 from penstock.workers.parallel.step_broadcast import connect_plan_reader, connect_plan_writer
@@ -117,7 +117,7 @@ def test_writer_raises_if_a_reader_falls_behind() -> None:
     for number in range(4):
         writer.write(bytes([number]))
         reader.read()
-    with pytest.raises(RankLost, match="read no step plan"):
+    with pytest.raises(RankLost, match="has not read its next step plan"):
         writer.write(b"one too many")
 
 

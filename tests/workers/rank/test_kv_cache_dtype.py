@@ -10,17 +10,17 @@ import torch
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine.engine import BeamResult, Engine
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.results import BeamResult
 from penstock.workers.layers import packing
 from penstock.workers.rank.fingerprint import layout_mismatch
 from penstock.workers.rank.kv_cache import choose_cache_dtype
 from penstock.workers.sampling.sampler import TokenLogprobs
-from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import Key, NewSequence, Sibling
 from penstock.workers.service.grpc_service import serve_worker
 from tests.support.checkpoints import make_checkpoint
+from tests.support.disaggregated_pair import DisaggregatedPair
 from tests.support.engines import greedy_sequence, run_greedy, run_out
-from tests.support.handover import HandOvers
 from tests.support.schedule_player import run_all_schedules
 from tests.support.tiny import HEAD_DIM, KV_HEADS, NUM_LAYERS, tiny_checkpoint
 
@@ -155,16 +155,16 @@ def test_beam_search_is_equal_alone_and_batched_with_preemptions(exact: Engine) 
     prompts = {0: (PROMPT[:9], 4), 1: (PROMPT[:16], 3), 2: (PROMPT[3:36], 5)}
     expected: dict[Key, list[tuple[list[int], float]]] = {}
     for number, (prompt, width) in prompts.items():
-        exact.batcher = Batcher(exact.limits)
+        exact.reset_scheduler(exact.limits)
         exact.submit(beam_search(number, prompt, width))
         expected |= run_beam_searches(exact)
-    exact.batcher = Batcher(replace(exact.limits, num_blocks=30, watermark=0))
+    exact.reset_scheduler(replace(exact.limits, num_blocks=30, watermark=0))
     for number, (prompt, width) in prompts.items():
         exact.submit(beam_search(number, prompt, width))
         exact.submit(greedy_sequence(f"greedy {number}", PROMPT[number : number + 11], 30))
     assert run_beam_searches(exact) == expected
     assert exact.load().preemptions > 0
-    exact.batcher = Batcher(exact.limits)
+    exact.reset_scheduler(exact.limits)
     for number, (prompt, width) in prompts.items():
         assert len({tuple(tokens) for tokens, _ in expected[number]}) == width
         for tokens, score in expected[number]:
@@ -197,15 +197,15 @@ def test_layouts_of_different_cache_dtypes_do_not_match(checkpoint: Path) -> Non
     )
 
 
-async def check_drain(pools: HandOvers) -> None:
+async def check_drain(pools: DisaggregatedPair) -> None:
     """Move a half-generated request, as in a drain, and check that nothing is recomputed."""
-    expected = await pools.mixed(PROMPT[:70], 60)
+    expected = await pools.answer_without_transfer(PROMPT[:70], 60)
     computed = pools.decode.load.prompt_tokens_computed
-    moving = await pools.half_done(PROMPT[:70], 60, after=5)
-    done = len(moving.first)
+    moving = await pools.decode_and_yield(PROMPT[:70], 60, after=5)
+    done = len(moving.first_tokens)
     assert 5 <= done < 60
     assert moving.kv_len == 70 + done - 1
-    assert await moving.whole() == expected
+    assert await moving.finish() == expected
     received = await pools.decode.message("received", moving.request)
     assert received.bytes == -(-moving.kv_len // 16) * 16 * BYTES_PER_TOKEN
     assert pools.decode.load.prompt_tokens_computed == computed
@@ -222,11 +222,11 @@ async def test_kv_transfers_require_equal_cache_dtypes(
         for name, dtype in names.items()
     }
     for target, compatible in (("decode", True), ("wide", False)):
-        pools = await HandOvers.open(workers["prefill"].address, workers[target].address)
-        expected = await pools.mixed(PROMPT[:70], NUM_TOKENS)
-        moving = await pools.prefilled(PROMPT[:70], NUM_TOKENS)
+        pools = await DisaggregatedPair.open(workers["prefill"].address, workers[target].address)
+        expected = await pools.answer_without_transfer(PROMPT[:70], NUM_TOKENS)
+        moving = await pools.prefill_and_yield(PROMPT[:70], NUM_TOKENS)
         if compatible:
-            assert await moving.whole() == expected
+            assert await moving.finish() == expected
             received = await pools.decode.message("received", moving.request)
             assert received.bytes == 5 * 16 * BYTES_PER_TOKEN
             await check_drain(pools)

@@ -14,10 +14,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine.engine import BeamResult, Engine
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.results import BeamResult
 from penstock.workers.sampling.beam_search import BeamSearch
 from penstock.workers.sampling.sampler import TokenLogprobs
-from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import FinishReason, Key, NewSequence, Sibling
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.engines import greedy_sequence, tokens_of
@@ -225,8 +225,7 @@ def test_single_search_of_the_engine_equals_transformers(pair: EnginePair, kind:
 
 def test_concurrent_searches_with_preemptions_equal_transformers(pair: EnginePair) -> None:
     engine = pair.engine
-    original = engine.batcher
-    engine.batcher = Batcher(dataclasses.replace(engine.limits, num_blocks=34, watermark=0))
+    engine.reset_scheduler(dataclasses.replace(engine.limits, num_blocks=34, watermark=0))
     for number, (start, stop, params) in enumerate(KINDS):
         engine.submit(sequence(number, PROMPT[start:stop], params))
         engine.submit(greedy_sequence(f"greedy {number}", PROMPT[number : number + 11], 30))
@@ -239,7 +238,7 @@ def test_concurrent_searches_with_preemptions_equal_transformers(pair: EnginePai
             greedy.setdefault(key, []).append(token)
     assert engine.load().preemptions > 0
     engine.batcher.check()
-    engine.batcher = original
+    engine.reset_scheduler(engine.limits)
     for number, (start, stop, params) in enumerate(KINDS):
         assert answers_of(found[number]) == pair.expected(start, stop, params)
         engine.submit(greedy_sequence("alone", PROMPT[number : number + 11], 30))
@@ -295,4 +294,4 @@ def test_search_with_no_allowed_token_left_fails_without_affecting_others(pair: 
     assert failed == ["bad"]
     assert [answers_of(each) for each in found] == [pair.expected(0, 9, KINDS[0][2])]
     assert pair.engine.load().used_blocks == 0
-    assert "bad" not in pair.engine._beam_searches
+    assert "bad" not in pair.engine._searches

@@ -8,8 +8,8 @@ import torch
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.sampling.sampler import Sampler, TokenLogprobs
-from tests.support import histories
-from tests.support.histories import Table, said
+from tests.support import token_tables
+from tests.support.token_tables import Table, one_row_table
 
 VOCAB_SIZE = 101
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def table(num_rows: int) -> Table:
-    return histories.table(num_rows, VOCAB_SIZE)
+    return token_tables.table(num_rows, VOCAB_SIZE)
 
 
 def draw(
@@ -183,7 +183,7 @@ def test_stop_tokens_are_excluded_until_min_tokens() -> None:
 def test_only_the_repetition_penalty_counts_prompt_tokens() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 1], logits[0, 2], logits[0, 3] = 3.0, 2.9, 2.8
-    history = said(prompt=[1], answer=[2, 2])
+    history = one_row_table(prompt=[1], answer=[2, 2])
 
     def best(**kwargs: float) -> int:
         params = SamplingParams(temperature=0.0, **kwargs)  # type: ignore[arg-type]

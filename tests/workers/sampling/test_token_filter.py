@@ -13,7 +13,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.workers.sampling.sampler import Sampler
 from penstock.workers.sampling.token_filter import TokenFilter
 from penstock.workers.scheduling.sequence import Ints
-from tests.support.histories import Table, said, table
+from tests.support.token_tables import Table, one_row_table, table
 
 VOCAB_SIZE = 6
 CPU = torch.device("cpu")
@@ -89,12 +89,14 @@ def test_last_token_of_a_bad_word_is_excluded_after_its_other_tokens() -> None:
         ([3], [], 0),  # sequence shorter than the word
         ([2, 3], [1], 0),
     ]:
-        assert greedy_token(params, logits, said(prompt, answer), len(answer)) == expected
+        assert greedy_token(params, logits, one_row_table(prompt, answer), len(answer)) == expected
 
 
 def test_allowed_stop_tokens_are_excluded_until_min_tokens() -> None:
     params = replace(GREEDY, allowed_token_ids=(1, 2), stop_token_ids=(1,), min_tokens=2)
-    tokens = [greedy_token(params, [9.0, 8.0, 7.0], said([0], []), index) for index in range(4)]
+    tokens = [
+        greedy_token(params, [9.0, 8.0, 7.0], one_row_table([0], []), index) for index in range(4)
+    ]
     assert tokens == [2, 2, 1, 1]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.workers.scheduling.sequence import LeaseGone
-from tests.support.fold_bench import Bench, hand_over, sequence
+from tests.support.batcher_bench import Bench, sequence, transfer_blocks
 
 
 def test_late_short_request_finishes_before_an_early_long_one() -> None:
@@ -15,12 +15,12 @@ def test_late_short_request_finishes_before_an_early_long_one() -> None:
     assert bench.finished == ["short", "long"]
 
 
-def test_sequences_are_served_by_priority_and_then_arrival() -> None:
+def test_sequences_are_served_in_order_of_arrival() -> None:
     bench = Bench(max_sequences=1)
-    for key, priority in (("a", 0), ("b", 0), ("c", 2), ("d", 1)):
-        bench.batcher.submit(sequence(key, [1], 1, priority=priority))
+    for key in ("b", "a", "d", "c"):
+        bench.batcher.submit(sequence(key, [1], 1))
     bench.run()
-    assert bench.finished == ["c", "d", "a", "b"]
+    assert bench.finished == ["b", "a", "d", "c"]
 
 
 def test_lack_of_blocks_preempts_the_youngest_and_changes_no_answer() -> None:
@@ -57,16 +57,6 @@ def test_watermark_blocks_stay_free_for_running_sequences() -> None:
         assert bench.batcher.load().running == num_admitted
         bench.run()
         assert set(bench.finishes) == {0, 1}
-
-
-def test_lower_priority_is_preempted_if_blocks_run_out() -> None:
-    bench = Bench(num_blocks=8, watermark=0)
-    bench.batcher.submit(sequence("low", list(range(8)), 20))
-    bench.step()
-    bench.batcher.submit(sequence("high", list(range(20, 28)), 20, priority=1))
-    bench.run()
-    assert bench.finished == ["high", "low"]
-    assert bench.batcher.load().preemptions == 1
 
 
 def test_no_sequence_is_admitted_while_the_token_budget_is_used_up() -> None:
@@ -120,7 +110,7 @@ def test_leases_are_reclaimed_for_the_head_of_the_queue_if_no_sequence_runs() ->
 
 def test_receiving_sequences_are_not_preempted() -> None:
     prefill, decode = Bench(), Bench(num_blocks=10)
-    new = hand_over(prefill, decode, list(range(12)), 12)
+    new = transfer_blocks(prefill, decode, list(range(12)), 12)
     other = sequence("other", list(range(50, 56)), 30)
     decode.batcher.submit(other)
     decode.run()  # `other` takes all remaining blocks, then needs one more

@@ -7,7 +7,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.model.hash_model import reference_answer
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import Admitted, Finished, FinishReason
-from tests.support.fold_bench import Bench, limits, sequence
+from tests.support.batcher_bench import Bench, limits, sequence
 
 
 def test_concurrent_sequences_equal_the_reference() -> None:
@@ -25,11 +25,11 @@ def test_concurrent_sequences_equal_the_reference() -> None:
 def test_plan_describes_one_ragged_batch() -> None:
     batcher = Batcher(limits())
     batcher.submit(sequence("a", [5, 6, 7], 4))
-    plan = batcher.plan(0.0)
+    plan = batcher.plan()
     assert plan is not None
     batcher.commit(plan, np.array([9], np.int32))
     batcher.submit(sequence("b", list(range(20)), 4))
-    plan = batcher.plan(0.0)
+    plan = batcher.plan()
     assert plan is not None
     a, b = plan.rows.tolist()
     assert plan.number == 2
@@ -123,7 +123,7 @@ def test_token_log_counts_towards_max_tokens_and_indices_continue() -> None:
     bench = Bench()
     answer, _ = reference_answer([1, 2, 3], SamplingParams(max_tokens=6), 64)
     bench.batcher.submit(sequence("a", [1, 2, 3], 6, log=tuple(answer[:4])))
-    plan = bench.batcher.plan(0.0)
+    plan = bench.batcher.plan()
     assert plan is not None
     output = bench.batcher.commit(plan, bench.model.run(plan))
     assert output.indices.tolist() == [4]
@@ -164,6 +164,37 @@ def test_cached_answer_tokens_are_not_counted_as_prompt() -> None:
     assert bench.batcher.load().prompt_tokens_cached == 3
 
 
+def test_admission_reports_the_cached_tokens_of_the_prompt() -> None:
+    bench = Bench()
+    prompt = list(range(10))
+    for key, num_cached in (("a", 0), ("b", 8)):
+        bench.batcher.submit(sequence(key, prompt, 2))
+        bench.step()
+        (admitted,) = bench.batcher.events()
+        assert isinstance(admitted, Admitted)
+        assert (admitted.key, admitted.num_cached) == (key, num_cached)
+        bench.run()
+        bench.batcher.events()
+    log = tuple(bench.answers["a"][:1])
+    bench.batcher.submit(sequence("c", prompt[:7], 9, log=(*prompt[7:], *log)))
+    bench.step()
+    admitted = bench.batcher.events()[0]
+    assert isinstance(admitted, Admitted)
+    assert admitted.num_cached == 7  # of 8 cached positions
+
+
+def test_all_choices_of_a_prompt_report_the_same_cached_tokens() -> None:
+    bench = Bench()
+    prompt = list(range(10))
+    bench.batcher.submit(sequence("a", prompt, 2))
+    bench.run()
+    bench.batcher.events()
+    bench.batcher.submit(sequence("b", prompt, 2, num_choices=3))
+    bench.step()
+    admitted = [event for event in bench.batcher.events() if isinstance(event, Admitted)]
+    assert [(each.choice, each.num_cached) for each in admitted] == [(0, 8), (1, 8), (2, 8)]
+
+
 def test_dropping_queued_sequences_leaves_the_queue_empty() -> None:
     batcher = Batcher(limits())
     for key in range(40):
@@ -171,7 +202,7 @@ def test_dropping_queued_sequences_leaves_the_queue_empty() -> None:
     for key in range(40):
         batcher.drop(key)
     batcher.drop("never seen")
-    assert batcher.plan(0.0) is None
+    assert batcher.plan() is None
     assert batcher.load().queued == batcher.load().queued_tokens == 0
     batcher.check()
 
@@ -191,7 +222,7 @@ def test_sequence_dropped_in_flight_keeps_its_blocks_until_the_commit() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("a", [1, 2, 3], 9))
     bench.batcher.submit(sequence("b", [4, 5, 6], 9))
-    plan = bench.batcher.plan(0.0)
+    plan = bench.batcher.plan()
     assert plan is not None
     bench.batcher.drop("a")
     assert bench.batcher.load().used_blocks == 2
@@ -219,7 +250,7 @@ def test_failed_sequence_is_not_cached() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("bad", list(range(20)), 9))
     bench.step()
-    plan = bench.batcher.plan(0.0)
+    plan = bench.batcher.plan()
     assert plan is not None
     bench.batcher.fail("bad")
     bench.batcher.commit(plan, bench.model.run(plan))
@@ -232,15 +263,15 @@ def test_failed_sequence_is_not_cached() -> None:
 def test_steps_are_committed_oldest_first_and_at_most_two_in_flight() -> None:
     batcher = Batcher(limits())
     batcher.submit(sequence("a", [1], 9))
-    first = batcher.plan(0.0)
-    second = batcher.plan(0.0)
+    first = batcher.plan()
+    second = batcher.plan()
     assert first is not None
     assert second is not None
     with pytest.raises(ValueError, match="two steps"):
-        batcher.plan(0.0)
+        batcher.plan()
     with pytest.raises(ValueError, match="not the first"):
         batcher.commit(second, np.zeros(1, np.int32))
-    with pytest.raises(ValueError, match="a token for each"):
+    with pytest.raises(ValueError, match="one token for each"):
         batcher.commit(first, np.zeros(2, np.int32))
     with pytest.raises(ValueError, match="not the newest"):
         batcher.withdraw(first)

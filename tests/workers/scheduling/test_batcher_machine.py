@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.scheduling.batcher import SchedulerConfig
-from tests.support.fold_world import FoldWorld
+from tests.support.batcher_world import BatcherWorld
 
 _BASE = list(range(1, 30))  # prompts share prefixes of this list, so that the prefix cache is used
 _STOPS = [(), (3,), (5, 11, 19, 23, 29, 31)]
@@ -50,7 +50,7 @@ def small(
 
 
 def in_state(*states: str) -> Callable[["BatcherMachine"], bool]:
-    return lambda machine: bool(machine.world.those(*states))
+    return lambda machine: bool(machine.world.in_state(*states))
 
 
 class BatcherMachine(RuleBasedStateMachine):
@@ -70,9 +70,9 @@ class BatcherMachine(RuleBasedStateMachine):
         )
     )
     def start(self, limits: SchedulerConfig) -> None:
-        self.world = FoldWorld(limits)
+        self.world = BatcherWorld(limits)
 
-    @precondition(lambda self: len(self.world.asked) < 12)
+    @precondition(lambda self: len(self.world.requests) < 12)
     @rule(
         which=which,
         shared=st.integers(0, 20),
@@ -86,7 +86,6 @@ class BatcherMachine(RuleBasedStateMachine):
             search=st.sampled_from([{}, {}, *_SEARCHES]),
         ),
         salt=st.sampled_from([b"", b"", b"other"]),
-        priority=st.sampled_from([0, 0, 0, 1, 2]),
         yield_after=few,
         num_choices=st.sampled_from([1, 1, 2, 3]),
     )
@@ -97,40 +96,38 @@ class BatcherMachine(RuleBasedStateMachine):
         own: list[int],
         params: SamplingParams,
         salt: bytes,
-        priority: int,
         yield_after: int,
         num_choices: int,
     ) -> None:
         worker, prompt = self.world.workers[which], _BASE[:shared] + own
         if not self.world.fits(prompt, params):
             params = without_search(params)
-        self.world.ask(
+        self.world.submit(
             worker,
             prompt,
             params,
             salt=salt,
-            priority=priority,
             yield_after=yield_after,
             num_choices=min(num_choices, self.world.limits.max_sequences),
         )
 
-    @precondition(lambda self: bool(self.world.cuttable()))
+    @precondition(lambda self: bool(self.world.stoppable()))
     @rule(data=st.data())
-    def cut(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.world.cuttable()))
-        self.world.cut(request, data.draw(st.sampled_from(request.open)))
+    def stop_choice(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.world.stoppable()))
+        self.world.stop_choice(request, data.draw(st.sampled_from(request.open_choices)))
 
     @precondition(in_state("submitted", "receiving"))
     @rule(data=st.data())
-    def ask_to_yield(self, data: st.DataObject) -> None:
-        among = self.world.those("submitted", "receiving")
-        self.world.ask_to_yield(data.draw(st.sampled_from(among)))
+    def request_yield(self, data: st.DataObject) -> None:
+        among = self.world.in_state("submitted", "receiving")
+        self.world.request_yield(data.draw(st.sampled_from(among)))
 
     @precondition(in_state("yielded"))
     @rule(data=st.data(), which=which, yield_after=few)
-    def submit_again(self, data: st.DataObject, which: int, yield_after: int) -> None:
-        request = data.draw(st.sampled_from(self.world.those("yielded")))
-        self.world.submit_again(request, self.world.workers[which], yield_after)
+    def resubmit(self, data: st.DataObject, which: int, yield_after: int) -> None:
+        request = data.draw(st.sampled_from(self.world.in_state("yielded")))
+        self.world.resubmit(request, self.world.workers[which], yield_after)
 
     @precondition(lambda self: bool(self.world.movable()))
     @rule(data=st.data(), yield_after=few, steps=few)
@@ -141,12 +138,12 @@ class BatcherMachine(RuleBasedStateMachine):
     @precondition(in_state("submitted", "receiving"))
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        self.world.drop(data.draw(st.sampled_from(self.world.those("submitted", "receiving"))))
+        self.world.drop(data.draw(st.sampled_from(self.world.in_state("submitted", "receiving"))))
 
-    @precondition(lambda self: any(request.lease for request in self.world.asked))
+    @precondition(lambda self: bool(self.world.leased()))
     @rule(data=st.data())
     def drop_lease(self, data: st.DataObject) -> None:
-        leased = [request for request in self.world.asked if request.lease]
+        leased = self.world.leased()
         self.world.drop_lease(data.draw(st.sampled_from(leased)))
 
     @rule(which=which)
@@ -155,7 +152,7 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @rule(which=which)
     def withdraw(self, which: int) -> None:
-        self.world.withdraw(self.world.workers[which])
+        self.world.workers[which].withdraw()
 
     @rule(which=which, steps=st.integers(1, 8))
     def step_ahead(self, which: int, steps: int) -> None:
@@ -178,10 +175,10 @@ class BatcherMachine(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(worker.plan.rows.tolist()))
         self.world.fail(worker, worker.batcher.table.keys[row])
 
-    @precondition(lambda self: bool(self.world.unsent()))
+    @precondition(lambda self: bool(self.world.without_transfer()))
     @rule(data=st.data())
-    def send(self, data: st.DataObject) -> None:
-        self.world.send(data.draw(st.sampled_from(self.world.unsent())))
+    def start_transfer(self, data: st.DataObject) -> None:
+        self.world.start_transfer(data.draw(st.sampled_from(self.world.without_transfer())))
 
     @precondition(lambda self: bool(self.world.transfers))
     @rule(data=st.data(), complete=st.booleans())
@@ -191,8 +188,8 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(worker.abandoned for worker in self.world.workers))
     @rule(which=which)
-    def settle(self, which: int) -> None:
-        self.world.settle(self.world.workers[which])
+    def end_abandoned_writes(self, which: int) -> None:
+        self.world.workers[which].end_abandoned_writes()
 
     @invariant()
     def block_counts_match(self) -> None:
@@ -213,7 +210,7 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        self.world = FoldWorld(
+        self.world = BatcherWorld(
             small(
                 rng.randint(10, 13),
                 rng.randint(1, 6),
@@ -229,7 +226,7 @@ class Schedule:
             (self.submit, 5),
             (self.step, 12),
             (self.move, 4),
-            (self.send, 4),
+            (self.start_transfer, 4),
             (self.end_transfer, 3),
             (self.plan, 3),
             (self.step_ahead, 8),
@@ -245,7 +242,7 @@ class Schedule:
 
     def submit(self) -> None:
         rng = self.rng
-        if len(self.world.those("submitted", "receiving", "yielded")) < 8:
+        if len(self.world.in_state("submitted", "receiving", "yielded")) < 8:
             own = [rng.randint(30, 33) for _ in range(rng.randint(1, 5))]
             params = params_of(
                 max_tokens=rng.randint(4, 39),
@@ -257,12 +254,11 @@ class Schedule:
             prompt = _BASE[: rng.randint(0, 20)] + own
             if not self.world.fits(prompt, params):
                 params = without_search(params)
-            self.world.ask(
+            self.world.submit(
                 rng.choice(self.world.workers),
                 prompt,
                 params,
                 salt=rng.choice([b"", b"", b"other"]),
-                priority=rng.choice([0, 0, 0, 1, 2]),
                 yield_after=rng.choice([0, 0, 1, 3]),
                 num_choices=min(rng.choice([1, 1, 2, 3]), self.world.limits.max_sequences),
             )
@@ -277,72 +273,74 @@ class Schedule:
         self.world.step_ahead(self.rng.choice(self.world.workers), self.rng.randint(1, 6))
 
     def withdraw(self) -> None:
-        self.world.withdraw(self.rng.choice(self.world.workers))
+        self.rng.choice(self.world.workers).withdraw()
 
     def move(self) -> None:
         if movable := self.world.movable():
             self.world.move(self.rng.choice(movable), self.rng.choice([0, 0, 2]))
 
-    def send(self) -> None:
-        if unsent := self.world.unsent():
-            self.world.send(self.rng.choice(unsent))
+    def start_transfer(self) -> None:
+        if waiting := self.world.without_transfer():
+            self.world.start_transfer(self.rng.choice(waiting))
 
     def end_transfer(self) -> None:
         if self.world.transfers:
             self.world.end_transfer(self.rng.choice(self.world.transfers), self.rng.random() < 0.8)
 
     def yield_or_resume(self) -> None:
-        request = self.rng.choice(self.world.those("submitted", "receiving", "yielded") or [None])
+        request = self.rng.choice(
+            self.world.in_state("submitted", "receiving", "yielded") or [None]
+        )
         if request is None:
             return
         if request.state == "yielded":
-            self.world.submit_again(request, self.rng.choice(self.world.workers), 0)
+            self.world.resubmit(request, self.rng.choice(self.world.workers), 0)
         else:
-            self.world.ask_to_yield(request)
+            self.world.request_yield(request)
 
     def disturb(self) -> None:
         rng, world = self.rng, self.world
         worker = rng.choice(world.workers)
         world.plan(worker)
-        active = world.those("submitted", "receiving")
-        leased = [request for request in world.asked if request.lease]
+        active = world.in_state("submitted", "receiving")
+        leased = world.leased()
         kind = rng.randrange(5)
         if kind == 0 and active:
             world.drop(rng.choice(active))
-        elif kind == 4 and world.cuttable():
-            request = rng.choice(world.cuttable())
-            world.cut(request, rng.choice(request.open))
+        elif kind == 4 and world.stoppable():
+            request = rng.choice(world.stoppable())
+            world.stop_choice(request, rng.choice(request.open_choices))
         elif kind == 1 and leased:
             world.drop_lease(rng.choice(leased))
         elif kind == 2 and worker.plan is not None:
             row = rng.choice(worker.plan.rows.tolist())
             world.fail(worker, worker.batcher.table.keys[row])
         else:
-            world.settle(worker)
+            worker.end_abandoned_writes()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first_seed", [0, 30])
 def test_random_schedules_end_with_the_expected_answers(first_seed: int) -> None:
-    num_preempted, num_cached, num_arrived, num_ahead = 0, 0, 0, 0
+    num_preempted, num_cached, num_transferred, num_ahead = 0, 0, 0, 0
     num_copies, num_forks, num_scored, num_moved = 0, 0, 0, 0
     for seed in range(first_seed, first_seed + 30):
         schedule = Schedule(seed)
         schedule.run(100)
-        num_arrived += schedule.world.num_arrived
-        num_copies += schedule.world.num_copies
-        num_forks += schedule.world.num_forks
+        num_transferred += schedule.world.num_transferred
         num_scored += schedule.world.num_scored
-        num_moved += schedule.world.num_moved
-        num_ahead += schedule.world.num_ahead
         for worker in schedule.world.workers:
+            num_copies += worker.num_copies
+            num_forks += worker.num_forks
+            num_moved += worker.num_moved
+            num_ahead += worker.num_ahead
             load = worker.batcher.load()
             num_preempted += load.preemptions
             num_cached += load.prompt_tokens_cached
     # The schedules must exercise all of these cases.
     assert num_preempted > 10
     assert num_cached > 500
-    assert num_arrived > 5
+    assert num_transferred > 5
     assert num_copies > 20
     assert num_forks > 20
     assert num_scored > 100

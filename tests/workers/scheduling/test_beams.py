@@ -8,6 +8,7 @@ import pytest
 
 from penstock.loadtests.simulator.model.hash_model import HashModel, copy_blocks
 from penstock.workers.scheduling.sequence import (
+    BeamRows,
     Finished,
     Ints,
     NeverFits,
@@ -15,7 +16,7 @@ from penstock.workers.scheduling.sequence import (
     StepPlan,
     Yielded,
 )
-from tests.support.fold_bench import Bench, beams, sequence
+from tests.support.batcher_bench import Bench, beams, sequence
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
@@ -68,7 +69,7 @@ def test_searches_with_several_steps_in_flight_equal_the_reference() -> None:
     plans: deque[StepPlan] = deque()
     max_in_flight = 0
     while True:
-        while (plan := bench.batcher.plan(0.0)) is not None:
+        while (plan := bench.batcher.plan()) is not None:
             plans.append(plan)
         if not plans:
             break
@@ -107,12 +108,12 @@ def test_missing_or_wrong_block_copies_change_the_answers(kind: type[HashModel])
 def test_blocks_of_the_wrong_parent_change_the_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     new = beams("a", list(range(6)), 4, 12)
-    original = bench.batcher._batch.reorder_beams
+    original = bench.batcher.state.batch.beams.reorder
 
-    def with_wrong_parents(rows: Ints, parents: Ints) -> None:
-        original(rows, np.roll(parents, 1))
+    def with_wrong_parents(beams: BeamRows, drawing: Ints) -> None:
+        original(BeamRows(beams.rows, np.roll(beams.parents, 1)), drawing)
 
-    monkeypatch.setattr(bench.batcher._batch, "reorder_beams", with_wrong_parents)
+    monkeypatch.setattr(bench.batcher.state.batch.beams, "reorder", with_wrong_parents)
     bench.submit(new)
     bench.run()
     with pytest.raises(AssertionError):
@@ -152,7 +153,7 @@ def test_search_preempted_in_any_step_draws_no_token_twice(length: int) -> None:
         for _ in range(step):
             bench.step()
         num_before = bench.num_tokens
-        bench.batcher._waiting.push(bench.batcher._preemption.preempt())
+        bench.batcher.state.waiting.push(bench.batcher._preemption.preempt())
         bench.batcher.check()
         bench.run()
         bench.expect(new)
@@ -168,7 +169,7 @@ def test_search_dropped_between_plan_and_commit_frees_its_blocks() -> None:
         bench.submit(other)
         for _ in range(step):
             bench.step()
-        plan = bench.batcher.plan(0.0)
+        plan = bench.batcher.plan()
         assert plan is not None
         bench.batcher.drop_choice("a", 1)  # ignored: a search is dropped only as a whole
         bench.batcher.drop("a")
@@ -178,6 +179,28 @@ def test_search_dropped_between_plan_and_commit_frees_its_blocks() -> None:
         bench.expect(other)
         assert bench.batcher.load().used_blocks == 0
         assert "a" not in bench.searched
+
+
+@pytest.mark.parametrize("step", range(1, 8))
+def test_search_dropped_between_sampling_and_commit_does_not_change_another(step: int) -> None:
+    bench = Bench(max_sequences=8, num_blocks=64)
+    other = beams("b", list(range(9)), 4, 12)
+    bench.submit(beams("a", list(range(6)), 4, 12))
+    bench.submit(other)
+    for _ in range(step):
+        bench.step()
+    plan = bench.batcher.plan()
+    assert plan is not None
+    drawn, rows, over = bench.beams.draw(plan, bench.batcher.table, bench.model.hash(plan))
+    assert rows is not None
+    assert not over
+    bench.batcher.drop("a")
+    bench.beams.close("a")
+    bench.batcher.commit(plan, drawn, rows)
+    bench.batcher.check()
+    bench.run()
+    bench.expect(other)
+    assert bench.batcher.load().used_blocks == 0
 
 
 @pytest.mark.parametrize("length", [2, 5, 14, 17])

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import NeverFits, QueueFull
-from tests.support.fold_bench import Bench, limits, sequence
+from tests.support.batcher_bench import Bench, limits, sequence
 
 
 def test_sequence_that_can_never_fit_is_refused() -> None:

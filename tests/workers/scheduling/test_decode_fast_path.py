@@ -9,7 +9,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.model.hash_model import reference_answer
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import Finished, FinishReason, StepPlan
-from tests.support.fold_bench import Bench, limits, sequence
+from tests.support.batcher_bench import Bench, limits, sequence
 
 
 def first_decode(bench: Bench, *lengths: int, max_tokens: int = 40) -> StepPlan:
@@ -18,7 +18,7 @@ def first_decode(bench: Bench, *lengths: int, max_tokens: int = 40) -> StepPlan:
         prompt = list(range(length, 2 * length))
         bench.batcher.submit(sequence(length, prompt, max_tokens))
     while True:
-        plan = bench.batcher.plan(0.0)
+        plan = bench.batcher.plan()
         assert plan is not None
         if len(plan.tokens) == len(plan.rows) == len(lengths):
             return plan
@@ -37,7 +37,7 @@ def test_derived_plan_equals_the_plan_made_from_the_tables() -> None:
     ahead, from_tables = Bench(num_blocks=64), Bench(num_blocks=64)
     plan, other = first_decode(ahead, 3, 5, 8), first_decode(from_tables, 3, 5, 8)
     for _ in range(30):
-        following = ahead.batcher.plan(0.0)
+        following = ahead.batcher.plan()
         assert following is not None
         assert following.ahead
         drawn = ahead.model.run(plan)
@@ -47,7 +47,7 @@ def test_derived_plan_equals_the_plan_made_from_the_tables() -> None:
         # A yield of an unknown sequence changes nothing; `invalidate` forces a full plan.
         from_tables.batcher.request_yield("unknown")
         from_tables.batcher._fast_path.invalidate()
-        plan, fresh = following, from_tables.batcher.plan(0.0)
+        plan, fresh = following, from_tables.batcher.plan()
         assert fresh is not None
         other = fresh
         assert_same(plan, other, 4)
@@ -61,7 +61,7 @@ def test_token_of_a_finished_sequence_in_the_next_step_is_discarded() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("a", [1, 2, 3], 40, stop_token_ids=(answer[length],)))
     bench.batcher.submit(sequence("b", [7], 40))
-    plan, behind = bench.batcher.plan(0.0), bench.batcher.plan(0.0)
+    plan, behind = bench.batcher.plan(), bench.batcher.plan()
     while True:
         assert plan is not None
         drawn = bench.model.run(plan)
@@ -70,11 +70,11 @@ def test_token_of_a_finished_sequence_in_the_next_step_is_discarded() -> None:
         output = bench.batcher.commit(plan, drawn)
         if FinishReason.STOP in output.finishes.tolist():
             break
-        plan, behind = behind or bench.batcher.plan(0.0), bench.batcher.plan(0.0)
+        plan, behind = behind or bench.batcher.plan(), bench.batcher.plan()
     assert behind is not None
     used = bench.batcher.load().used_blocks
     assert Finished("a") in bench.batcher.events()
-    assert bench.batcher.plan(0.0) is None  # the step in flight must be committed first
+    assert bench.batcher.plan() is None  # the step in flight must be committed first
     bench.batcher.check()
     output = bench.batcher.commit(behind, bench.model.run(behind))
     assert output.keys == ["b"]
@@ -85,11 +85,11 @@ def test_token_of_a_finished_sequence_in_the_next_step_is_discarded() -> None:
 def test_no_step_is_planned_beyond_a_known_length_limit() -> None:
     bench = Bench()
     plan = first_decode(bench, 3, max_tokens=3)
-    behind = bench.batcher.plan(0.0)
+    behind = bench.batcher.plan()
     assert behind is not None
     behind.fill(bench.model.run(plan))
     bench.commit(plan)
-    assert bench.batcher.plan(0.0) is None
+    assert bench.batcher.plan() is None
     bench.commit(behind)
     assert bench.finishes == {3: FinishReason.LENGTH}
 
@@ -100,14 +100,14 @@ def test_no_step_is_planned_ahead_if_the_commit_is_needed_first(blocked: str) ->
     plan = first_decode(bench, 3, 4, max_tokens=8)
     if blocked == "newcomer":
         bench.batcher.submit(sequence("new", [1, 2], 4))
-    behind = bench.batcher.plan(0.0)
+    behind = bench.batcher.plan()
     for _ in range(4):
         if behind is None:
             break
         drawn = bench.model.run(plan)
         behind.fill(drawn)
         bench.batcher.commit(plan, drawn)
-        plan, behind = behind, bench.batcher.plan(0.0)
+        plan, behind = behind, bench.batcher.plan()
     assert behind is None
     bench.commit(plan)
     plan = bench.step() or plan
@@ -117,13 +117,13 @@ def test_no_step_is_planned_ahead_if_the_commit_is_needed_first(blocked: str) ->
 def test_withdrawn_step_is_planned_again_with_new_sequences() -> None:
     bench = Bench()
     plan = first_decode(bench, 3, 4)
-    behind = bench.batcher.plan(0.0)
+    behind = bench.batcher.plan()
     assert behind is not None
     bench.batcher.submit(sequence("new", [1, 2], 4))
     bench.batcher.withdraw(behind)
-    assert bench.batcher.plan(0.0) is None
+    assert bench.batcher.plan() is None
     bench.commit(plan)
-    again = bench.batcher.plan(0.0)
+    again = bench.batcher.plan()
     assert again is not None
     assert len(again.rows) == 3
     bench.commit(again)
@@ -135,7 +135,7 @@ def test_withdrawn_step_is_planned_again_with_new_sequences() -> None:
 def test_sequence_dropped_during_two_steps_keeps_its_blocks_until_both_end() -> None:
     bench = Bench()
     first = first_decode(bench, 3, 4)
-    second = bench.batcher.plan(0.0)
+    second = bench.batcher.plan()
     assert second is not None
     bench.batcher.drop(3)
     for plan in (first, second):
@@ -151,7 +151,7 @@ def test_rows_array_of_an_unchanged_batch_is_reused() -> None:
     batcher.submit(sequence("a", [1, 2], 40))
     plans = []
     for _ in range(3):
-        plan = batcher.plan(0.0)
+        plan = batcher.plan()
         assert plan is not None
         plans.append(plan)
         batcher.commit(plan, np.array([9], np.int32))

@@ -13,7 +13,7 @@ from penstock.workers.scheduling.sequence import (
     Sibling,
     Yielded,
 )
-from tests.support.fold_bench import Bench, sequence
+from tests.support.batcher_bench import Bench, sequence
 
 
 def test_choices_compute_their_prompt_once_and_start_together() -> None:
@@ -145,7 +145,7 @@ def test_choice_preempted_in_the_step_that_admitted_it_is_not_reported_as_admitt
     new = with_logs([7, 7, 7], prompt, 8)
     bench.batcher.submit(new)
     num_preempted = bench.batcher.load().preemptions
-    bench.batcher.plan(0.0)
+    bench.batcher.plan()
     assert bench.batcher.load().preemptions == num_preempted + 1
     admitted = [event for event in bench.batcher.events() if isinstance(event, Admitted)]
     table = bench.batcher.table

@@ -12,20 +12,22 @@ from penstock.common.block_hash import block_hash, root_hash
 from penstock.workers.scheduling.kv_pool import BlockPool, Hold, State
 from penstock.workers.scheduling.sequence import Ints
 
+KEY = bytes(range(32))
+
 
 def ints(*values: int) -> Ints:
     return np.array(values, np.int32)
 
 
 def chain(*names: int, salt: bytes = b"") -> list[bytes]:
-    hashes = [root_hash(salt)]
+    hashes = [root_hash(KEY, salt)]
     for name in names:
         hashes.append(block_hash(hashes[-1], ints(name, name + 1)))
     return hashes[1:]
 
 
 def publish(pool: BlockPool, blocks: Ints, hashes: list[bytes]) -> None:
-    pool.publish(blocks.tolist(), hashes)
+    pool.publish(blocks.tolist(), hashes, [b"", *hashes[:-1]])
 
 
 def test_released_blocks_are_cached_until_they_are_taken_again() -> None:
@@ -153,7 +155,8 @@ class PoolMachine(RuleBasedStateMachine):
         block = int(held.blocks[len(held.names)])
         held.names.append(name)
         known = self.pool.match(chain(*held.names)).size == len(held.names)
-        self.pool.publish([block], chain(*held.names)[-1:])
+        hashes = chain(*held.names)
+        self.pool.publish([block], hashes[-1:], hashes[-2:-1] or [b""])
         if not known and block not in self.content:
             self.content[block] = tuple(held.names)
 

@@ -4,15 +4,18 @@ import pytest
 
 from penstock.loadtests.simulator.model.hash_model import copy_blocks
 from penstock.workers.scheduling.sequence import Admitted, Finished, Reserved
-from tests.support.fold_bench import Bench, hand_over, sequence
+from tests.support.batcher_bench import Bench, sequence, transfer_blocks
 
 
 def test_received_blocks_are_read_as_if_they_were_computed() -> None:
     for length in (1, 3, 4, 5, 8, 33):
         prefill, decode = Bench(), Bench()
-        new = hand_over(prefill, decode, list(range(length)), 8)
-        assert decode.batcher.events()[-1] == Reserved("d", 0)
+        new = transfer_blocks(prefill, decode, list(range(length)), 8)
+        reserved = decode.batcher.events()[-1]
         into = decode.batcher.reserved_blocks("d")
+        assert reserved == Reserved("d", 0, new.source_len, into)
+        assert isinstance(reserved, Reserved)
+        assert reserved.blocks.tolist() == into.tolist()
         copy_blocks(prefill.model, prefill.batcher.pin("p", 0), decode.model, into)
         assert decode.batcher.load().reserved_blocks == into.size
         decode.batcher.transfer_done("d")
@@ -26,9 +29,9 @@ def test_only_uncached_blocks_are_received() -> None:
     prefill, decode = Bench(), Bench()
     decode.batcher.submit(sequence("before", list(range(9)), 2))
     decode.run()
-    new = hand_over(prefill, decode, list(range(14)), 8)
-    assert decode.batcher.events()[-1] == Reserved("d", 8)
+    new = transfer_blocks(prefill, decode, list(range(14)), 8)
     into = decode.batcher.reserved_blocks("d")
+    assert decode.batcher.events()[-1] == Reserved("d", 8, new.source_len, into)
     copy_blocks(prefill.model, prefill.batcher.pin("p", 8), decode.model, into)
     decode.batcher.transfer_done("d")
     decode.run()
@@ -40,14 +43,14 @@ def test_no_blocks_are_received_if_all_are_cached() -> None:
     decode.batcher.submit(sequence("before", list(range(9)), 2))
     decode.run()
     decode.batcher.events()
-    new = hand_over(prefill, decode, list(range(8)), 8)
-    assert decode.batcher.events() == [Admitted("d", 0), Finished("d")]
+    new = transfer_blocks(prefill, decode, list(range(8)), 8)
+    assert decode.batcher.events() == [Admitted("d", 0, num_cached=8), Finished("d")]
     decode.expect(new)
 
 
 def test_prompt_is_computed_if_its_transfer_fails() -> None:
     prefill, decode = Bench(), Bench()
-    new = hand_over(prefill, decode, list(range(14)), 8)
+    new = transfer_blocks(prefill, decode, list(range(14)), 8)
     decode.batcher.transfer_failed("d")
     decode.run()
     decode.expect(new)
@@ -78,7 +81,7 @@ def test_blocks_are_not_transferred_again_after_a_preemption() -> None:
 
 def test_reserved_blocks_of_a_dropped_sequence_stay_until_the_transfer_drains() -> None:
     prefill, decode = Bench(), Bench()
-    hand_over(prefill, decode, list(range(14)), 8)
+    transfer_blocks(prefill, decode, list(range(14)), 8)
     decode.batcher.drop("d")
     decode.batcher.transfer_done("d")
     decode.batcher.transfer_failed("d")

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import Admitted, Finished, LeaseGone, Yielded
-from tests.support.fold_bench import Bench, hand_over, limits, sequence
+from tests.support.batcher_bench import Bench, limits, sequence, transfer_blocks
 
 
 def test_yield_after_keeps_the_computed_blocks_under_a_lease() -> None:
@@ -31,7 +31,7 @@ def test_sequence_that_finishes_does_not_yield() -> None:
 def test_yield_requested_during_a_step_takes_effect_at_its_commit() -> None:
     bench = Bench()
     bench.batcher.submit(sequence("a", list(range(20)), 9))
-    plan = bench.batcher.plan(0.0)
+    plan = bench.batcher.plan()
     assert plan is not None
     bench.batcher.request_yield("a")
     assert Yielded("a", 16) not in bench.batcher.events()
@@ -87,7 +87,7 @@ def test_all_leases_together_are_limited_to_lease_fraction() -> None:
 
 def test_receiving_sequence_yields_once_its_transfer_has_ended() -> None:
     prefill, decode = Bench(), Bench()
-    hand_over(prefill, decode, list(range(14)), 8)
+    transfer_blocks(prefill, decode, list(range(14)), 8)
     decode.batcher.request_yield("d")
     assert not any(isinstance(event, Yielded) for event in decode.batcher.events())
     decode.batcher.transfer_done("d")

@@ -29,7 +29,7 @@ class Pipeline:
         self.counts: dict[tuple[object, int], int] = {}
 
     def advance(self) -> bool:
-        while (plan := self.batcher.plan(0.0)) is not None:
+        while (plan := self.batcher.plan()) is not None:
             busy = [set(other.rows.tolist()) for other in self.in_flight]
             assert not any(set(plan.rows.tolist()) & rows for rows in busy)
             self.in_flight.append(plan)

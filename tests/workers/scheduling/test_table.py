@@ -49,3 +49,15 @@ def test_stop_token_takes_precedence_over_length() -> None:
         *(add(table, 3, SamplingParams(max_tokens=1, stop_token_ids=(5,))) for _ in range(2))
     )
     assert table.append(rows, ints(5, 6)).tolist() == [FinishReason.STOP, FinishReason.LENGTH]
+
+
+def test_computing_again_below_the_known_logprobs_requests_none_twice() -> None:
+    table = SequenceTable(2, 32, 4)
+    rows = ints(*(add(table, 7, SamplingParams(prompt_logprobs=0)) for _ in range(2)))
+    table.prompt_known[rows] = 1, 6
+    table.record_scored(rows, ints(3, 1))
+    assert table.prompt_known[rows].tolist() == [4, 6]
+    assert table.scored(rows.repeat(6), np.tile(np.arange(6, dtype=np.int32), 2)).tolist() == [
+        *(3, 4, 5),
+        11,
+    ]

@@ -9,22 +9,20 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.workers.scheduling.sequence import NewSequence
 from penstock.workers.scheduling.waiting import SequenceState, WaitingQueue
 
+ROOT = root_hash(bytes(range(32)), b"")
 
-def make_state(
-    number: int, priority: int = 0, num_tokens: int = 3, source_len: int = 0
-) -> SequenceState:
-    new = NewSequence(number, range(num_tokens), num_tokens, SamplingParams(), priority=priority)
+
+def make_state(number: int, num_tokens: int = 3, source_len: int = 0) -> SequenceState:
+    new = NewSequence(number, range(num_tokens), num_tokens, SamplingParams())
     tokens = np.arange(num_tokens, dtype=np.int32)
-    return SequenceState(new, number, tokens, yield_len=99, source_len=source_len)
+    return SequenceState(new, number, tokens, yield_len=99, source_len=source_len, root=ROOT)
 
 
-@given(st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 4)), max_size=40))
-def test_head_is_always_the_first_by_priority_then_arrival(
-    actions: list[tuple[int, int]],
-) -> None:
+@given(st.lists(st.integers(0, 4), max_size=40))
+def test_head_is_always_the_first_arrival(actions: list[int]) -> None:
     queue = WaitingQueue()
     model: list[SequenceState] = []
-    for number, (priority, action) in enumerate(actions):
+    for number, action in enumerate(actions):
         if action == 0 and model:  # remove any sequence
             queue.remove(model.pop(number % len(model)))
         elif action == 1 and model:  # admit the head, then requeue it as after a preemption
@@ -33,9 +31,9 @@ def test_head_is_always_the_first_by_priority_then_arrival(
             queue.remove(head)
             queue.push(head)
         else:
-            model.append(make_state(number, priority))
+            model.append(make_state(number))
             queue.push(model[-1])
-        assert queue.head() is min(model, key=lambda each: each.order, default=None)
+        assert queue.head() is min(model, key=lambda each: each.arrival, default=None)
         assert len(queue) == len(model)
         assert queue.num_tokens == 3 * len(model)
 
@@ -58,7 +56,7 @@ def test_tokens_of_a_kv_source_are_not_counted() -> None:
 
 def test_hash_chain_is_computed_only_as_far_as_needed() -> None:
     tokens = np.arange(10, dtype=np.int32)
-    first = block_hash(root_hash(b""), tokens[:4])
+    first = block_hash(ROOT, tokens[:4])
     state = make_state(0)
     assert state.chain(tokens, 0, 4) == []
     assert state.chain(tokens, 1, 4) == [first]

@@ -1,6 +1,7 @@
 """The worker's gRPC service over a real channel. Most tests share one worker."""
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -17,9 +18,11 @@ from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.scheduling.sequence import StepPlan
+from penstock.workers.service.codec import PROTOCOL
 from penstock.workers.service.grpc_service import RunningWorker, serve_worker
-from tests.support.attached import Attached, greedy
+from tests.support.attached_router import AttachedRouter, greedy
 from tests.support.engines import run_greedy
+from tests.support.pickle_bomb import PickleBomb, send_raw
 from tests.support.tiny import VOCAB_SIZE, tiny_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -45,8 +48,8 @@ async def worker(checkpoint: Path) -> AsyncIterator[RunningWorker]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def router(worker: RunningWorker, reference: Reference) -> AsyncIterator[Attached]:
-    attached = await Attached(worker.address, "secret").open()
+async def router(worker: RunningWorker, reference: Reference) -> AsyncIterator[AttachedRouter]:
+    attached = await AttachedRouter(worker.address, "secret").open()
     yield attached
     await attached.close()
 
@@ -72,14 +75,14 @@ def search_params(
     return greedy(max_tokens, n=n, beams=wire.BeamSearch(width=width, **search))
 
 
-def free_blocks(attached: Attached) -> int:
+def free_blocks(attached: AttachedRouter) -> int:
     return attached.load.free_blocks + attached.load.cached_blocks
 
 
 async def refusal_of(address: str, token: str | None, **hello: Any) -> grpc.aio.AioRpcError:
     """Open a stream that the worker must refuse, and return the error."""
     while True:
-        attached = Attached(address, token)
+        attached = AttachedRouter(address, token)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await attached.open(**hello)
         await attached.close()
@@ -91,7 +94,7 @@ async def refusal_of(address: str, token: str | None, **hello: Any) -> grpc.aio.
 # ------------------------------------------------------------------ the stream
 
 
-async def test_welcome_describes_the_worker(router: Attached) -> None:
+async def test_welcome_describes_the_worker(router: AttachedRouter) -> None:
     welcome = router.welcome
     assert (welcome.worker, welcome.role, welcome.vocab_size) == ("w0", "mixed", VOCAB_SIZE)
     assert (welcome.block_size, welcome.max_model_len, welcome.max_sequences) == (16, 256, 8)
@@ -123,8 +126,8 @@ async def test_other_protocol_version_is_refused(worker: RunningWorker) -> None:
 
 
 async def test_first_message_other_than_hello_is_refused(worker: RunningWorker) -> None:
-    attached = Attached(worker.address, "secret")
-    await attached.say(drop=wire.Drop(request=1, attempt=1))
+    attached = AttachedRouter(worker.address, "secret")
+    await attached.send(drop=wire.Drop(request=1, attempt=1))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await attached.call.read()
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
@@ -132,36 +135,66 @@ async def test_first_message_other_than_hello_is_refused(worker: RunningWorker) 
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
-async def test_unexpected_message_number_closes_the_stream(router: Attached, number: int) -> None:
-    await router.say(number, drop=wire.Drop(request=1, attempt=1))
+async def test_unexpected_message_number_closes_the_stream(
+    router: AttachedRouter, number: int
+) -> None:
+    await router.send(number, drop=wire.Drop(request=1, attempt=1))
     error = await router.until_closed()
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "expected 2" in error.details()
 
 
 @pytest.mark.parametrize("body", [{}, {"hello": wire.Hello(protocol=1, router="again")}])
-async def test_invalid_message_closes_the_stream(router: Attached, body: dict[str, Any]) -> None:
-    await router.say(**body)
+async def test_invalid_message_closes_the_stream(
+    router: AttachedRouter, body: dict[str, Any]
+) -> None:
+    await router.send(**body)
     assert (await router.until_closed()).code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.parametrize("is_first", [True, False])
 async def test_undecodable_bytes_close_only_their_stream(
-    worker: RunningWorker, router: Attached
+    worker: RunningWorker,
+    router: AttachedRouter,
+    caplog: pytest.LogCaptureFixture,
+    is_first: bool,
 ) -> None:
+    hello = wire.ToWorker(number=1, hello=wire.Hello(protocol=PROTOCOL, router="other"))
     async with grpc.aio.insecure_channel(worker.address) as channel:
         attach = channel.stream_stream("/penstock.worker.v1.Worker/Attach")
         call = attach(metadata=(("authorization", "Bearer secret"),))
+        if not is_first:
+            await call.write(hello.SerializeToString())
+            await call.read()
         await call.write(b"\xff\xff\xff garbage")
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+    await router.submit(1, PROMPT, greedy(3))
+    assert len(await router.answer(1)) == 3
+
+
+async def test_pickles_sent_to_the_port_are_not_loaded(
+    worker: RunningWorker, router: AttachedRouter, tmp_path: Path
+) -> None:
+    bomb = PickleBomb(tmp_path / "loaded")
+    await send_raw(worker.address, bomb.data)
+    metadata = (("authorization", "Bearer secret"),)
+    async with grpc.aio.insecure_channel(worker.address) as channel:
+        for method in ("worker.v1.Worker/Attach", "transfer.v1.Transfer/Pair"):
+            call = channel.stream_stream(f"/penstock.{method}")(metadata=metadata)
+            await call.write(bomb.data)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call.read()
+    assert not bomb.was_loaded()
     await router.submit(1, PROMPT, greedy(3))
     assert len(await router.answer(1)) == 3
 
 
 async def test_too_large_message_closes_only_its_stream(
-    worker: RunningWorker, router: Attached
+    worker: RunningWorker, router: AttachedRouter
 ) -> None:
-    other = await Attached(worker.address, "secret").open("other")
+    other = await AttachedRouter(worker.address, "secret").open("other")
     await other.submit(1, PROMPT, greedy(3), salt=bytes(17 << 20))
     assert (await other.until_closed()).code() is not grpc.StatusCode.OK
     await other.close()
@@ -173,8 +206,8 @@ async def test_both_sides_send_heartbeats_and_silence_closes_the_stream(checkpoi
     running = await serve_worker(
         WorkerConfig("w1", checkpoint, kv_cache_mib=1, heartbeat_seconds=0.05)
     )
-    talking = await Attached(running.address).open("talking", beat=0.05)
-    silent = await Attached(running.address).open("silent", beat=0)
+    talking = await AttachedRouter(running.address).open("talking", heartbeat_seconds=0.05)
+    silent = await AttachedRouter(running.address).open("silent", heartbeat_seconds=0)
     await silent.submit(1, PROMPT, greedy(200))
     error = await silent.until_closed()
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -188,12 +221,13 @@ async def test_both_sides_send_heartbeats_and_silence_closes_the_stream(checkpoi
 
 
 async def test_blocked_event_loop_is_not_taken_for_a_silent_router(checkpoint: Path) -> None:
-    beat = 0.1
+    heartbeat_seconds = 0.1
     running = await serve_worker(
-        WorkerConfig("w1", checkpoint, kv_cache_mib=1, heartbeat_seconds=beat)
+        WorkerConfig("w1", checkpoint, kv_cache_mib=1, heartbeat_seconds=heartbeat_seconds)
     )
-    router = await Attached(running.address).open(beat=beat)
-    time.sleep(20 * beat)  # blocks the event loop; a stream ends after ten missed heartbeats
+    router = await AttachedRouter(running.address).open(heartbeat_seconds=heartbeat_seconds)
+    # Block the event loop, so that no heartbeats are sent; ten missed heartbeats end a stream.
+    time.sleep(20 * heartbeat_seconds)
     await router.submit(1, PROMPT, greedy(3))
     assert len(await router.answer(1)) == 3
     await router.close()
@@ -203,7 +237,9 @@ async def test_blocked_event_loop_is_not_taken_for_a_silent_router(checkpoint: P
 # ------------------------------------------------------------------ requests
 
 
-async def test_answers_equal_those_of_the_engine(router: Attached, reference: Reference) -> None:
+async def test_answers_equal_those_of_the_engine(
+    router: AttachedRouter, reference: Reference
+) -> None:
     prompts = [PROMPT[:length] for length in (1, 15, 16, 17, 36)]
     for request, prompt in enumerate(prompts):
         await router.submit(request, prompt, greedy(20))
@@ -212,7 +248,9 @@ async def test_answers_equal_those_of_the_engine(router: Attached, reference: Re
         assert router.finishes[request, 1] == wire.FINISH_LENGTH
 
 
-async def test_request_continues_from_its_token_log(router: Attached, reference: Reference) -> None:
+async def test_request_continues_from_its_token_log(
+    router: AttachedRouter, reference: Reference
+) -> None:
     whole = await reference(PROMPT, 20)
     log = [wire.ChoiceLog(choice=0, tokens=whole[:7])]
     await router.submit(1, PROMPT, greedy(20), log=log, attempt=3)
@@ -220,13 +258,13 @@ async def test_request_continues_from_its_token_log(router: Attached, reference:
     assert router.positions[1, 3] == 20
 
 
-async def test_stop_tokens_and_logprobs(router: Attached, reference: Reference) -> None:
+async def test_stop_tokens_and_logprobs(router: AttachedRouter, reference: Reference) -> None:
     whole = await reference(PROMPT, 20)
     await router.submit(1, PROMPT, greedy(20, stop_tokens=[whole[5]], logprobs=2))
     answer = await router.answer(1)
     assert answer == whole[: whole.index(whole[5]) + 1]
     assert router.finishes[1, 1] == wire.FINISH_STOP
-    steps = [message.step for message in router.heard if message.HasField("step")]
+    steps = [message.step for message in router.received if message.HasField("step")]
     entries = [(step.token[entry.row], entry) for step in steps for entry in step.logprobs]
     assert [token for token, _ in entries] == answer
     for token, entry in entries:
@@ -235,7 +273,23 @@ async def test_stop_tokens_and_logprobs(router: Attached, reference: Reference) 
         assert entry.values[0] >= entry.values[1]
 
 
-async def test_drop_frees_the_blocks(router: Attached) -> None:
+async def test_cached_tokens_are_sent_once_and_not_after_the_first_token(
+    router: AttachedRouter,
+) -> None:
+    prompt = [5 + 3 * number % 90 for number in range(40)]
+    for request in (1, 2):
+        await router.submit(request, prompt, greedy(5), salt=b"counted")
+        await router.answer(request)
+    steps = [message.step for message in router.received if message.HasField("step")]
+    sent = [(entry.request, entry.tokens) for step in steps for entry in step.cached]
+    assert sent == [(1, 0), (2, 32)]
+    for request in (1, 2):
+        counted = [request in {entry.request for entry in step.cached} for step in steps]
+        computed = [request in step.request for step in steps]
+        assert counted.index(True) <= computed.index(True)
+
+
+async def test_drop_frees_the_blocks(router: AttachedRouter) -> None:
     total = router.welcome.num_blocks
     await router.submit(1, PROMPT, greedy(200))
     await router.until(lambda: router.answers[1, 1])
@@ -251,8 +305,10 @@ async def test_drop_frees_the_blocks(router: Attached) -> None:
     await router.answer(2)
 
 
-async def test_end_of_a_stream_frees_its_blocks(worker: RunningWorker, router: Attached) -> None:
-    other = await Attached(worker.address, "secret").open("other")
+async def test_end_of_a_stream_frees_its_blocks(
+    worker: RunningWorker, router: AttachedRouter
+) -> None:
+    other = await AttachedRouter(worker.address, "secret").open("other")
     await other.submit(1, PROMPT, greedy(200))
     await other.submit(2, PROMPT[:20], greedy(5), yield_after=1)
     await other.message("yielded", 2)
@@ -263,9 +319,9 @@ async def test_end_of_a_stream_frees_its_blocks(worker: RunningWorker, router: A
 
 
 async def test_two_routers_may_use_the_same_request_numbers(
-    worker: RunningWorker, router: Attached, reference: Reference
+    worker: RunningWorker, router: AttachedRouter, reference: Reference
 ) -> None:
-    other = await Attached(worker.address, "secret").open("other")
+    other = await AttachedRouter(worker.address, "secret").open("other")
     await router.submit(1, PROMPT, greedy(10))
     await other.submit(1, PROMPT[:9], greedy(12))
     assert await other.answer(1) == await reference(PROMPT[:9], 12)
@@ -274,11 +330,11 @@ async def test_two_routers_may_use_the_same_request_numbers(
 
 
 async def test_reconnect_closes_the_old_stream_and_drops_its_requests(
-    worker: RunningWorker, router: Attached
+    worker: RunningWorker, router: AttachedRouter
 ) -> None:
     await router.submit(1, PROMPT, greedy(200))
     await router.until(lambda: router.answers[1, 1])
-    again = await Attached(worker.address, "secret").open()
+    again = await AttachedRouter(worker.address, "secret").open()
     error = await router.until_closed()
     assert error.code() is grpc.StatusCode.ABORTED
     await again.until(lambda: again.load.running == 0)
@@ -288,7 +344,7 @@ async def test_reconnect_closes_the_old_stream_and_drops_its_requests(
 
 
 async def test_later_attempt_replaces_the_earlier_one(
-    router: Attached, reference: Reference
+    router: AttachedRouter, reference: Reference
 ) -> None:
     await router.submit(1, PROMPT, greedy(200))
     await router.until(lambda: router.answers[1, 1])
@@ -299,7 +355,7 @@ async def test_later_attempt_replaces_the_earlier_one(
 
 
 async def test_lease_is_kept_after_a_later_attempt_until_it_is_dropped(
-    router: Attached, reference: Reference
+    router: AttachedRouter, reference: Reference
 ) -> None:
     await router.submit(1, PROMPT, greedy(10), yield_after=1)
     yielded = await router.message("yielded", 1)
@@ -314,12 +370,12 @@ async def test_lease_is_kept_after_a_later_attempt_until_it_is_dropped(
 
 
 async def test_running_request_yields_on_request_of_the_router(
-    router: Attached, reference: Reference
+    router: AttachedRouter, reference: Reference
 ) -> None:
     await router.submit(1, PROMPT, greedy(200))
     await router.until(lambda: len(router.answers[1, 1]) > 2)
     command: dict[str, Any] = {"yield": wire.Yield(request=1, attempt=1)}
-    await router.say(**command)
+    await router.send(**command)
     yielded = await router.message("yielded", 1)
     answer = router.answers[1, 1]
     assert yielded.kv_len == len(PROMPT) + len(answer) - 1
@@ -328,7 +384,7 @@ async def test_running_request_yields_on_request_of_the_router(
     await router.until(lambda: free_blocks(router) == router.welcome.num_blocks)
 
 
-async def test_allowed_tokens_and_bad_words(router: Attached, reference: Reference) -> None:
+async def test_allowed_tokens_and_bad_words(router: AttachedRouter, reference: Reference) -> None:
     whole = await reference(PROMPT, 20)
     word = wire.BadWord(tokens=whole[2:5])
     await router.submit(1, PROMPT, greedy(20, bad_words=[word]))
@@ -342,11 +398,11 @@ async def test_allowed_tokens_and_bad_words(router: Attached, reference: Referen
 
 
 async def test_choices_stream_in_parallel_and_one_can_be_dropped(
-    router: Attached, reference: Reference
+    router: AttachedRouter, reference: Reference
 ) -> None:
     await router.submit(1, PROMPT, greedy(40, n=3))
     await router.until(lambda: len(router.answers[1, 1, 1]) > 2)
-    await router.say(drop=wire.Drop(request=1, attempt=1, choice=1))
+    await router.send(drop=wire.Drop(request=1, attempt=1, choice=1))
     await router.until(lambda: {(1, 1), (1, 1, 2)} <= router.finishes.keys())
     expected = await reference(PROMPT, 40)
     assert router.answers[1, 1] == router.answers[1, 1, 2] == expected
@@ -355,7 +411,7 @@ async def test_choices_stream_in_parallel_and_one_can_be_dropped(
 
 
 async def test_choices_continue_from_their_token_logs(
-    router: Attached, reference: Reference
+    router: AttachedRouter, reference: Reference
 ) -> None:
     expected = await reference(PROMPT, 20)
     log = [
@@ -371,7 +427,7 @@ async def test_choices_continue_from_their_token_logs(
 
 
 async def test_request_with_no_allowed_token_left_ends_without_affecting_others(
-    router: Attached, reference: Reference
+    router: AttachedRouter, reference: Reference
 ) -> None:
     strict = greedy(9, allowed_tokens=[7], bad_words=[wire.BadWord(tokens=[7, 7])])
     await router.submit(1, PROMPT, greedy(30))
@@ -379,7 +435,7 @@ async def test_request_with_no_allowed_token_left_ends_without_affecting_others(
     assert await router.answer(1) == await reference(PROMPT, 30)
 
     def ended() -> list[tuple[int, str]]:
-        steps = [message.step for message in router.heard if message.HasField("step")]
+        steps = [message.step for message in router.received if message.HasField("step")]
         return [(entry.request, entry.reason) for step in steps for entry in step.ended]
 
     await router.until(ended)
@@ -388,13 +444,13 @@ async def test_request_with_no_allowed_token_left_ends_without_affecting_others(
     assert "bad words and allowed tokens left nothing to draw" in reason
 
 
-async def test_beam_search_is_sent_in_one_step_at_its_end(router: Attached) -> None:
+async def test_beam_search_is_sent_in_one_step_at_its_end(router: AttachedRouter) -> None:
     await router.submit(1, PROMPT, search_params(3, 20, n=2, length_penalty=1.0))
     await router.submit(2, PROMPT, search_params(3, 20, n=2, length_penalty=1.0), attempt=4)
     await router.drop(2, 4)
     await router.submit(3, PROMPT, greedy(40))
     await router.answer(1)
-    steps = [message.step for message in router.heard if 1 in message.step.request]
+    steps = [message.step for message in router.received if 1 in message.step.request]
     assert [list(step.request) for step in steps] == [[1] * 40]
     assert list(steps[0].choice) == [0] * 20 + [1] * 20
     assert list(steps[0].position) == 2 * list(range(20))
@@ -452,7 +508,7 @@ async def test_beam_search_is_sent_in_one_step_at_its_end(router: Attached) -> N
     ],
 )
 async def test_request_that_can_never_run_is_rejected_with_a_reason(
-    router: Attached, submit: dict[str, Any], reason: str
+    router: AttachedRouter, submit: dict[str, Any], reason: str
 ) -> None:
     given: dict[str, Any] = {"prompt": PROMPT, "params": greedy(5), **submit}
     await router.submit(1, **given)
@@ -463,7 +519,7 @@ async def test_request_that_can_never_run_is_rejected_with_a_reason(
     assert len(await router.answer(2)) == 2
 
 
-async def test_repeated_attempt_is_rejected(router: Attached) -> None:
+async def test_repeated_attempt_is_rejected(router: AttachedRouter) -> None:
     await router.submit(1, PROMPT, greedy(100))
     await router.submit(1, PROMPT, greedy(100))
     assert "already" in (await router.message("rejected", 1)).reason
@@ -471,7 +527,7 @@ async def test_repeated_attempt_is_rejected(router: Attached) -> None:
     assert len(router.answers[1, 1]) == 100
 
 
-async def test_full_queue_rejects_temporarily(router: Attached) -> None:
+async def test_full_queue_rejects_temporarily(router: AttachedRouter) -> None:
     for request in range(40):
         await router.submit(request, PROMPT, greedy(200))
     rejected = await router.message("rejected")
@@ -483,7 +539,7 @@ async def test_full_queue_rejects_temporarily(router: Attached) -> None:
 
 async def test_draining_worker_notifies_routers_and_rejects_new_requests(checkpoint: Path) -> None:
     running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1))
-    attached = await Attached(running.address).open()
+    attached = await AttachedRouter(running.address).open()
     await attached.submit(1, PROMPT, greedy(50))
     await attached.until(lambda: attached.answers[1, 1])
     draining = asyncio.create_task(running.drain(60))
@@ -511,7 +567,7 @@ async def test_engine_failure_closes_streams_and_ends_the_worker(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1))
-    attached = await Attached(running.address).open()
+    attached = await AttachedRouter(running.address).open()
 
     def broken(runner: ModelRunner, plan: StepPlan) -> None:
         raise MemoryError("out of everything")

@@ -3,7 +3,12 @@
 import grpc
 
 from penstock.protos import worker_pb2 as wire
-from penstock.workers.service.session import MAX_MESSAGES_WAITING, MAX_TOKENS_WAITING, Session
+from penstock.workers.service.session import (
+    MAX_CACHE_BYTES_WAITING,
+    MAX_MESSAGES_WAITING,
+    MAX_TOKENS_WAITING,
+    Session,
+)
 
 
 def make_session() -> Session:
@@ -47,6 +52,16 @@ async def test_waiting_steps_are_merged_without_reordering_messages() -> None:
     assert merged.step.load.queued == 0
     assert yielded.HasField("yielded")
     assert list(last.step.token) == [9]
+
+
+async def test_merged_steps_keep_all_numbers_of_cached_tokens() -> None:
+    session = make_session()
+    for request in (1, 2):
+        message = step(7)
+        message.step.cached.add(request=request, attempt=1, tokens=16 * request)
+        session.put(message)
+    (merged,) = await read_all(session)
+    assert [(each.request, each.tokens) for each in merged.step.cached] == [(1, 16), (2, 32)]
 
 
 async def test_step_of_a_beam_search_is_not_merged_and_not_limited() -> None:
@@ -93,3 +108,55 @@ async def test_first_reason_for_the_end_of_a_stream_is_kept() -> None:
     session.end(grpc.StatusCode.INTERNAL, "second")
     assert session.stream_end is not None
     assert session.stream_end.reason == "first"
+
+
+def cached(first: int, *changes: list[int]) -> wire.ToRouter:
+    """Return a Step with changes that store these blocks."""
+    events = wire.CacheEvents(incarnation="i", first=first)
+    for blocks in changes:
+        events.changes.add(stored=blocks)
+    return wire.ToRouter(step=wire.Step(cache=events))
+
+
+async def test_cache_events_of_merged_steps_follow_each_other() -> None:
+    session = make_session()
+    session.put(step(5))
+    session.put(cached(3, [1, 2]))
+    session.put(step(6, queued=2))
+    session.put(cached(4, [3], [4]))
+    (merged,) = await read_all(session)
+    assert merged.step.load.queued == 2
+    assert list(merged.step.token) == [5, 6]
+    assert merged.step.cache.first == 3
+    assert merged.step.cache.incarnation == "i"
+    assert [list(each.stored) for each in merged.step.cache.changes] == [[1, 2], [3], [4]]
+
+
+async def test_steps_without_cache_events_have_none_after_a_merge() -> None:
+    session = make_session()
+    session.put(step(5))
+    session.put(step(6))
+    (merged,) = await read_all(session)
+    assert not merged.step.HasField("cache")
+
+
+async def test_cache_events_for_a_slow_router_are_bounded_and_leave_a_gap() -> None:
+    session = make_session()
+    many = list(range(1 << 12))
+    for number in range(1000):
+        session.put(cached(number, many))
+    (merged,) = await read_all(session)
+    assert session.stream_end is None
+    cache = merged.step.cache
+    assert cache.ByteSize() <= MAX_CACHE_BYTES_WAITING
+    assert cache.first > 0  # the router expects 0: it sees that changes are missing
+    assert cache.first + len(cache.changes) == 1000
+
+
+async def test_snapshot_that_waits_is_known_until_it_is_read() -> None:
+    session = make_session()
+    session.put(step(1))
+    session.put(wire.ToRouter(cache_snapshot=wire.CacheSnapshot(last=True)))
+    assert session.has_waiting_snapshot
+    assert len(await read_all(session)) == 2
+    assert not session.has_waiting_snapshot

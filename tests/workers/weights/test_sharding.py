@@ -10,7 +10,7 @@ import torch
 from penstock.workers.layers.mla import LatentAttention
 from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.spec import ModelSpec, read_spec
-from penstock.workers.parallel.groups import ProcessGroup
+from penstock.workers.parallel.collectives import ProcessGroup
 from penstock.workers.parallel.mesh import BadShape, Mesh, MeshCoord
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
 from penstock.workers.weights.loading import load_model
@@ -132,7 +132,12 @@ def test_mla_cache_rows_are_on_every_rank(models: dict[str, Path]) -> None:
         ("llama", (2, 1, 2), {}, "ep 2: the model has no experts"),
         ("llama", (4, 1, 1), {"intermediate_size": 50}, "tp 4 does not divide the model's 50 feed"),
         ("llama", (2, 1, 1), {"qk_norm": "whole"}, "normalises all heads together"),
-        ("qwen2-moe", (16, 1, 8), {"num_heads": 16, "num_kv_heads": 16}, "has 7 experts"),
+        (
+            "qwen2-moe",
+            (16, 1, 8),
+            {"num_heads": 16, "num_kv_heads": 16},
+            "more than the model.s 7 experts",
+        ),
         ("deepseek", (8, 1, 1), {}, "tp 8 does not divide the model's 4 attention heads"),
     ],
 )

@@ -5,31 +5,23 @@ and passes the checks of `probe`. It is slower than the native decoder, because 
 fused.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.workers.layers.attention import StepInputs
-from penstock.workers.models.config import BadCheckpoint, Fields
 from penstock.workers.models.deepseek import LatentSpec
-from penstock.workers.models.rope import RopeSpec
-from penstock.workers.models.rotary import Rotary
-from penstock.workers.models.spec import require_transformers, supported_architectures
+from penstock.workers.models.rope_config import RopeSpec
+from penstock.workers.models.rotary_embedding import Rotary
 from penstock.workers.models.transformers_backend.attention import (
-    NAME,
     PagedAttention,
-    register,
     use_handler,
 )
 from penstock.workers.models.transformers_backend.probe import (
-    AttentionCall,
     RecordingAttention,
     Unsupported,
-    probe_model,
 )
 
 
@@ -140,197 +132,3 @@ class TransformersModel:
         found = self._model(input_ids=tokens[None], use_cache=False, return_dict=True, **options)
         logits: Tensor = found.logits[0]
         return logits.to(torch.float32)
-
-
-def load_transformers_model(
-    config: Fields,
-    eos_tokens: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int | None,
-    num_bytes: int,
-    progress: Callable[[int, int], None],
-) -> tuple[TransformersModelInfo, TransformersModel]:
-    """Load the checkpoint of `config` with `transformers`; code in the checkpoint is never run.
-
-    Args:
-        num_bytes: size of the weights, for `progress`.
-
-    Raises:
-        BadCheckpoint: if the weights are incomplete.
-        UnsupportedModel: if the model is not supported by `transformers` or by `probe`.
-    """
-    require_transformers(config)
-    folder, architecture = config.path.parent, config.values["architectures"][0]
-    try:
-        theirs = _their_config(architecture, folder)
-        longest = _positions(theirs, max_model_len)
-        progress(0, num_bytes)
-        model = TransformersModel(_load(folder, dtype).to(device).eval())
-        progress(num_bytes, num_bytes)
-        with torch.inference_mode():
-            model.spec = _probe(model, theirs, longest, eos_tokens, architecture)
-    except Unsupported as reason:
-        raise config.unsupported(
-            f"{architecture} is not served: {reason}; {supported_architectures()}"
-        ) from None
-    return model.spec, model
-
-
-def _their_config(architecture: str, folder: Path) -> Any:
-    """Return the model's `transformers` configuration.
-
-    Raise `Unsupported` if `transformers` has no such decoder, or the decoder does not use the
-    attention interface.
-    """
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        found = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        kind = transformers.AutoModelForCausalLM._model_mapping.get(type(found), None)
-    except Exception as error:  # invalid files can raise any exception in `transformers`
-        raise Unsupported(
-            f"it has no native implementation, and transformers reports: {_first_line(error)}"
-        ) from None
-    if kind is None:
-        raise Unsupported(
-            f"transformers makes no causal language model of a {type(found).__name__}"
-        )
-    if kind.__name__ != architecture:
-        raise Unsupported(f"transformers makes {kind.__name__} of such a configuration")
-    if found.is_encoder_decoder:
-        raise Unsupported("it has an encoder")
-    if kind._is_stateful and not _only_attends(found):
-        raise Unsupported("it keeps other state than keys and values")
-    if not kind._supports_attention_backend:
-        raise Unsupported("its attention does not go through the interface of transformers")
-    return found.get_text_config(decoder=True)  # `found` itself for text-only models
-
-
-def _only_attends(theirs: Any) -> bool:
-    """Return whether all layers of a model with `_is_stateful` are attention layers."""
-    kinds = getattr(theirs, "layer_types", None) or [None]
-    return set(kinds) <= {"attention", "full_attention", "sliding_attention"}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
-def _positions(theirs: Any, max_model_len: int | None) -> int:
-    """Return the maximum number of positions of a sequence.
-
-    Raise `Unsupported` if the rotary embedding depends on the longest sequence of a batch.
-    """
-    longest = getattr(theirs, "max_position_embeddings", None)
-    if type(longest) is not int or longest < 4:
-        raise Unsupported("its configuration has no valid max_position_embeddings")
-    used = min(longest, max_model_len or longest)
-    ropes = getattr(theirs, "rope_parameters", None) or {}
-    for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
-        original = rope.get("original_max_position_embeddings") or longest
-        if rope.get("rope_type") == "longrope" and used > original:
-            raise Unsupported(
-                "its longrope changes with the longest sequence of a batch; with max_model_len "
-                f"{original} or less it does not"
-            )
-    return used
-
-
-def _load(folder: Path, dtype: torch.dtype) -> Any:
-    import transformers
-
-    register()
-    try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=NAME,
-            experts_implementation="eager",  # grouped GEMMs do not support all shapes
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except Exception as error:  # invalid files can raise any exception in `transformers`
-        raise Unsupported(f"transformers cannot load it: {_first_line(error)}") from None
-    for kind in ("missing_keys", "mismatched_keys"):  # `transformers` would use random weights
-        if report[kind]:
-            name = sorted(map(str, report[kind]))[0]
-            raise BadCheckpoint(
-                f"{folder}: {kind.replace('_', ' ')} in the weights, such as {name}: the files do "
-                "not belong together or are incomplete"
-            )
-    return model
-
-
-def _probe(
-    model: TransformersModel, theirs: Any, longest: int, eos_tokens: tuple[int, ...], name: str
-) -> TransformersModelInfo:
-    try:
-        kept = _layers_kept(theirs)
-        calls = probe_model(model.hidden, theirs.num_hidden_layers, longest, model.device)
-        _check_windows(calls, kept, longest)
-        vocab_size = _check_head(model)
-    except Unsupported:
-        raise
-    except Exception as error:  # with our attention, the model's code can raise any exception
-        raise Unsupported(f"it does not work with our attention: {_first_line(error)}") from None
-    return _spec(calls, longest, eos_tokens, name, vocab_size)
-
-
-_CACHE_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-"""Supported layers of a `DynamicCache`. A dummy layer stores nothing; its model layer reads the
-keys and values of another layer."""
-
-
-def _layers_kept(theirs: Any) -> list[Any]:
-    """Return the layers of the model's own cache; raise `Unsupported` for state other than KV."""
-    from transformers import DynamicCache
-
-    layers: list[Any] = DynamicCache(config=theirs).layers
-    for layer in layers:
-        if type(layer).__name__ not in _CACHE_LAYERS:
-            raise Unsupported(f"its cache has a {type(layer).__name__}")
-    return layers
-
-
-def _check_windows(calls: list[AttentionCall], kept: list[Any], longest: int) -> None:
-    """Raise `Unsupported` if windows of the model's own cache differ from those of its masks."""
-    for layer, call in zip(kept, calls, strict=True):
-        window = getattr(layer, "sliding_window", 0)
-        if window != call.window and 0 < window < longest:
-            raise Unsupported(f"its cache keeps {window} positions, and its masks tell otherwise")
-
-
-def _check_head(model: TransformersModel) -> int:
-    """Return the vocabulary size; raise `Unsupported` if the head cannot run without the body."""
-    tokens = torch.arange(3, 6, device=model.device)
-    with use_handler(RecordingAttention(0, check_masks=False)):
-        expected = model.whole(tokens, position_ids=tokens[None])
-        found = model.logits(model.hidden(tokens, tokens))
-    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
-        raise Unsupported("its head needs more than the last hidden states")
-    return found.shape[1]
-
-
-def _spec(
-    calls: list[AttentionCall],
-    longest: int,
-    eos_tokens: tuple[int, ...],
-    name: str,
-    vocab_size: int,
-) -> TransformersModelInfo:
-    return TransformersModelInfo(
-        family=name,
-        vocab_size=vocab_size,
-        num_layers=len(calls),
-        num_kv_heads=max(call.num_kv_heads for call in calls),
-        head_dim=max(call.head_dim for call in calls),
-        max_model_len=longest,
-        eos_tokens=eos_tokens,
-        windows=tuple(call.window for call in calls),
-    )

@@ -47,7 +47,7 @@ class Adapter:
 
     def step(self) -> tuple[int, int, int]:
         began = time.thread_time_ns()
-        plan = self._batcher.plan(0.0)
+        plan = self._batcher.plan()
         planned = time.thread_time_ns() - began
         assert plan is not None, "no step to compute before the cell is complete"
         drawn = np.full(np.count_nonzero(plan.samples), DRAWN, np.int32)

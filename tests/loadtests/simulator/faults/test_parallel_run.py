@@ -18,8 +18,8 @@ from penstock.loadtests.simulator.faults.schedule_run import RunCounts
 
 
 def batch(first: int, count: int, failed: tuple[int, ...] = ()) -> SeedBatch:
-    tally = RunCounts(count, 2 * count, ends=Counter(ok=count), faults=Counter(kill=1))
-    return SeedBatch(first, count, tally, list(failed))
+    counts = RunCounts(count, 2 * count, ends=Counter(ok=count), faults=Counter(kill=1))
+    return SeedBatch(first, count, counts, list(failed))
 
 
 def test_remaining_batches_exclude_finished_ones() -> None:
@@ -71,14 +71,14 @@ def test_a_run_resumes_from_its_record(
 
     def play(seeds: range) -> tuple[RunCounts, list[int]]:
         played.extend(seeds)
-        return batch(seeds.start, len(seeds)).tally, []
+        return batch(seeds.start, len(seeds)).counts, []
 
     monkeypatch.setattr(faults, "play_seeds", play)
     path, num_requests = tmp_path / "record", []
     for count in (70, 130, 130):
         options = [f"--schedules={count}", "--processes=1", f"--record={path}", "--as-json"]
         assert main(["simulate", "faults", *options]) == 0
-        num_requests.append(json.loads(capsys.readouterr().out)["tally"]["requests"])
+        num_requests.append(json.loads(capsys.readouterr().out)["counts"]["requests"])
     assert num_requests == [70, 130, 130]
     assert played == list(range(130))
 

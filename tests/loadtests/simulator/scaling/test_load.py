@@ -23,6 +23,7 @@ from penstock.loadtests.simulator.scaling.workloads import (
     varying,
 )
 from penstock.workers.scheduling.config import SchedulerConfig
+from tests.support.refusals import assert_refused
 
 pytestmark = pytest.mark.slow
 
@@ -190,7 +191,7 @@ def test_an_invalid_timing_file_is_refused(
         (["--cold-start", "-1"], "--cold-start, --promised and --seed must not be negative"),
         (["--promised", "-1"], "--cold-start, --promised and --seed must not be negative"),
         (["--mixed", "0"], "there must be a worker"),
-        (["--prefill", "1"], "--prefill and --decode go together"),
+        (["--prefill", "1"], "--prefill and --decode must be given together"),
         (["--compare", "--prefill=1", "--decode=1"], "--compare works with --mixed only"),
         (["--input-len", "many"], "invalid length 'many'"),
         (["--trace", "/nowhere"], "No such file or directory"),
@@ -202,14 +203,7 @@ def test_an_invalid_timing_file_is_refused(
 def test_invalid_options_are_refused(
     options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        code = main(["simulate", "load", *options])
-    except SystemExit as end:
-        code = int(end.code or 0)
-    error = capsys.readouterr().err
-    assert code == 2
-    assert message in error
-    assert error.count("\n") == 1
+    assert_refused(main, ["simulate", "load", *options], message, capsys)
 
 
 def test_an_invalid_trace_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,12 +111,12 @@ def run_fault_schedules(seeds: range) -> tuple[list[str], Counter[str]]:
     for seed in seeds:
         world = ScheduleRun(schedule_of(seed), fast_forwards=True)
         try:
-            tally = world.play()
+            played = world.play()
         except InvariantViolated as broken:
             failed.append(f"{seed}: {broken}")
             continue
-        counts.update(tally.faults)
-        counts["tokens"] += tally.tokens
+        counts.update(played.faults)
+        counts["tokens"] += played.tokens
     return failed, counts
 
 

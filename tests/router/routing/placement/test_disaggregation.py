@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 
 from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.placement.cost_model import TransferCostModel
+from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.disaggregation import (
     ALL_DECISIONS,
     DisaggregationPolicy,
     PrefillDecision,
     Reason,
 )
-from penstock.router.routing.placement.policy import Demand, LeastLoaded, Placement
-from penstock.router.routing.worker_registry import ResourceUsage, WorkerView
+from penstock.router.routing.placement.policy import LeastLoaded, Placement
+from penstock.router.routing.worker_view import ResourceUsage, WorkerView
 from tests.support.router_world import info_of
 
 RATE = 1000  # prompt tokens a second
@@ -178,6 +179,19 @@ def test_full_prefill_workers_are_waited_for_only_if_that_costs_less() -> None:
     assert place(full, worker("d", "decode", running=3)) is None
 
 
+def test_prompt_is_computed_where_most_of_it_is_known_to_be_cached() -> None:
+    views = worker("p0", "prefill"), worker("d0", "decode", running=1), worker("d1", "decode")
+    long = Demand(1, num_tokens=1000, num_sequences=1, num_remaining=8)
+    for cached, expected in (
+        ({}, "apart: even"),
+        ({"d0": 995}, "together: prompt"),
+        ({"p0": 995, "d0": 500}, "apart: harm"),
+    ):
+        placement = place(*views, demand=replace(long, cached_tokens=cached))
+        assert placement is not None
+        assert str(placement.decision) == expected
+
+
 def with_router_queue(view: WorkerView) -> WorkerView:
     """Let prompts queue at the router; with 0 s per step, the worker takes one prompt at a time."""
     view.queues_at_router = True
@@ -203,15 +217,25 @@ def test_long_router_queue_sends_prompts_to_decode_workers() -> None:
     assert place(free, full_decode, demand=long_queue) == Placement("p", "d")
 
 
-@given(st.lists(st.tuples(st.sampled_from("pdm"), LOADS), max_size=6), st.booleans())
+@given(
+    st.lists(st.tuples(st.sampled_from("pdm"), LOADS), max_size=6),
+    st.booleans(),
+    st.lists(st.floats(1e-3, 1.0), min_size=12, max_size=12),
+    st.booleans(),
+)
 def test_every_placement_is_feasible(
-    fleet: list[tuple[str, tuple[int, int]]], measured: bool
+    fleet: list[tuple[str, tuple[int, int]]], measured: bool, steps: list[float], shared: bool
 ) -> None:
     roles = {"p": "prefill", "d": "decode", "m": "mixed"}
     views = [
         worker(f"{kind}{at}", roles[kind], *load, rate=RATE if measured else 0)
         for at, (kind, load) in enumerate(fleet)
     ]
+    for view, sole, beside in zip(views, steps[::2], steps[1::2], strict=False):
+        if measured and shared:
+            on_one_machine(view, sole, beside)
+        elif measured:
+            stepping(view, sole)
     placement = place(*views)
     if placement is None:
         assert not views
@@ -224,4 +248,115 @@ def test_every_placement_is_feasible(
         assert placement.decision is not None
         assert placement.decision.is_disaggregated
     elif by_name[placement.worker].role == "prefill":
-        assert all(view.role == "prefill" for view in views)
+        reason = placement.decision.reason if placement.decision else None
+        assert measured == (reason in (Reason.ANSWER, Reason.CORES)) or all(
+            view.role == "prefill" for view in views
+        )
+
+
+# ------------------------------------------------------------------ answers on prefill workers
+
+
+def stepping(view: WorkerView, seconds: float, is_shared: bool = False, at: float = 0.0) -> None:
+    """Let a worker report twenty decode steps of one sequence, `seconds` each."""
+    for _ in range(20):
+        load = view.load
+        view.update_load(
+            load._replace(
+                running=max(load.running, 1),
+                num_steps=load.num_steps + 1,
+                step_seconds=load.step_seconds + seconds,
+            ),
+            at,
+            is_shared,
+        )
+        view.load = view.load._replace(running=load.running)
+
+
+def test_answer_stays_on_an_idle_prefill_worker_if_decode_workers_are_slowed_by_it() -> None:
+    prefill, decode = worker("p", "prefill"), worker("d", "decode", running=30)
+    assert place(prefill, decode) == Placement("p", "d")
+    stepping(prefill, 0.02)
+    stepping(decode, 0.08)
+    placement = place(prefill, decode)
+    assert placement == Placement("p")
+    assert str(placement.decision) == "together: answer"
+
+
+def test_answer_does_not_stay_where_prompts_take_the_time() -> None:
+    prefill, decode = worker("p", "prefill"), worker("d", "decode", running=30)
+    stepping(prefill, 0.02, at=1.0)
+    stepping(decode, 0.025, at=1.0)
+    assert place(prefill, decode) == Placement("p")
+    load = prefill.load
+    busy = load._replace(
+        prompt_seconds=load.prompt_seconds + 90.0,
+        prompt_tokens_computed=load.prompt_tokens_computed + 90 * RATE,
+    )
+    prefill.update_load(busy, 100.0)
+    assert place(prefill, decode) == Placement("p", "d")
+
+
+def test_prefill_worker_takes_answers_if_decode_workers_are_full() -> None:
+    prefill, decode = worker("p", "prefill"), worker("d", "decode")
+    decode.set_usage(9, ResourceUsage(decode.info.max_sequences, 1))
+    assert place(prefill, decode) is None
+    stepping(decode, 0.02)
+    assert place(prefill, decode) == Placement("p")
+
+
+def on_one_machine(view: WorkerView, sole: float, shared: float) -> WorkerView:
+    view.info = replace(view.info, machine="here")
+    stepping(view, sole, at=99.0)
+    stepping(view, shared, is_shared=True, at=99.0)
+    return view
+
+
+def test_one_worker_gets_all_requests_while_that_makes_all_answers_faster() -> None:
+    def fleet(sole: float, shared: float) -> list[WorkerView]:
+        return [
+            on_one_machine(worker("p", "prefill"), sole, shared),
+            on_one_machine(worker("d", "decode", running=2), sole, shared),
+        ]
+
+    placement = place(*fleet(0.010, 0.018))
+    assert placement == Placement("d")
+    assert str(placement.decision) == "together: cores"
+    assert str(getattr(place(*fleet(0.010, 0.010)), "decision", None)) != "together: cores"
+    elsewhere = worker("e", "decode")
+    assert str(getattr(place(*fleet(0.01, 0.02), elsewhere), "decision", None)) != (
+        "together: cores"
+    )
+
+
+def test_worker_that_an_operator_made_a_prefill_worker_generates_no_answers() -> None:
+    prefill, decode = worker("p", "prefill"), worker("d", "decode", running=30)
+    stepping(prefill, 0.02)
+    stepping(decode, 0.08)
+    assert place(prefill, decode) == Placement("p")
+    prefill.assign("prefill")
+    assert place(prefill, decode) == Placement("p", "d")
+    fleet = [on_one_machine(view, 0.010, 0.018) for view in (prefill, worker("d", "decode"))]
+    assert str(getattr(place(*fleet), "decision", None)) != "together: cores"
+
+
+def test_full_worker_does_not_keep_requests_from_the_others() -> None:
+    prefill = on_one_machine(worker("p", "prefill"), 0.010, 0.018)
+    decode = on_one_machine(worker("d", "decode"), 0.010, 0.018)
+    decode.set_usage(9, ResourceUsage(decode.info.max_sequences, 1, decode.info.max_sequences))
+    assert place(prefill, decode) == Placement("p")
+
+
+def test_prompt_is_not_computed_where_answers_would_miss_their_time_per_token() -> None:
+    def fleet() -> tuple[WorkerView, WorkerView]:
+        prefill, decode = worker("p", "prefill", queued=5000), worker("d", "decode")
+        decode.set_usage(9, ResourceUsage(1, 1, num_answers=1))
+        stepping(decode, 0.02)
+        return prefill, decode
+
+    assert place(*fleet()) == Placement("d")
+    # The prompt takes 0.1 s there: 1.6 ms for each of 64 tokens.
+    assert place(*fleet(), demand=replace(FRESH, tpot_slo_seconds=0.023)) == Placement("d")
+    placement = place(*fleet(), demand=replace(FRESH, tpot_slo_seconds=0.021))
+    assert placement == Placement("p", "d")
+    assert str(placement.decision) == "apart: tpot slo"

@@ -3,8 +3,9 @@ import pytest
 from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.events import WorkerInfo
 from penstock.router.routing.placement.cost_model import TransferCostModel
-from penstock.router.routing.placement.policy import Demand, LeastLoaded, Placement
-from penstock.router.routing.worker_registry import ResourceUsage, WorkerView
+from penstock.router.routing.placement.demand import Demand
+from penstock.router.routing.placement.policy import LeastLoaded, Placement
+from penstock.router.routing.worker_view import ResourceUsage, WorkerView
 from tests.support.router_world import info_of
 
 FRESH = Demand(1, num_tokens=10, num_sequences=1, num_remaining=8)

@@ -13,11 +13,12 @@ from penstock.router.routing.events import (
     ClientDisconnected,
     Rejected,
     Stepped,
+    TokenColumns,
     WorkerInfo,
     WorkerLost,
     WorkerUp,
 )
-from penstock.router.routing.queue.fair_queue import FairQueue, QueuedRequest
+from penstock.router.routing.queue.fair_queue import FairQueue
 from penstock.router.routing.queue.slo_order import (
     STARVATION_FACTOR,
     STARVATION_INTERVAL,
@@ -26,7 +27,9 @@ from penstock.router.routing.queue.slo_order import (
     moore_hodgson,
     prefill_capacity,
 )
-from penstock.router.routing.worker_registry import WorkerView
+from penstock.router.routing.queue.tenant_queue import QueuedRequest
+from penstock.router.routing.queue.tenant_quotas import Amount
+from penstock.router.routing.worker_view import WorkerView
 from tests.support.router_harness import Router, submits
 from tests.support.router_world import info_of
 
@@ -104,7 +107,7 @@ def test_more_workers_never_meet_fewer_deadlines(prompts: list[QueuedPrompt], mo
 
 
 def queue_of(*entries: QueuedRequest) -> FairQueue:
-    queue = FairQueue(1000, 10**9, TTFT_SLO)
+    queue = FairQueue(Amount(1000, 10**9, 10**9), TTFT_SLO)
     for each in entries:
         queue.add(each)
     return queue
@@ -151,10 +154,10 @@ def test_order_is_by_arrival_until_the_prefill_speed_is_known() -> None:
     assert [take(queue, 0.0, PrefillCapacity(1.0, 0.0)) for _ in range(3)] == [0, 1, 2]
 
 
-def test_priorities_come_first_and_then_requeued_requests() -> None:
-    entries = entry(0), entry(1, is_requeued=True), entry(2, 9000, priority=1), entry(3, 10)
+def test_requeued_requests_come_first_and_then_priorities() -> None:
+    entries = entry(0), entry(1, is_requeued=True), entry(2, 9000, priority=-1), entry(3, 10)
     queue = queue_of(*entries)
-    assert [take(queue, 60.0) for _ in range(4)] == [2, 1, 0, 3]
+    assert [take(queue, 60.0) for _ in range(4)] == [1, 2, 0, 3]
 
 
 def test_deferred_prompt_is_selected_in_bounded_time_under_overload() -> None:
@@ -191,7 +194,10 @@ def test_slo_does_not_change_the_order_of_priorities_and_tenants(
     drawn: list[tuple[str, int, int, bool]], now: float, workers: float
 ) -> None:
     """The SLO changes the order within a tenant, but not which tenant is next."""
-    plain, with_slo = FairQueue(99, 10**9), FairQueue(99, 10**9, TTFT_SLO)
+    plain, with_slo = (
+        FairQueue(Amount(99, 10**9, 10**9)),
+        FairQueue(Amount(99, 10**9, 10**9), TTFT_SLO),
+    )
     entries = {
         number: entry(number, tokens, tenant=tenant, priority=priority, is_requeued=again)
         for number, (tenant, priority, tokens, again) in enumerate(drawn)
@@ -283,7 +289,7 @@ def report(worker: str, tokens: int, total: int, running: int = 1) -> Stepped:
         prompt_tokens_computed=total,
         prompt_seconds=total / 1000,
     )
-    return Stepped(worker, (), load)
+    return Stepped(worker, TokenColumns(), load)
 
 
 def router_of(*infos: WorkerInfo) -> Router:

@@ -12,7 +12,7 @@ import torch
 
 from penstock.workers.models.protocols import Model
 from penstock.workers.models.spec import read_config
-from penstock.workers.models.transformers_backend.model import load_transformers_model
+from penstock.workers.models.transformers_backend.loading import load_transformers_model
 from tests.support.answers import Expected, check, expected_answers
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.planner import generate

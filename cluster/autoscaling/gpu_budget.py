@@ -1,0 +1,38 @@
+"""Divides a budget of GPUs among the pools of a cluster. Pure code."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthRequest:
+    """Present and desired size of one pool."""
+
+    count: int  # workers that serve or are pending
+    desired: int
+    gpus: int  # per worker
+    draining: int = 0  # workers that still hold their GPUs
+
+
+def grant(requests: Sequence[GrowthRequest], budget: int) -> list[int]:
+    """Return the number of workers that each pool may have, at most its desired number.
+
+    Pools never lose workers for the budget; only their growth is limited. New workers are granted
+    one at a time, to the pool with the largest ratio of desired to granted workers.
+    """
+    granted = [min(each.desired, each.count) for each in requests]
+    held = sum(
+        each.gpus * (num + each.draining) for each, num in zip(requests, granted, strict=True)
+    )
+    left = max(budget - held, 0)
+    while True:
+        short = [
+            at
+            for at, each in enumerate(requests)
+            if granted[at] < each.desired and each.gpus <= left
+        ]
+        if not short:
+            return granted
+        worst = max(short, key=lambda at: requests[at].desired / max(granted[at], 0.5))
+        granted[worst] += 1
+        left -= requests[worst].gpus

@@ -1,0 +1,140 @@
+"""A router as the supervisor manages it: its process, and the workers and roles that it knows."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import ray
+
+from penstock.cluster.placement.placement import ROUTER_CPUS
+from penstock.cluster.processes.actor_handle import ActorHandle
+from penstock.cluster.processes.actors import NO_RAY_RESTARTS, RouterActor
+from penstock.cluster.status.status_events import ProcessEvent, Report, RoleAssigned, Stuck
+from penstock.router.config import RouterConfig
+from penstock.router.observability.role_registry import Assignment, RoleRegistry
+from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
+
+
+class ManagedRouter:
+    """A router, with the worker addresses and roles that are sent to each new process of it.
+
+    Args:
+        config: configuration of the router's first process.
+        report: called with the events of the router's processes.
+        own_node: whether to require a node with the Ray resource `router`.
+        with_events: whether routers and workers also log events of single requests.
+        roles: roles set by operators; one object for all routers of a cluster.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        report: Report,
+        own_node: bool = False,
+        with_events: bool = False,
+        roles: RoleRegistry | None = None,
+    ) -> None:
+        self.title = config.name.replace("-", " ")
+        self.config = config
+        self.with_events = with_events  # read by the router and its workers
+        self.given_up = False
+        self._resources = {"router": 1} if own_node else {}
+        self.ready = asyncio.Event()
+        self.addresses = ("", "", "")  # HTTP, gRPC, and HTTP for operators
+        self.actor: ActorHandle | None = None
+        self.declare_dead: dict[str, Callable[[str], None]] = {}  # worker name to callback
+        self._report = report
+        self._worker_addresses: dict[str, str] = {}  # ready workers: name to host:port
+        self._roles = roles or RoleRegistry()
+        self._role_tasks: set[asyncio.Task[None]] = set()
+
+    async def reserve(self) -> None:
+        """Do nothing: Ray starts the process once a node has room."""
+
+    def make(self) -> ActorHandle:
+        remote = ray.remote(num_cpus=ROUTER_CPUS, resources=self._resources, **NO_RAY_RESTARTS)(
+            RouterActor
+        )
+        actor = remote.remote(self.title, self.with_events)
+        self.actor = ActorHandle(
+            self.title, actor, self._on_event, self.config.step_timeout_seconds
+        )
+        return self.actor
+
+    @property
+    def waiting_for(self) -> str:
+        """Text about the resource for which the router waits; empty if unknown or not waiting."""
+        if self._resources and self.actor is not None and self.actor.process is None:
+            return "no node with the Ray resource `router` has room yet"
+        return ""
+
+    def _on_event(self, title: str, event: ProcessEvent) -> None:
+        self._report(title, event)
+        if isinstance(event, Stuck) and self._worker_addresses.get(event.worker) == event.address:
+            give_up = self.declare_dead.get(event.worker)
+            if give_up is not None:
+                give_up(f"it is stuck: {event.reason}")
+        elif isinstance(event, RoleAssigned):
+            self._roles.record({event.worker: Assignment(event.role, event.at, event.by)})
+            task = asyncio.create_task(self._send_roles())
+            self._role_tasks.add(task)
+            task.add_done_callback(self._role_tasks.discard)
+
+    async def on_ready(self, addresses: tuple[str, str, str]) -> None:
+        self.addresses = addresses
+        # The next process must listen on the same ports.
+        http, grpc, admin = (int(address.rpartition(":")[2]) for address in addresses)
+        self.config = replace(self.config, http_port=http, grpc_port=grpc, admin_port=admin)
+        await self._send_workers()
+        self.ready.set()
+
+    async def on_exit(self) -> None:
+        self.actor = None
+
+    async def on_worker_ready(self, name: str, address: str) -> None:
+        self._worker_addresses[name] = address
+        await self._send_workers()
+
+    async def on_worker_drained(self, name: str) -> None:
+        """Remove the address of a worker that has drained."""
+        if self._worker_addresses.pop(name, None) is not None:
+            await self._send_workers()
+
+    async def snapshot(self) -> ClusterState | None:
+        """Return the cluster's state as the router sees it; None while the router does not run."""
+        state: ClusterState | None = None
+        if self.actor is not None and self.actor.up:
+            state = await self.actor.call("snapshot")
+        if state is not None and not self._roles.merge(state.roles):
+            await self._send_workers()
+        return state
+
+    async def show_cluster(self, scaling: Scaling, routers: Sequence[RouterState]) -> None:
+        """Send the autoscaling status and all routers' states, which this router's status shows."""
+        if self.actor is not None and self.actor.up:
+            await self.actor.call("show_cluster", scaling, list(routers))
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests; running requests have `seconds` to end."""
+        if self.actor is not None and self.actor.up:
+            await self.actor.drain(seconds)
+
+    async def stop(self) -> None:
+        if self.actor is not None:
+            await self.actor.stop()
+            self.actor = None
+
+    async def on_worker_exit(self, name: str) -> None:
+        gone = self._worker_addresses.pop(name, None) is not None
+        # Skip a router that is starting: it gets the current workers once it is ready.
+        if gone and self.actor is not None and self.actor.up:
+            await self.actor.call("worker_died", name)
+
+    async def _send_workers(self) -> None:
+        await self._send_roles()  # roles first, because they decide how workers are used
+        if self.actor is not None and self.actor.up:
+            await self.actor.call("set_workers", dict(self._worker_addresses))
+
+    async def _send_roles(self) -> None:
+        if self._roles.assignments and self.actor is not None and self.actor.up:
+            await self.actor.call("set_roles", dict(self._roles.assignments))

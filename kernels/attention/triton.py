@@ -1,0 +1,298 @@
+"""Triton kernels of paged attention (see `attention/op`): `attend_kernel` and `merge_kernel`.
+
+The query heads of one KV head are packed as rows: row r of a sequence is token r // G and query
+head r % G of that KV head. A program computes BLOCK_M rows of one sequence and KV head. It loops
+over keys and values, BLOCK_N positions at a time, with an online softmax in float32.
+
+For MLA, a row of the cache is a key with a tail: its first D features are also the value, and its
+last TAIL features only contribute to the score. There is one KV head, and the cache has no separate
+values.
+
+A program for a tile of a long chunk loops over all positions that the tile attends to (SPLIT = 0).
+Sequences with few rows would leave most of a GPU idle. Their positions are therefore split into
+partitions at fixed multiples of SPLIT, with one program per partition, and `merge_kernel`
+merges the results. Partition boundaries and the order of every sum depend only on the sequence,
+not on the rest of the batch.
+
+With SEQUENTIAL, a program for a tile of a long chunk computes the same partitions one after
+another, each with its own accumulators. It merges their results in the order that
+`merge_kernel` uses with BLOCK_P = 1. The result for a token is then bitwise identical whether
+the token is in a chunk or alone. This requires that all tiles have one size and that the compiler
+does not fuse multiply-adds, because it may fuse them differently at each place in a program.
+
+Exponentials have base 2, so scores are multiplied by log2(e). As long as a row has attended to no
+position, its maximum score is MASKED, a finite number, so that -inf - (-inf) is never computed.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from penstock.kernels.triton_common.launch import jit, tl
+
+
+@jit(unspecialized=("table_stride", "partition_tokens"))
+def attend_kernel(  # noqa: C901
+    query,  # [T, H G, D + TAIL]; consecutive tokens are `query_stride` elements apart
+    layer,  # [2, N, H, S, D], or [1, N, 1, S, D + TAIL]
+    tables,  # [B, M] int32 block tables; consecutive rows are `table_stride` elements apart
+    query_starts,  # [B + 1] int32 first token of each sequence, and the number of tokens
+    context_lens,  # [B] int32 context length of each sequence
+    items,  # [I, 2] int32: sequence (-1: no work) and index of its partition or row tile
+    item_starts,  # [B + 1] int32 first item of each sequence, and the number of items
+    out,  # [T, H G, D]
+    # [I * partition_tokens, H G, D] float32 unnormalized sums of values; None without partitions
+    partial_sums,
+    # [I * partition_tokens, H G, 2] float32 maximum score and sum of exponentials, or None
+    weights,
+    sinks,  # [H G] attention sinks, or None
+    slopes,  # [H G] ALiBi slopes, or None
+    scales,  # [2, H] float32 scales of cached keys and values, or None
+    query_stride,
+    table_stride,
+    side_stride,  # elements between a key and its value in `layer`
+    scale,  # scores are multiplied by this
+    cap,  # soft cap of scores, or None
+    partition_tokens,  # tokens per item in `partial_sums`
+    H: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    TAIL: tl.constexpr,  # features of a key after its value (MLA); 0: keys and values are separate
+    WINDOW: tl.constexpr,  # number of positions that a token attends to; 0: all
+    SPLIT: tl.constexpr,  # positions per partition, a multiple of BLOCK_N; 0: no partitions
+    SEQUENTIAL: tl.constexpr,  # a program computes all partitions of a tile, in order
+    ALL_MERGED: tl.constexpr,  # `merge_kernel` also handles sequences with one partition
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # D rounded up to a power of two
+    BLOCK_T: tl.constexpr,  # TAIL rounded up to a power of two
+):
+    """Compute attention for a tile of BLOCK_M rows of one sequence and KV head.
+
+    An item is a row tile of a sequence, and the grid is [I, H]. With partitions (SPLIT and not
+    SEQUENTIAL), an item is a partition of a sequence, and the grid is [I, H, row tiles]. Final
+    results are written to `out`. Results that `merge_kernel` must merge are written to
+    `partial_sums` and `weights`.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    MASKED: tl.constexpr = -1e30
+    item, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(items + 2 * item)
+    if sequence < 0:
+        return
+    which = tl.load(items + 2 * item + 1)
+    first_token = tl.load(query_starts + sequence)
+    num_tokens = tl.load(query_starts + sequence + 1) - first_token
+    context = tl.load(context_lens + sequence)
+    if SPLIT and not SEQUENTIAL:
+        first_row = tl.program_id(2) * BLOCK_M
+        if first_row >= num_tokens * G:
+            return
+    else:
+        first_row = which * BLOCK_M
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    tokens = rows // G
+    heads = head * G + rows % G
+    present = tokens < num_tokens
+    before = context - num_tokens
+    positions = before + tokens
+    features = tl.arange(0, BLOCK_D)
+    wide = features < D if BLOCK_D != D else tl.full((BLOCK_D,), True, tl.int1)
+    kept = present[:, None] & wide[None, :]
+    q_at = (first_token + tokens).to(tl.int64) * query_stride + heads * (D + TAIL)
+    q = tl.load(query + q_at[:, None] + features[None, :], mask=kept, other=0.0)
+    if TAIL:
+        behind = tl.arange(0, BLOCK_T)
+        narrow = behind < TAIL if BLOCK_T != TAIL else tl.full((BLOCK_T,), True, tl.int1)
+        q_tail_at = query + D + q_at[:, None] + behind[None, :]
+        q_tail = tl.load(q_tail_at, mask=present[:, None] & narrow[None, :], other=0.0)
+
+    # Only positions in [low, high) are needed. Every row attends to all of [all_low, all_high).
+    earliest = before + first_row // G
+    latest = tl.minimum(before + (first_row + BLOCK_M - 1) // G, context - 1)
+    low = tl.maximum(earliest - WINDOW + 1, 0) if WINDOW else 0
+    high = latest + 1
+    first_partition, num_partitions = 0, 1
+    if SEQUENTIAL:
+        first_partition = low // SPLIT
+        num_partitions = (high + SPLIT - 1) // SPLIT - first_partition
+    elif SPLIT:
+        low = tl.maximum(low, which * SPLIT)
+        high = tl.minimum(high, (which + 1) * SPLIT)
+    begin = low // BLOCK_N * BLOCK_N
+    if WINDOW:
+        all_low = (tl.maximum(latest - WINDOW + 1, low) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    else:
+        all_low = begin
+    all_high = tl.maximum(tl.minimum(earliest + 1, high) // BLOCK_N * BLOCK_N, all_low)
+
+    factor = scale
+    if scales is not None:
+        factor *= tl.load(scales + head)
+    if cap is None:
+        factor *= LOG2_E
+    if slopes is not None:
+        slope = tl.load(slopes + heads, mask=present, other=0.0).to(tl.float32) * LOG2_E
+
+    table = tables + sequence.to(tl.int64) * table_stride
+    most = tl.full((BLOCK_M,), MASKED, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if SEQUENTIAL:
+        all_most, all_total, all_acc = most, total, acc
+    for partition in range(0, num_partitions):
+        if SEQUENTIAL:
+            most = tl.full((BLOCK_M,), MASKED, tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        # There are three stretches of positions: the window's edge (masked), the positions that
+        # every row attends to (no mask), and the causal edge (masked). Partitions and MLA use only
+        # one masked stretch: partitions are short, and MLA's wide tiles use too many registers.
+        for stretch in tl.static_range(2 if SPLIT or TAIL else (0 if WINDOW else 1), 3):
+            if SEQUENTIAL:
+                start = tl.maximum(begin, (first_partition + partition) * SPLIT)
+                stop = tl.minimum(high, (first_partition + partition + 1) * SPLIT)
+            elif SPLIT or TAIL:
+                start, stop = begin, high
+            elif stretch == 0:
+                start, stop = begin, tl.minimum(all_low, high)
+            elif stretch == 1:
+                start, stop = all_low, all_high
+            else:
+                start, stop = all_high, high
+            for at in tl.range(start, stop, BLOCK_N):
+                columns = at + tl.arange(0, BLOCK_N)
+                if stretch == 1:
+                    inside = tl.full((BLOCK_N,), True, tl.int1)
+                else:
+                    inside = (columns >= low) & (columns < high)
+                block = tl.load(table + columns // S, mask=inside, other=0).to(tl.int64)
+                kv_at = ((block * H + head) * S + columns % S) * (D + TAIL)
+                loaded = inside[:, None] & wide[None, :]
+                k = tl.load(layer + kv_at[:, None] + features[None, :], mask=loaded, other=0.0)
+                s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+                if TAIL:
+                    k_tail_at = layer + D + kv_at[:, None] + behind[None, :]
+                    k_tail = tl.load(k_tail_at, mask=inside[:, None] & narrow[None, :], other=0.0)
+                    s = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), s, input_precision="ieee")
+                s *= factor
+                if cap is not None:
+                    s = (1 - 2 / (1 + tl.exp2(s * (2 * LOG2_E / cap)))) * (cap * LOG2_E)
+                if slopes is not None:
+                    s += slope[:, None] * (columns[None, :] - positions[:, None])
+                if stretch != 1:
+                    seen = columns[None, :] <= positions[:, None]
+                    if WINDOW:
+                        seen &= columns[None, :] > positions[:, None] - WINDOW
+                    s = tl.where(seen, s, float("-inf"))
+                higher = tl.maximum(most, tl.max(s, 1))
+                probs = tl.exp2(s - higher[:, None])
+                fade = tl.exp2(most - higher)
+                total = total * fade + tl.sum(probs, 1)
+                if TAIL:
+                    v = k
+                else:
+                    v_at = layer + side_stride + kv_at[:, None] + features[None, :]
+                    v = tl.load(v_at, mask=loaded, other=0.0)
+                acc *= fade[:, None]
+                acc = tl.dot(probs.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+                most = higher
+
+        if scales is not None:
+            acc *= tl.load(scales + H + head)
+        if SEQUENTIAL:
+            higher = tl.maximum(all_most, most)
+            fade, gain = tl.exp2(all_most - higher), tl.exp2(most - higher)
+            all_total = all_total * fade + total * gain
+            all_acc = all_acc * fade[:, None] + acc * gain[:, None]
+            all_most = higher
+
+    if SEQUENTIAL:
+        most, total, acc = all_most, all_total, all_acc
+    single = not ALL_MERGED
+    if SPLIT and not (SEQUENTIAL or ALL_MERGED):
+        count = tl.load(item_starts + sequence + 1) - tl.load(item_starts + sequence)
+        single = count == 1
+    if single:
+        if sinks is not None:
+            sink = tl.load(sinks + heads, mask=present, other=0.0).to(tl.float32) * LOG2_E
+            higher = tl.maximum(most, sink)
+            fade = tl.exp2(most - higher)
+            total = total * fade + tl.exp2(sink - higher)
+            acc *= fade[:, None]
+        out_at = (first_token + tokens).to(tl.int64) * (H * G * D) + heads * D
+        result = (acc / tl.where(present, total, 1.0)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + out_at[:, None] + features[None, :], result, mask=kept)
+    elif SPLIT and not SEQUENTIAL:
+        partial_at = (item * partition_tokens + tokens).to(tl.int64) * (H * G) + heads
+        tl.store(partial_sums + partial_at[:, None] * D + features[None, :], acc, mask=kept)
+        tl.store(weights + partial_at * 2, most, mask=present)
+        tl.store(weights + partial_at * 2 + 1, total, mask=present)
+
+
+@jit(unspecialized=("partition_tokens", "num_shared", "first_shared", "num_sequences"))
+def merge_kernel(
+    # [P, HEADS, D] float32 unnormalized sums of values: first the rows of the items (item *
+    # partition_tokens + token), then of the prefix (first_shared + partition * B + sequence)
+    partial_sums,
+    weights,  # [P, HEADS, 2] float32 maximum score and sum of exponentials
+    item_starts,  # [B + 1] int32 first item of each sequence, and the number of items
+    query_starts,  # [B + 1] int32 first token of each sequence, and the number of tokens
+    out,  # [T, HEADS, D]
+    sinks,  # [HEADS] attention sinks, or None
+    partition_tokens,  # tokens per item in `partial_sums`
+    num_shared,  # number of partitions of the shared prefix
+    first_shared,  # first row of the shared prefix in `partial_sums`
+    num_sequences,  # B, number of sequences
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # partitions per iteration
+    BLOCK_D: tl.constexpr,  # D rounded up to a power of two
+):
+    """Merge the partitions of each split sequence, and of the shared prefix if any, into `out`.
+
+    Grid: [B, HEADS]. A program merges all tokens of one sequence and query head.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    MASKED: tl.constexpr = -1e30
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(item_starts + sequence)
+    num_own = tl.load(item_starts + sequence + 1) - first
+    count = num_own + num_shared
+    # Nothing to merge: the sequence is not split, or `attend_kernel` wrote its only partition.
+    if (num_own == 0) | (count == 1):
+        return
+    first_token = tl.load(query_starts + sequence)
+    num_tokens = tl.load(query_starts + sequence + 1) - first_token
+    features = tl.arange(0, BLOCK_D)
+    for token in range(0, num_tokens):
+        most = tl.full((1,), MASKED, tl.float32)
+        total = tl.zeros((1,), tl.float32)
+        acc = tl.zeros((BLOCK_D,), tl.float32)
+        for at in range(0, count, BLOCK_P):
+            numbers = at + tl.arange(0, BLOCK_P)
+            there = numbers < count
+            own = (first + numbers) * partition_tokens + token
+            shared = first_shared + (numbers - num_own) * num_sequences + sequence
+            row = tl.where(numbers < num_own, own, shared).to(tl.int64) * HEADS + head
+            greatest = tl.load(weights + row * 2, mask=there, other=MASKED)
+            sums = tl.load(weights + row * 2 + 1, mask=there, other=0.0)
+            higher = tl.maximum(most, tl.max(greatest, 0))
+            fade, gain = tl.exp2(most - higher), tl.exp2(greatest - higher)
+            total = total * fade + tl.sum(sums * gain, 0)
+            values = tl.load(
+                partial_sums + row[:, None] * D + features[None, :],
+                mask=there[:, None] & (features < D)[None, :],
+                other=0.0,
+            )
+            acc = acc * fade + tl.sum(values * gain[:, None], 0)
+            most = higher
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            higher = tl.maximum(most, sink)
+            fade = tl.exp2(most - higher)
+            total = total * fade + tl.exp2(sink - higher)
+            acc *= fade
+        out_at = (first_token + token).to(tl.int64) * HEADS + head
+        result = (acc / total).to(out.dtype.element_ty)
+        tl.store(out + out_at * D + features, result, mask=features < D)

@@ -1,0 +1,102 @@
+"""A built CPU step graph, and the loading of its interpreter."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu_common.numba_runtime import configure_numba
+from penstock.kernels.step_graph.layout import TOKENS, Buffer
+from penstock.kernels.step_graph.opcodes import ALIGNMENT
+from penstock.kernels.step_graph.operations import Operation
+from penstock.kernels.step_graph.table import make_tables
+
+Ints = npt.NDArray[np.integer[Any]]
+
+_LINE = 16  # number of float32 in a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class CpuStepGraph:
+    """A compiled step graph. Not thread-safe: only one `run` may be active."""
+
+    operations: tuple[Operation, ...]  # owners of the memory that the addresses in `table` point to
+    table: npt.NDArray[np.int64]  # [operations, NUM_COLUMNS], see `opcodes`
+    floats: npt.NDArray[np.float32]  # [operations, NUM_FLOATS] float parameters
+    ints: npt.NDArray[np.int64]  # integers set in each step: see `RowRange` and `ExpertLayout`
+    arena: Tensor  # memory of all buffers
+    cache: npt.NDArray[Any]  # flat KV cache
+    num_slots: int  # number of token slots of the cache
+
+    @staticmethod
+    def of(
+        operations: Sequence[Operation], arena_size: int, num_ints: int, cache: Tensor
+    ) -> "CpuStepGraph":
+        """Compile the operations.
+
+        Args:
+            operations: the operations, in the order of execution.
+            arena_size: number of elements of the arena.
+            num_ints: number of integers in `ints`.
+            cache: KV cache [L, 2, N, H, S, D], float32 or bfloat16, on a CPU.
+        """
+        table, floats = make_tables(operations)
+        storage = torch.zeros(arena_size + ALIGNMENT)
+        start = -storage.data_ptr() // 4 % _LINE  # so that buffers begin at a cache line
+        return CpuStepGraph(
+            operations=tuple(operations),
+            table=table,
+            floats=floats,
+            ints=np.zeros(num_ints, np.int64),
+            arena=storage[start : start + arena_size],
+            cache=_flat(cache),
+            num_slots=cache[0, 0, :, 0, :, 0].numel(),
+        )
+
+    def view(self, buffer: Buffer, num_rows: int) -> Tensor:
+        """Return a view of the first `num_rows` rows of a buffer, [num_rows, width]."""
+        return self.arena[buffer.at :][: num_rows * buffer.width].view(num_rows, buffer.width)
+
+    def run(self, slots: Ints, context_lens: Ints, block_tables: Ints) -> None:
+        """Run the operations for one token of each of T sequences.
+
+        Args:
+            slots: [T] cache slots where each token's keys and values are written.
+            context_lens: [T] number of positions that each token attends to, itself included.
+            block_tables: [T, M] numbers of each sequence's cache blocks.
+
+        Raises:
+            IndexError: if a slot is outside of the cache.
+        """
+        if not 0 <= slots.min() <= slots.max() < self.num_slots:
+            raise IndexError(f"slots: {slots.tolist()}, expected from 0 to {self.num_slots} - 1")
+        self.ints[TOKENS.count] = len(slots)
+        _interpreter(self.cache.dtype == np.uint16)(
+            self.table, self.floats, self.ints, self.arena.numpy(), self.cache,
+            slots.astype(np.int64), context_lens.astype(np.int64),
+            np.ascontiguousarray(block_tables, np.int32), num_threads=torch.get_num_threads(),
+        )  # fmt: skip
+
+
+def load_cpu_kernels(cache: torch.dtype) -> None:
+    """Load the interpreter for a KV cache dtype; compile it if it is not in the cache on disk."""
+    _interpreter(cache == torch.bfloat16)
+
+
+def _flat(cache: Tensor) -> npt.NDArray[Any]:
+    """Return a flat view of a KV cache; bfloat16 is reinterpreted as uint16."""
+    flat = cache.view(-1)
+    if flat.dtype == torch.float32:
+        return flat.numpy()
+    return flat.view(torch.int16).numpy().view(np.uint16)
+
+
+def _interpreter(narrow: bool) -> Any:
+    configure_numba()
+    from penstock.kernels.step_graph.interpreter import compile_interpreter
+
+    return compile_interpreter(narrow)

@@ -1,0 +1,327 @@
+"""Operations of a CPU step graph.
+
+Each class describes one opcode of `interpreter`. Its method `columns` is the only code that writes
+this opcode's columns of the integer table. `builder.GraphBuilder` checks the arguments.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32
+from penstock.kernels.linear.cpu_packed_int8 import PackedLinearInt8
+from penstock.kernels.step_graph import opcodes as codes
+from penstock.kernels.step_graph.layout import TOKENS, Buffer, ExpertLayout, RowRange
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Operation(ABC):
+    """One operation, and the rows that it processes. Weights must be contiguous."""
+
+    opcode: ClassVar[int]
+
+    rows: RowRange = TOKENS
+    continues: bool = False  # no barrier follows: the next operation does not read the result
+
+    @abstractmethod
+    def columns(self) -> dict[int, int]:
+        """Return the values of the columns that depend on the opcode."""
+
+    def floats(self) -> dict[int, float]:
+        """Return the values of the columns of the table of float parameters."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm(Operation):
+    """`out = RMS norm of x`, preceded by `x += added` if `added` is given.
+
+    `weight` [D] is applied to each group of D features of the columns [first, first + size).
+    """
+
+    opcode = codes.NORM
+
+    x: Buffer
+    weight: Tensor
+    eps: float
+    out: Buffer
+    first: int
+    size: int
+    added: Buffer | None = None
+
+    def __post_init__(self) -> None:
+        if self.added is not None and self.size != len(self.weight):
+            raise ValueError("a norm of several groups cannot be combined with an addition")
+
+    def columns(self) -> dict[int, int]:
+        return {
+            **_input(self.x, self.first),
+            **_output(self.out, self.first),
+            codes.WEIGHT: self.weight.data_ptr(),
+            codes.ADDED: _at(self.added),
+            codes.NUM_GROUPS: self.size // len(self.weight),
+            codes.GROUP_SIZE: len(self.weight),
+        }
+
+    def floats(self) -> dict[int, float]:
+        return {codes.EPS: self.eps}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatmulF32(Operation):
+    """`out = x Wᵀ + b` with packed float32 weights."""
+
+    opcode = codes.MATMUL_F32
+
+    x: Buffer
+    linear: PackedLinearF32
+    out: Buffer
+
+    def columns(self) -> dict[int, int]:
+        return {
+            **_input(self.x),
+            **_output(self.out),
+            codes.WEIGHT: self.linear.panels.ctypes.data,
+            codes.WEIGHT_SIZE: len(self.linear.panels),
+            codes.BIAS: self.linear.bias.ctypes.data,
+            codes.BIAS_SIZE: len(self.linear.bias),
+            codes.BATCH_INVARIANT: int(self.linear.batch_invariant),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantize(Operation):
+    """`qvalues, row_scales = INT8 values of x`, four values per element of `qvalues`."""
+
+    opcode = codes.QUANTIZE
+
+    x: Buffer
+    qvalues: Buffer
+    row_scales: Buffer
+
+    def columns(self) -> dict[int, int]:
+        return {
+            **_input(self.x),
+            codes.OUT: self.qvalues.at,
+            codes.ROW_SCALES: self.row_scales.at,
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatmulInt8(Operation):
+    """`out = x Wᵀ + b` with packed INT8 weights, where x was quantized by `Quantize`."""
+
+    opcode = codes.MATMUL_INT8
+
+    qvalues: Buffer
+    row_scales: Buffer
+    linear: PackedLinearInt8
+    out: Buffer
+
+    def columns(self) -> dict[int, int]:
+        return {
+            codes.X: self.qvalues.at,
+            codes.X_WIDTH: self.linear.num_inputs,
+            **_output(self.out),
+            codes.WEIGHT: self.linear.tiles.ctypes.data,
+            codes.WEIGHT_SIZE: len(self.linear.tiles),
+            codes.BIAS: self.linear.bias.ctypes.data,
+            codes.ROW_SCALES: self.row_scales.at,
+            codes.WEIGHT_SCALES: self.linear.scales.ctypes.data,
+            codes.ZERO_POINT_CORRECTION: self.linear.shifts.ctypes.data,
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attend(Operation):
+    """Rotary embedding, cache write of keys and values, and attention.
+
+    A row of `heads` has query heads, then key heads, then value heads.
+    """
+
+    opcode = codes.ATTEND
+
+    heads: Buffer
+    out: Buffer
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    angles: Buffer | None  # cosines, then sines; None: no rotary embedding
+    interleaved: bool
+    layer_start: int  # the layer's part of the flat KV cache: its first element, ...
+    layer_size: int  # ... its number of elements, ...
+    values_start: int  # ... and the index of its first value (keys begin at 0)
+    window: int  # number of positions in the sliding window; 0: no window
+    sinks: Tensor  # [num_heads]; -inf: no attention sink
+    slopes: Tensor  # [num_heads] ALiBi slopes
+    scale: float
+    cap: float  # soft cap of the scores; 0: none
+
+    def columns(self) -> dict[int, int]:
+        return {
+            codes.X: self.heads.at,
+            codes.OUT: self.out.at,
+            codes.NUM_HEADS: self.num_heads,
+            codes.NUM_KV_HEADS: self.num_kv_heads,
+            codes.HEAD_DIM: self.head_dim,
+            codes.BLOCK_SIZE: self.block_size,
+            codes.ANGLES: _at(self.angles),
+            codes.ROTARY_DIM: 0 if self.angles is None else self.angles.width // 2,
+            codes.INTERLEAVED: int(self.interleaved),
+            codes.LAYER_START: self.layer_start,
+            codes.LAYER_SIZE: self.layer_size,
+            codes.VALUES_START: self.values_start,
+            codes.WINDOW: self.window,
+            codes.SINKS: self.sinks.data_ptr(),
+            codes.SLOPES: self.slopes.data_ptr(),
+        }
+
+    def floats(self) -> dict[int, float]:
+        return {codes.SCALE: self.scale, codes.CAP: self.cap}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate(Operation):
+    """`out = f(first half of x) * (second half of x)`, where `kind` is a key of GATES."""
+
+    opcode = codes.GATE
+
+    x: Buffer
+    kind: str
+    out: Buffer
+
+    def columns(self) -> dict[int, int]:
+        return {
+            codes.X: self.x.at,
+            **_output(self.out),
+            codes.GATE_KIND: codes.GATES[self.kind],
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Add(Operation):
+    """`x += added`."""
+
+    opcode = codes.ADD
+
+    x: Buffer
+    added: Buffer
+
+    def columns(self) -> dict[int, int]:
+        return {**_input(self.x), codes.ADDED: self.added.at}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gemv(Operation):
+    """`out = x Wᵀ` for a small, unpacked W."""
+
+    opcode = codes.GEMV
+
+    x: Buffer
+    weight: Tensor
+    out: Buffer
+
+    def columns(self) -> dict[int, int]:
+        return {
+            **_input(self.x),
+            **_output(self.out),
+            codes.WEIGHT: self.weight.data_ptr(),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopkSoftmax(Operation):
+    """Chooses each token's experts; writes `weights` and `layout.choices`, overwrites `logits`."""
+
+    opcode = codes.TOPK_SOFTMAX
+
+    logits: Buffer
+    layout: ExpertLayout
+    normalise: bool
+    weights: Buffer
+
+    def columns(self) -> dict[int, int]:
+        return {
+            codes.X: self.logits.at,
+            codes.OUT: self.weights.at,
+            codes.NUM_EXPERTS: self.layout.num_experts,
+            **_choices(self.layout),
+            codes.NORMALISE: int(self.normalise),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PermuteIndex(Operation):
+    """Sorts the choices of all tokens by expert: computes the rows of `layout`."""
+
+    opcode = codes.PERMUTE_INDEX
+
+    layout: ExpertLayout
+
+    def columns(self) -> dict[int, int]:
+        return {
+            codes.LAYOUT: self.layout.at,
+            codes.NUM_EXPERTS: self.layout.num_experts,
+            **_choices(self.layout),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Permute(Operation):
+    """Copies each token's row of `x` to the rows of its choices in `out` (with `layout`)."""
+
+    opcode = codes.PERMUTE
+
+    x: Buffer
+    layout: ExpertLayout
+    out: Buffer
+
+    def columns(self) -> dict[int, int]:
+        return {
+            **_input(self.x),
+            codes.OUT: self.out.at,
+            **_choices(self.layout),
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnpermuteSum(Operation):
+    """`out` = weighted sum of each token's expert outputs `x` (with `layout`), plus `shared`."""
+
+    opcode = codes.UNPERMUTE_SUM
+
+    x: Buffer
+    layout: ExpertLayout
+    weights: Buffer
+    out: Buffer
+    shared: Buffer | None  # output of a shared expert
+    shared_gate: Buffer | None  # `shared` is multiplied by the sigmoid of this buffer
+
+    def columns(self) -> dict[int, int]:
+        return {
+            **_input(self.x),
+            codes.OUT: self.out.at,
+            **_choices(self.layout),
+            codes.EXPERT_WEIGHTS: self.weights.at,
+            codes.SHARED: _at(self.shared),
+            codes.SHARED_GATE: _at(self.shared_gate),
+        }
+
+
+def _input(buffer: Buffer, first: int = 0) -> dict[int, int]:
+    return {codes.X: buffer.at + first, codes.X_WIDTH: buffer.width}
+
+
+def _output(buffer: Buffer, first: int = 0) -> dict[int, int]:
+    return {codes.OUT: buffer.at + first, codes.OUT_WIDTH: buffer.width}
+
+
+def _choices(layout: ExpertLayout) -> dict[int, int]:
+    return {codes.CHOICES: layout.choices, codes.TOP_K: layout.top_k}
+
+
+def _at(buffer: Buffer | None) -> int:
+    return -1 if buffer is None else buffer.at

@@ -1,0 +1,67 @@
+"""Lowers the operations of a CPU step graph to the tables that the interpreter reads."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.step_graph import opcodes as codes
+from penstock.kernels.step_graph.layout import TOKENS
+from penstock.kernels.step_graph.operations import (
+    Add,
+    MatmulF32,
+    MatmulInt8,
+    Norm,
+    Operation,
+    PermuteIndex,
+)
+
+
+def fuse_adds(operations: Sequence[Operation]) -> list[Operation]:
+    """Merge each `Add` into the `Norm` of the same buffer that follows it, if there is one."""
+    fused: list[Operation] = []
+    for operation in operations:
+        last = fused[-1] if fused else None
+        if (
+            isinstance(operation, Norm)
+            and isinstance(last, Add)
+            and last.x == operation.x
+            and operation.size == len(operation.weight)
+            and operation.added is None
+        ):
+            fused[-1] = replace(operation, added=last.added)
+        else:
+            fused.append(operation)
+    return fused
+
+
+def make_tables(
+    operations: Sequence[Operation],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Return the tables that the interpreter reads, [operations, NUM_COLUMNS or NUM_FLOATS]."""
+    table = np.zeros((len(operations), codes.NUM_COLUMNS), np.int64)
+    floats = np.zeros((len(operations), codes.NUM_FLOATS), np.float32)
+    for number, operation in enumerate(operations):
+        columns = operation.columns()
+        table[number, list(columns)] = list(columns.values())
+        table[number, [codes.OPCODE, codes.FIRST, codes.COUNT, codes.CONTINUES]] = (
+            operation.opcode, operation.rows.first, operation.rows.count, operation.continues,
+        )  # fmt: skip
+        for column, value in operation.floats().items():
+            floats[number, column] = value
+    table[:, codes.NEXT] = _next_matmuls(operations)
+    return table, floats
+
+
+def _next_matmuls(operations: Sequence[Operation]) -> list[int]:
+    """Return for each operation the index of the matmul to prefetch: see the column NEXT."""
+    found, following = [-1] * len(operations), -1
+    for number in range(len(operations) - 1, -1, -1):
+        operation = operations[number]
+        if isinstance(operation, PermuteIndex) and operations[following].rows != TOKENS:
+            following = -1
+        found[number] = following
+        if isinstance(operation, MatmulF32 | MatmulInt8):
+            following = number
+    return found

@@ -1,0 +1,31 @@
+"""Check that Triton can compile its C modules here: `python -m ...check_compiler`; needs no GPU.
+
+Triton compiles such a module when it first uses a GPU. For this it needs a C compiler and the
+headers of libc and Python.
+"""
+
+import sys
+
+from triton.runtime.build import compile_module_from_src
+
+SOURCE = """
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <dlfcn.h>
+#include <stdbool.h>
+#include <stdlib.h>
+
+static struct PyModuleDef stub = {PyModuleDef_HEAD_INIT, "penstock_stub", NULL, -1, NULL};
+
+PyMODINIT_FUNC PyInit_penstock_stub(void) { return PyModule_Create(&stub); }
+"""
+
+
+def main() -> int:
+    module = compile_module_from_src(SOURCE, "penstock_stub")
+    print(f"compiled and loaded {module.__name__}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Triton's cache of compiled kernels, with a read-only folder of kernels compiled ahead of time.
+
+An image contains this folder (`SEED`, which `python -m tests.aot.seed` writes), so that a new
+worker does not compile the kernels that it finds there. New kernels go to Triton's own cache.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from triton.runtime.cache import FileCacheManager
+
+SEED = Path(sys.prefix) / "share" / "penstock" / "kernels"
+"""The folder of this environment; a subfolder per kernel, named as in Triton's cache."""
+
+MANAGER_VARIABLE = "TRITON_CACHE_MANAGER"
+
+
+class SeededCacheManager(FileCacheManager):  # type: ignore[misc]
+    """Triton's cache manager, which also reads `SEED` for kernels that its own cache lacks."""
+
+    def get_file(self, filename: str) -> str | None:
+        """Return the path of a cached file, or None."""
+        return super().get_file(filename) or _existing(SEED / self.key / filename)
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """Return the paths of the files that were cached together with `filename`, or None.
+
+        Only the names in the group file of `SEED` are used: its absolute paths are wrong if the
+        folder was moved.
+        """
+        own: dict[str, str] | None = super().get_group(filename)
+        if own:
+            return own
+        folder = SEED / self.key
+        try:
+            names = json.loads((folder / f"__grp__{filename}").read_text())["child_paths"]
+        except (OSError, ValueError, KeyError):
+            return None
+        paths = {name: _existing(folder / name) for name in names}
+        return {name: path for name, path in paths.items() if path is not None}
+
+
+def _existing(path: Path) -> str | None:
+    return str(path) if path.is_file() else None
+
+
+def use_seed() -> None:
+    """Make Triton look in `SEED` too, if the folder exists and no other manager is chosen."""
+    if SEED.is_dir():
+        name = f"{SeededCacheManager.__module__}:{SeededCacheManager.__qualname__}"
+        os.environ.setdefault(MANAGER_VARIABLE, name)

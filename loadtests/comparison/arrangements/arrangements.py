@@ -1,0 +1,30 @@
+"""The arrangements of the same cores that are compared."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Workers among which the cores of this machine are divided."""
+
+    name: str
+    title: str
+    num_workers: int
+    flags: tuple[str, ...]  # of `penstock serve`
+    is_static: bool = True  # whether the others are compared with the best of these
+
+    def serve_arguments(self, model: str, kv_cache_mib: int, more: tuple[str, ...]) -> list[str]:
+        """Return the arguments of `penstock serve`; `kv_cache_mib` is that of all workers."""
+        per_worker = str(kv_cache_mib // self.num_workers)
+        # Without canaries, an idle server leaves the cores to the measured one.
+        own = ("--kv-cache-mib", per_worker, "--canary-seconds", "3600")
+        return [model, *self.flags, *own, *more]
+
+
+DEFAULT = Arrangement("default", "penstock serve", 2, (), is_static=False)
+ARRANGEMENTS = (
+    DEFAULT,
+    Arrangement("two-mixed", "two mixed workers", 2, ("--mixed", "2")),
+    Arrangement("one-mixed", "one mixed worker", 1, ("--mixed", "1")),
+)
+BY_NAME = {each.name: each for each in ARRANGEMENTS}

@@ -1,0 +1,107 @@
+"""Figures of the comparison of arrangements: one sample per round, medians and ratios."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.loadtests.bench.metrics import Goals, Outcome, figures
+from penstock.loadtests.comparison.arrangements.arrangements import ARRANGEMENTS, DEFAULT
+from penstock.loadtests.micro.ab_runner import Quantiles, checked
+
+TITLES = {each.name: each.title for each in ARRANGEMENTS}
+STATIC = tuple(each.name for each in ARRANGEMENTS if each.is_static)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One arrangement's measurements of one load in one round; times in milliseconds."""
+
+    output_per_second: float
+    first_median: float
+    tpot_median: float
+    tpot_p99: float
+    good_per_second: float | None  # requests that met the goals; None: the load has no goals
+    good_fraction: float | None
+
+
+Rounds = Sequence[Mapping[str, Mapping[str, Sample]]]
+"""Samples of each round, by load and by name of the arrangement."""
+
+
+def sample_of(outcomes: Sequence[Outcome], duration: float, goals: Goals | None) -> Sample:
+    """Return the figures of a load. Raises MeasurementFailed if a request failed."""
+    found = figures(checked(outcomes), duration, goals)
+    return Sample(
+        output_per_second=found.per_second(found.total_output),
+        first_median=found.ttft.median,
+        tpot_median=found.tpot.median,
+        tpot_p99=found.tpot.p99,
+        good_per_second=None if found.good is None else found.per_second(found.good),
+        good_fraction=None if found.good is None else found.good / max(found.completed, 1),
+    )
+
+
+def summary(rounds: Rounds) -> dict[str, Any]:
+    """Return, by load, the medians of each arrangement and the default's ratios to the best.
+
+    The best static arrangement is chosen for each figure and each round: the one with the most
+    tokens, with the earliest first token, or with the most requests that met the goals.
+    """
+    found: dict[str, Any] = {}
+    for load in rounds[0]:
+        samples = [each[load] for each in rounds]
+        medians = {name: _medians([one[name] for one in samples]) for name in samples[0]}
+        found[load] = {"medians": medians, **_ratios(samples)}
+    return found
+
+
+def _medians(samples: Sequence[Sample]) -> dict[str, float | None]:
+    rows = [asdict(each) for each in samples]
+    return {
+        key: None if rows[0][key] is None else statistics.median(row[key] for row in rows)
+        for key in rows[0]
+    }
+
+
+def _ratios(samples: Sequence[Mapping[str, Sample]]) -> dict[str, Any]:
+    static = [name for name in STATIC if name in samples[0]]
+    if DEFAULT.name not in samples[0] or not static:
+        return {}
+    throughput, first, good = [], [], []
+    for each in samples:
+        ours, others = each[DEFAULT.name], [each[name] for name in static]
+        throughput.append(ours.output_per_second / max(one.output_per_second for one in others))
+        first.append(ours.first_median / min(one.first_median for one in others))
+        if ours.good_per_second is not None:
+            best = max(one.good_per_second or 0.0 for one in others)
+            good.append(ours.good_per_second / best if best else 1.0)
+    ratios = {"throughput_ratio": throughput, "first_ratio": first, "good_ratio": good}
+    return {key: asdict(Quantiles.of(values)) for key, values in ratios.items() if values}
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """Return the summary as text: one line per arrangement, one block per load."""
+    lines = []
+    for load, about in found.items():
+        lines.append(f"{load:<32}{'tokens/s':>9}{'first ms':>10}{'TPOT ms':>9}{'p99':>7}  good")
+        for name, row in about["medians"].items():
+            good = "" if row["good_fraction"] is None else f"{row['good_fraction']:6.1%}"
+            lines.append(
+                f"  {TITLES.get(name, name):<30}{row['output_per_second']:>9.0f}"
+                f"{row['first_median']:>10.0f}{row['tpot_median']:>9.1f}{row['tpot_p99']:>7.0f}"
+                f"  {good}".rstrip()
+            )
+        lines += (
+            f"  penstock serve relative to the best static one, {title}: {Quantiles(**about[key])}"
+            for key, title in _RATIOS.items()
+            if key in about
+        )
+    return "\n".join(lines)
+
+
+_RATIOS = {
+    "throughput_ratio": "tokens/s",
+    "first_ratio": "first token",
+    "good_ratio": "goodput",
+}

@@ -1,0 +1,77 @@
+"""Runs a stub in a process of its own: the OpenAI HTTP stub or a stub worker.
+
+`python -m penstock.loadtests.comparison.routers.stubs KIND STEP_MS` prints its address, then sets
+the step time to each number of milliseconds that it reads from stdin. It exits at the end of stdin.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import uvloop
+
+from penstock.loadtests.comparison.routers.openai_stub import OpenAiStub
+from penstock.loadtests.micro.ab_runner import MeasurementFailed
+from penstock.loadtests.micro.stub_workers import StubWorker
+
+WORKER_NAME = "mixed-0"
+_TOKEN_ID = 269  # " a" (`openai_stub.TOKEN`) in the tokenizer of the bundled model
+
+
+@dataclass(frozen=True, slots=True)
+class Stub:
+    """A running stub process."""
+
+    process: asyncio.subprocess.Process
+    address: str  # host:port
+
+    def set_step(self, step_ms: float) -> None:
+        """Set the step time; must not be called while streams are running."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{step_ms}\n".encode())
+
+
+@asynccontextmanager
+async def stub(kind: str, step_ms: float) -> AsyncIterator[Stub]:
+    """Run a stub of kind "openai" or "worker"; stop it on exit. Raises MeasurementFailed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "penstock.loadtests.comparison.routers.stubs", kind, str(step_ms)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        address = (await process.stdout.readline()).decode().strip()
+        if not address:
+            raise MeasurementFailed(f"the {kind} stub did not start: see its output above")
+        yield Stub(process, address)
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+async def _serve(kind: str, step_ms: float) -> None:
+    server: OpenAiStub | StubWorker
+    if kind == "openai":
+        server = OpenAiStub(step_ms / 1000)
+    else:
+        server = StubWorker(WORKER_NAME, step_ms / 1000, token=lambda run: _TOKEN_ID)
+    await server.start()
+    print(server.address, flush=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        server.step_seconds = float(line) / 1000
+    await server.stop()
+
+
+def main() -> int:
+    """Serve until stdin is closed."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(sys.argv[1], float(sys.argv[2])))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

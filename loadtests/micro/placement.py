@@ -1,0 +1,231 @@
+"""Measures the time of a placement decision with a large prefix index.
+
+`python -m penstock.loadtests.micro.placement` fills the index of a router with the blocks of many
+conversations and then places prompts that extend them. It prints the CPU time of a decision (match
+of the prompt and choice of the worker), of the match alone, and of hashing the prompt. It also
+prints the memory of the index for each block. Prompts share a system prompt that all workers have
+cached.
+"""
+
+import gc
+import json
+import random
+import statistics
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from penstock.common.block_hash import extend_chain
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.worker_load import WorkerLoad
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.router.routing.events import Request, WorkerInfo
+from penstock.router.routing.placement.demand import Demand
+from penstock.router.routing.placement.prefix_knowledge import PrefixKnowledge
+from penstock.router.routing.placement.routing_strategies import policy_of
+from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex
+from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
+
+T = TypeVar("T")
+
+BLOCK = 16
+GOALS = {16: 20.0, 1024: 60.0}
+"""Goals for a decision in microseconds, by number of workers."""
+SYSTEM_BLOCKS, NEW_BLOCKS = 50, 25
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Settings of the measurement."""
+
+    workers: tuple[str, ...] = option(("16", "1024"), "numbers of workers")
+    blocks: int = option(1_000_000, "different blocks in the index")
+    depth: int = option(750, "blocks of a prompt")
+    decisions: int = option(2000, "decisions that are measured")
+    seed: int = option(0, "the same seed gives the same blocks")
+    save_json: str = option("", "write the results to this file")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Medians, in microseconds of CPU time, and bytes for each pair of a block and a worker."""
+
+    workers: int
+    decision: float
+    decision_p10: float
+    decision_p90: float
+    decision_warm: float  # the same requests again, when their blocks are in the CPU's caches
+    match: float
+    bytes_per_block: float
+    pairs: int  # of a block and a worker
+
+
+class Fixture:
+    """A router's index and workers, and the conversations that the workers have cached."""
+
+    def __init__(self, load: Load, num_workers: int) -> None:
+        self.rng = random.Random(load.seed)
+        self.registry = WorkerRegistry(LivenessBounds())
+        self.index = PrefixIndex()
+        self.knowledge = PrefixKnowledge(self.index)
+        self.policy = policy_of("cost")
+        self.names = [f"worker-{number:04}" for number in range(num_workers)]
+        for name in self.names:
+            info = WorkerInfo(name, "1", "mixed", "layout", BLOCK, 10**6, 10**6, 10**4)
+            self.registry.add(info, WorkerLoad(queued_tokens=self.rng.randrange(20_000)), 0.0)
+        self.chats: list[tuple[Sequence[int], str]] = []
+        self.num_pairs = 0
+        self._fill(load)
+
+    def _fill(self, load: Load) -> None:
+        system = self._new_blocks(SYSTEM_BLOCKS)
+        for name in self.names:
+            self._store(name, system, START)
+        num_blocks, own = SYSTEM_BLOCKS, load.depth - SYSTEM_BLOCKS - NEW_BLOCKS
+        while num_blocks < load.blocks:
+            # Two conversations share a document; a few workers have the document.
+            document = self._new_blocks(own // 2)
+            names = self.rng.sample(self.names, min(3, len(self.names)))
+            for name in names:
+                self._store(name, document, system[-1])
+            for name in names[:2]:
+                rest = self._new_blocks(own - len(document))
+                self._store(name, rest, document[-1])
+                self.chats.append(([*system, *document, *rest], name))
+                num_blocks += len(rest)
+            num_blocks += len(document)
+
+    def _new_blocks(self, count: int) -> list[int]:
+        return [self.rng.getrandbits(64) for _ in range(count)]
+
+    def _store(self, name: str, blocks: Sequence[int], parent: int) -> None:
+        self.index.store(name, blocks, parent)
+        self.num_pairs += len(blocks)
+
+    def request(self, number: int) -> Request:
+        """Return a turn that extends a conversation; its hashes are new objects, as in a router."""
+        blocks, _ = self.rng.choice(self.chats)
+        hashes = [int(str(block)) for block in blocks] + self._new_blocks(NEW_BLOCKS)
+        prompt = range(len(hashes) * BLOCK + 5)
+        return Request(number, prompt, SamplingParams(), prompt_hashes={BLOCK: hashes})
+
+    def decide(self, request: Request) -> str:
+        """Return the worker for a request: the part of `Placer` that is measured."""
+        cached = self.knowledge.cached_tokens(request, 1.0)
+        key = self.knowledge.prefix_key(request)
+        demand = Demand(
+            request.id, len(request.prompt), 1, 256, cached_tokens=cached, prefix_key=key
+        )
+        views, costs = self.registry.views(), self.registry.transfer_costs
+        placement = self.policy.choose(demand, views, costs, 1000.0)
+        assert placement is not None
+        return placement.worker
+
+    def book(self, request: Request, worker: str) -> None:
+        """Record a placement, and a load report of some worker."""
+        view = self.registry.get(worker)
+        assert view is not None
+        view.note_assigned(400, 1)
+        self.knowledge.placed(request, worker, BLOCK)
+        self.knowledge.computed(request.id, 0.0)
+        other = self.registry.get(self.rng.choice(self.names))
+        assert other is not None
+        other.update_load(WorkerLoad(queued_tokens=self.rng.randrange(20_000)), 1.0)
+
+
+def measure(load: Load, num_workers: int) -> Figures:
+    """Return the figures for a number of workers."""
+    fixture = Fixture(load, num_workers)
+    gc.collect()
+    gc.freeze()
+    decisions, matches = [], []
+    for number in range(load.decisions):
+        request = fixture.request(number)
+        seconds, worker = timed(lambda request=request: fixture.decide(request))  # type: ignore[misc]
+        decisions.append(seconds)
+        fixture.book(request, worker)
+        hashes = fixture.request(number).prompt_hashes[BLOCK]
+        matches.append(timed(lambda hashes=hashes: fixture.index.levels(hashes))[0])  # type: ignore[misc]
+    return Figures(
+        num_workers,
+        1e6 * statistics.median(decisions),
+        1e6 * statistics.quantiles(decisions, n=10)[0],
+        1e6 * statistics.quantiles(decisions, n=10)[-1],
+        warm_microseconds(fixture),
+        1e6 * statistics.median(matches),
+        bytes_per_block(load, num_workers),
+        fixture.num_pairs,
+    )
+
+
+def warm_microseconds(fixture: Fixture) -> float:
+    """Return the CPU time of a decision whose data is in the CPU's caches: the median of rounds."""
+    requests = [fixture.request(number) for number in range(20)]
+
+    def round_trip() -> None:
+        for request in requests:
+            fixture.decide(request)
+
+    round_trip()
+    times = [timed(round_trip)[0] for _ in range(50)]
+    return 1e6 * statistics.median(times) / len(requests)
+
+
+def timed(work: Callable[[], T]) -> tuple[float, T]:
+    """Return the CPU seconds that `work` takes in this thread, and its result."""
+    start = time.thread_time()
+    result = work()
+    return time.thread_time() - start, result
+
+
+def bytes_per_block(load: Load, num_workers: int) -> float:
+    """Return the memory of a smaller index for each pair of a block and a worker."""
+    small = Load(load.workers, min(load.blocks, 100_000), load.depth)
+    tracemalloc.start()
+    fixture = Fixture(small, num_workers)
+    fixture.chats.clear()
+    gc.collect()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return used / fixture.num_pairs
+
+
+def hash_microseconds(depth: int) -> float:
+    """Return the median CPU time of hashing the blocks of a prompt."""
+    tokens = np.arange(depth * BLOCK, dtype=np.int32)
+    times = [timed(lambda: extend_chain([], b"", tokens, BLOCK))[0] for _ in range(50)]
+    return 1e6 * statistics.median(times)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 1 if a decision takes longer than its goal, and 0 otherwise."""
+    about = "Measure the time of a placement decision with a large prefix index."
+    (load,) = read_flags("micro.placement", about, (Load,), arguments)
+    hashing = hash_microseconds(load.depth)
+    print(f"hashing {load.depth} blocks: {hashing:.0f} us")
+    found = []
+    for number in load.workers:
+        figures = measure(load, int(number))
+        found.append(figures)
+        print(
+            f"{figures.workers} workers: decision {figures.decision:.1f} us "
+            f"(p10 {figures.decision_p10:.1f}, p90 {figures.decision_p90:.1f}), "
+            f"of which match {figures.match:.1f} us; warm {figures.decision_warm:.1f} us; "
+            f"{figures.bytes_per_block:.0f} bytes for each of {figures.pairs} pairs",
+            flush=True,
+        )
+    if load.save_json:
+        rows = {"hashing": hashing, "figures": [asdict(each) for each in found]}
+        Path(load.save_json).write_text(json.dumps(rows, indent=1) + "\n")
+    slow = [each for each in found if each.decision > GOALS.get(each.workers, float("inf"))]
+    return 1 if slow else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Sets simulated latencies beside measured ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.loadtests.simulator.scaling.page import Chart, Line
+
+TOLERANCE = 0.10
+"""Largest relative error of a prediction that is not within the spread of the measured runs."""
+PERCENTILES = (50, 90)
+HEADER = ("", "measured", "predicted", "error", "spread of the runs", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Latencies of one run, in seconds: one entry per request, in order of arrival."""
+
+    due: Sequence[float]
+    ttft: Sequence[float]
+    tpot: Sequence[float]  # only of answers with more than one token
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure: its measured values, one per run, and its prediction; all in seconds."""
+
+    name: str
+    measured: Sequence[float]
+    predicted: float
+
+    @property
+    def mean(self) -> float:
+        return sum(self.measured) / len(self.measured)
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction against the mean of the measured runs."""
+        return self.predicted / self.mean - 1 if self.mean else 0.0
+
+    @property
+    def difference(self) -> float:
+        """Difference of the highest and the lowest run, relative to their mean."""
+        return (max(self.measured) - min(self.measured)) / self.mean if self.mean else 0.0
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the prediction is close to the mean or lies between the measured runs."""
+        within = min(self.measured) <= self.predicted <= max(self.measured)
+        return within or abs(self.error) <= TOLERANCE
+
+    def cells(self) -> list[str]:
+        """Return the row as text, in the order of HEADER."""
+        return [
+            self.name,
+            ", ".join(f"{value * 1000:.1f}" for value in self.measured) + " ms",
+            f"{self.predicted * 1000:.1f} ms",
+            f"{self.error:+.1%}",
+            f"{self.difference:.1%}",
+            "met" if self.is_met else "missed",
+        ]
+
+
+def compare(measured: Sequence[Latencies], predicted: Latencies) -> list[Row]:
+    """Return the median and the p90 of first-token and per-token times."""
+    rows = []
+    for name, title in (("ttft", "TTFT"), ("tpot", "TPOT")):
+        for percentile in PERCENTILES:
+            label = f"{title} {'median' if percentile == 50 else f'p{percentile}'}"
+            values = [_percentile(getattr(run, name), percentile) for run in measured]
+            rows.append(Row(label, values, _percentile(getattr(predicted, name), percentile)))
+    return rows
+
+
+def charts_of(measured: Sequence[Latencies], predicted: Latencies) -> list[Chart]:
+    """Return the distribution of both latencies, and first tokens over the time of arrival."""
+    runs = {f"measured, run {number}": run for number, run in enumerate(measured, start=1)}
+    named = {**runs, "simulated": predicted}
+    return [
+        Chart(
+            "Time to first token, percentiles of the requests",
+            "s",
+            [Line(name, _distribution(run.ttft)) for name, run in named.items()],
+            percent=True,
+        ),
+        Chart(
+            "Time per output token, percentiles of the requests",
+            "s",
+            [Line(name, _distribution(run.tpot)) for name, run in named.items()],
+            percent=True,
+        ),
+        Chart(
+            "Time to first token over the time of arrival",
+            "s",
+            [Line(name, list(zip(run.due, run.ttft, strict=True))) for name, run in named.items()],
+        ),
+    ]
+
+
+def _percentile(values: Sequence[float], percentile: float) -> float:
+    return float(np.percentile(values, percentile)) if values else 0.0
+
+
+def _distribution(values: Sequence[float]) -> list[tuple[float, float]]:
+    """Return (percentile, value) points."""
+    points = np.linspace(0, 100, 101)
+    drawn = np.percentile(values, points) if values else np.zeros(len(points))
+    return list(zip(points.tolist(), drawn.tolist(), strict=True))

@@ -1,0 +1,241 @@
+"""Fits the time model to measured steps, by weighted least squares with nonnegative parameters.
+
+A step takes `launch + sequence x sequences + max(compute, memory)`. For a known side of the
+maximum, the time is linear in the parameters. The fit therefore alternates: it fits the parameters,
+then takes for each step the larger side under these parameters.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.loadtests.simulator.model.timing import Floats, Timing
+
+Bools: TypeAlias = npt.NDArray[np.bool_]
+
+PARAMETERS = ("launch", "sequence", "token", "pair", "weights", "kv_token")
+MOST_ROUNDS = 12
+"""Most alternations of fitting the parameters and choosing sides."""
+FIRST_SIDES = (0, 1, 4, 16, 64, 256, 10**9)
+"""Starts of the fit: steps of more tokens than this are first taken as bound by computation."""
+HUBER_DEVIATIONS = 2.0
+"""Residuals beyond this many standard deviations count less (Huber's loss)."""
+MOST_MEDIANS = 5.0
+"""A step counts as at most this many times the median of its group."""
+MOST_TIMES = 20.0
+MIN_STEPS = 20
+LONGEST_GAP = 0.02
+"""Seconds between two steps beyond which the engine was idle or interrupted."""
+
+
+class BadCalibration(ValueError):
+    """The measurements cannot be used; the message gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Measured steps as columns [n]; `seconds` includes the engine's time between two steps."""
+
+    seconds: Floats
+    tokens: Floats
+    sequences: Floats
+    positions: Floats
+    pairs: Floats
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def select(self, chosen: Bools) -> "Steps":
+        return Steps(*(column[chosen] for column in self._columns()))
+
+    def _columns(self) -> tuple[Floats, ...]:
+        return self.seconds, self.tokens, self.sequences, self.positions, self.pairs
+
+    @classmethod
+    def joined(cls, several: Sequence["Steps"]) -> "Steps":
+        columns = zip(*(steps._columns() for steps in several), strict=True)
+        return cls(*(np.concatenate(column) for column in columns))
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """A fitted time model and its residuals."""
+
+    timing: Timing
+    num_steps: int
+    mean_error: float  # mean of |predicted - measured| / measured
+    median_error: float  # median of the same
+    total_ratio: float  # sum of the predicted times / sum of the measured times
+
+
+def with_engine_time(ended: Floats, steps: Steps) -> Steps:
+    """Add the engine's own time between two steps to the duration of each step.
+
+    The time is `fixed + per_sequence x sequences`. It is fitted to the gaps before the decode
+    steps: a decode step follows the step before at once. Longer gaps are pauses of the machine.
+
+    Args:
+        ended: end time of each step of one worker, ascending.
+        steps: the same steps; `seconds` are the durations alone.
+    """
+    gaps = np.diff(ended) - steps.seconds[1:]
+    decodes = (steps.tokens == steps.sequences)[1:] & (gaps < LONGEST_GAP)
+    if decodes.sum() < MIN_STEPS:
+        return steps
+    design = np.stack((np.ones(int(decodes.sum())), steps.sequences[1:][decodes]), axis=1)
+    fixed, per_sequence = _robust(design, np.maximum(gaps[decodes], 0.0), np.ones(len(design)))
+    return replace(steps, seconds=steps.seconds + fixed + per_sequence * steps.sequences)
+
+
+def fit_steps(steps: Steps, base: Timing) -> StepFit:
+    """Fit the parameters of steps; the other parameters are those of `base`.
+
+    Raises BadCalibration if there are too few steps.
+    """
+    if len(steps) < MIN_STEPS:
+        raise BadCalibration(f"{len(steps)} steps were measured: at least {MIN_STEPS} are needed")
+    cells, counts = grouped(steps)
+    weights = np.sqrt(counts) / cells.seconds
+    best: tuple[float, Floats] | None = None
+    for most in FIRST_SIDES:
+        computing = cells.tokens > most
+        for _ in range(MOST_ROUNDS):
+            found = _robust(_design(cells, computing), cells.seconds, weights)
+            loss = float((np.abs(_predicted(cells, found) - cells.seconds) * weights).mean())
+            if best is None or loss < best[0]:
+                best = loss, found
+            before, computing = computing, _sides(cells, found)
+            if (before == computing).all():
+                break
+    assert best is not None
+    return _result(steps, best[1] * slowdown(steps, best[1]), base)
+
+
+def slowdown(steps: Steps, values: Floats) -> float:
+    """Return the factor from the predicted to the measured total time.
+
+    A busy machine interrupts a process in proportion to its computing time. The fit hardly counts
+    these pauses; this factor counts them. A step counts as at most MOST_TIMES its prediction.
+    """
+    predicted = _predicted(steps, values)
+    return float(np.minimum(steps.seconds, MOST_TIMES * predicted).sum() / predicted.sum())
+
+
+def grouped(steps: Steps) -> tuple[Steps, Floats]:
+    """Return the means of groups of equal steps, and the number of steps in each group.
+
+    A queue, and the time of a whole answer, depend on the mean of the steps and not on a typical
+    one. Steps of a group have the same tokens and sequences, and positions within a factor of 1.4.
+    A step counts as at most MOST_MEDIANS times the median of its group, for the pauses of a
+    machine.
+    """
+    keys = np.stack((steps.tokens, steps.sequences, np.rint(2 * np.log2(steps.positions + 1))))
+    _, group = np.unique(keys, axis=1, return_inverse=True)
+    group = group.reshape(-1)
+    num_groups = int(group.max()) + 1
+    medians = np.array([np.median(steps.seconds[group == one]) for one in range(num_groups)])
+    capped = replace(steps, seconds=np.minimum(steps.seconds, MOST_MEDIANS * medians[group]))
+    counts = np.bincount(group).astype(np.float64)
+    columns = (np.bincount(group, weights=column) / counts for column in capped._columns())
+    return Steps(*columns), counts
+
+
+def predicted_seconds(steps: Steps, timing: Timing) -> Floats:
+    """Return the duration [n] of each step according to a time model."""
+    return _predicted(steps, np.array([getattr(timing, name) for name in PARAMETERS]))
+
+
+def fit_line(x: Floats, seconds: Floats) -> tuple[float, float]:
+    """Return (fixed, per_unit), both at least 0, of `seconds = fixed + per_unit x x`, robustly."""
+    design = np.stack((np.ones(len(x)), x), axis=1)
+    fixed, slope = _robust(design, seconds, np.ones(len(x)))
+    return float(fixed), float(slope)
+
+
+def _result(steps: Steps, values: Floats, base: Timing) -> StepFit:
+    fitted = dict(zip(PARAMETERS, map(float, values), strict=True))
+    predicted = _predicted(steps, values)
+    errors = np.abs(predicted / steps.seconds - 1)
+    ratio = float(predicted.sum() / steps.seconds.sum())
+    return StepFit(
+        replace(base, **fitted),
+        len(steps),
+        float(errors.mean()),
+        float(np.median(errors)),
+        ratio,
+    )
+
+
+def _design(steps: Steps, computing: Bools) -> Floats:
+    memory = ~computing
+    columns = (
+        np.ones(len(steps)),
+        steps.sequences,
+        steps.tokens * computing,
+        steps.pairs * computing,
+        memory.astype(np.float64),
+        steps.positions * memory,
+    )
+    return np.stack(columns, axis=1)
+
+
+def _sides(steps: Steps, values: Floats) -> Bools:
+    """Return [n] whether computation takes longer than memory."""
+    _, _, token, pair, weights, kv_token = values
+    sides: Bools = token * steps.tokens + pair * steps.pairs >= weights + kv_token * steps.positions
+    return sides
+
+
+def _predicted(steps: Steps, values: Floats) -> Floats:
+    launch, sequence, token, pair, weights, kv_token = values
+    compute = token * steps.tokens + pair * steps.pairs
+    seconds: Floats = (
+        launch
+        + sequence * steps.sequences
+        + np.maximum(compute, weights + kv_token * steps.positions)
+    )
+    return seconds
+
+
+def _robust(design: Floats, target: Floats, weights: Floats) -> Floats:
+    """Return the nonnegative solution of `design x values = target` with Huber's loss.
+
+    Args:
+        design: [n, k] coefficients.
+        target: [n] measured values.
+        weights: [n] the loss of row i is that of its residual times `weights[i]`.
+    """
+    trust = np.ones(len(target))
+    values = np.zeros(design.shape[1])
+    for _ in range(8):
+        values = _nonnegative(design, target, weights * np.sqrt(trust))
+        residuals = np.abs((design @ values - target) * weights)
+        deviation = 1.4826 * float(np.median(residuals))
+        if deviation <= 1e-12:
+            break
+        trust = np.minimum(1.0, HUBER_DEVIATIONS * deviation / np.maximum(residuals, 1e-300))
+    return values
+
+
+def _nonnegative(design: Floats, target: Floats, weights: Floats) -> Floats:
+    """Return the exact nonnegative least squares solution: the best over all subsets of columns."""
+    scaled, aim = design * weights[:, None], target * weights
+    sizes = np.sqrt((scaled**2).sum(axis=0))
+    usable = np.flatnonzero(sizes > 0)
+    normal = scaled[:, usable] / sizes[usable]
+    gram, right = normal.T @ normal, normal.T @ aim
+    best, best_loss = np.zeros(len(usable)), 0.0
+    for count in range(1, len(usable) + 1):
+        for chosen in map(list, combinations(range(len(usable)), count)):
+            found = np.linalg.lstsq(gram[np.ix_(chosen, chosen)], right[chosen], rcond=None)[0]
+            loss = float(-(right[chosen] @ found))  # without the constant |aim|^2
+            if (found >= 0).all() and loss < best_loss - 1e-15:
+                best, best_loss = np.zeros(len(usable)), loss
+                best[chosen] = found
+    values = np.zeros(design.shape[1])
+    values[usable] = best / sizes[usable]
+    return values

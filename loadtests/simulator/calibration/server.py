@@ -1,0 +1,147 @@
+"""A running server: its status and step records, and loads that are sent to it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import numpy as np
+
+from penstock.loadtests.bench.client_grpc import GrpcClient
+from penstock.loadtests.bench.client_http import HttpClient
+from penstock.loadtests.bench.clients import ServerUnusable, Target
+from penstock.loadtests.bench.load import Load
+from penstock.loadtests.bench.metrics import Outcome
+from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
+from penstock.loadtests.simulator.calibration.fit import Steps, with_engine_time
+from penstock.loadtests.simulator.model.timing import Floats
+
+_TIMEOUT_SECONDS = 30.0
+
+Records = Mapping[str, Mapping[str, Sequence[float]]]
+"""Reply of /steps: columns of each worker's latest steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Workers of a server, as its /status reports them."""
+
+    pools: Mapping[str, int]  # number of ready workers by role
+    max_sequences: int  # of one worker
+    kv_blocks: int  # of one worker
+    kv_bytes: float  # per position, of recent KV transfers; 0: none
+    transfer_bandwidth: float  # bytes per second; 0: none
+    transfer_seconds: float  # fixed time of a KV transfer
+
+
+def admin_address(address: str) -> str:
+    """Return the operators' address that belongs to a client address by default."""
+    split = urlsplit(address)
+    port = {9000: 8001}.get(split.port or 0, (split.port or 8000) + 1)
+    return f"http://{split.hostname}:{port}"
+
+
+def arrangement_of(status: Mapping[str, Any]) -> Arrangement:
+    """Read the workers from the reply of /status. Raises ServerUnusable if there are none."""
+    ready = [each for each in status["workers"] if each["numbers"] and each["state"] == "ready"]
+    if not ready:
+        raise ServerUnusable("the server has no worker that is ready")
+    pools: dict[str, int] = {}
+    for each in ready:
+        pools[each["role"]] = pools.get(each["role"], 0) + 1
+    cost = status["kv_transfer_cost"]
+    return Arrangement(
+        pools,
+        min(each["numbers"]["places"] for each in ready),
+        min(sum(each["numbers"]["blocks"].values()) for each in ready),
+        cost["bytes_per_token"],
+        cost["bytes_per_second"],
+        cost["fixed_seconds"],
+    )
+
+
+class MeasuredServer:
+    """A server with its clients' address and its operators' address.
+
+    Args:
+        target: address and key for clients.
+        admin: address of the operators' port.
+        seed: the same seed gives the same prompts.
+    """
+
+    def __init__(self, target: Target, admin: str, seed: int) -> None:
+        self._client = HttpClient(target) if target.address.startswith("http") else _grpc(target)
+        headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else None
+        self._admin, self._headers, self._seed = admin.rstrip("/"), headers, seed
+        self._num_loads = 0
+        self._vocabulary = range(0)
+        self.max_model_len = 0
+
+    async def connect(self) -> None:
+        """Ask the server for its model. Raises ServerUnusable."""
+        served = await self._client.describe()
+        if served.vocab_size is None or served.max_model_len is None:
+            raise ServerUnusable("the server does not report its vocabulary size and context")
+        self._vocabulary = ordinary_tokens(served.vocab_size)
+        self.max_model_len = served.max_model_len
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def play(self, plan: Sequence[Planned]) -> list[Outcome]:
+        """Send a load with new prompts; return its outcomes by number.
+
+        Raises ServerUnusable if a request fails, because the figures would then be of another load.
+        """
+        self._num_loads += 1  # no prompt of an earlier load, which may be in the prefix cache
+        prompts = Prompts(self._vocabulary, self._seed * 10_000 + self._num_loads)
+        load = Load(self._client, prompts, plan)
+        await load.run()
+        failed = [outcome.error for outcome in load.outcomes if outcome.error]
+        if failed or len(load.outcomes) < len(plan):
+            raise ServerUnusable(f"{len(failed)} of {len(plan)} requests failed: {failed[:1]}")
+        return sorted(load.outcomes, key=lambda outcome: outcome.number)
+
+    async def arrangement(self) -> Arrangement:
+        return arrangement_of(await self._get("/status"))
+
+    async def records(self) -> Records:
+        return dict(await self._get("/steps"))
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        limit = aiohttp.ClientTimeout(total=_TIMEOUT_SECONDS)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit, headers=self._headers) as session,
+                session.get(self._admin + path) as response,
+            ):
+                if response.status != 200:
+                    raise ServerUnusable(f"{self._admin}{path}: HTTP {response.status}")
+                return dict(await response.json())
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise ServerUnusable(
+                f"{self._admin}{path}: {error}; give the operators' address with --admin"
+            ) from None
+
+
+def _grpc(target: Target) -> GrpcClient:
+    return GrpcClient(target)
+
+
+def steps_of(records: Records, after: Mapping[str, float]) -> Steps:
+    """Return the steps of all workers with a number above `after`, with the engine's own time."""
+    every: list[Steps] = []
+    for worker, columns in records.items():
+        arrays: dict[str, Floats] = {
+            name: np.asarray(column, np.float64) for name, column in columns.items()
+        }
+        names = ("seconds", "tokens", "sequences", "positions", "pairs")
+        steps = with_engine_time(arrays["ended"], Steps(*(arrays[name] for name in names)))
+        every.append(steps.select(arrays["number"] > after.get(worker, 0)))
+    return Steps.joined(every)
+
+
+def last_numbers(records: Records) -> dict[str, float]:
+    """Return the number of the last step of each worker that has steps."""
+    return {worker: max(columns["number"], default=0) for worker, columns in records.items()}

@@ -1,0 +1,16 @@
+"""Checks that routers know the cached blocks of workers exactly."""
+
+from penstock.common.block_hash import short_hashes
+from penstock.loadtests.simulator.world.router import Router
+from penstock.loadtests.simulator.world.worker import Worker
+
+
+def check_index(router: Router, worker: Worker) -> None:
+    """Raise AssertionError unless the router's index has exactly the worker's cached blocks."""
+    name, index = worker.info.worker, router.dispatcher.prefix_index
+    published = short_hashes(worker.batcher.pool.hashes())
+    assert router.dispatcher.cache_feed.is_current(name), f"{router.name} lacks {name}'s blocks"
+    num = index.num_blocks(name)
+    assert num == len(published), f"{router.name} knows {num} of {len(published)} blocks of {name}"
+    unknown = [digest for digest in published if name not in index.match((digest,))]
+    assert not unknown, f"{router.name} does not know {len(unknown)} cached blocks of {name}"

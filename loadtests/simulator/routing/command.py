@@ -1,0 +1,202 @@
+"""`penstock simulate routing`: compares the placement strategies and checks the goals of `cost`.
+
+All strategies serve the same loads in virtual time. The router's dispatcher, placement and prefix
+index and the workers' block pool are the product's. The time model is simpler than that of the
+other simulations: a worker computes prompts first come, first served, at a fixed number of uncached
+tokens per second, and answers have one token. This is the model of published comparisons.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.traces import BadTrace, read_trace
+from penstock.loadtests.bench.workload import TRACE_BLOCK
+from penstock.loadtests.simulator.routing.loads import (
+    SHORT_TOKENS,
+    infinite_cache_tokens,
+    long_and_short,
+    prompts_of,
+    without_sharing,
+)
+from penstock.loadtests.simulator.routing.run import Outcome, Plan, Prompt, RoutingRun
+from penstock.router.routing.placement.routing_strategies import RANKINGS
+
+MIN_HIT_RATIO = 0.92
+"""Goal: cached tokens of `cost`, relative to an infinite cache."""
+MAX_TTFT_RATIO = 0.63
+"""Goal: mean time to first token of `cost` on a shared load, relative to `least_loaded`."""
+TOLERANCE = 1.01
+"""Goal: the same ratio on loads without shared prefixes."""
+MAX_SHORT_RATIO = 0.25
+"""Goal: mean time to first token of short prompts among long ones, relative to `round_robin`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Cluster and load."""
+
+    trace: str = option("", "Mooncake trace (JSON lines)", positional=True)
+    workers: int = option(16, "number of workers")
+    blocks: int = option(5859, "KV blocks of a worker, 512 tokens each")
+    load: float = option(0.95, "prompt tokens, as if never cached, relative to capacity")
+    mixed_load: float = option(0.8, "the same, for the load of long and short prompts")
+    requests: int = option(0, "only the first requests of the trace; 0: all")
+    seed: int = option(0, "the same seed gives the same long and short prompts")
+    json: Path | None = option(None, "file for the results")  # noqa: RUF009
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Results of one strategy on one load; times to first token in seconds."""
+
+    hit_rate: float
+    infinite_ratio: float  # cached tokens relative to an infinite cache; 0 if nothing is shared
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    short_mean: float  # of prompts of at most `SHORT_TOKENS` tokens
+    busiest: float  # computed tokens of the busiest worker, relative to the mean
+
+
+Table: TypeAlias = Mapping[str, Mapping[str, Figures]]
+"""Figures by load and strategy."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code.
+
+    Returns:
+        0 if `cost` meets all goals, 1 if it misses one, 2 for wrong options, 130 after Ctrl-C.
+    """
+    program = "penstock simulate routing"
+    about = "Compare the placement strategies on shared and unshared prompts."
+    (options,) = read_flags(program, about, (Options,), arguments)
+    try:
+        loads = _loads(options)
+    except (BadTrace, OSError, ValueError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    table: dict[str, dict[str, Figures]] = {}
+    print(HEADER)
+    try:
+        for name, (prompts, load) in loads.items():
+            plan = _plan(prompts, load, options)
+            for strategy in RANKINGS:
+                outcome = RoutingRun(plan, strategy).play(prompts)
+                found = figures(prompts, outcome)
+                table.setdefault(name, {})[strategy] = found
+                print(_row(name, strategy, found), flush=True)
+    except KeyboardInterrupt:
+        return 130
+    missed = missed_goals(table)
+    print("\n".join(missed) or "all goals are met")
+    if options.json is not None:
+        rows = {
+            name: {strategy: asdict(each) for strategy, each in by_strategy.items()}
+            for name, by_strategy in table.items()
+        }
+        options.json.write_text(json.dumps({"figures": rows, "missed": missed}, indent=1) + "\n")
+    return 1 if missed else 0
+
+
+def _loads(options: Options) -> Mapping[str, tuple[Sequence[Prompt], float]]:
+    """Return prompts and load factor by the name of the load.
+
+    Raises:
+        ValueError: an option is wrong.
+    """
+    for name in ("workers", "blocks", "load", "mixed_load"):
+        if not 0 < getattr(options, name) < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+    if not options.trace:
+        raise ValueError("name a Mooncake trace; see --help")
+    rows = read_trace(Path(options.trace))[: options.requests or None]
+    if not any(row.blocks for row in rows) or rows[-1].at <= 0:
+        raise ValueError(f"{options.trace}: no Mooncake trace with hash_ids")
+    longest = max(row.input_len for row in rows)
+    if longest > options.blocks * TRACE_BLOCK:
+        raise ValueError(f"--blocks is too small for a prompt of {longest} tokens")
+    shared = prompts_of(rows)
+    return {
+        "shared": (shared, options.load),
+        "unshared": (without_sharing(shared), options.load),
+        "long and short": (long_and_short(options.seed), options.mixed_load),
+    }
+
+
+def _plan(prompts: Sequence[Prompt], load: float, options: Options) -> Plan:
+    rate = sum(prompt.num_tokens for prompt in prompts) / prompts[-1].at
+    return Plan(options.workers, options.blocks, TRACE_BLOCK, rate / options.workers / load)
+
+
+def figures(prompts: Sequence[Prompt], outcome: Outcome) -> Figures:
+    """Return the figures of a run."""
+    seconds = np.array(outcome.seconds)
+    is_short = np.array([prompt.num_tokens <= SHORT_TOKENS for prompt in prompts])
+    computed = np.array(list(outcome.computed_tokens.values()))
+    total, bound = sum(prompt.num_tokens for prompt in prompts), infinite_cache_tokens(prompts)
+    p50, p90, p99 = np.quantile(seconds, (0.5, 0.9, 0.99)).tolist()
+    return Figures(
+        outcome.cached_tokens / total,
+        outcome.cached_tokens / bound if bound else 0.0,
+        float(seconds.mean()),
+        *(p50, p90, p99),
+        float(seconds[is_short].mean()) if is_short.any() else 0.0,
+        float(computed.max() / computed.mean()),
+    )
+
+
+def missed_goals(table: Table) -> list[str]:
+    """Return one line for each goal that `cost` misses."""
+    shared, unshared, mixed = table["shared"], table["unshared"], table["long and short"]
+    checks = [
+        (
+            shared["cost"].infinite_ratio >= MIN_HIT_RATIO,
+            f"shared: hits are below {MIN_HIT_RATIO:.0%}",
+        ),
+        (
+            shared["cost"].mean <= MAX_TTFT_RATIO * shared["least_loaded"].mean,
+            f"shared: mean TTFT is above {MAX_TTFT_RATIO} x least_loaded",
+        ),
+        (
+            unshared["cost"].mean <= TOLERANCE * unshared["least_loaded"].mean,
+            f"unshared: mean TTFT is above {TOLERANCE} x least_loaded",
+        ),
+        (
+            mixed["cost"].mean <= TOLERANCE * mixed["least_loaded"].mean,
+            f"long and short: mean TTFT is above {TOLERANCE} x least_loaded",
+        ),
+        (
+            mixed["cost"].short_mean <= MAX_SHORT_RATIO * mixed["round_robin"].short_mean,
+            f"long and short: TTFT of short prompts is above {MAX_SHORT_RATIO} x round_robin",
+        ),
+    ]
+    return [f"missed: {message}" for is_met, message in checks if not is_met]
+
+
+HEADER = (
+    "| load | strategy | cached | of infinite cache | TTFT mean | p50 | p90 | p99 | short, mean "
+    "| busiest worker |\n|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+)
+
+
+def _row(load: str, strategy: str, of: Figures) -> str:
+    """Return the table row of a load and a strategy, in Markdown."""
+    times = (of.mean, of.p50, of.p90, of.p99, of.short_mean)
+    ratio = f"{of.infinite_ratio:.1%}" if of.infinite_ratio else "-"
+    shown = [f"{each:.2f} s" if each else "-" for each in times]
+    cells = (load, strategy, f"{of.hit_rate:.1%}", ratio, *shown)
+    return f"| {' | '.join(cells)} | {of.busiest:.2f} x |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""A simulated worker that computes prompts one after the other at a fixed rate.
+
+It has the product's block pool as its prefix cache. The answer of a request is its first token.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from penstock.common.block_hash import short_hash
+from penstock.common.worker_load import WorkerLoad
+from penstock.router.routing.events import Finish, Stepped, Submit, TokenColumns, WorkerInfo
+from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex
+from penstock.workers.scheduling.kv_pool import BlockPool, State
+
+CHUNK_TOKENS = 2048
+"""Prompt tokens of a step; the worker reports its load after each step."""
+
+Schedule: TypeAlias = Callable[[float, Callable[[float], None]], None]
+"""Calls a function at a time in seconds."""
+
+
+class RecordingPool(BlockPool):
+    """A block pool that records the hashes of evicted blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.evicted: list[int] = []
+
+    def _unpublish(self, block: int) -> None:
+        self.evicted.append(short_hash(self._hash_of[block]))
+        super()._unpublish(block)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prompt that waits at the worker."""
+
+    request: int
+    attempt: int
+    num_tokens: int
+    digests: Sequence[bytes]
+    num_uncached: int  # when the prompt arrived
+
+
+class PrefillWorker:
+    """First come, first served; the prefix cache evicts the least recently used blocks.
+
+    Args:
+        info: name and size.
+        tokens_per_second: rate of prompt computation.
+        index: gets the stored and evicted blocks when a prompt ends.
+        schedule: calls a function later.
+        report: takes the worker's messages.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        tokens_per_second: float,
+        index: PrefixIndex,
+        schedule: Schedule,
+        report: Callable[[Stepped, float], None],
+    ) -> None:
+        self.info = info
+        self._rate = tokens_per_second
+        self._index = index
+        self._schedule = schedule
+        self._report = report
+        self._pool = RecordingPool(info.num_blocks)
+        self._jobs: deque[Job] = deque()
+        self._left = 0  # uncached tokens of the first job that are not computed yet
+        self._num_steps = 0
+        self.computed_tokens = 0
+        self.cached_tokens = 0
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._jobs)
+
+    def submit(self, command: Submit, now: float) -> None:
+        """Queue the prompt of a request."""
+        num_tokens = len(command.request.prompt)
+        hashes = command.request.prompt_hashes[self.info.block_size]
+        digests = [digest_of(each) for each in hashes]
+        num_cached = len(self._pool.match(digests)) * self.info.block_size
+        job = Job(
+            command.request.id,
+            command.attempt,
+            num_tokens,
+            digests,
+            max(num_tokens - num_cached, 1),
+        )
+        self._jobs.append(job)
+        if len(self._jobs) == 1:
+            self._start(now)
+
+    def _start(self, now: float) -> None:
+        """Start the first job: take its blocks and compute what is not cached."""
+        job = self._jobs[0]
+        found = self._pool.match(job.digests)
+        self._pool.retain(found, State.USED)
+        num_blocks = -(-job.num_tokens // self.info.block_size)
+        self._held = [*found, *self._pool.take(num_blocks - len(found), State.USED)]
+        self._num_found = len(found)
+        self._left = max(job.num_tokens - len(found) * self.info.block_size, 1)
+        self.computed_tokens += self._left
+        self.cached_tokens += job.num_tokens - self._left
+        self._step(now)
+
+    def _step(self, now: float) -> None:
+        tokens = min(self._left, CHUNK_TOKENS)
+        self._schedule(now + tokens / self._rate, self._end_step)
+
+    def _end_step(self, now: float) -> None:
+        self._left -= min(self._left, CHUNK_TOKENS)
+        self._num_steps += 1
+        columns = TokenColumns()
+        if not self._left:
+            job = self._jobs.popleft()
+            self._release(job)
+            length = [int(Finish.LENGTH)]
+            columns = TokenColumns([job.request], [job.attempt], [0], [0], [7], length)
+        waiting = list(self._jobs)[1:] if self._left else self._jobs
+        queued = self._left + sum(job.num_uncached for job in waiting)
+        load = WorkerLoad(
+            queued=len(waiting),
+            queued_tokens=queued,
+            running=int(self._left > 0),
+            free_blocks=self._pool.num(State.FREE),
+            cached_blocks=self._pool.num(State.CACHED),
+            used_blocks=self._pool.num(State.USED),
+            num_steps=self._num_steps,
+        )
+        if self._left:
+            self._step(now)
+        elif self._jobs:
+            self._start(now)
+        self._report(Stepped(self.info.worker, columns, load), now)
+
+    def _release(self, job: Job) -> None:
+        """Publish the full blocks of a computed prompt, and report what has changed."""
+        full = len(job.digests)
+        num_found = self._num_found
+        parents = [b"", *job.digests][num_found:full]
+        self._pool.publish(self._held[num_found:full], job.digests[num_found:], parents)
+        self._pool.release(np.array(self._held, np.int32), State.USED)
+        evicted, self._pool.evicted = self._pool.evicted, []
+        self._index.evict(self.info.worker, evicted)
+        parent = short_hash(job.digests[num_found - 1]) if num_found else START
+        stored = [short_hash(digest) for digest in job.digests[num_found:]]
+        self._index.store(self.info.worker, stored, parent)
+
+
+def digest_of(number: int) -> bytes:
+    """Return a block's digest for its short hash: the inverse of `short_hash`."""
+    return number.to_bytes(8, "little") + bytes(8)

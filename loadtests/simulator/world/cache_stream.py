@@ -1,0 +1,113 @@
+"""Sends routers the cached blocks of a simulated worker, like `workers/service/cache_stream`."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from penstock.loadtests.simulator.world.clock import Act, Clock
+from penstock.loadtests.simulator.world.session import Session
+from penstock.router.routing.events import WorkerInfo
+from penstock.router.routing.prefix_cache.cache_events import (
+    CacheChange,
+    CacheEvents,
+    CacheSnapshot,
+)
+from penstock.workers.scheduling import cache_report
+from penstock.workers.scheduling.cache_report import CacheReporter
+from penstock.workers.scheduling.kv_pool import BlockPool
+
+CHUNK_BLOCKS = 8
+"""Blocks in a message of a snapshot; few, so that small pools have several messages."""
+
+
+class CacheStream:
+    """The routers that get the cached blocks of one worker.
+
+    Args:
+        info: name and incarnation of the worker.
+        pool: its blocks.
+        clock: the virtual clock.
+        post: runs a command at the next step boundary.
+    """
+
+    def __init__(
+        self, info: WorkerInfo, pool: BlockPool, clock: Clock, post: Callable[[Act], None]
+    ) -> None:
+        self._info = info
+        self._clock = clock
+        self._post = post
+        self._reporter = CacheReporter(pool)
+        self._awaiting: dict[int, Session] = {}
+        self._live: dict[int, Session] = {}
+        self._next_number = 0  # of the next change
+        self._faults: dict[str, Counter[str]] = {}  # by router: how often to apply each fault
+
+    def open(self, session: Session) -> None:
+        """Subscribe a router."""
+        self._awaiting[session.number] = session
+        self._post(self._reporter.request_snapshot)
+
+    def resync(self, session: Session) -> None:
+        """Send a new snapshot to a router, unless one is on its way already."""
+        if self._live.pop(session.number, None) is not None:
+            self.open(session)
+
+    def close(self, session: Session) -> None:
+        """Unsubscribe a router."""
+        waited = self._awaiting.pop(session.number, None)
+        if self._live.pop(session.number, waited) and not (self._awaiting or self._live):
+            self._post(self._reporter.stop)
+
+    def send(self) -> None:
+        """Send what has changed since the last call, and snapshots to the routers that need one."""
+        report = self._reporter.report()
+        if report is None:
+            return
+        if (change := report.change) is not None:
+            self._next_number = change.number + 1
+            changes = [CacheChange(change.evicted, change.stored, change.parents)]
+            for session in self._live.values():
+                self._send_changes(session, self._events(change.number, changes))
+        if report.snapshot is not None:
+            for session in self._awaiting.values():
+                self._send_snapshot(session, report.snapshot)
+            self._live |= self._awaiting
+            self._awaiting.clear()
+
+    def add_fault(self, router: str, how: str) -> None:
+        """Apply a fault to the next changes for a router.
+
+        Args:
+            router: name of the router.
+            how: "lose": the changes are dropped, as for a router that reads too slowly. "repeat":
+                they are sent twice. "forge": as many changes of another incarnation are sent.
+        """
+        self._faults.setdefault(router, Counter())[how] += 1
+
+    def _send_changes(self, session: Session, events: CacheEvents) -> None:
+        faults, now = self._faults.pop(session.router, Counter()), self._clock.now
+        if faults["forge"]:
+            changes = [CacheChange(stored=[number + 1]) for number in range(len(events.changes))]
+            events = self._events(events.first, changes, incarnation="forged")
+        if faults["lose"]:
+            events = self._events(self._next_number, [])
+        for _ in range(2 if faults["repeat"] else 1):
+            session.send(events, now)
+
+    def _send_snapshot(self, session: Session, snapshot: cache_report.CacheSnapshot) -> None:
+        info, hashes = self._info, snapshot.hashes
+        for chunk, start in enumerate(range(0, max(len(hashes), 1), CHUNK_BLOCKS)):
+            end = start + CHUNK_BLOCKS
+            message = CacheSnapshot(
+                info.worker,
+                info.incarnation,
+                snapshot.next_number,
+                chunk,
+                end >= len(hashes),
+                hashes[start:end],
+            )
+            session.send(message, self._clock.now)
+
+    def _events(
+        self, first: int, changes: Sequence[CacheChange], incarnation: str = ""
+    ) -> CacheEvents:
+        return CacheEvents(self._info.worker, incarnation or self._info.incarnation, first, changes)

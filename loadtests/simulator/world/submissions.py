@@ -1,0 +1,35 @@
+"""Converts submissions of routers into sequences of the batcher, like `workers/service/codec`."""
+
+from penstock.loadtests.simulator.world.session import Key
+from penstock.router.routing.events import Submit, WorkerInfo
+from penstock.workers.scheduling import sequence as seq
+
+
+def new_sequence(key: Key, submit: Submit, worker: WorkerInfo) -> seq.NewSequence:
+    """Return the sequence to submit to the batcher of `worker`.
+
+    Its `source_len` is 0 if the blocks are at this worker already, or have another layout.
+    """
+    request, source = submit.request, submit.source
+    first, *others = [
+        seq.Sibling(choice, [*request.prompt, *answer])
+        for choice, answer in enumerate(submit.log)
+        if not submit.finished[choice]
+    ]
+    name = (worker.worker, worker.incarnation)
+    own = source is not None and (source.worker, source.incarnation) == name
+    source_len = 0
+    if source is not None and not own and source.layout == worker.layout:
+        lengths = [len(one.tokens) for one in (first, *others)]
+        source_len = seq.usable_source(source.kv_len, len(request.prompt), lengths)
+    return seq.NewSequence(
+        key=key,
+        tokens=first.tokens,
+        num_prompt=len(request.prompt),
+        params=request.params,
+        choice=first.choice,
+        yield_after=submit.yield_after,
+        salt=request.salt,
+        source_len=source_len,
+        siblings=tuple(others),
+    )

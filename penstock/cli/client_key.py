@@ -1,0 +1,35 @@
+"""Flags for the API key of commands that call a server."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from penstock.common.api_key import VARIABLE
+
+ABOUT = f"file with the API key; by default the variable {VARIABLE}, if it is set"
+
+
+def add_key_file(parser: argparse.ArgumentParser) -> None:
+    """Add `--api-key-file`, to be read with `penstock.common.api_key.client_key`."""
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=ABOUT)
+
+
+def refuse_key(parser: argparse.ArgumentParser) -> None:
+    """Refuse `--api-key KEY`, without the key in the message."""
+    hidden = argparse.SUPPRESS
+    parser.add_argument("--api-key", nargs="?", action=_Refusal, default=hidden, help=hidden)
+
+
+class _Refusal(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        parser.error(
+            "--api-key: every user of this machine can list command lines, so keys are not "
+            f"accepted there: use --api-key-file FILE or the variable {VARIABLE}"
+        )

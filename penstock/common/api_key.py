@@ -1,0 +1,89 @@
+"""API keys: their records, and how keys are read from files and from the environment.
+
+Keys are never read from command lines, because every user of a machine can list those.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+Role: TypeAlias = Literal["user", "operator", "metrics"]
+
+VARIABLE = "PENSTOCK_API_KEY"
+MIN_CHARACTERS = 16
+
+
+class BadKey(ValueError):
+    """An API key or its file cannot be used; the message does not contain the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """An API key that a server accepts, with the name that logs and metrics show instead of it.
+
+    A user may use the model. An operator may also read the cluster's state and change it. The role
+    `metrics` may only read the state.
+    """
+
+    name: str
+    key: str = field(repr=False)
+    role: Role = "user"
+
+
+def checked_key(text: str, allow_weak: bool = False) -> str:
+    """Return a key without the whitespace around it; raise `BadKey` if it cannot be a key."""
+    key = text.strip()
+    if not key:
+        raise BadKey("is empty")
+    if not all("!" <= character <= "~" for character in key):
+        raise BadKey("has spaces or characters that are not ASCII")
+    if len(key) < MIN_CHARACTERS and not allow_weak:
+        raise BadKey(
+            f"has fewer than {MIN_CHARACTERS} characters, so it could be guessed: create one with "
+            "`openssl rand -hex 32` (or allow such keys: --allow-weak-keys)"
+        )
+    return key
+
+
+def read_key_lines(path: Path) -> list[tuple[int, str]]:
+    """Return the number and text of each non-empty line of a file with keys.
+
+    Raises:
+        BadKey: the file cannot be read, is empty, or may be read or written by other users.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read()
+    except (OSError, ValueError) as error:
+        raise BadKey(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise BadKey("can be read or written by other users: run `chmod o= FILE`")
+    # Bytes that are not ASCII become characters that `checked_key` refuses.
+    lines = content.decode("latin-1").split("\n")
+    found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise BadKey("has no key")
+    return found
+
+
+def client_key(path: Path | None, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the key that a client sends: from a file, else from the environment, else "".
+
+    Raises:
+        BadKey: the file or the variable has no valid key, or the file has several lines.
+    """
+    try:
+        if path is None:
+            text = environment.get(VARIABLE, "").strip()
+            return checked_key(text, allow_weak=True) if text else ""
+        lines = read_key_lines(path)
+        if len(lines) > 1:
+            raise BadKey("has several lines: give a file with one key")
+        return checked_key(lines[0][1], allow_weak=True)
+    except BadKey as error:
+        source = VARIABLE if path is None else f"--api-key-file {path}: the file"
+        raise BadKey(f"{source} {error}") from None

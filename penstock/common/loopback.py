@@ -1,0 +1,13 @@
+"""Which addresses to listen on can be reached only from the same machine."""
+
+import ipaddress
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a server bound to `host` is reachable only from its own machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,49 @@
+"""A model's chat template as it was read, and the options with which it is rendered.
+
+Nothing here compiles a template: its source is foreign code (see `chat_renderer`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatSource:
+    """A chat template that has not been compiled.
+
+    Attributes:
+        template: the Jinja source.
+        special_tokens: values for the template's variables bos_token, eos_token, ..., named as in
+            tokenizer_config.json.
+        control_tokens: texts that only the template may write as control tokens.
+    """
+
+    template: str
+    special_tokens: Mapping[str, str]
+    control_tokens: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """Options of rendering a conversation; names and defaults are those of transformers.
+
+    Attributes:
+        add_generation_prompt: end the prompt with the start of an answer.
+        continue_final_message: end the prompt with the text of the last message, so that the answer
+            continues this message.
+        variables: further variables of the template.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+DEFAULT_OPTIONS = TemplateOptions()
+
+
+class ChatTemplateError(ValueError):
+    """The messages cannot be rendered; the error text gives the reason and is safe for clients."""

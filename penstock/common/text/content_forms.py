@@ -1,0 +1,80 @@
+"""Which forms of a message's content a chat template reads: strings, lists of parts, or both.
+
+As in vLLM, a template reads lists if it has a loop over the content of a message, such as
+`{% for part in message['content'] %}`, for a `message` from a loop over `messages`.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jinja2 import nodes
+
+
+class ContentForms(NamedTuple):
+    """The forms of content that a template reads."""
+
+    string: bool
+    lists: bool
+
+
+def content_forms(template: nodes.Template) -> ContentForms:
+    """Return the forms that a parsed template reads.
+
+    A template that loops over content also reads strings if it contains the test `is string`.
+    """
+    messages = set(_loop_variables(template, _aliases(template, "messages")))
+    loops = template.find_all(nodes.For)
+    if not any(_reads_content(loop.iter, messages) for loop in loops):
+        return ContentForms(string=True, lists=False)
+    tests = template.find_all(nodes.Test)
+    return ContentForms(string=any(test.name == "string" for test in tests), lists=True)
+
+
+def _aliases(template: nodes.Template, name: str) -> set[str]:
+    """Return a variable's name and all names that are assigned from it, filtered or sliced."""
+    found = {name}
+    assignments = [
+        (each.target.name, each.node)
+        for each in template.find_all(nodes.Assign)
+        if isinstance(each.target, nodes.Name)
+    ]
+    is_complete = False
+    while not is_complete:
+        new = {target for target, node in assignments if _variable(node) in found}
+        is_complete = new <= found
+        found |= new
+    return found
+
+
+def _loop_variables(template: nodes.Template, lists: set[str]) -> Iterator[str]:
+    for loop in template.find_all(nodes.For):
+        if _variable(loop.iter) in lists and isinstance(loop.target, nodes.Name):
+            yield loop.target.name
+
+
+def _reads_content(node: nodes.Node, messages: set[str]) -> bool:
+    """Return whether an expression is the content of one of the variables `messages`."""
+    match _unwrapped(node):
+        case nodes.Getattr(node=owner, attr="content"):
+            return _variable(owner) in messages
+        case nodes.Getitem(node=owner, arg=nodes.Const(value="content")):
+            return _variable(owner) in messages
+    return False
+
+
+def _variable(node: nodes.Node | None) -> str | None:
+    """Return the name of the variable that an expression reads, filtered or sliced."""
+    inner = _unwrapped(node)
+    return inner.name if isinstance(inner, nodes.Name) else None
+
+
+def _unwrapped(node: nodes.Node | None) -> nodes.Node | None:
+    """Return an expression without filters, tests and slices."""
+    while True:
+        match node:
+            case nodes.Filter(node=inner) | nodes.Test(node=inner):
+                node = inner
+            case nodes.Getitem(node=inner, arg=nodes.Slice()):
+                node = inner
+            case _:
+                return node

@@ -1,0 +1,81 @@
+"""Checks large gRPC messages in helper processes before the router parses them.
+
+The parser of protobuf holds Python's interpreter lock, longest for a message with a great number of
+small messages in it. Therefore a helper process parses the message first. The router gets the
+message only if its lists are within the bounds, and without unknown fields.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from google.protobuf.message import DecodeError, Message
+
+from penstock.protos import inference_pb2 as pb
+from penstock.router.api.grpc_codec import call_sizes
+from penstock.router.config import RequestBounds
+from penstock.router.errors import invalid
+from penstock.router.requests.cost import CallSizes, check_num_tokens, check_sizes
+from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
+
+GRPC_KIND = "grpc"
+"""Name of the job."""
+
+KINDS: Mapping[str, type[Message]] = {
+    kind.DESCRIPTOR.full_name: kind
+    for kind in (pb.GenerateRequest, pb.TokenizeRequest, pb.DetokenizeRequest)
+}
+"""Types of the messages that may be large, by full name."""
+
+
+def job_items(kind: type[Message], data: bytes, model: ModelLimits) -> list[bytes]:
+    """Return the items of the job that checks a serialized message."""
+    head = [kind.DESCRIPTOR.full_name, model.name, model.max_model_len, model.vocab_size]
+    return [json.dumps(head).encode(), data]
+
+
+def check_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
+    """Do the job: return the serialized message without unknown fields.
+
+    Raises:
+        ServingError: INVALID if the message is malformed, or one of its lists is not allowed.
+    """
+    name, *model = json.loads(items[0])
+    try:
+        message = KINDS[name].FromString(items[1])
+    except DecodeError:
+        raise malformed(name) from None
+    check_message(message, bounds, ModelLimits(*model))
+    message.DiscardUnknownFields()
+    return [message.SerializeToString()]
+
+
+def malformed(name: str) -> Exception:
+    """Return the refusal of a message that cannot be parsed."""
+    return invalid(f"the message is not a valid {name}")
+
+
+def check_message(message: Message, bounds: RequestBounds, model: ModelLimits) -> None:
+    """Refuse a message with a list that is too long, or with tokens that are not allowed."""
+    match message:
+        case pb.GenerateRequest():
+            check_generate(message, bounds, model)
+        case pb.TokenizeRequest():
+            check_sizes(CallSizes(messages=len(message.chat.messages)), bounds)
+        case pb.DetokenizeRequest():
+            check_tokens(message, bounds, model)
+
+
+def check_generate(request: pb.GenerateRequest, bounds: RequestBounds, model: ModelLimits) -> None:
+    """Refuse a request for an answer if one of its lists is too long."""
+    check_sizes(call_sizes(request), bounds)
+    check_num_tokens("allowed_token_ids", len(request.sampling.allowed_tokens), model.vocab_size)
+    for known in request.resume_from:
+        check_num_tokens("resume_from", len(known.tokens), model.max_model_len)
+    check_prompt_length(len(request.tokens.ids), model)
+
+
+def check_tokens(request: pb.DetokenizeRequest, bounds: RequestBounds, model: ModelLimits) -> None:
+    """Refuse too many tokens, and tokens outside the vocabulary."""
+    most = bounds.max_detokenize_contexts * model.max_model_len
+    check_num_tokens("tokens", len(request.tokens), most)
+    check_vocabulary(request.tokens, model, "tokens")

@@ -1,0 +1,127 @@
+"""The replies of one call to `Generate`, written to the call's gRPC stream."""
+
+import asyncio
+from collections.abc import Coroutine
+
+import grpc.aio
+
+from penstock.protos import inference_pb2 as pb
+from penstock.router.api.grpc_codec import prompt_replies, to_reply
+from penstock.router.requests.request import GenerationRequest
+from penstock.router.requests.response_stream import (
+    MAX_MERGED_TOKENS,
+    Delta,
+    ResponseStream,
+    slices_of,
+)
+from penstock.router.requests.slices import Slices
+
+
+class ReplyStream:
+    """Writes the deltas of a call as replies.
+
+    A token that only adds text is written without a task switch: the first part of gRPC's `write`
+    runs at once, and the rest when gRPC is ready for the next message. The task that reads the
+    deltas waits for this before it writes, since gRPC allows one write at a time.
+
+    Args:
+        deltas: the answers of the call, which has one request.
+        generation: the request.
+        echo_prompt: send the prompt's tokens with the first reply.
+        context: the call.
+    """
+
+    def __init__(
+        self,
+        deltas: ResponseStream,
+        generation: GenerationRequest,
+        echo_prompt: bool,
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        self._deltas = deltas
+        self._generation = generation
+        self._context = context
+        self._echo = generation.prompt if echo_prompt else ()
+        self._num_tokens = sum(len(known.tokens) for known in generation.resume_from.values())
+        self._num_open = generation.sampling.n
+        (self._seed,) = deltas.seeds
+        self._slices = Slices()
+        # Reused for all tokens: creating a message takes twice as long as changing it.
+        self._token_reply = pb.GenerateReply(
+            request_id=generation.request_id, seed=self._seed, tokens=(0,)
+        )
+        self._reply_tokens = self._token_reply.tokens
+        self._write: Coroutine[asyncio.Future[None], None, None] | None = None  # not complete
+        self._written: asyncio.Future[None] | None = None  # what `_write` waits for
+
+    async def send(self) -> None:
+        """Write replies until all choices have ended."""
+        has_begun = False
+        try:
+            async for delta in self._deltas:
+                await self._finish_write()
+                if delta.tokens and not has_begun:
+                    has_begun = True
+                    await self._send_prompt_logprobs()
+                for each in slices_of(delta, MAX_MERGED_TOKENS):
+                    await self._context.write(self._reply(each))
+                    await self._slices.pause()
+                if has_begun:
+                    self._deltas.writer = self._write_token
+        finally:
+            self._deltas.writer = None
+            await self._finish_write()
+
+    async def _send_prompt_logprobs(self) -> None:
+        for reply in prompt_replies(self._deltas.prompt_logprobs.get(0, ())):
+            reply.request_id = self._generation.request_id
+            await self._context.write(reply)
+            await self._slices.pause()
+
+    def _reply(self, delta: Delta) -> pb.GenerateReply:
+        self._num_tokens += len(delta.tokens)
+        reply = to_reply(delta)
+        reply.request_id = self._generation.request_id
+        reply.seed = self._seed
+        if self._echo:
+            reply.prompt_tokens.extend(self._echo)
+            self._echo = ()
+        self._num_open -= bool(delta.finish)
+        if not self._num_open:
+            reply.usage.prompt_tokens = len(self._generation.prompt)
+            reply.usage.completion_tokens = self._num_tokens
+            reply.usage.cached_prompt_tokens = self._deltas.num_cached.get(0, 0)
+        return reply
+
+    def _write_token(self, index: int, choice: int, position: int, token: int, text: str) -> bool:
+        """Write a token at once, unless a write is in progress (a `TokenWriter`)."""
+        if self._write is not None:
+            return False
+        self._num_tokens += 1
+        reply = self._token_reply
+        reply.choice = choice
+        reply.position = position
+        self._reply_tokens[0] = token
+        reply.text = text
+        self._write = self._context.write(reply)
+        self._continue_write()
+        return True
+
+    def _continue_write(self, _: asyncio.Future[None] | None = None) -> None:
+        """Run the write until it waits for a future or ends."""
+        assert self._write is not None
+        try:
+            self._written = self._write.send(None)
+            self._written.add_done_callback(self._continue_write)
+            return
+        except StopIteration:
+            pass
+        except asyncio.CancelledError:  # gRPC raises it if the client has disconnected
+            self._deltas.close()
+        except Exception as error:  # an error here must end this call, not the worker's stream
+            self._deltas.fail(error)
+        self._write = self._written = None
+
+    async def _finish_write(self) -> None:
+        while self._written is not None:
+            await asyncio.wait((self._written,))

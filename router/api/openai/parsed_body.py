@@ -1,0 +1,253 @@
+"""Parses request bodies; prompts, messages and tokens are kept apart from the other fields.
+
+A large body is parsed and checked in a helper process, since the parser holds Python's interpreter
+lock. The router gets the fields, whose sizes the helper process has checked, and the content in
+fragments that are each fast to parse.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from pydantic_core import from_json
+
+from penstock.router.api.openai.messages import Conversation, StrictModel
+from penstock.router.api.openai.parsing import Body, keys, parse
+from penstock.router.api.openai.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Prompt,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+from penstock.router.config import RequestBounds
+from penstock.router.errors import invalid
+from penstock.router.requests.chat import Chat, final_text, num_chars_of
+from penstock.router.requests.cost import CallSizes, check_num_tokens, check_sizes
+from penstock.router.requests.json_text import dumps
+from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
+from penstock.router.requests.slices import Slices
+
+BODY_KIND = "body"
+"""Name of the job that parses a body."""
+
+IDS_PER_FRAGMENT = 32 << 10
+
+INLINE_BYTES = 32 << 10
+"""Bodies up to this size are parsed on the event loop, larger ones in a helper process."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody(Generic[Body]):
+    """A valid request body.
+
+    Attributes:
+        body: its fields; those in `CONTENT` may be empty.
+        prompts: its texts and lists of token ids.
+        chat: its messages.
+    """
+
+    body: Body
+    prompts: Sequence[Prompt] = ()
+    chat: Chat | None = None
+
+    @property
+    def messages(self) -> Chat:
+        """The messages of a body that has messages."""
+        assert self.chat is not None
+        return self.chat
+
+
+BODIES: Mapping[str, Callable[[bytes], type[StrictModel]]] = {
+    "chat": lambda data: ChatCompletionRequest,
+    "completion": lambda data: CompletionRequest,
+    "tokenize": lambda data: (
+        TokenizeChatRequest if "messages" in keys(data) else TokenizeTextRequest
+    ),
+    "detokenize": lambda data: DetokenizeRequest,
+}
+"""For each kind of body, by name: a function that returns the pydantic model for a body's bytes."""
+
+MODELS: Mapping[str, type[StrictModel]] = {
+    model.__name__: model
+    for model in (
+        *(ChatCompletionRequest, CompletionRequest, DetokenizeRequest),
+        *(TokenizeChatRequest, TokenizeTextRequest),
+    )
+}
+
+CONTENT: Mapping[str, Any] = {"messages": [], "prompt": "", "tokens": []}
+"""Fields that are sent apart from the others, with the empty values that replace them."""
+
+
+def parse_body(
+    name: str, data: bytes, bounds: RequestBounds, model: ModelLimits
+) -> ParsedBody[Any]:
+    """Parse and check a body; `name` is a key of `BODIES`.
+
+    Raises:
+        ServingError: INVALID if the body is not valid, or one of its lists is too long.
+    """
+    if len(data) > INLINE_BYTES:
+        _check_raw(data, bounds)
+    body = parse(BODIES[name](data), data)
+    check_sizes(_sizes(dict(body)), bounds)
+    if isinstance(body, Conversation):
+        _check_template_kwargs(body, bounds)
+    match body:
+        case ChatCompletionRequest():
+            _check_allowed_tokens(body.allowed_token_ids, model)
+            return ParsedBody(body, chat=_chat(body))
+        case CompletionRequest():
+            _check_allowed_tokens(body.allowed_token_ids, model)
+            if body.truncate_prompt_tokens is None:
+                _check_prompt_lengths(body.prompt, model)
+            return ParsedBody(body, body.prompts())
+        case TokenizeChatRequest():
+            return ParsedBody(body, chat=_chat(body))
+        case TokenizeTextRequest():
+            return ParsedBody(body, [body.prompt])
+        case DetokenizeRequest():
+            most = bounds.max_detokenize_contexts * model.max_model_len
+            check_num_tokens("tokens", len(body.tokens), most)
+            check_vocabulary(body.tokens, model, "tokens")
+            return ParsedBody(body, [body.tokens])
+    raise AssertionError(f"there is no body {name!r}")
+
+
+# ------------------------------------------------------------ between processes
+
+
+def job_items(name: str, data: bytes, model: ModelLimits) -> list[bytes]:
+    """Return the items of the job that parses a body."""
+    return [json.dumps([name, model.name, model.max_model_len, model.vocab_size]).encode(), data]
+
+
+def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
+    """Do the job: return the items of a parsed body."""
+    name, *model = json.loads(items[0])
+    parsed = parse_body(name, items[1], bounds, ModelLimits(*model))
+    body = parsed.body
+    wanted = body.model_fields_set & type(body).model_fields.keys()
+    empty = {name: CONTENT[name] for name in wanted & CONTENT.keys()}
+    fields = body.model_copy(update=empty).model_dump_json(include=wanted)
+    if parsed.chat is not None:
+        chat = parsed.chat
+        head: list[object] = [type(body).__name__, None, chat.num_chars, chat.final_text]
+        content = [chat.messages]
+    else:
+        fragments = [list(_fragments(prompt)) for prompt in parsed.prompts]
+        head = [type(body).__name__, list(map(len, fragments))]
+        content = [each for prompt in fragments for each in prompt]
+    return [dumps(head).encode(), fields.encode(), *content]
+
+
+async def read_parsed(items: Sequence[bytes]) -> ParsedBody[Any]:
+    """Return the body that a helper process has parsed."""
+    head, fields, *content = items
+    name, counts, *chat = from_json(head)
+    body = MODELS[name].model_validate_json(fields)
+    if counts is None:
+        return ParsedBody(body, chat=Chat(content[0], *chat))
+    slices = Slices()
+    prompts: list[Prompt] = []
+    fragments = iter(content)
+    for count in counts:
+        first = from_json(next(fragments))
+        for _ in range(count - 1):
+            await slices.pause()
+            first += from_json(next(fragments))
+        prompts.append(first)
+        await slices.pause()
+    return ParsedBody(body, prompts)
+
+
+def _fragments(prompt: Prompt) -> Iterator[bytes]:
+    """Yield a prompt as JSON; a long list of token ids is split into several lists."""
+    if isinstance(prompt, str):
+        yield dumps(prompt).encode()
+        return
+    for start in range(0, max(len(prompt), 1), IDS_PER_FRAGMENT):
+        yield dumps(prompt[start : start + IDS_PER_FRAGMENT]).encode()
+
+
+# ------------------------------------------------------------ checks
+
+
+def _chat(body: Conversation) -> Chat:
+    messages = body.conversation()
+    num_chars = sum(num_chars_of(message["content"]) for message in messages)
+    is_repeated = isinstance(body, ChatCompletionRequest) and bool(body.echo)
+    text = final_text(messages) if is_repeated else ""
+    return Chat(dumps(messages).encode(), num_chars, text)
+
+
+def _check_template_kwargs(body: Conversation, bounds: RequestBounds) -> None:
+    if not body.chat_template_kwargs:
+        return
+    size = len(dumps(body.chat_template_kwargs).encode())
+    if size > bounds.max_template_kwargs:
+        raise invalid(
+            f"chat_template_kwargs has {size} bytes as JSON; at most "
+            f"{bounds.max_template_kwargs} are allowed",
+            "chat_template_kwargs",
+        )
+
+
+def _check_allowed_tokens(tokens: Sequence[int] | None, model: ModelLimits) -> None:
+    check_num_tokens("allowed_token_ids", len(tokens or ()), model.vocab_size)
+
+
+def _check_raw(data: bytes, bounds: RequestBounds) -> None:
+    """Check the sizes of lists first, because validating the fields takes many times as long."""
+    try:
+        raw = from_json(data, cache_strings=False)  # faster for many different keys
+    except ValueError:
+        return  # the validation fails too, with an error message for the client
+    if isinstance(raw, dict):
+        check_sizes(_sizes(raw), bounds)
+
+
+def _sizes(body: Mapping[str, Any]) -> CallSizes:
+    """Return the sizes of the lists of a body that may be invalid."""
+    messages = body.get("messages")
+    contents = map(_content, messages) if isinstance(messages, list) else ()
+    return CallSizes(
+        prompts=_num_prompts(body.get("prompt")),
+        messages=_length(messages),
+        content_pieces=sum(map(_length, contents)),
+        logit_bias=_length(body.get("logit_bias")),
+        stop=_length(body.get("stop")),
+        stop_token_ids=_length(body.get("stop_token_ids")),
+        bad_words=_length(body.get("bad_words")),
+    )
+
+
+def _length(value: object) -> int:
+    """Return the length of a list or a mapping; 0 for other values."""
+    return len(value) if isinstance(value, list | dict) else 0
+
+
+def _content(message: object) -> object:
+    return (
+        message.get("content") if isinstance(message, dict) else getattr(message, "content", None)
+    )
+
+
+def _num_prompts(prompt: object) -> int:
+    """Return the number of prompts; 1 for a list of token ids and for an invalid prompt."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        return len(prompt)
+    return 1
+
+
+def _check_prompt_lengths(prompt: object, model: ModelLimits) -> None:
+    """Refuse lists of token ids that exceed the model's context, before the ids are checked."""
+    if not isinstance(prompt, list):
+        return
+    of_many = bool(prompt) and isinstance(prompt[0], str | list)
+    for tokens in prompt if of_many else [prompt]:
+        if isinstance(tokens, list):
+            check_prompt_length(len(tokens), model)

@@ -1,0 +1,71 @@
+"""Sends response bodies in fragments, at the speed of the client."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from starlette.types import Send
+
+from penstock.router.requests.slices import Slices
+
+FLUSH_CHARS = 64 << 10
+"""Bodies up to about this length are sent in one piece, with a Content-Length."""
+
+
+async def send_json(
+    send: Send,
+    fragments: Iterable[str],
+    headers: Mapping[str, str],
+    is_needed: Callable[[], bool] = lambda: True,
+) -> None:
+    """Send a JSON response whose text comes in fragments.
+
+    `send` waits while the client does not read, so that little of a large body is in memory. Other
+    callbacks of the event loop run between the fragments.
+
+    Args:
+        send: ASGI's `send`.
+        fragments: the body.
+        headers: further headers.
+        is_needed: whether the client still waits; if not, the rest of the body is not made.
+    """
+    own = [(name.encode(), value.encode()) for name, value in headers.items()]
+    own.append((b"content-type", b"application/json"))
+    has_begun = False
+    slices = Slices()
+    for piece, is_last in _pieces(fragments):
+        if not is_needed():
+            return
+        if piece is not None:
+            if not has_begun:
+                length = [(b"content-length", b"%d" % len(piece))] if is_last else []
+                start = {"type": "http.response.start", "status": 200, "headers": own + length}
+                await send(start)
+                has_begun = True
+            await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
+        await slices.pause()
+
+
+async def send_event(
+    send: Send, fragments: Iterable[str], slices: Slices, is_last: bool = False
+) -> None:
+    """Send some of an event stream, in pieces of limited size; `slices` are the stream's."""
+    for piece, ends in _pieces(fragments):
+        if piece is not None:
+            more = not (ends and is_last)
+            await send({"type": "http.response.body", "body": piece, "more_body": more})
+        await slices.pause()
+
+
+def _pieces(fragments: Iterable[str]) -> Iterator[tuple[bytes | None, bool]]:
+    """Join fragments into pieces to send; yield None after a fragment that completes no piece."""
+    texts: list[str] = []
+    size = 0
+    for fragment in fragments:
+        texts.append(fragment)
+        size += len(fragment)
+        if size < FLUSH_CHARS:
+            yield None, False
+            continue
+        yield "".join(texts).encode(), False
+        texts.clear()
+        size = 0
+    yield "".join(texts).encode(), True

@@ -1,0 +1,59 @@
+"""Chunks of a stream for tokens that only add text."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring
+
+from penstock.router.api.openai.json_fragments import dumps
+from penstock.router.api.openai.text_offsets import TextOffsets
+from penstock.router.requests.response_stream import Delta
+
+
+@dataclass(slots=True)
+class StreamProgress:
+    """Number of tokens sent in a stream, and the offsets in each choice that has begun."""
+
+    num_tokens: int = 0
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice index
+
+    def is_first(self, index: int) -> bool:
+        return index not in self.offsets
+
+    def add(self, index: int, delta: Delta) -> TextOffsets:
+        """Count a delta's tokens; return the offsets of its choice."""
+        self.num_tokens += len(delta.tokens)
+        offsets = self.offsets.get(index)
+        if offsets is None:
+            offsets = self.offsets[index] = TextOffsets()
+        return offsets
+
+
+class TokenChunks:
+    """Chunks for tokens that only add text: constant JSON on both sides of the text, per choice.
+
+    Args:
+        progress: counts the tokens.
+        is_plain: whether a token adds only text; if not, `get` returns None.
+    """
+
+    TEXT = "\0"  # placeholder for the text in the chunk that serves as a template
+
+    def __init__(self, progress: StreamProgress, is_plain: bool) -> None:
+        self._is_plain = is_plain
+        self._progress = progress
+        self._sides: dict[tuple[int, int], tuple[str, str]] = {}  # by request index and choice
+
+    def add(self, delta: Delta, example: Callable[[str], str]) -> None:
+        """Prepare the chunks of a delta's choice; `example` returns the chunk for a text."""
+        choice = (delta.index, delta.choice)
+        if self._is_plain and choice not in self._sides:
+            before, _, after = example(self.TEXT).rpartition(dumps(self.TEXT))
+            self._sides[choice] = before, after
+
+    def get(self, index: int, choice: int, text: str) -> bytes | None:
+        """Return the chunk for a token; None if no delta of its choice was sent before."""
+        sides = self._sides.get((index, choice))
+        if sides is None:
+            return None
+        self._progress.num_tokens += 1
+        return f"{sides[0]}{encode_basestring(text)}{sides[1]}".encode()

@@ -1,0 +1,174 @@
+"""Starts helper processes: forks them from a process that has loaded what they need.
+
+Starting Python and importing the libraries takes 0.3 s; a fork takes a few milliseconds. The fork
+server is a process of its own with one thread, because a router, which has many threads, must not
+fork. Protocol: for each helper, the router sends one byte and two file descriptors: the helper's
+end of a socket, and the write end of a pipe. When the helper has ended, the fork server writes the
+helper's exit status to the pipe.
+"""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import penstock
+
+_PASSED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
+"""Variables that helper processes inherit; only `PYTHONPATH` is set as well.
+
+Other variables may contain secrets, and helper processes run foreign templates.
+"""
+
+STATUS_BYTES = 4
+"""Size of an exit status in the pipe: the status of `waitpid` as a little-endian integer."""
+
+
+class StartedHelper(NamedTuple):
+    """One process's end of the socket to a helper process, and its end of the status pipe.
+
+    In the router, `status` is the read end. In the helper process it is -1: only the fork server
+    has the write end.
+    """
+
+    connection: socket.socket
+    status: int  # file descriptor
+
+
+class ForkServer:
+    """The process from which helper processes are forked; started on first use.
+
+    Args:
+        module: the module that the process runs with the descriptor of its socket as argument. It
+            calls `serve_forks`.
+    """
+
+    def __init__(self, module: str = "penstock.router.helpers.main") -> None:
+        self._module = module
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(self) -> None:
+        """Start the process if it is not running."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self._close_control()
+        own, other = socket.socketpair()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module, str(other.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=helper_environment(os.environ),
+                pass_fds=(other.fileno(),),
+                start_new_session=True,  # Ctrl-C must end only the router, which ends this
+            )
+        self._control = own
+
+    def fork(self) -> StartedHelper:
+        """Start a helper process.
+
+        The call does not wait for the process. If the process cannot be started, the other end of
+        the returned socket is closed.
+        """
+        self.start()
+        assert self._control is not None
+        own, other = socket.socketpair()
+        status, status_end = os.pipe()
+        try:
+            socket.send_fds(self._control, [b"f"], [other.fileno(), status_end])
+        except OSError:  # the fork server has just died: the caller sees a closed socket
+            pass
+        finally:
+            other.close()
+            os.close(status_end)
+        own.setblocking(False)
+        os.set_blocking(status, False)
+        return StartedHelper(own, status)
+
+    def close(self) -> None:
+        """Kill the process, which also ends all helper processes, and wait for its end."""
+        self._close_control()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _close_control(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+
+def helper_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the fork server and of helper processes."""
+    passed = {name: environment[name] for name in _PASSED if name in environment}
+    # The router may have found the package in its working directory, which `-P` excludes.
+    source = str(Path(penstock.__file__).resolve().parents[1])
+    paths = [source, *filter(None, [environment.get("PYTHONPATH")])]
+    return {**passed, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+# ------------------------------------------------------------ in the fork server's process
+
+
+def serve_forks(control: socket.socket) -> StartedHelper | None:
+    """Fork helper processes until the router has ended.
+
+    Returns:
+        In each helper process, its end of the socket; in the fork server, None at the end.
+    """
+    wake, wake_end = os.pipe()
+    for end in (wake, wake_end):
+        os.set_blocking(end, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+    statuses: dict[int, int] = {}  # process id to the pipe's descriptor
+    ends = (control.fileno(), wake)
+    while True:
+        ready, _, _ = select.select(ends, [], [])
+        if wake in ready:
+            os.read(wake, 4096)
+            _report_ended(statuses)
+        if control.fileno() in ready:
+            message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            if not message:
+                return None
+            connection, status = descriptors
+            try:
+                pid = os.fork()
+            except OSError as error:  # no memory or no process is left
+                print(f"a helper process cannot be forked: {error}", file=sys.stderr)
+                os.close(connection)
+                os.close(status)
+                continue
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                control.close()
+                for descriptor in (wake, wake_end, status, *statuses.values()):
+                    os.close(descriptor)
+                return StartedHelper(socket.socket(fileno=connection), -1)
+            os.close(connection)
+            statuses[pid] = status
+
+
+def _report_ended(statuses: dict[int, int]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        descriptor = statuses.pop(pid, None)
+        if descriptor is not None:
+            with suppress(BrokenPipeError):  # the router has closed its end
+                os.write(descriptor, status.to_bytes(STATUS_BYTES, "little"))
+            os.close(descriptor)

@@ -1,0 +1,70 @@
+"""Frames between a router and its helper processes: lists of byte strings, with their lengths.
+
+A frame consists of the number of its items, the length of each item, and the items. All numbers are
+unsigned 32-bit integers in little-endian order.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+
+_NUMBER = struct.Struct("<I")
+
+MAX_FRAME_BYTES = 256 << 20
+MAX_ITEMS = 1 << 20
+
+
+class BadFrameError(ValueError):
+    """A frame has too many items or bytes; perhaps the received bytes are not a frame."""
+
+
+def pack(items: Sequence[bytes]) -> bytes:
+    """Return the frame of `items`."""
+    head = struct.pack(f"<{1 + len(items)}I", len(items), *map(len, items))
+    return b"".join((head, *items))
+
+
+class FrameReader:
+    """Splits received bytes into frames."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._bounds: list[int] | None = None  # of the items of the frame that is arriving
+
+    def feed(self, data: bytes) -> Iterator[list[bytes]]:
+        """Add received bytes; yield the frames that are complete.
+
+        Raises:
+            BadFrameError: a frame has too many items or bytes.
+        """
+        self._data += data
+        while (frame := self._next()) is not None:
+            yield frame
+
+    def _next(self) -> list[bytes] | None:
+        if self._bounds is None:
+            self._bounds = self._read_bounds()
+        if self._bounds is None or len(self._data) < self._bounds[-1]:
+            return None
+        with memoryview(self._data) as view:
+            items = [bytes(view[start:end]) for start, end in pairwise(self._bounds)]
+        del self._data[: self._bounds[-1]]
+        self._bounds = None
+        return items
+
+    def _read_bounds(self) -> list[int] | None:
+        """Return where the items begin and where the frame ends; None if more bytes are needed."""
+        if len(self._data) < _NUMBER.size:
+            return None
+        (count,) = _NUMBER.unpack_from(self._data)
+        if count > MAX_ITEMS:
+            raise BadFrameError(f"a frame has {count} items; at most {MAX_ITEMS} are allowed")
+        start = _NUMBER.size * (1 + count)
+        if len(self._data) < start:
+            return None
+        lengths = struct.unpack_from(f"<{count}I", self._data, _NUMBER.size)
+        if sum(lengths) > MAX_FRAME_BYTES:
+            raise BadFrameError(
+                f"a frame has {sum(lengths)} bytes; at most {MAX_FRAME_BYTES} are allowed"
+            )
+        return list(accumulate(lengths, initial=start))

@@ -1,0 +1,136 @@
+"""The router's side of one helper process."""
+
+import asyncio
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import cast
+
+from penstock.router.helpers.fork_server import STATUS_BYTES, StartedHelper
+from penstock.router.helpers.frames import BadFrameError, FrameReader, pack
+from penstock.router.helpers.replies import Reply, decode_reply
+from penstock.router.helpers.serving import OUT_OF_MEMORY
+
+
+class Cause(Enum):
+    """The limit that a helper process had exceeded when it ended."""
+
+    CPU_TIME = "CPU time"
+    WALL_TIME = "time"
+    MEMORY = "memory"
+    OTHER = "none"  # the process was killed, or it failed
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A job for a helper process.
+
+    Attributes:
+        frame: the job as a packed frame.
+        name: name of the job's input in error messages, such as "the body".
+        param: request field that an error names; None: no field.
+        done: future of the job's reply.
+        was_tried: whether a process has ended during this job without exceeding a limit.
+    """
+
+    frame: bytes
+    name: str
+    param: str | None
+    done: asyncio.Future[Reply]
+    was_tried: bool = False
+
+
+class HelperProcess(asyncio.Protocol):
+    """A connection to a helper process, which does its jobs in order.
+
+    Args:
+        started: socket and pipe of the process.
+        on_reply: called with the job and its reply.
+        on_end: called once with the cause when the process has ended. `jobs` then contains the jobs
+            without a reply; the process was working on the first of them.
+    """
+
+    def __init__(
+        self,
+        started: StartedHelper,
+        on_reply: Callable[[Job, Reply], None],
+        on_end: Callable[[Cause], None],
+    ) -> None:
+        self.jobs: deque[Job] = deque()
+        self._started = started
+        self._on_reply = on_reply
+        self._on_end = on_end
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._is_closed = False
+        self._loop = asyncio.get_running_loop()
+
+    async def connect(self) -> None:
+        """Connect to the process. Call this before `send`."""
+        await self._loop.create_unix_connection(lambda: self, sock=self._started.connection)
+
+    def send(self, job: Job) -> None:
+        """Send a job to the process, which does its jobs in the order in which they are sent."""
+        self.jobs.append(job)
+        if self._transport is not None:
+            self._transport.write(job.frame)
+
+    def close(self) -> None:
+        """Close the connection; the process ends after its current job. `on_end` is not called."""
+        self._is_closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for items in self._reader.feed(data):
+                reply = decode_reply(items)
+                self._on_reply(self.jobs.popleft(), reply)
+        except (BadFrameError, ValueError, IndexError):  # the bytes are not a reply to a job
+            if self._transport is not None:
+                self._transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._is_closed:
+            os.close(self._started.status)
+            return
+        # The fork server writes the exit status a moment later.
+        self._loop.add_reader(self._started.status, self._read_status)
+
+    def _read_status(self) -> None:
+        descriptor = self._started.status
+        self._loop.remove_reader(descriptor)
+        status = os.read(descriptor, STATUS_BYTES)
+        os.close(descriptor)
+        self._on_end(cause_of(int.from_bytes(status, "little")))
+
+
+def cause_of(status: int) -> Cause:
+    """Return the cause of the end of a process from its status of `waitpid`."""
+    code = os.waitstatus_to_exitcode(status)
+    causes = {
+        -signal.SIGPROF: Cause.CPU_TIME,
+        -signal.SIGALRM: Cause.WALL_TIME,
+        OUT_OF_MEMORY: Cause.MEMORY,
+        -signal.SIGABRT: Cause.MEMORY,  # an allocation failed in a library
+        -signal.SIGSEGV: Cause.MEMORY,  # the stack could not grow
+    }
+    return causes.get(code, Cause.OTHER)
+
+
+def settings_job(data: bytes) -> Job:
+    """Return the first job of a process, which contains the encoded settings `data`."""
+    done: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    return Job(pack([data]), "the model's chat template", None, done)
+
+
+def frame_of(kind: str, items: Sequence[bytes]) -> bytes:
+    """Return the frame of a job: the name of its handler, then the handler's items."""
+    return pack([kind.encode(), *items])

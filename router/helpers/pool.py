@@ -1,0 +1,216 @@
+"""The helper processes of a router, which do the work that could hold its event loop."""
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from penstock.router.errors import Code, ServingError, invalid, shutting_down
+from penstock.router.helpers.fork_server import ForkServer
+from penstock.router.helpers.helper_process import (
+    Cause,
+    HelperProcess,
+    Job,
+    frame_of,
+    settings_job,
+)
+from penstock.router.helpers.replies import Reply
+from penstock.router.helpers.settings import HelperSettings, encode_settings
+from penstock.router.requests.fair_line import FairLine
+
+log = logging.getLogger(__name__)
+
+IN_FLIGHT_BYTES = 64 << 10
+"""Jobs of one tenant up to this total size are sent together, which saves context switches."""
+
+RETRY_SECONDS = 1.0
+"""Pause before another attempt to start a process that could not be started."""
+
+
+class HelperPool:
+    """Does jobs in helper processes; the jobs of each tenant are done in order of arrival.
+
+    A job that exceeds the limits of its process is refused. The process ends, and a new process
+    does the other jobs. Tenants share the processes fairly (see `FairLine`): a microsecond of a
+    job's CPU time counts like one of its bytes.
+
+    Args:
+        fork_server: starts the processes.
+        settings: their settings.
+
+    Attributes:
+        template_variables: names of the variables that the model's chat template reads.
+    """
+
+    def __init__(self, fork_server: ForkServer, settings: HelperSettings) -> None:
+        self.template_variables: frozenset[str] = frozenset()
+        self._fork_server = fork_server
+        self._settings = encode_settings(settings)
+        self._limits = settings.limits
+        count = settings.limits.num_processes
+        self._line: FairLine[Job] = FairLine(
+            settings.bounds.max_helper_bytes, count, IN_FLIGHT_BYTES
+        )
+        self._helpers: list[HelperProcess | None] = [None] * count
+        self._ready: set[int] = set()
+        self._restarts: dict[int, asyncio.Task[None]] = {}
+        self._is_closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of jobs that have not been sent to a process."""
+        return self._line.num_waiting
+
+    async def start(self) -> None:
+        """Start all processes.
+
+        Raises:
+            ServingError: the processes do not start, or the model's chat template is not valid.
+        """
+        try:
+            await asyncio.gather(*(self._start(slot, ()) for slot in range(len(self._helpers))))
+        except BaseException:
+            self.close()
+            raise
+
+    async def run(
+        self, kind: str, items: Sequence[bytes], tenant: str, name: str, param: str | None = None
+    ) -> list[bytes]:
+        """Do a job; return the items of its reply.
+
+        Args:
+            kind: name of the job's handler.
+            items: arguments of the handler.
+            tenant: the tenant for whom the job is done.
+            name: name of the job's input in error messages, such as "the body".
+            param: request field that an error names; None: no field.
+
+        Raises:
+            ServingError: the handler's error; INVALID if the job exceeds the limits; OVERLOADED if
+                too many bytes wait; UNAVAILABLE if processes end or cannot be started.
+        """
+        if self._is_closed:
+            raise shutting_down()
+        frame = frame_of(kind, items)
+        job = Job(frame, name, param, asyncio.get_running_loop().create_future())
+        self._line.add(tenant, job, len(frame))
+        self._send_jobs()
+        try:
+            reply = await job.done
+        except asyncio.CancelledError:
+            self._line.remove(tenant, job)
+            raise
+        if reply.error is not None:
+            raise reply.error
+        return reply.items
+
+    def close(self) -> None:
+        """End the processes and refuse the jobs without a reply."""
+        self._is_closed = True
+        for task in self._restarts.values():
+            task.cancel()
+        for job in self._line.clear():
+            _refuse(job, shutting_down())
+        for helper in self._helpers:
+            if helper is not None:
+                for job in helper.jobs:
+                    _refuse(job, shutting_down())
+                helper.close()
+
+    def _send_jobs(self) -> None:
+        while self._ready and (begun := self._line.take(self._ready)) is not None:
+            helper = self._helpers[begun.slot]
+            assert helper is not None
+            helper.send(begun.job)
+
+    def _on_reply(self, slot: int, job: Job, reply: Reply) -> None:
+        if not job.done.done():
+            job.done.set_result(reply)
+        if slot in self._ready:  # the settings' reply comes earlier: no slot counts it
+            self._line.end(slot, reply.cpu_microseconds)
+            self._send_jobs()
+
+    async def _start(self, slot: int, jobs: Sequence[Job]) -> None:
+        """Start a process in a slot, and send it the jobs of the slot's previous process."""
+        settings = settings_job(self._settings)
+        helper = HelperProcess(
+            self._fork_server.fork(),
+            partial(self._on_reply, slot),
+            lambda cause: self._on_end(slot, helper, settings, cause),
+        )
+        self._helpers[slot] = helper
+        await helper.connect()
+        helper.send(settings)
+        reply = await settings.done
+        if reply.error is not None:
+            raise reply.error
+        self.template_variables = frozenset(json.loads(reply.items[0]))
+        self._ready.add(slot)
+        for job in jobs:
+            helper.send(job)
+        self._send_jobs()
+
+    def _on_end(self, slot: int, helper: HelperProcess, settings: Job, cause: Cause) -> None:
+        """Handle the end of a process: refuse the job that caused it, and start a new process."""
+        self._ready.discard(slot)
+        jobs = helper.jobs
+        if self._is_closed:
+            return
+        if not settings.done.done():
+            _refuse(settings, self._refusal(settings, cause))
+            return
+        if jobs and (cause is not Cause.OTHER or jobs[0].was_tried):
+            job = jobs.popleft()
+            self._line.end(slot, round(self._limits.cpu_seconds * 1e6))
+            _refuse(job, self._refusal(job, cause))
+            log.warning(
+                "a job has ended its helper process, which is restarted; limit exceeded: %s",
+                cause.value,
+            )
+        else:
+            log.warning("a helper process has ended and is restarted")
+            if jobs:
+                jobs[0].was_tried = True
+        self._restarts[slot] = asyncio.create_task(self._restart(slot, jobs))
+
+    async def _restart(self, slot: int, jobs: deque[Job]) -> None:
+        while True:
+            try:
+                await self._start(slot, jobs)
+                return
+            except (ServingError, OSError) as error:
+                log.error("a helper process could not be restarted: %s", error)
+                for job in jobs:
+                    _refuse(job, _unavailable())
+                    self._line.end(slot)
+                jobs.clear()
+                if not self._ready:
+                    for job in self._line.clear():
+                        _refuse(job, _unavailable())
+            await asyncio.sleep(RETRY_SECONDS)
+
+    def _refusal(self, job: Job, cause: Cause) -> ServingError:
+        limits = self._limits
+        match cause:
+            case Cause.CPU_TIME:
+                why = f"needs more than {limits.cpu_seconds:g} s of processor time"
+            case Cause.WALL_TIME:
+                why = f"needs more than {limits.wall_seconds:g} s"
+            case Cause.MEMORY:
+                why = f"needs more than {limits.memory_bytes >> 20} MiB of memory"
+            case Cause.OTHER:
+                return _unavailable()
+        return invalid(f"{job.name} {why}: send less", job.param)
+
+
+def _refuse(job: Job, error: ServingError) -> None:
+    if not job.done.done():
+        job.done.set_result(Reply(0, [], error))
+
+
+def _unavailable() -> ServingError:
+    return ServingError(
+        Code.UNAVAILABLE, "a helper process of the server has ended: call again", retry_after=1.0
+    )

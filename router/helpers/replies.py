@@ -1,0 +1,41 @@
+"""Replies of helper processes, and their form in frames.
+
+The head of a reply contains the CPU time of the job, and the error if the job was refused.
+"""
+
+import json
+from typing import NamedTuple
+
+from penstock.router.errors import Code, ServingError
+
+
+class Reply(NamedTuple):
+    """The result of a job in a helper process."""
+
+    cpu_microseconds: int
+    items: list[bytes]
+    error: ServingError | None = None
+
+
+def encode_reply(reply: Reply) -> list[bytes]:
+    """Return the items of the frame of a reply: the head as JSON, then the reply's items."""
+    head: list[object] = [reply.cpu_microseconds]
+    if reply.error is not None:
+        error = reply.error
+        head += [error.code.value, error.message, error.param, error.retry_after, error.reason]
+    return [json.dumps(head).encode(), *reply.items]
+
+
+def decode_reply(items: list[bytes]) -> Reply:
+    """Return the reply of a frame.
+
+    Raises:
+        ValueError: the frame is not a reply.
+    """
+    if not items:
+        raise ValueError("a reply has no head")
+    microseconds, *error = json.loads(items[0])
+    if not error:
+        return Reply(microseconds, items[1:])
+    code, message, param, retry_after, reason = error
+    return Reply(microseconds, [], ServingError(Code(code), message, param, retry_after, reason))

@@ -1,0 +1,38 @@
+"""The latest steps of a worker, as columns, for the calibration of the simulator."""
+
+from dataclasses import dataclass, fields
+
+from penstock.protos import worker_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class StepColumns:
+    """Records of a worker's latest steps as columns, oldest first.
+
+    Element i of all columns describes the same step.
+
+    Attributes:
+        number: number of the step, from 1.
+        ended: end of the step in seconds, on a monotonic clock of the worker.
+        seconds: duration of the step.
+        tokens: tokens run through the model.
+        sequences: sequences of the step.
+        positions: KV positions of all sequences.
+        pairs: number of pairs of a prompt token and a position that this token attends to.
+    """
+
+    number: list[int]
+    ended: list[float]
+    seconds: list[float]
+    tokens: list[int]
+    sequences: list[int]
+    positions: list[int]
+    pairs: list[float]
+
+
+def step_columns(message: pb.StepRecords) -> StepColumns:
+    """Return the records of a message. Raises ValueError if the columns differ in length."""
+    columns = {each.name: list(getattr(message, each.name)) for each in fields(StepColumns)}
+    if len({len(column) for column in columns.values()}) != 1:
+        raise ValueError("the columns of the step records differ in length")
+    return StepColumns(**columns)

@@ -1,0 +1,155 @@
+"""Admission of a client's request: checks it and makes its routing request and its output."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.text.tokenizer import ModelTokenizer
+from penstock.router.config import RequestBounds, RouterConfig
+from penstock.router.errors import invalid
+from penstock.router.requests.best_of import BestOfRanker
+from penstock.router.requests.cost import (
+    CallSizes,
+    check_cost,
+    check_sizes,
+    default_max_tokens,
+)
+from penstock.router.requests.prompt_hasher import PromptHasher
+from penstock.router.requests.request import (
+    GenerationRequest,
+    ModelLimits,
+    ResumeState,
+    check_cache_salt,
+    check_priority,
+    check_prompt,
+    resolve_sampling,
+    stop_options,
+)
+from penstock.router.requests.request_output import RequestOutput
+from penstock.router.requests.response_stream import ResponseStream
+from penstock.router.requests.resume import check_resume_state, resume
+from penstock.router.requests.slices import Slices
+from penstock.router.routing import events as ev
+
+
+class RequestAdmission:
+    """Checks requests and numbers the admitted ones.
+
+    Args:
+        config: limits and the default timeout.
+        tokenizer: makes the detokenizers.
+        on_stop_string: called with `ChoiceStopped` when a stop string ends a choice.
+        hasher: hashes the prompts.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: ModelTokenizer,
+        on_stop_string: Callable[[ev.ChoiceStopped], None],
+        hasher: PromptHasher,
+    ) -> None:
+        self._hasher = hasher
+        self._config = config
+        self._tokenizer = tokenizer
+        self._on_stop_string = on_stop_string
+        self._request_ids = itertools.count(1)
+
+    async def admit_call(
+        self,
+        requests: Sequence[GenerationRequest],
+        stream: ResponseStream,
+        model: ModelLimits,
+        now: float,
+    ) -> list[tuple[ev.Request, RequestOutput]]:
+        """Check the requests of a call and add them to its stream.
+
+        Returns:
+            For each request, the record for the dispatcher, and its output.
+
+        Raises:
+            ServingError: INVALID, if a request is refused.
+        """
+        bounds = self._config.bounds
+        check_sizes(CallSizes(prompts=len(requests)), bounds)
+        slices = Slices()
+        params: list[SamplingParams] = []
+        for each in requests:
+            params.append(_resolve(each, len(requests), model, bounds))
+            await slices.pause()
+        check_cost(requests, params, bounds)
+        return [
+            await self._admit(generation, one, index, stream, model, now, slices)
+            for index, (generation, one) in enumerate(zip(requests, params, strict=True))
+        ]
+
+    async def _admit(
+        self,
+        generation: GenerationRequest,
+        params: SamplingParams,
+        index: int,
+        stream: ResponseStream,
+        model: ModelLimits,
+        now: float,
+        slices: Slices,
+    ) -> tuple[ev.Request, RequestOutput]:
+        check_resume_state(generation, params, model)
+        timeout, num_choices = self._timeout(generation), params.num_generated
+        options = stop_options(params)
+        texts = [self._tokenizer.detokenizer(options) for _ in range(num_choices)]
+        past = await resume(generation, params, model, texts, slices)
+        await slices.pause()
+        number = next(self._request_ids)
+        stream.add_request(number, params.seed or 0)
+        ranking = None
+        if params.is_ranked:
+            ranking = BestOfRanker(num_choices, params.n, params.logprobs is not None)
+        output = RequestOutput(
+            stream,
+            index,
+            texts,
+            frozenset(params.stop_token_ids),
+            lambda choice, length: self._on_stop_string(ev.ChoiceStopped(number, choice, length)),
+            ranking,
+            past,
+        )
+        nothing = ResumeState()
+        request = ev.Request(
+            id=number,
+            prompt=generation.prompt,
+            params=params.for_worker(),
+            num_choices=num_choices,
+            num_beams=params.num_sequences if params.use_beam_search else 0,
+            max_tokens=params.answer_limit(len(generation.prompt), model.max_model_len),
+            tenant=generation.tenant,
+            priority=generation.priority,
+            salt=generation.salt,
+            prompt_hashes=await self._hasher.hashes(generation),
+            deadline=now + timeout,
+            log=[
+                generation.resume_from.get(choice, nothing).tokens for choice in range(num_choices)
+            ],
+            ended=[end is not None for end in past],
+            external_id=generation.request_id,
+        )
+        return request, output
+
+    def _timeout(self, request: GenerationRequest) -> float:
+        """Return the time limit of a request in seconds."""
+        if request.timeout is None:
+            return self._config.timeout
+        if not (request.timeout > 0 and math.isfinite(request.timeout)):
+            raise invalid("the timeout must be a positive number of seconds", "timeout")
+        return min(self._config.timeout, request.timeout)
+
+
+def _resolve(
+    request: GenerationRequest, num_requests: int, model: ModelLimits, bounds: RequestBounds
+) -> SamplingParams:
+    """Check the prompt and the sampling parameters of a request; fill in defaults."""
+    check_prompt(request.prompt, model)
+    check_priority(request.priority)
+    check_cache_salt(request)
+    default = default_max_tokens(request, num_requests, bounds)
+    return resolve_sampling(request, model, bounds, default)

@@ -1,0 +1,153 @@
+"""The order in which the jobs of several tenants get a few slots, such as threads or processes."""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from penstock.router.errors import Code, ServingError
+
+J = TypeVar("J")
+
+LEAST_SIZE = 1024
+"""Smaller jobs count as this size, so that the bounds also limit the number of jobs."""
+
+MAX_REMEMBERED = 1024
+"""Largest number of tenants without waiting jobs whose service is remembered."""
+
+
+class Begun(NamedTuple, Generic[J]):
+    """A job that may begin, and its slot."""
+
+    slot: int
+    job: J
+
+
+@dataclass(slots=True)
+class _Tenant(Generic[J]):
+    served: int  # counted like `FairLine._clock`
+    jobs: deque[tuple[J, int]] = field(default_factory=deque)  # with their sizes
+    size: int = 0  # of the waiting jobs
+
+
+@dataclass(slots=True)
+class _Slot:
+    tenant: str = ""
+    sizes: deque[int] = field(default_factory=deque)  # of the jobs that have not ended
+
+
+class FairLine(Generic[J]):
+    """A bounded line of jobs; the jobs of one tenant begin in order of arrival.
+
+    A slot serves one tenant at a time and a tenant uses one slot at a time, so that one tenant
+    cannot fill all slots. The tenant that was served least is next (start-time fair queueing).
+
+    Args:
+        max_size: largest total size of the waiting jobs. One tenant may use a quarter of it.
+        num_slots: number of slots.
+        slot_size: largest total size of the jobs in a slot; an idle slot accepts any job.
+    """
+
+    def __init__(self, max_size: int, num_slots: int, slot_size: int = 0) -> None:
+        self._max_size = max_size
+        self._slot_size = slot_size
+        self._size = 0
+        self._clock = 0  # `served` of the tenant that was chosen last, at that time
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._tenants: dict[str, _Tenant[J]] = {}  # with waiting jobs
+        self._served: dict[str, int] = {}  # tenants served lately, without waiting jobs
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of jobs that have not begun."""
+        return sum(len(tenant.jobs) for tenant in self._tenants.values())
+
+    def add(self, name: str, job: J, size: int) -> None:
+        """Append a job of a tenant.
+
+        Raises:
+            ServingError: OVERLOADED if the waiting jobs are too large already.
+        """
+        size = max(size, LEAST_SIZE)
+        tenant = self._tenants.get(name)
+        own = 0 if tenant is None else tenant.size
+        # An empty line accepts any job, so that no job is refused for ever.
+        if self._size and (
+            self._size + size > self._max_size or (own and own + size > self._max_size // 4)
+        ):
+            raise ServingError(
+                Code.OVERLOADED, "too many texts wait to be processed: call again", retry_after=1.0
+            )
+        if tenant is None:
+            tenant = _Tenant(max(self._clock, self._served.pop(name, 0)))
+            self._tenants[name] = tenant
+        tenant.jobs.append((job, size))
+        tenant.size += size
+        self._size += size
+
+    def take(self, usable: Collection[int]) -> Begun[J] | None:
+        """Return a job that may begin in one of the `usable` slots now; None if there is none."""
+        bound = {slot.tenant: number for number, slot in enumerate(self._slots) if slot.sizes}
+        free = [name for name in self._tenants if name not in bound]
+        first = min(free, key=self._service, default=None)
+        idle = next((number for number in usable if not self._slots[number].sizes), None)
+        if first is not None and idle is not None:
+            return self._begin(first, idle)
+        for name in sorted(bound.keys() & self._tenants.keys(), key=self._service):
+            # A tenant without a slot was served less: let the slots run empty for that tenant.
+            if first is not None and self._service(first) < self._service(name):
+                return None
+            slot = self._slots[bound[name]]
+            _, size = self._tenants[name].jobs[0]
+            if bound[name] in usable and sum(slot.sizes) + size <= self._slot_size:
+                return self._begin(name, bound[name])
+        return None
+
+    def end(self, number: int, extra: int = 0) -> None:
+        """Record the end of a slot's first job; add `extra` to the service of the slot's tenant."""
+        slot = self._slots[number]
+        slot.sizes.popleft()
+        if slot.tenant in self._tenants:
+            self._tenants[slot.tenant].served += extra
+        elif slot.tenant in self._served:
+            self._served[slot.tenant] += extra
+
+    def remove(self, name: str, job: J) -> None:
+        """Take a job out of the line, if it has not begun."""
+        tenant = self._tenants.get(name)
+        for entry in tenant.jobs if tenant is not None else ():
+            if entry[0] is job:
+                self._remove(name, entry)
+                return
+
+    def clear(self) -> list[J]:
+        """Take all jobs out of the line and return them."""
+        jobs = [job for tenant in self._tenants.values() for job, _ in tenant.jobs]
+        self._tenants.clear()
+        self._size = 0
+        return jobs
+
+    def _service(self, name: str) -> int:
+        return self._tenants[name].served
+
+    def _begin(self, name: str, number: int) -> Begun[J]:
+        tenant = self._tenants[name]
+        job, size = tenant.jobs[0]
+        self._clock = max(self._clock, tenant.served)
+        tenant.served += size
+        self._remove(name, tenant.jobs[0])
+        slot = self._slots[number]
+        slot.tenant = name
+        slot.sizes.append(size)
+        return Begun(number, job)
+
+    def _remove(self, name: str, entry: tuple[J, int]) -> None:
+        tenant = self._tenants[name]
+        tenant.jobs.remove(entry)
+        tenant.size -= entry[1]
+        self._size -= entry[1]
+        if not tenant.jobs:
+            del self._tenants[name]
+            self._served[name] = tenant.served
+            if len(self._served) > MAX_REMEMBERED:
+                del self._served[next(iter(self._served))]

@@ -1,0 +1,98 @@
+"""The model's own sampling defaults, read from `generation_config.json` as vLLM reads them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.common.sampling_params import (
+    BEAM_SEARCH_VALUES,
+    InvalidParameterError,
+    SamplingLimits,
+    SamplingParams,
+)
+
+FILE_NAME = "generation_config.json"
+KINDS: Mapping[str, tuple[type, ...]] = {
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "top_k": (int,),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+}
+"""Fields of the file that are sampling parameters of the same name."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Values for the sampling parameters that a request leaves out."""
+
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    max_tokens: int | None = None
+
+    def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters in `given`; absent ones get the model's defaults, then ours.
+
+        A beam search does not sample, so the defaults of sampling are left out.
+        """
+        is_beam_search = given.get("use_beam_search")
+        defaults = {
+            name: value
+            for name, value in self.sampling.items()
+            if not (is_beam_search and name in BEAM_SEARCH_VALUES)
+        }
+        return SamplingParams(**{**defaults, **given})
+
+    def default_max_tokens(self, own: int | None = None) -> int | None:
+        """Return the smaller of the model's and the API's own default; None: there is neither."""
+        return min((each for each in (self.max_tokens, own) if each is not None), default=None)
+
+
+def read_generation_defaults(folder: Path, limits: SamplingLimits) -> GenerationDefaults:
+    """Return the defaults in a checkpoint's `generation_config.json`; none without the file.
+
+    `do_sample: false` means temperature 0.
+
+    Raises:
+        ValueError: the file is not a JSON object, or has a value that no request may have.
+    """
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return GenerationDefaults()
+    found = _read(path)
+    sampling = {name: _number(path, found, name, kinds) for name, kinds in KINDS.items()}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    if found.get("do_sample") is False:
+        given["temperature"] = 0.0
+    max_tokens = _number(path, found, "max_new_tokens", (int,))
+    if max_tokens is not None and max_tokens < 1:
+        raise _wrong(path, "max_new_tokens must be at least 1")
+    defaults = GenerationDefaults(given, max_tokens)
+    try:
+        defaults.sampling_params({}).validate(limits, vocab_size=1)
+    except InvalidParameterError as error:
+        raise _wrong(path, str(error)) from error
+    return defaults
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _wrong(path, f"it is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise _wrong(path, "it is not a JSON object")
+    return found
+
+
+def _number(path: Path, found: Mapping[str, Any], name: str, kinds: tuple[type, ...]) -> Any:
+    """Return the value of a field; None if it is absent or null."""
+    value = found.get(name)
+    if value is None or (isinstance(value, kinds) and not isinstance(value, bool)):
+        return value
+    raise _wrong(path, f"{name} is {value!r}, not a number")
+
+
+def _wrong(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path}: {why}; set generation_config to none to ignore this file")

@@ -1,0 +1,78 @@
+"""The requests that have not ended for their clients, with their outputs and metrics."""
+
+from collections.abc import Mapping
+
+from penstock.router.errors import Code, ServingError
+from penstock.router.observability.event_log import client_safe_message, log_ended
+from penstock.router.observability.request_metrics import RequestMetrics
+from penstock.router.requests.request_output import RequestOutput
+from penstock.router.routing import events as ev
+
+CODES: Mapping[ev.Status, Code] = {
+    ev.Status.DEADLINE: Code.DEADLINE,
+    ev.Status.INVALID: Code.INVALID,
+    ev.Status.OVERLOADED: Code.OVERLOADED,
+    ev.Status.UNAVAILABLE: Code.UNAVAILABLE,
+    ev.Status.INTERNAL: Code.INTERNAL,
+}
+
+
+class OpenRequests:
+    """Delivers tokens and ends to the outputs of open requests, and records them in `metrics`."""
+
+    def __init__(self, metrics: RequestMetrics) -> None:
+        self._metrics = metrics
+        self._outputs: dict[int, RequestOutput] = {}
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def open(self, request: ev.Request, output: RequestOutput, now: float) -> None:
+        """Add a request that was accepted."""
+        self._outputs[request.id] = output
+        self._metrics.opened(request, now)
+
+    def deliver(self, tokens: ev.TokenColumns, now: float) -> None:
+        """Deliver the tokens of a step. This runs for every token: keep it fast."""
+        self._metrics.delivered(tokens, now)
+        outputs, logprobs = self._outputs, tokens.logprobs
+        for row, (request, _, choice, position, token, finish) in enumerate(tokens.rows()):
+            output = outputs.get(request)
+            if output is not None:
+                output.deliver(choice, position, token, finish, logprobs.get(row))
+
+    def deliver_end(self, command: ev.DeliverEnd) -> None:
+        """Deliver the end of a choice."""
+        output = self._outputs.get(command.request)
+        if output is not None:
+            output.deliver_end(command)
+
+    def deliver_prompt(self, command: ev.DeliverPrompt) -> None:
+        """Deliver data about the prompt."""
+        output = self._outputs.get(command.request)
+        if output is not None:
+            output.deliver_prompt(command)
+
+    def end(self, command: ev.EndRequest, now: float) -> None:
+        """End a request; an error ends its whole call."""
+        log_ended(self._metrics.ended(command.request, command.status, now))
+        output = self._outputs.pop(command.request, None)
+        if output is None:
+            return
+        code, error = CODES.get(command.status), None
+        if code is not None:
+            message = client_safe_message(command.message)
+            error = ServingError(code, message, None, command.retry_after)
+        output.stream.request_ended(command.request, error)
+
+    def cancel(self, request: int, now: float) -> bool:
+        """Forget a request whose client left; return False if it had already ended."""
+        if self._outputs.pop(request, None) is None:
+            return False
+        log_ended(self._metrics.ended(request, ev.Status.CANCELLED, now))
+        return True
+
+    def fail_all(self, error: ServingError) -> None:
+        """End the calls of all requests with an error."""
+        for output in list(self._outputs.values()):
+            output.stream.fail(error)

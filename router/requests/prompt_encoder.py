@@ -1,0 +1,126 @@
+"""Encodes the texts of calls: checks their lengths, and keeps long texts off the event loop."""
+
+from collections.abc import Callable, Sequence
+
+from penstock.common.text.chat_source import DEFAULT_OPTIONS, TemplateOptions
+from penstock.common.text.tokenizer import ModelTokenizer
+from penstock.router.config import RouterConfig
+from penstock.router.errors import invalid
+from penstock.router.helpers.pool import HelperPool
+from penstock.router.requests.chat import Chat
+from penstock.router.requests.chat_rendering import NO_TEMPLATE, render_chat
+from penstock.router.requests.cost import check_text
+from penstock.router.requests.encoding_line import EncodingLine
+from penstock.router.requests.request import ModelLimits, check_bad_words
+from penstock.router.requests.slices import Slices
+
+INLINE_CHARS = 2048
+"""Texts up to this length are encoded on the event loop, in about a millisecond."""
+
+
+class PromptEncoder:
+    """Encodes texts and chats, with the model's tokenizer and chat template.
+
+    Args:
+        tokenizer: tokenizer and chat template.
+        config: limits on the texts of a call and on all texts that wait, and whether prompts may
+            contain control tokens.
+        model: returns the current limits of the model.
+        helpers: the processes that render chats.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        config: RouterConfig,
+        model: Callable[[], ModelLimits],
+        helpers: HelperPool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._bounds = config.bounds
+        self._without_control = config.no_special_in_completions
+        self._model = model
+        self._helpers = helpers
+        self._line = EncodingLine(config.bounds.max_encoding_chars)
+        self.run_in_line = self._line.run  # for other long work on prompts
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of texts that wait for a thread."""
+        return self._line.num_waiting
+
+    async def encode(
+        self,
+        text: str,
+        tenant: str,
+        add_special_tokens: bool = True,
+        name: str = "prompt",
+        is_truncated: bool = False,
+    ) -> list[int]:
+        """Return the token ids of a text; raise INVALID for field `name` if it is too long.
+
+        A text whose tokens are truncated afterwards (`is_truncated`) may have any length.
+        """
+        if not is_truncated:
+            self._check(len(text), name)
+        without_control, tokenizer = self._without_control, self._tokenizer
+        encode = tokenizer.encode_without_control if without_control else tokenizer.encode
+        # To encode control tokens as ordinary text, a second tokenizer may have to be loaded.
+        if len(text) <= INLINE_CHARS and not (
+            without_control and tokenizer.has_control_tokens(text)
+        ):
+            return encode(text, add_special_tokens)
+        return await self._line.run(tenant, len(text), lambda: encode(text, add_special_tokens))
+
+    async def encode_prompts(
+        self,
+        prompts: Sequence[str | list[int]],
+        tenant: str,
+        add_special_tokens: bool,
+        is_truncated: bool,
+    ) -> list[list[int]]:
+        """Return the token ids of all prompts of a call, of which some may be token ids."""
+        slices = Slices()
+        encoded: list[list[int]] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                prompt = await self.encode(
+                    prompt, tenant, add_special_tokens, is_truncated=is_truncated
+                )
+            encoded.append(prompt)
+            await slices.pause()
+        return encoded
+
+    async def encode_bad_words(self, words: Sequence[str], tenant: str) -> list[list[int]]:
+        """Return the token sequences that spell the bad words."""
+        check_bad_words(words, self._bounds)
+        num_chars = 2 * sum(map(len, words))
+        if num_chars <= INLINE_CHARS:
+            return self._tokenizer.encode_bad_words(words)
+        return await self._line.run(
+            tenant, num_chars, lambda: self._tokenizer.encode_bad_words(words)
+        )
+
+    async def encode_chat(
+        self, chat: Chat, tenant: str, options: TemplateOptions = DEFAULT_OPTIONS
+    ) -> list[int]:
+        """Return the token ids of a conversation; raise INVALID if it cannot be rendered."""
+        self._check(chat.num_chars, "messages")
+        if self._tokenizer.chat_template is None:
+            raise invalid(NO_TEMPLATE, "messages")
+        max_chars = self._model().max_model_len * self._tokenizer.longest_token
+        segments = await render_chat(self._helpers, chat, options, max_chars, tenant)
+        num_chars = sum(len(segment.text) for segment in segments)
+        # Plain segments need a second tokenizer, which may not be loaded yet.
+        if num_chars <= INLINE_CHARS and not any(segment.is_plain for segment in segments):
+            return self._tokenizer.encode_segments(segments)
+        return await self._line.run(
+            tenant, num_chars, lambda: self._tokenizer.encode_segments(segments)
+        )
+
+    def close(self) -> None:
+        """Drop waiting texts and stop the threads."""
+        self._line.close()
+
+    def _check(self, num_chars: int, name: str) -> None:
+        check_text(num_chars, self._model(), self._tokenizer.longest_token, name)

@@ -1,0 +1,31 @@
+"""The job that renders a chat, as a helper process does it."""
+
+import json
+from collections.abc import Sequence
+
+from penstock.common.text.chat_renderer import ChatRenderer
+from penstock.common.text.chat_source import ChatTemplateError, TemplateOptions
+from penstock.router.errors import CONTEXT_LENGTH_EXCEEDED, invalid
+from penstock.router.requests.chat_rendering import NO_TEMPLATE, TEMPLATE
+
+
+def render_job(renderer: ChatRenderer | None, items: Sequence[bytes]) -> list[bytes]:
+    """Do the job: return a flag byte for each segment (1: plain), then the segments' texts."""
+    if renderer is None:
+        raise invalid(NO_TEMPLATE, "messages")
+    max_chars, add_prompt, continues, variables = json.loads(items[0])
+    options = TemplateOptions(add_prompt, continues, variables)
+    try:
+        segments = renderer.render(json.loads(items[1]), options)
+    except ChatTemplateError as error:
+        raise invalid(str(error), "messages") from error
+    num_chars = sum(len(segment.text) for segment in segments)
+    if num_chars > max_chars:
+        raise invalid(
+            f"{TEMPLATE} makes {num_chars} characters of these messages; at most {max_chars} can "
+            "fit in the model's context: shorten the messages",
+            "messages",
+            CONTEXT_LENGTH_EXCEEDED,
+        )
+    flags = bytes(segment.is_plain for segment in segments)
+    return [flags, *(segment.text.encode(errors="replace") for segment in segments)]

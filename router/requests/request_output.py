@@ -1,0 +1,110 @@
+"""The output side of a request: turns delivered tokens into deltas of its call."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.common.text.detokenizer import IncrementalDetokenizer
+from penstock.router.requests.best_of import BestOfRanker
+from penstock.router.requests.response_stream import Delta, ResponseStream
+from penstock.router.requests.resume import FinishedChoice
+from penstock.router.routing.events import DeliverEnd, DeliverPrompt, Finish
+
+FINISH_REASONS: Mapping[int, str] = {Finish.NONE: "", Finish.STOP: "stop", Finish.LENGTH: "length"}
+
+
+class RequestOutput:
+    """Output side of one request: converts delivered tokens into deltas of its call.
+
+    Args:
+        stream: the response stream of the call.
+        index: index of the request in its call.
+        detokenizers: one per choice.
+        stop_tokens: stop token ids that the client gave.
+        on_stop_string: called with a choice and its number of tokens when a stop string matches.
+        ranker: selects the likeliest choices; None: all choices are returned.
+        finished_before: end of each choice in an earlier call; None: not ended.
+    """
+
+    def __init__(
+        self,
+        stream: ResponseStream,
+        index: int,
+        detokenizers: Sequence[IncrementalDetokenizer],
+        stop_tokens: frozenset[int],
+        on_stop_string: Callable[[int, int], None],
+        ranker: BestOfRanker | None = None,
+        finished_before: Sequence[FinishedChoice | None] = (),
+    ) -> None:
+        self.stream = stream
+        self._index = index
+        self._detokenizers = detokenizers
+        self._stop_tokens = stop_tokens
+        self._on_stop_string = on_stop_string
+        self._ranker = ranker
+        self._finished_before = finished_before
+        self._is_finished = [False] * len(detokenizers)
+        # No token can match a stop string, and no delta waits for the end of other choices.
+        self._is_plain = ranker is None and not any(text.finds_stops for text in detokenizers)
+
+    def deliver_finished_before(self) -> None:
+        """Deliver the end of each choice that ended in an earlier call."""
+        for choice, end in enumerate(self._finished_before):
+            if end is not None:
+                self._is_finished[choice] = True
+                ended = Delta(self._index, choice, end.num_tokens, (), "", (), end.finish, end.stop)
+                self._push(ended)
+
+    def deliver_prompt(self, what: DeliverPrompt) -> None:
+        """Store data about the prompt, all of which arrives before the first delta."""
+        if what.num_cached is not None:
+            self.stream.num_cached[self._index] = what.num_cached
+            return
+        known = self.stream.prompt_logprobs.setdefault(self._index, [])
+        known.extend(what.logprobs)  # type: ignore[arg-type]  # carried in the wire's form
+
+    def deliver(
+        self, choice: int, position: int, token: int, finish: int, logprobs: object
+    ) -> None:
+        """Deliver a new token; a stop string ends the choice, and later tokens are dropped."""
+        if self._is_finished[choice]:
+            return
+        if finish or logprobs is not None or not self._is_plain:
+            self._deliver_general(choice, position, token, finish, logprobs)
+            return
+        text = self._detokenizers[choice].feed_token(token)
+        write = self.stream.idle_writer
+        if write is None or not write(self._index, choice, position, token, text):
+            self.stream.push(Delta(self._index, choice, position, (token,), text, (None,)))
+
+    def _deliver_general(
+        self, choice: int, position: int, token: int, finish: int, logprobs: object
+    ) -> None:
+        stopped = finish == Finish.STOP
+        new = self._detokenizers[choice].feed((token,), finish != Finish.NONE, stopped)
+        reason = FINISH_REASONS[finish]
+        stop: str | int | None = None
+        if new.stop is not None:
+            reason, stop = "stop", new.stop
+        elif stopped and token in self._stop_tokens:
+            stop = token
+        self._is_finished[choice] = bool(reason)
+        entry: Any = logprobs  # passed on in the wire's form
+        self._push(Delta(self._index, choice, position, (token,), new.text, (entry,), reason, stop))
+        if new.stop is not None:
+            self._on_stop_string(choice, position + 1)
+
+    def deliver_end(self, what: DeliverEnd) -> None:
+        """Deliver the end of a choice, without a new token."""
+        if self._is_finished[what.choice]:
+            return
+        self._is_finished[what.choice] = True
+        text = self._detokenizers[what.choice].feed((), ended=True).text
+        finish = FINISH_REASONS[Finish.LENGTH]
+        self._push(Delta(self._index, what.choice, what.num_tokens, (), text, (), finish))
+
+    def _push(self, delta: Delta) -> None:
+        if self._ranker is None:
+            self.stream.push(delta)
+            return
+        for answer in self._ranker.add(delta):
+            self.stream.push_final(answer)

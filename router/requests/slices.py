@@ -1,0 +1,19 @@
+"""Divides long work of the event loop into slices, so that other streams are not delayed."""
+
+import asyncio
+import time
+
+SLICE_SECONDS = 0.002
+
+
+class Slices:
+    """Clock of one piece of work; call `pause` between steps that are short by themselves."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    async def pause(self) -> None:
+        """Let other callbacks run if the current slice has lasted `SLICE_SECONDS`."""
+        if time.perf_counter() - self._began >= SLICE_SECONDS:
+            await asyncio.sleep(0)
+            self._began = time.perf_counter()

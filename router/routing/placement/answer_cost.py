@@ -1,0 +1,195 @@
+"""Prices the generation of an answer on a worker, from measured times of decode steps.
+
+Workers of one machine may share its cores (`workers/rank/core_sharing.py`), so a step may take
+longer while another worker of the machine computes. Steps without and with such a worker are
+measured separately. For workers that share no cores, such as GPU workers, all steps are of the
+first kind.
+"""
+
+from collections.abc import Sequence
+from math import exp
+
+from penstock.common.worker_load import WorkerLoad
+
+DECAY = 0.99
+"""Each measurement multiplies the weights of the earlier ones by this: about the last 100 count."""
+CALIBRATED_STEPS = 8.0
+BUSY_MEMORY_SECONDS = 10.0
+"""Time constant of the moving average of the share of time that a worker spends on prompts."""
+SHARED_MEMORY_SECONDS = 60.0
+"""A measurement of steps while other workers compute is recent for this long."""
+MAX_PROMPT_FRACTION = 0.95
+STALL_TOKENS = 64
+"""Number of answer tokens over which the delay by waiting prompts is spread."""
+MIN_GAIN = 0.1
+"""Fraction by which one worker must be faster than several to get all answers."""
+MAX_GROWTH = 2.0
+"""A single worker's steps are predicted for at most this multiple of their measured mean size."""
+
+
+class StepTimeModel:
+    """Linear model of a decode step's duration by number of sequences, fitted by least squares."""
+
+    __slots__ = ("_count", "_products", "_seconds", "_sizes", "_squares")
+
+    def __init__(self) -> None:
+        self._count = self._sizes = self._seconds = self._squares = self._products = 0.0
+
+    def add(self, num_sequences: int, seconds: float) -> None:
+        """Add a step that took `seconds`."""
+        self._count = DECAY * self._count + 1
+        self._sizes = DECAY * self._sizes + num_sequences
+        self._seconds = DECAY * self._seconds + seconds
+        self._squares = DECAY * self._squares + num_sequences * num_sequences
+        self._products = DECAY * self._products + num_sequences * seconds
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether there are enough measurements for an estimate."""
+        return self._count > CALIBRATED_STEPS - 0.5
+
+    @property
+    def mean_size(self) -> float:
+        """Mean number of sequences of the measured steps; 0 before the first one."""
+        return self._sizes / self._count if self._count else 0.0
+
+    @property
+    def seconds_per_sequence(self) -> float:
+        """Slope of the model, at least 0; 0 if all steps had the same number of sequences."""
+        if not self._sizes:
+            return 0.0
+        variance = self._squares - self._sizes * self._sizes / self._count
+        if variance <= 1e-6 * self._squares:
+            return 0.0
+        together = self._products - self._sizes * self._seconds / self._count
+        return min(max(together / variance, 0.0), self._seconds / self._sizes)
+
+    def seconds(self, num_sequences: float) -> float:
+        """Return the expected duration of a step of `num_sequences` sequences; 0 if unmeasured."""
+        if not self._count:
+            return 0.0
+        slope = self.seconds_per_sequence
+        fixed = (self._seconds - slope * self._sizes) / self._count
+        return max(fixed, 0.0) + slope * num_sequences
+
+
+class AnswerRate:
+    """One worker's measured decode steps, and the fraction of its time that prompts take."""
+
+    __slots__ = ("_busy", "_last", "_shared_at", "_sole", "_updated_at", "_with_others")
+
+    def __init__(self, load: WorkerLoad, now: float) -> None:
+        self._last = load  # baseline: load reports contain totals since the worker's start
+        self._sole = StepTimeModel()
+        self._with_others = StepTimeModel()
+        self._busy = 0.0
+        self._updated_at = now
+        self._shared_at = float("-inf")  # when a step beside others was last measured
+
+    def add(self, load: WorkerLoad, now: float, is_shared: bool) -> None:
+        """Add the difference between a load report and the previous one.
+
+        Args:
+            load: the report.
+            now: clock seconds.
+            is_shared: whether another worker of the machine computes as well.
+        """
+        last, self._last = self._last, load
+        steps, prompts = load.num_steps - last.num_steps, load.prompt_seconds - last.prompt_seconds
+        passed, self._updated_at = now - self._updated_at, max(now, self._updated_at)
+        if passed > 0:
+            kept = exp(-passed / BUSY_MEMORY_SECONDS)
+            self._busy = kept * self._busy + (1 - kept) * min(max(prompts / passed, 0.0), 1.0)
+        seconds = load.step_seconds - last.step_seconds
+        if steps > 0 and prompts <= 0 and load.running and seconds > 0:
+            (self._with_others if is_shared else self._sole).add(load.running, seconds / steps)
+            if is_shared:
+                self._shared_at = now
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether enough steps have been measured, with or without other workers."""
+        return self._sole.is_calibrated or self._with_others.is_calibrated
+
+    def knows_both(self, now: float) -> bool:
+        """Return whether steps have been measured without other workers, and recently with them.
+
+        If all answers are on one worker for a long time, the result becomes False, so that several
+        workers are tried again. Steps without other workers need no such trial: they are measured
+        whenever the others are idle.
+        """
+        is_recent = now - self._shared_at < SHARED_MEMORY_SECONDS
+        return is_recent and self._sole.is_calibrated and self._with_others.is_calibrated
+
+    def model(self, is_shared: bool) -> StepTimeModel:
+        """Return the model of steps with other workers if `is_shared`, else of steps without them.
+
+        If this model has too few measurements, the result is the other model.
+        """
+        models = (self._with_others, self._sole) if is_shared else (self._sole, self._with_others)
+        return models[0] if models[0].is_calibrated else models[1]
+
+    def prompt_fraction(self, now: float) -> float:
+        """Return the recent fraction of time in which the worker computed prompts."""
+        kept = exp(-max(now - self._updated_at, 0.0) / BUSY_MEMORY_SECONDS)
+        return min(kept * self._busy, MAX_PROMPT_FRACTION)
+
+    def seconds_per_token(
+        self, num_running: int, is_shared: bool, now: float, steps: "AnswerRate"
+    ) -> float:
+        """Return the seconds that one more sequence costs per token, summed over all sequences.
+
+        The new sequence waits for its own steps and for prompts in between. Each of the
+        `num_running` sequences waits for the time that the new one adds to a step.
+
+        Args:
+            num_running: sequences of this worker.
+            is_shared: whether another worker of the machine computes as well.
+            now: clock seconds.
+            steps: the worker whose step times apply: this worker, or another if it has none.
+        """
+        model = steps.model(is_shared)
+        own = model.seconds(num_running + 1) / (1 - self.prompt_fraction(now))
+        return own + num_running * model.seconds_per_sequence
+
+    def token_seconds(
+        self, num_running: int, is_shared: bool, now: float, stall_seconds: float = 0.0
+    ) -> float:
+        """Return the predicted time per token of `num_running` answers.
+
+        Args:
+            num_running: sequences in each step.
+            is_shared: whether another worker of the machine computes as well.
+            now: clock seconds.
+            stall_seconds: time to compute the waiting prompts, which delays the answers.
+        """
+        step = self.model(is_shared).seconds(num_running)
+        return step / (1 - self.prompt_fraction(now)) + stall_seconds / STALL_TOKENS
+
+
+def prefers_one_worker(rates: Sequence[AnswerRate], num_running: Sequence[int], now: float) -> bool:
+    """Return whether one worker generates all answers of a machine sooner than all its workers.
+
+    Compares the step of a single worker that has all cores and all sequences with the step of
+    workers that share the cores and divide the sequences evenly. One more sequence is counted.
+
+    Args:
+        rates: the workers of one machine.
+        num_running: the sequences of each of these workers.
+        now: clock seconds.
+
+    Returns:
+        False also if the times are unknown, or if one worker is faster by less than `MIN_GAIN`.
+    """
+    total = sum(num_running) + 1
+    known = [
+        rate
+        for rate in rates
+        if rate.knows_both(now)
+        and total <= MAX_GROWTH * (rate.model(is_shared=False).mean_size + 1)
+    ]
+    if len(rates) < 2 or not known:
+        return False
+    one = min(rate.model(is_shared=False).seconds(total) for rate in known)
+    each = max(rate.model(is_shared=True).seconds(total / len(rates)) for rate in known)
+    return one < (1 - MIN_GAIN) * each

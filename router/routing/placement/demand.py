@@ -1,0 +1,30 @@
+"""The properties of a request that placement uses."""
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The properties of a request that matter for placement."""
+
+    request: int
+    num_tokens: int  # tokens of the prompt and of the answer so far
+    num_sequences: int
+    num_remaining: int  # largest number of tokens still to generate
+    has_source: bool = False  # a worker has KV blocks of the request: no prefill needed
+    unfit_workers: AbstractSet[str] = frozenset()  # workers too small for the request
+    is_pinned: bool = False  # the request must stay on the worker that computes its prompt
+    router_queue_tokens: int = 0  # prompt tokens queued at the router
+    tpot_slo_seconds: float = 0.0  # bound of the time per token of running answers; 0: none
+    # Leading tokens that each worker has cached or is about to compute, without the workers that
+    # have none; None: not known.
+    cached_tokens: Mapping[str, int] | None = None
+    prefix_key: int | None = None  # equal for prompts that begin alike; None: not known
+
+    def num_uncached(self, worker: str) -> int:
+        """Return the number of tokens that a worker must compute; all if nothing is known."""
+        if not self.cached_tokens:
+            return self.num_tokens
+        return max(self.num_tokens - self.cached_tokens.get(worker, 0), 1)

@@ -1,0 +1,167 @@
+"""Moves requests from one worker to another.
+
+A request moves if its worker drains or is suspect, if its worker became a prefill worker, or if it
+waits for room on a worker while another worker has room (rebalancing). A request also moves if a
+prefill worker generates its answer and prompts delay the answer there.
+
+A rebalanced request must not bounce between two workers that are nearly full. Therefore each worker
+gets some time to make room, and this time doubles with each move. A request is rebalanced only to a
+worker that has no queue.
+"""
+
+from penstock.router.routing.events import Command
+from penstock.router.routing.placement.disaggregation import DisaggregationPolicy
+from penstock.router.routing.placement.placer import Placer
+from penstock.router.routing.request_state import RequestState
+from penstock.router.routing.worker_registry import WorkerRegistry
+from penstock.router.routing.worker_view import WorkerView
+
+INITIAL_SECONDS = 1.0
+"""Time that the first worker gets to make room for a request."""
+BACKOFF_FACTOR = 2.0
+"""`rebalance_delay` is multiplied by this for each move."""
+
+
+class RequestMigrator:
+    """Moves requests between workers. `Placer` chooses the new workers."""
+
+    def __init__(self, placer: Placer, registry: WorkerRegistry) -> None:
+        self._placer = placer
+        self._registry = registry
+        self.num_rebalanced = 0  # number of moves away from workers without room
+        self.num_returned = 0  # number of moves of answers away from prefill workers
+
+    # -------------------------------------------------------------- evacuating a worker
+
+    def evacuate(self, view: WorkerView, out: list[Command], now: float) -> None:
+        """Move requests away from a worker that drains, changes role or is suspect.
+
+        A draining worker loses all requests, a new prefill worker loses the decoding requests
+        whose KV blocks can move, and a suspect worker loses requests that have not started there.
+        """
+        for request in list(view.requests):
+            state = self._placer.states[request]
+            if state.decode_target == view.name:
+                state.decode_target = None
+                self._placer.reconcile(state, out, now)
+            if state.pending is not None and state.pending.worker == view.name:
+                self._withdraw(state, view, out, now)
+            elif state.running is not None and state.running.worker == view.name:
+                self._migrate(state, view, out, now)
+
+    def _withdraw(
+        self, state: RequestState, view: WorkerView, out: list[Command], now: float
+    ) -> None:
+        """Withdraw a request pending on `view` if it can run elsewhere and its KV is not sent.
+
+        A live migration ends: the request runs on at its source, and the migration to another
+        destination begins at once if there is one.
+        """
+        assert state.pending is not None
+        if state.running is None and state.pending.epoch is not None:
+            return
+        if state.running is None or view.is_usable:
+            other = self._placer.alternative(state, now)
+            if other is None or (view.is_usable and other.role == "prefill"):
+                return
+        state.cancel_pending(out)
+        self._placer.reconcile(state, out, now)
+        source = None if state.running is None else self._registry.get(state.running.worker)
+        if source is not None:
+            self._migrate(state, source, out, now)
+
+    def _migrate(
+        self, state: RequestState, view: WorkerView, out: list[Command], now: float
+    ) -> None:
+        """Move a request off `view`, which runs it, if `view` drains or became a prefill worker.
+
+        A live migration keeps the pause short. Without one, the request yields for a drain, but it
+        stays on a new prefill worker.
+        """
+        running = state.running
+        if running is None or running.yielding or state.pending is not None:
+            return
+        sheds = view.is_shedding and not view.suspect and not running.yields_after_prefill
+        other = self._placer.alternative(state, now) if view.draining or sheds else None
+        if other is None:
+            return
+        is_destination = view.draining or other.role != "prefill"
+        if state.can_migrate_live and is_destination and other.info.layout == running.info.layout:
+            state.start_live_migration(other.info, out)
+            self._placer.reconcile(state, out, now)
+        elif view.draining:
+            state.request_yield(out)
+
+    # -------------------------------------------------------------- rebalancing
+
+    def rebalance(self, out: list[Command], now: float) -> None:
+        """Move requests that wait for room on a worker to another worker that has room."""
+        if not any(view.is_usable and not view.load.queued for view in self._registry.views()):
+            return
+        for state in list(self._placer.states.values()):
+            pending = state.pending
+            if pending is None or state.lease is None or pending.epoch is not None:
+                continue
+            if now - state.submitted_at < rebalance_delay(state.num_rebalances):
+                continue
+            view, other = self._registry.get(pending.worker), self._placer.alternative(state, now)
+            if view is None or other is None or other is view:
+                continue
+            if has_capacity_sooner(
+                other, view, state.token_log.num_known, state.request.num_sequences
+            ):
+                state.num_rebalances += 1
+                self.num_rebalanced += 1
+                state.cancel_pending(out)
+                state.decode_target = other.name
+                self._placer.reconcile(state, out, now)
+
+    # -------------------------------------------------------------- answers on prefill workers
+
+    def return_answers(self, out: list[Command], now: float) -> None:
+        """Move answers from prefill workers to decode workers where this saves time.
+
+        At most one answer of each worker begins to move, so that the next decision sees the effect.
+        """
+        views = self._registry.views()
+        costs = DisaggregationPolicy(views, self._registry.transfer_costs)
+        for view in views:
+            if view.role == "prefill" and view.is_usable and view.num_answers:
+                self._return_answer(view, costs, out, now)
+
+    def _return_answer(
+        self, view: WorkerView, costs: DisaggregationPolicy, out: list[Command], now: float
+    ) -> None:
+        for request in view.requests:
+            state = self._placer.states[request]
+            here = state.running
+            if here is None or here.worker != view.name or here.yielding or state.pending:
+                continue
+            if state.decode_target is not None or not state.can_migrate_live:
+                continue
+            other = self._placer.alternative(state, now)
+            if other is None or other.role == "prefill" or other.info.layout != here.info.layout:
+                return
+            known, left = state.token_log.num_known, state.token_log.num_remaining
+            slo = self._registry.tpot_slo_seconds
+            if costs.pays_to_move(known, left, view, other, slo, now):
+                state.start_live_migration(other.info, out)
+                self.num_returned += 1
+                self._placer.reconcile(state, out, now)
+            return
+
+
+def rebalance_delay(num_rebalances: int) -> float:
+    """Return the seconds that the next worker gets to make room after `num_rebalances` moves."""
+    return INITIAL_SECONDS * BACKOFF_FACTOR**num_rebalances
+
+
+def has_capacity_sooner(
+    other: WorkerView, pending: WorkerView, num_tokens: int, num_seqs: int
+) -> bool:
+    """Return whether `other` could now start a request that waits for room on `pending`."""
+    blocks = other.resource_usage(num_tokens, num_seqs).num_blocks
+    idle = not (other.load.queued or other.new_sequences or other.backlog_tokens)
+    free = other.load.free_blocks + other.load.cached_blocks
+    free_slots = other.info.max_sequences - other.num_busy
+    return bool(pending.load.queued) and idle and free >= blocks and free_slots >= num_seqs

@@ -1,0 +1,65 @@
+"""Knowledge of the prefix caches: blocks that workers report, and prompts just placed."""
+
+from collections.abc import Mapping
+
+from penstock.router.routing.events import Request
+from penstock.router.routing.placement.cached_prefix import CachedPrefix, Levels
+from penstock.router.routing.placement.recent_prompts import RecentPrompts
+from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
+
+KEY_TOKENS = 1024
+"""Number of leading tokens that determine the key of a longer prompt."""
+
+
+class PrefixKnowledge:
+    """Estimates the number of prompt tokens that each worker need not compute.
+
+    Args:
+        index: the blocks that workers have reported.
+    """
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._recent = RecentPrompts()
+
+    def cached_tokens(self, request: Request, now: float) -> Mapping[str, int] | None:
+        """Return how many leading prompt tokens each worker has cached or is about to compute.
+
+        Workers without such tokens are absent. The result is None if nothing is known, because the
+        prompt has no hashes or no worker reports its blocks.
+        """
+        if not request.prompt_hashes or self._index.is_empty:
+            return None
+        if request.params.prompt_logprobs is not None:
+            return {}  # cached blocks do not give logprobs: the whole prompt is computed
+        self._recent.expire(now)
+        sources: list[tuple[PrefixIndex, Levels]] = []
+        for block_size, hashes in request.prompt_hashes.items():
+            for index, levels in (
+                (self._index, self._index.levels(hashes)),
+                (self._recent.index, self._recent.levels(hashes)),
+            ):
+                sources.append((index, [(block_size * depth, found) for depth, found in levels]))
+        return CachedPrefix(sources)
+
+    def prefix_key(self, request: Request) -> int | None:
+        """Return a number that is equal for prompts that begin alike; None if there are no hashes.
+
+        A prompt without a full block has no key either.
+        """
+        for block_size, hashes in sorted(request.prompt_hashes.items()):
+            if hashes:
+                return hashes[min(len(hashes), max(KEY_TOKENS // block_size, 1)) - 1]
+        return None
+
+    def placed(self, request: Request, worker: str, block_size: int) -> None:
+        """Record that a worker computes the prompt of a request."""
+        self._recent.add(request.id, worker, request.prompt_hashes.get(block_size, ()))
+
+    def computed(self, request: int, now: float) -> None:
+        """Record that the prompt of a request is computed: its worker reports the blocks."""
+        self._recent.end(request, now)
+
+    def withdrawn(self, request: int) -> None:
+        """Record that no worker computes the prompt of a request any more."""
+        self._recent.remove(request)

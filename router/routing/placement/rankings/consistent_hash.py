@@ -1,0 +1,48 @@
+"""Ranking by consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2016).
+
+Prompts that begin alike have the same key and go to the same worker, without any knowledge of
+caches. If this worker has more than its share of the load, the next worker in the key's order is
+used. Orders are those of rendezvous hashing: if a worker is lost, only its own keys move.
+"""
+
+from collections.abc import Callable, Sequence
+
+from penstock.router.routing.placement.demand import Demand
+from penstock.router.routing.placement.ranking import with_capacity
+from penstock.router.routing.placement.rankings.hashing import mix, name_hash
+from penstock.router.routing.worker_view import WorkerView
+
+EXCESS = 0.25
+"""Fraction of the mean load by which a worker's load may exceed the mean."""
+
+
+class ConsistentHashRanking:
+    """Prefers the first worker in the order of the prompt's key whose load is within the bound."""
+
+    def prompt_worker(
+        self, views: Sequence[WorkerView], demand: Demand, now: float, needs_capacity: bool = True
+    ) -> WorkerView | None:
+        able = with_capacity(views, demand) if needs_capacity else views
+        return _first(able, demand, lambda view: view.backlog_tokens, demand.num_tokens)
+
+    def answer_worker(
+        self, views: Sequence[WorkerView], demand: Demand, now: float
+    ) -> WorkerView | None:
+        able = with_capacity(views, demand)
+        return _first(able, demand, lambda view: view.num_busy, demand.num_sequences)
+
+
+def _first(
+    views: Sequence[WorkerView], demand: Demand, load: Callable[[WorkerView], int], own: int
+) -> WorkerView | None:
+    """Return the first worker whose load, with the request's `own` load, is within the bound.
+
+    The bound is at least `own`, so it never excludes an idle worker. If it excludes all workers,
+    the first one is returned.
+    """
+    if not views:
+        return None
+    key = mix(demand.request) if demand.prefix_key is None else demand.prefix_key
+    bound = max((1 + EXCESS) * (sum(map(load, views)) + own) / len(views), own)
+    within = [view for view in views if load(view) + own <= bound]
+    return min(within or views, key=lambda view: (mix(key ^ name_hash(view.name)), view.name))

@@ -1,0 +1,90 @@
+"""Prompts that were just placed: their workers do not have the blocks yet, but will have them.
+
+Without this record, two equal prompts that arrive together would go to two workers, and both
+workers would compute the whole prompt. A record keeps only some blocks of the prompt: the first
+`STRIDE` ones, and then the last of each `STRIDE`. Depths beyond `STRIDE` are therefore rounded down
+to a multiple of `STRIDE`.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex, Workers
+
+STRIDE = 16
+"""Distance between recorded blocks, after the first `STRIDE` blocks."""
+KEPT_SECONDS = 2.0
+"""Time for which a record is kept after the worker has computed the prompt.
+
+By then the worker has reported the blocks.
+"""
+
+
+class RecentPrompts:
+    """The prompts that workers have not computed yet, or have just computed, by request."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()  # of the recorded blocks
+        self._prompts: dict[int, tuple[str, Sequence[int]]] = {}  # worker and blocks, by request
+        # By worker: the number of its recorded prompts that contain a block.
+        self._counts: dict[str, Counter[int]] = {}
+        self._ending: deque[tuple[float, int, str]] = deque()  # time, request and worker
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, request: int, worker: str, hashes: Sequence[int]) -> None:
+        """Record that a worker computes a prompt; this replaces an earlier record of `request`."""
+        self.remove(request)
+        if not hashes:
+            return
+        blocks = _recorded(hashes)
+        self._prompts[request] = (worker, blocks)
+        self._counts.setdefault(worker, Counter()).update(blocks)
+        self.index.store(worker, blocks, START)
+
+    def end(self, request: int, now: float) -> None:
+        """Remove a record `KEPT_SECONDS` from now, because its prompt has been computed."""
+        prompt = self._prompts.get(request)
+        if prompt is not None:
+            self._ending.append((now + KEPT_SECONDS, request, prompt[0]))
+
+    def remove(self, request: int) -> None:
+        """Remove a record at once, because its worker does not compute the prompt."""
+        prompt = self._prompts.pop(request, None)
+        if prompt is None:
+            return
+        worker, blocks = prompt
+        counts = self._counts[worker]
+        unused = []
+        for block in reversed(blocks):
+            counts[block] -= 1
+            if not counts[block]:
+                del counts[block]
+                unused.append(block)
+        self.index.evict(worker, unused)
+        if not counts:
+            del self._counts[worker]
+            self.index.clear(worker)
+
+    def expire(self, now: float) -> None:
+        """Remove the records that have ended by now."""
+        while self._ending and self._ending[0][0] <= now:
+            _, request, worker = self._ending.popleft()
+            if self._prompts.get(request, ("",))[0] == worker:
+                self.remove(request)
+
+    def levels(self, hashes: Sequence[int]) -> list[tuple[int, Workers]]:
+        """Return `PrefixIndex.levels` for the blocks that the workers will have."""
+        if not hashes or self.index.is_empty:
+            return []
+        levels = self.index.levels(_recorded(hashes))
+        return [
+            (number if number <= STRIDE else (number - STRIDE + 1) * STRIDE, workers)
+            for number, workers in levels
+        ]
+
+
+def _recorded(hashes: Sequence[int]) -> Sequence[int]:
+    """Return the recorded blocks of a prompt: the first ones and the last one of each stride."""
+    return [*hashes[:STRIDE], *hashes[2 * STRIDE - 1 :: STRIDE]]

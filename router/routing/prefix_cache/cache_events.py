@@ -1,0 +1,50 @@
+"""Messages about the blocks that workers have cached, as plain records.
+
+Blocks are named by short hashes: see `short_hash` of `penstock.common.block_hash`. Changes are
+numbered without gaps, from the start of a worker's process.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """Net change of a worker's cached blocks in a step; evictions are applied before stores.
+
+    The stored blocks are chains: each block follows the one before it in a sequence.
+    """
+
+    evicted: Sequence[int] = ()
+    stored: Sequence[int] = ()  # the blocks of all chains
+    parents: Sequence[int] = ()  # per chain: the block before it; 0: none, or not cached
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvents:
+    """Event: consecutive changes of a worker's cached blocks, in order."""
+
+    worker: str
+    incarnation: str
+    first: int  # number of the first change
+    changes: Sequence[CacheChange]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSnapshot:
+    """Event: one chunk of the list of all blocks that a worker has cached."""
+
+    worker: str
+    incarnation: str
+    next_number: int  # number of the first change after the snapshot
+    chunk: int  # index of the chunk, from 0
+    is_last: bool
+    hashes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ResyncCache:
+    """Command: request a snapshot from a worker, because the index of its blocks may be wrong."""
+
+    worker: str
+    reason: str

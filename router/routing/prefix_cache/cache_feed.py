@@ -1,0 +1,176 @@
+"""Keeps the prefix index equal to the blocks that workers report.
+
+A worker sends a snapshot after its stream has opened, and then every change. If a change is missing
+or contradicts the index, the feed forgets all blocks of the worker and requests a new snapshot.
+Until the snapshot has arrived, the worker counts as a worker without cached blocks: placement may
+miss a cached prefix, but never expects one that is not there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from penstock.router.routing.prefix_cache.cache_events import (
+    CacheChange,
+    CacheEvents,
+    CacheSnapshot,
+    ResyncCache,
+)
+from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
+
+MIN_RESYNC_SECONDS, MAX_RESYNC_SECONDS = 1.0, 60.0
+"""Smallest and largest pause after a request for a snapshot of one worker. The pause doubles with
+each request, so that a worker that sends wrong events causes little work. It is reset to the
+smallest one if no request follows for `MAX_RESYNC_SECONDS` after the end of a pause."""
+
+SNAPSHOT_SECONDS = 10.0
+"""Time limit for a snapshot. Changes that arrive later without it cause another request."""
+
+
+class _State(Enum):
+    AWAITING = auto()  # the snapshot has not arrived; changes that arrive before it are ignored
+    LOADING = auto()  # some chunks of the snapshot have arrived
+    LIVE = auto()  # the index has all blocks
+    STALE = auto()  # the index was wrong; the next request for a snapshot is not due yet
+
+
+@dataclass(slots=True)
+class _Feed:
+    """State of one worker's feed."""
+
+    incarnation: str
+    capacity: int  # blocks of the worker
+    awaiting_since: float
+    state: _State = _State.AWAITING
+    next_number: int = 0  # of the next change
+    next_chunk: int = 0  # of the snapshot
+    reason: str = ""  # why the feed is stale
+    resync_at: float = 0.0  # earliest time of the next request for a snapshot
+    resync_seconds: float = MIN_RESYNC_SECONDS  # from the next request to the one after it
+
+
+class _Inconsistent(Exception):
+    """Events contradict the index; the message is the reason."""
+
+
+class CacheFeed:
+    """Applies the events of all connected workers to an index.
+
+    The argument `now` is the time in seconds on any monotonic clock.
+    """
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self._feeds: dict[str, _Feed] = {}
+
+    def worker_up(self, worker: str, incarnation: str, num_blocks: int, now: float) -> None:
+        """Expect the snapshot of a worker with `num_blocks` blocks whose stream has opened."""
+        self._index.clear(worker)
+        self._feeds[worker] = _Feed(incarnation, num_blocks, now)
+
+    def worker_lost(self, worker: str) -> None:
+        """Forget a worker whose stream has ended."""
+        self._index.clear(worker)
+        self._feeds.pop(worker, None)
+
+    def is_current(self, worker: str) -> bool:
+        """Return True if the index has all blocks that the worker has reported so far."""
+        feed = self._feeds.get(worker)
+        return feed is not None and feed.state is _State.LIVE
+
+    def apply_events(self, events: CacheEvents, now: float) -> ResyncCache | None:
+        """Apply changes; return a command if a snapshot is needed."""
+        feed = self._feeds.get(events.worker)
+        if feed is None or feed.state is _State.STALE:
+            return None
+        try:
+            if feed.state is _State.AWAITING:
+                if now - feed.awaiting_since > SNAPSHOT_SECONDS:
+                    raise _Inconsistent("changes arrived, but no snapshot")
+                return None
+            self._check_incarnation(feed, events.incarnation)
+            if feed.state is _State.LOADING:
+                raise _Inconsistent("changes arrived within a snapshot")
+            missing = events.first - feed.next_number
+            if missing:
+                raise _Inconsistent(f"change {feed.next_number} is missing, got {events.first}")
+            for change in events.changes:
+                self._apply(events.worker, change)
+                self._check_capacity(events.worker, feed)
+        except _Inconsistent as error:
+            return self._resync(events.worker, feed, str(error), now)
+        feed.next_number += len(events.changes)
+        return None
+
+    def apply_snapshot(self, snapshot: CacheSnapshot, now: float) -> ResyncCache | None:
+        """Apply a chunk of a snapshot; return a command if another snapshot is needed."""
+        worker, feed = snapshot.worker, self._feeds.get(snapshot.worker)
+        if feed is None or feed.state is _State.STALE:
+            return None
+        try:
+            self._check_incarnation(feed, snapshot.incarnation)
+            self._check_chunk(feed, snapshot)
+            self._index.store(worker, snapshot.hashes)
+            self._check_capacity(worker, feed)
+        except _Inconsistent as error:
+            return self._resync(worker, feed, str(error), now)
+        feed.next_number = snapshot.next_number
+        feed.next_chunk += 1
+        feed.state = _State.LIVE if snapshot.is_last else _State.LOADING
+        return None
+
+    def due_resyncs(self, now: float) -> Sequence[ResyncCache]:
+        """Return the delayed requests for snapshots that are due now."""
+        return [
+            self._request(worker, feed, now)
+            for worker, feed in self._feeds.items()
+            if feed.state is _State.STALE and now >= feed.resync_at
+        ]
+
+    # -------------------------------------------------------------- checks
+
+    def _apply(self, worker: str, change: CacheChange) -> None:
+        index = self._index
+        if change.evicted:
+            before = index.num_blocks(worker)
+            index.evict(worker, change.evicted)
+            if index.num_blocks(worker) != before - len(change.evicted):
+                raise _Inconsistent("an unknown block was evicted")
+        if change.stored:
+            index.store(worker, change.stored)
+        for parent in change.parents:
+            if parent and not index.holds(worker, parent):
+                raise _Inconsistent("a block was stored after an unknown one")
+
+    def _check_incarnation(self, feed: _Feed, incarnation: str) -> None:
+        if incarnation != feed.incarnation:
+            raise _Inconsistent(f"cache events are of another incarnation ({incarnation[:40]!r})")
+
+    def _check_chunk(self, feed: _Feed, snapshot: CacheSnapshot) -> None:
+        if feed.state is _State.LIVE:
+            raise _Inconsistent("a snapshot arrived that was not requested")
+        if snapshot.chunk != feed.next_chunk:
+            raise _Inconsistent(f"chunk {feed.next_chunk} of a snapshot is missing")
+        if feed.next_chunk and snapshot.next_number != feed.next_number:
+            raise _Inconsistent("the chunks are of different snapshots")
+
+    def _check_capacity(self, worker: str, feed: _Feed) -> None:
+        num = self._index.num_blocks(worker)
+        if num > feed.capacity:
+            raise _Inconsistent(f"{num} blocks are stored, but the worker has {feed.capacity}")
+
+    # -------------------------------------------------------------- requests for snapshots
+
+    def _resync(self, worker: str, feed: _Feed, reason: str, now: float) -> ResyncCache | None:
+        """Forget the blocks of a worker; request a snapshot now, or later if a pause lasts."""
+        self._index.clear(worker)
+        feed.state, feed.reason = _State.STALE, reason
+        return self._request(worker, feed, now) if now >= feed.resync_at else None
+
+    def _request(self, worker: str, feed: _Feed, now: float) -> ResyncCache:
+        if now - feed.resync_at > MAX_RESYNC_SECONDS:
+            feed.resync_seconds = MIN_RESYNC_SECONDS
+        feed.resync_at = now + feed.resync_seconds
+        feed.resync_seconds = min(2 * feed.resync_seconds, MAX_RESYNC_SECONDS)
+        feed.state, feed.awaiting_since, feed.next_chunk = _State.AWAITING, now, 0
+        return ResyncCache(worker, feed.reason)

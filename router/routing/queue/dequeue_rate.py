@@ -1,0 +1,63 @@
+"""Measured speed at which a queue empties."""
+
+import math
+
+
+class DequeueRate:
+    """Cost of the requests that leave the queue, per second in which requests wait.
+
+    The average covers about the last `WINDOW` seconds. Time without a waiting request does not
+    count, and neither do requests that did not wait: they say nothing about the highest speed.
+    """
+
+    WINDOW = 10.0  # seconds
+    ASSUMED = 1000.0
+    """Cost per second before the first measurement."""
+    NEEDED = 1.0
+    """Seconds of measurement that are enough."""
+
+    def __init__(self) -> None:
+        # Exponentially decayed sums until the last request that left.
+        self._cost = self._seconds = 0.0
+        self._measured = 0.0  # as `_seconds`, but not decayed
+        self._counted_until: float | None = None  # None: no request waits
+
+    def began_to_wait(self, now: float) -> None:
+        """Record that a request waits."""
+        if self._counted_until is None:
+            self._counted_until = now
+
+    def emptied(self) -> None:
+        """Record that no request waits."""
+        self._counted_until = None
+
+    def add(self, cost: int, arrived_at: float, now: float) -> None:
+        """Record that a request which arrived at `arrived_at` leaves the queue."""
+        waited = self._uncounted(now)
+        self._cost, self._seconds = self._sums(waited)
+        self._measured += waited
+        self._counted_until = now
+        if waited or arrived_at < now:
+            self._cost += cost
+
+    @property
+    def last_measured(self) -> float | None:
+        """Cost per second until the last request left; None: measured for too short a time."""
+        return self._cost / self._seconds if self._measured >= self.NEEDED else None
+
+    def value(self, now: float) -> float:
+        """Return the cost per second, which falls while no request leaves; at least 1."""
+        waited = self._uncounted(now)
+        if self._measured + waited < self.NEEDED:
+            return self.ASSUMED
+        cost, seconds = self._sums(waited)
+        return max(cost / seconds, 1.0)
+
+    def _uncounted(self, now: float) -> float:
+        """Return the seconds of waiting since the last record."""
+        return 0.0 if self._counted_until is None else now - self._counted_until
+
+    def _sums(self, waited: float) -> tuple[float, float]:
+        """Return the sums after `waited` more seconds of waiting."""
+        weight = math.exp(-waited / self.WINDOW)
+        return self._cost * weight, self._seconds * weight + self.WINDOW * (1 - weight)

@@ -1,0 +1,251 @@
+"""The router's view of one worker: state, load, and the requests on it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.common.worker_load import WorkerLoad
+from penstock.router.routing.events import WorkerInfo
+from penstock.router.routing.placement.answer_cost import AnswerRate
+from penstock.router.routing.placement.cost_model import PrefillRate
+from penstock.router.routing.placement.fleet import LoadTable
+
+PENALTY_SECONDS = 30.0
+"""Seconds in which the placement penalty of a worker that was lost decays to 0."""
+SEQUENCE_READS = 2600
+"""Cost of one sequence in a decode step, in KV tokens read: 78 us / 30 ns, as in the simulator's
+time model."""
+PREFILL_SLOT_STEPS = 2.0
+"""If prompts queue at the router, a worker gets another prompt while its backlog is below this many
+steps: the current step and the next one, so that the worker never idles."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceUsage:
+    """Capacity that a request takes on a worker."""
+
+    num_sequences: int
+    num_blocks: int
+    num_answers: int = 0  # sequences that generate their answer on the worker
+
+
+class WorkerView:
+    """State of one worker from its Welcome message to its loss.
+
+    Policies only read a view; `WorkerRegistry`, `Placer` and `WorkerEventHandler` change it.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        load: WorkerLoad,
+        now: float,
+        lost_at: float,
+        role: str | None = None,
+        queues_at_router: bool = False,
+    ) -> None:
+        self.queues_at_router = queues_at_router  # prompts queue at the router, not here
+        self.info = info
+        self.name = info.worker
+        self.role = info.role if role is None else role  # the role that placement uses
+        self.assigned_role = role  # assigned by an operator; None: the reported role applies
+        self.load = load
+        self.prefill_rate = PrefillRate(load)
+        self.answer_rate = AnswerRate(load, now)
+        self.last_received = now
+        self.lost_at = lost_at  # when a worker of this name was last lost; -inf: never
+        self.last_progress = now  # when the worker last completed a step or sent tokens
+        self.suspect = False
+        self.draining = False
+        self.stuck = False  # found to be stuck; reset when a step completes
+        self.backed_off_at: float | None = None  # time of a rejection since the last load report
+        self.num_gaps = 0
+        self.num_assigned = 0  # requests placed here since the worker connected
+        self.assigned_tokens = 0  # tokens to compute that were placed here since then
+        # Usage by request id; None: the worker only keeps KV blocks under a lease.
+        self.requests: dict[int, ResourceUsage | None] = {}
+        self.num_sequences = 0  # total of `requests`
+        self.num_answers = 0  # of `num_sequences`, those that generate their answer here
+        self.num_blocks = 0  # total of `requests`
+        self.new_tokens = 0  # tokens to compute that were placed since the last load report
+        self.new_sequences = 0  # placed since the last load report
+        self.unseen_tokens = 0  # placed before the last load report, but not counted in it
+        self.num_foreign_sequences = 0  # sequences of other routers; estimated from load reports
+        self.num_foreign_blocks = 0  # blocks in use by other routers; estimated from load reports
+        self._load_table: LoadTable | None = None  # gets a copy of `by_cost`
+        self._row = 0
+        self._update_foreign()
+        self._update_sort_keys()
+
+    def assign(self, role: str) -> None:
+        """Set the role that an operator assigned."""
+        self.role = self.assigned_role = role
+
+    @property
+    def is_shedding(self) -> bool:
+        """Whether an operator made this a prefill worker: decoding requests must move away."""
+        return self.assigned_role == "prefill"
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the worker may get new work."""
+        return not (self.suspect or self.draining or self.stuck)
+
+    @property
+    def can_wait_for(self) -> bool:
+        """Whether requests may wait for the worker: a suspect worker may come back."""
+        return not (self.draining or self.stuck)
+
+    @property
+    def is_backed_off(self) -> bool:
+        """Whether the worker has just rejected a request because it was full."""
+        return self.backed_off_at is not None
+
+    @property
+    def state(self) -> str:
+        """Return ready, suspect, stuck or draining."""
+        if self.draining:
+            return "draining"
+        if self.stuck:
+            return "stuck"
+        return "suspect" if self.suspect else "ready"
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Number of prompt tokens that the worker must compute before it starts a new prompt."""
+        return self.load.queued_tokens + self.new_tokens + self.unseen_tokens
+
+    @property
+    def has_prefill_slot(self) -> bool:
+        """Whether the worker's backlog is small enough for another prompt."""
+        backlog = self.backlog_tokens
+        if not self.queues_at_router or not backlog:
+            return True
+        return (
+            backlog
+            < PREFILL_SLOT_STEPS * self.load.last_step_seconds * self.prefill_rate.tokens_per_second
+        )
+
+    @property
+    def num_busy(self) -> int:
+        """Number of the worker's sequences, including those of other routers."""
+        reported = self.load.running + self.load.queued + self.new_sequences
+        return max(self.num_sequences, reported)
+
+    def set_load_table(self, table: LoadTable | None, row: int) -> None:
+        """Copy `by_cost` to a row of a table from now on."""
+        self._load_table, self._row = table, row
+        self._update_sort_keys()
+
+    def resource_usage(self, num_tokens: int, num_sequences: int) -> ResourceUsage:
+        """Return the capacity that a request with `num_tokens` tokens so far takes here."""
+        blocks = -(-(num_tokens + num_sequences) // self.info.block_size)
+        return ResourceUsage(num_sequences, blocks)
+
+    def has_capacity(self, num_tokens: int, num_sequences: int) -> bool:
+        """Return whether the worker has room for a request with `num_tokens` tokens so far.
+
+        Unless it is backed off, a worker without sequences of this router always has room, so that
+        other routers cannot keep this router out.
+        """
+        if self.is_backed_off:
+            return False
+        if not self.num_sequences:
+            return True
+        usage = self.resource_usage(num_tokens, num_sequences)
+        num_sequences = self.num_sequences + self.num_foreign_sequences + usage.num_sequences
+        num_blocks = self.num_blocks + self.num_foreign_blocks + usage.num_blocks
+        return num_sequences <= self.info.max_sequences and num_blocks <= self.info.num_blocks
+
+    def penalty(self, now: float) -> float:
+        """Return the placement penalty, which decays from 1 (just after a loss) to 0."""
+        return max(0.0, 1.0 - (now - self.lost_at) / PENALTY_SECONDS)
+
+    def set_usage(self, request: int, usage: ResourceUsage | None) -> None:
+        """Record the capacity that a request takes here; None: the worker only keeps a lease."""
+        self.remove(request)
+        self.requests[request] = usage
+        if usage is not None:
+            self.num_sequences += usage.num_sequences
+            self.num_answers += usage.num_answers
+            self.num_blocks += usage.num_blocks
+            self._update_sort_keys()
+
+    def remove(self, request: int) -> None:
+        usage = self.requests.pop(request, None)
+        if usage is not None:
+            self.num_sequences -= usage.num_sequences
+            self.num_answers -= usage.num_answers
+            self.num_blocks -= usage.num_blocks
+            if self.queues_at_router and not self.num_sequences:
+                self.new_tokens = self.unseen_tokens = 0  # an idle worker may not report again
+            self._update_sort_keys()
+
+    def note_assigned(self, num_tokens: int, num_sequences: int) -> None:
+        """Count a request that was just placed here, until a load report counts it."""
+        self.num_assigned += 1
+        self.new_tokens += num_tokens
+        self.assigned_tokens += num_tokens
+        self.new_sequences += num_sequences
+        self._update_sort_keys()
+
+    def update_load(self, load: WorkerLoad, now: float, is_shared: bool = False) -> None:
+        """Update the view from a load report.
+
+        Args:
+            load: the report.
+            now: clock seconds.
+            is_shared: whether another worker of the machine computes as well.
+        """
+        if load.num_steps != self.load.num_steps:
+            self.last_progress = now
+            self.stuck = False
+        self.load = load
+        self.prefill_rate.add(load)
+        self.answer_rate.add(load, now, is_shared)
+        self.backed_off_at = None
+        # A load report does not count requests that arrived during its step.
+        seen = not self.queues_at_router or load.running + load.queued >= self.num_sequences
+        self.unseen_tokens = 0 if seen else self.new_tokens
+        self.new_tokens = 0
+        self.new_sequences = 0
+        self._update_foreign()
+        self._update_sort_keys()
+
+    def _update_sort_keys(self) -> None:
+        """Precompute the sort keys, since each placement compares all workers."""
+        busy, num_assigned, info = self.num_busy, self.num_assigned, self.info
+        self.by_queue = (self.backlog_tokens, busy, num_assigned, self.name)
+        filled = self.num_blocks / info.num_blocks
+        self.by_utilization = (busy / info.max_sequences, filled, num_assigned, self.name)
+        in_use = (self.num_blocks + self.num_foreign_blocks) * info.block_size
+        reads = in_use + SEQUENCE_READS * busy
+        self.by_cost = (self.backlog_tokens, reads, busy, self.assigned_tokens, self.name)
+        if self._load_table is not None:
+            self._load_table.set(self._row, self.by_cost)
+
+    def _update_foreign(self) -> None:
+        """Estimate the capacity that other routers use, from the last load report.
+
+        Requests that this router has just dropped may count as another router's until the next
+        report.
+        """
+        load = self.load
+        self.num_foreign_sequences = max(0, load.running + load.queued - self.num_sequences)
+        taken = self.info.num_blocks - load.free_blocks - load.cached_blocks - load.leased_blocks
+        self.num_foreign_blocks = (
+            max(0, taken - self.num_blocks) if self.num_foreign_sequences else 0
+        )
+
+    def check(self) -> None:
+        """Assert that the totals match `requests`."""
+        usages = [usage for usage in self.requests.values() if usage is not None]
+        assert self.num_sequences == sum(usage.num_sequences for usage in usages)
+        assert self.num_blocks == sum(usage.num_blocks for usage in usages)
+
+
+def has_busy_peer(view: WorkerView, workers: Iterable[WorkerView]) -> bool:
+    """Return whether another worker that shares the cores of `view` has sequences."""
+    return bool(view.info.machine) and any(
+        other.num_busy and other is not view and other.info.machine == view.info.machine
+        for other in workers
+    )

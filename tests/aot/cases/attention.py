@@ -1,0 +1,72 @@
+"""Cases of `kernels/attention`."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from penstock.kernels.attention.op import paged_attention, plan_attention, plan_attention_on_device
+from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
+from penstock.kernels.checks import E4M3
+from tests.aot.case import CHIPS, E4M3_CHIPS, AotCase, meta
+
+
+def aot_cases() -> Iterator[AotCase]:
+    """Yield cases with batches of prefill and decode, in the shapes of common models."""
+    bf16, half = torch.bfloat16, torch.float16
+    yield _case("llama 8b", bf16, bf16, (8, 4, 128), 512, 0, PLAIN)
+    yield _case("gemma 2", bf16, bf16, (4, 2, 256), 512, 4096, ScoreMod(cap=50.0))
+    yield _case("gpt-oss, fp16", half, half, (8, 8, 64), 1, 128, ScoreMod(sinks=meta(64)))
+    for name, sizes, window in (("llama 8b", (8, 4, 128), 0), ("gemma 2", (4, 2, 256), 4096)):
+        yield _case(f"{name}, one path", bf16, bf16, sizes, 512, window, PLAIN, one_path=True)
+    yield _case("llama 8b, fp8 cache", bf16, E4M3, (8, 4, 128), 1, 0, PLAIN)
+    yield AotCase(
+        "llama 1b, shared prefix",
+        _call_with_prefix,
+        ("attend_kernel",),
+        ("attend_kernel",),
+    )
+
+
+def _case(
+    name: str,
+    dtype: torch.dtype,
+    cached: torch.dtype,
+    sizes: tuple[int, int, int],
+    max_query: int,
+    window: int,
+    scores: ScoreMod,
+    one_path: bool = False,
+) -> AotCase:
+    num_heads, group, head_dim = sizes
+
+    def call() -> None:
+        layer = meta(2, 1024, num_heads, 16, head_dim, dtype=cached)
+        starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
+        tables = meta(32, 256, dtype=torch.int32)
+        plan = plan_attention_on_device(
+            starts, contexts, tables, layer, max_query, 4096, window, one_path
+        )
+        scales = meta(2, num_heads, dtype=torch.float32) if cached == E4M3 else None
+        query = meta(512, (group + 2) * num_heads, head_dim, dtype=dtype)[:, : group * num_heads]
+        paged_attention(query, layer, plan, scores, scales)
+
+    # With an FP8 cache, `attend_kernel` also loads rows 16 bytes at a time. But many 4-byte loads
+    # read the block table: only 49% of all loads have 16 bytes, and `streams` requires half.
+    streams = ("merge_kernel",) if cached == E4M3 else ("attend_kernel", "merge_kernel")
+    if one_path:  # the merge then reads single partitions, mostly with scalar loads
+        streams = ("attend_kernel",)
+    return AotCase(
+        name,
+        call,
+        products=("attend_kernel",),
+        streams=streams,
+        chips=E4M3_CHIPS if cached == E4M3 else CHIPS,
+    )
+
+
+def _call_with_prefix() -> None:
+    layer, query = meta(2, 1024, 8, 16, 64), meta(64, 32, 64)
+    starts, contexts = np.arange(65, dtype=np.int32), np.full(64, 1100, np.int32)
+    plan = plan_attention(starts, contexts, np.zeros((64, 69), np.int32), layer, use_cascade=True)
+    paged_attention(query, layer, plan)

@@ -1,0 +1,25 @@
+"""Cases of `kernels/mla`."""
+
+from collections.abc import Iterator
+
+import torch
+
+from penstock.kernels.mla.op import mla_attention, plan_mla_on_device
+from tests.aot.case import AotCase, meta
+
+
+def aot_cases() -> Iterator[AotCase]:
+    """Yield cases for DeepSeek V3 with 16 heads, as on one of eight ranks, and with all 128."""
+    kernels = ("attend_kernel",)
+    yield AotCase("deepseek v3, tp 8", lambda: _call(16, 1), kernels, kernels)
+    yield AotCase("deepseek v3", lambda: _call(128, 512), kernels, kernels)
+    products = ("attend_kernel", "_matmul_kernel")
+    yield AotCase("deepseek v3, one path", lambda: _call(16, 64, True), products)
+
+
+def _call(num_heads: int, max_query: int, one_path: bool = False) -> None:
+    layer, up = meta(1, 1024, 1, 64, 576), meta(num_heads, 256, 512)
+    starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
+    tables = meta(32, 64, dtype=torch.int32)
+    plan = plan_mla_on_device(starts, contexts, tables, layer, 512, max_query, 4096, one_path)
+    mla_attention(meta(32 * max_query, num_heads, 192), layer, up, plan, 0.1)

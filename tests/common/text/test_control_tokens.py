@@ -1,0 +1,116 @@
+"""Text of chat messages never becomes a control token, and other text is encoded as before."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from penstock.common.text.chat_template import ChatTemplate
+from penstock.common.text.control_tokens import ControlTokens
+from penstock.common.text.tokenizer import ModelTokenizer
+from tests.support.chats import encode_chat, renderer_of
+from tests.support.tokenizers import (
+    SPECIAL,
+    TEMPLATE,
+    byte_fallback,
+    byte_level,
+    metaspace,
+    write_folder,
+)
+
+BOS, EOS, UNKNOWN = 1, 2, 3
+PIECES = st.sampled_from(
+    [*SPECIAL, "<s", ">", "</", "\U000f0000", "the dog", " ", "日本", "[user]"]
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["system", "user", "assistant"]),
+            "content": st.lists(PIECES, max_size=6).map("".join),
+        }
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.fixture(scope="module", params=[byte_level, byte_fallback, metaspace])
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ModelTokenizer:
+    make: Callable[[], Tokenizer] = request.param
+    return ModelTokenizer(write_folder(tmp_path_factory.mktemp("model"), make()))
+
+
+@given(messages=MESSAGES)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_prompt_has_only_the_control_tokens_of_the_template(
+    tokenizer: ModelTokenizer, messages: list[dict[str, str]]
+) -> None:
+    tokens = encode_chat(tokenizer, messages)
+    control = [token for token in tokens if token in tokenizer.token_bytes.special]
+    # A character without a token becomes <unk>, which ends no turn.
+    assert [token for token in control if token != UNKNOWN] == [BOS, *[EOS] * len(messages)]
+
+
+@given(messages=MESSAGES)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_messages_without_control_tokens_are_encoded_in_one_piece(
+    tokenizer: ModelTokenizer, messages: list[dict[str, str]]
+) -> None:
+    for message in messages:
+        for name in SPECIAL:
+            message["content"] = message["content"].replace(name, "")
+    if any(name in message["content"] for message in messages for name in SPECIAL):
+        return  # removing one has formed another
+    ((text, _),) = renderer_of(tokenizer).render(messages)
+    expected = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+    assert encode_chat(tokenizer, messages) == expected
+
+
+@given(messages=MESSAGES)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_text_of_the_prompt_is_unchanged(
+    tokenizer: ModelTokenizer, messages: list[dict[str, str]]
+) -> None:
+    assert tokenizer.chat_template is not None
+    control, template = (
+        ControlTokens(SPECIAL),
+        ChatTemplate(TEMPLATE, tokenizer.chat_template.special_tokens),
+    )
+    masked = control.mask(messages)
+    if masked is None:
+        return
+    segments = list(masked.segments(template.render(masked.messages), control))
+    assert "".join(segment.text for segment in segments) == template.render(messages)
+    shown = [name for name in SPECIAL for text, plain in segments if not plain and name in text]
+    assert set(shown) <= {"<s>", "</s>"}
+
+
+def test_nested_strings_are_masked_and_other_values_are_kept() -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "a</s>b"}], "index": 3, "name": None}
+    ]
+    masked = ControlTokens(SPECIAL).mask(messages)
+    assert masked is not None
+    assert "</s>" not in json.dumps(masked.messages)
+    assert masked.messages[0]["index"] == 3
+    assert masked.messages[0]["name"] is None
+    assert list(masked.placeholders.values()) == ["</s>"]
+
+
+def test_tokenizer_without_control_tokens_masks_nothing() -> None:
+    assert ControlTokens(["", ""]).mask([{"role": "user", "content": "</s>"}]) is None
+
+
+def test_control_tokens_of_messages_are_ordinary_text_of_the_answer_too(
+    tmp_path: Path,
+) -> None:
+    tokenizer = ModelTokenizer(write_folder(tmp_path, byte_level(), TEMPLATE))
+    tokens = encode_chat(tokenizer, [{"role": "user", "content": "x</s>y"}])
+    assert tokenizer.token_bytes.decode(tokens) == "[user]x</s>y[assistant]"

@@ -1,0 +1,127 @@
+"""Refusals: fields that would change the answer, and the field that a refusal names."""
+
+from typing import Any
+
+import openai
+import pytest
+
+from penstock.router.api.openai.unsupported_fields import PERMITTED_VALUES
+from tests.support.openai_client import HELLO, message_of
+from tests.support.served_router import Served
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def user(content: object) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+CHANGES_THE_ANSWER = {
+    "regex": "a+",
+    "ebnf": 'root ::= "a"',
+    "structural_tag": "{}",
+    "stop_regex": "a",
+    "custom_logit_processor": "x",
+    "json_schema": {"type": "object"},
+    "grammar": 'root ::= "a"',
+    "logits_processors": ["x"],
+    "prompt_token_ids": [5, 6],
+    "thinking_token_budget": 10,
+    "moderation": {"mode": "block"},
+    "verbosity": "low",
+    "vllm_xargs": {"a": 1},
+    "detokenize": False,
+    "include_reasoning": False,
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "alloy", "format": "wav"},
+    "web_search_options": {},
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"choice": ["a"]},
+    "guided_json": {},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "a",
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "documents": [{"text": "x"}],
+    "chat_template": "{{ 7 }}",
+    "logprob_token_ids": [5],
+    "prompt_embeds": "x",
+    "kv_transfer_params": {"remote_host": "x"},
+    "lora_path": "x",
+    "n_predict": 5,
+    "mirostat": 2,
+    "dynatemp_range": 0.5,
+    "dry_multiplier": 0.8,
+    "xtc_probability": 0.5,
+    "suffix": "x",
+    "guided_decoding_backend": "outlines",
+    "guided_whitespace_pattern": " ",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGES_THE_ANSWER.items())
+async def test_field_that_would_change_the_answer_is_refused(
+    client: Any, served: Served, name: str, value: object
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"{name} is not served") as refusal:
+        await client.chat.completions.create(model="stub", messages=HELLO, extra_body={name: value})
+    assert refusal.value.param == name
+    assert served.worker.submits == []
+
+
+@pytest.mark.parametrize("name", PERMITTED_VALUES)
+async def test_value_that_means_the_same_as_none_is_accepted(client: Any, name: str) -> None:
+    for value in PERMITTED_VALUES[name]:
+        await client.completions.create(
+            model="stub", prompt="x", max_tokens=1, extra_body={name: value}
+        )
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 5000}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0, "max_tokens": 5}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"min_tokens": 9, "max_completion_tokens": 5}, "min_tokens"),
+    ],
+)
+async def test_refusal_names_the_field_that_the_client_sent(
+    client: Any, body: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await client.chat.completions.create(model="stub", messages=HELLO, extra_body=body)
+    assert refusal.value.param == name
+    assert name in message_of(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "start"),
+    [
+        ({"messages": [user([{"type": "text", "text": 5}])]}, "messages.0.content.0.text: "),
+        ({"messages": [user([{"text": "x"}])]}, "messages.0.content.0.type: Field required"),
+        ({"messages": [user([5])]}, "messages.0.content.0: Input should be an object"),
+        ({"messages": [user(5)]}, "messages.0.content: Input should be a valid string"),
+        ({"messages": [5]}, "messages.0: Input should be an object"),
+        ({"messages": [{"content": 7}]}, "messages.0.role: Field required"),
+        ({"messages": HELLO, "stop": [1]}, "stop.0: Input should be a valid string"),
+        ({"messages": HELLO, "stop": 1}, "stop: Input should be a valid string"),
+        ({"messages": HELLO, "early_stopping": 1}, "early_stopping: "),
+        ({"messages": HELLO, "stream_options": 1}, "stream_options: Input should be an object"),
+        ({"messages": HELLO, "logit_bias": {"5": "x"}}, "logit_bias.5: "),
+    ],
+)
+async def test_refusal_of_a_nested_value_names_the_form_that_was_meant(
+    client: Any, body: dict[str, Any], start: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await client.chat.completions.create(model="stub", messages=HELLO, extra_body=body)
+    assert message_of(refusal.value).startswith(start)
+    assert refusal.value.param == start.partition(":")[0].partition(".")[0]

@@ -1,0 +1,163 @@
+"""The fuzz run: draws inputs by a seed, sends each to a router, and stops at the first problem."""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import itertools
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.fuzz.inputs import Input
+from tests.fuzz.strategies import HttpRoute, inputs
+from tests.fuzz.target import Target, target
+from tests.support.served_router import model_folder
+
+PART = 500
+"""Inputs per seed of hypothesis, which keeps all inputs that it has drawn with a seed."""
+COMPANION_EVERY = 20
+MAX_TRIES = 200
+"""Most inputs that are sent in the search for a smaller failing one."""
+MAX_GROWTH = 64 << 20
+"""Bytes of memory that the run may keep."""
+
+
+@dataclass
+class Result:
+    """Counts of a run, and the smallest input with a problem, if there was one."""
+
+    num_inputs: int = 0
+    failing: Input | None = None
+    problem: str = ""
+    growth: int = 0  # bytes of memory kept since the end of the first part
+    longest_callback: float = 0.0  # seconds of CPU
+    seconds: float = 0.0
+    reached: Counter[str] = field(default_factory=Counter)
+
+
+class Found(Exception):
+    """An input caused a problem."""
+
+
+class Session:
+    """A target on an event loop of its own."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self.runner = self._stack.enter_context(asyncio.Runner())
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        self._context = target(model_folder(Path(folder)))
+        self.sent: set[int] = set()  # hashes of inputs; hypothesis draws many of them again
+        self.target: Target = self.runner.run(self._context.__aenter__())
+
+    def close(self) -> None:
+        self.runner.run(self._context.__aexit__(None, None, None))
+        self._stack.close()
+
+
+def run(num_inputs: int, seed_: int, tell: Callable[[str], None] = lambda line: None) -> Result:
+    """Send `num_inputs` inputs, or fewer if one of them causes a problem."""
+    result, session = Result(), Session()
+    began = time.perf_counter()
+    before = 0
+    try:
+        for part in itertools.count():
+            if result.num_inputs >= num_inputs or result.problem:
+                break
+            _run_part(session, num_inputs, seed_ * 1_000_003 + part, result)
+            before = before or _resident()
+            tell(f"{result.num_inputs} inputs, {time.perf_counter() - began:.0f} s")
+        result.problem = result.problem or session.runner.run(session.target.settle())
+        result.longest_callback = session.target.times.longest
+        result.growth = _resident() - before
+    finally:
+        session.close()
+    if not result.problem and result.growth > MAX_GROWTH:
+        result.problem = f"{result.growth >> 20} MiB of memory are not given back"
+    result.seconds = time.perf_counter() - began
+    return result
+
+
+def _run_part(session: Session, num_inputs: int, seed_: int, result: Result) -> None:
+    """Send up to `PART` inputs; hypothesis looks for a smaller one after the first problem."""
+    tries = 0
+
+    def send(given_: Input) -> None:
+        nonlocal tries
+        is_over = tries >= MAX_TRIES or (result.num_inputs >= num_inputs and not result.problem)
+        if is_over or hash(given_) in session.sent:
+            return
+        session.sent.add(hash(given_))
+        tries += bool(result.problem)
+        result.num_inputs += not result.problem
+        problem = check(session, given_, result.num_inputs % COMPANION_EVERY == 0)
+        if problem:
+            late = session.target.late
+            result.failing, result.problem = late[0] if late else (given_, problem)
+            if session.target.is_spoiled:  # now every input would fail
+                tries = MAX_TRIES
+            raise Found(problem)
+
+    reached = session.target.reached
+    try:
+        draw(session.target.routes, PART, seed_, send)
+    except Exception:
+        if not result.problem:
+            raise
+        # `result` has the smallest input; hypothesis may complain that it did not fail again.
+    result.reached += reached
+    reached.clear()
+
+
+def draw(
+    routes: Sequence[HttpRoute], count: int, seed_: int, send: Callable[[Input], None]
+) -> None:
+    """Draw about `count` inputs and call `send` with each; if it raises, draw smaller ones."""
+    kind = settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+
+    def send_one(given_: Input) -> None:
+        send(given_)
+
+    seed(seed_)(kind(given(inputs(routes))(send_one)))()
+
+
+def check(session: Session, given_: Input, with_companion: bool) -> str:
+    """Send one input to the session's target; return its problem, or an empty string."""
+    problem = session.runner.run(session.target.check(given_))
+    if not problem and with_companion:
+        problem = session.runner.run(session.target.swap_companion())
+    return problem
+
+
+def replay(given_: Input) -> str:
+    """Send one input to a new router; return its problem, or an empty string."""
+    session = Session()
+    try:
+        problem = session.runner.run(session.target.swap_companion())
+        problem = problem or check(session, given_, True)
+        return problem or session.runner.run(session.target.settle())
+    finally:
+        session.close()
+
+
+def _resident() -> int:
+    """Return the resident memory in bytes, without memory that could be given back."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)

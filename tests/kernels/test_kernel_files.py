@@ -1,0 +1,28 @@
+"""Kernels are in files of their own, so that the other files read as the operations' contracts."""
+
+import re
+from pathlib import Path
+
+KERNELS = Path(__file__).resolve().parent.parent.parent / "kernels"
+FILES = {
+    str(path.relative_to(KERNELS).with_suffix("")): path.read_text()
+    for path in sorted(KERNELS.rglob("*.py"))
+}
+OPERATIONS = sorted(path.parent.name for path in KERNELS.glob("*/op.py"))
+
+
+def files_with(pattern: str) -> set[str]:
+    return {name for name, text in FILES.items() if re.search(pattern, text, re.MULTILINE)}
+
+
+def test_triton_kernels_are_only_in_files_named_triton() -> None:
+    found = files_with(r"^@jit\b")
+    assert len(found) > len(OPERATIONS)
+    assert not {name for name in found if not name.split("/")[1].startswith("triton")}
+
+
+def test_numba_loops_of_operations_are_only_in_files_named_cpu() -> None:
+    found = files_with(r"^@(inner|entry|numba\.njit)\b|^import numba$")
+    assert len(found) > len(OPERATIONS)
+    operations = {name for name in found if name.split("/")[0] in OPERATIONS}
+    assert not {name for name in operations if not name.split("/")[1].startswith("cpu")}

@@ -1,0 +1,53 @@
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.flags import read_spec
+from penstock.loadtests.comparison.arrangements.__main__ import Options, main
+from penstock.loadtests.comparison.arrangements.arrangements import ARRANGEMENTS
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--arrangements", "three"], "unknown arrangement 'three': expected one of default"),
+        (["--streams", "0"], "--streams must be numbers of at least 1"),
+        (["--streams", "many"], "--streams must be numbers of at least 1"),
+        (["--rounds", "0"], "must be at least 1"),
+        (["--save-json", "/nowhere/x.json"], "--save-json /nowhere/x.json: its folder does not"),
+        (["--peers", "x"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_flags_give_a_one_line_error(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(flags)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    error = capsys.readouterr().err
+    assert code == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_loads_are_those_of_the_flags(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = "\n".join(f"2023-11-16 18:00:{at:02d}.0,400,40" for at in range(60))
+    trace.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}\n")
+    options = Options(streams=("64", "1"), requests=2, mix=True, trace=str(trace), trace_keep=1.0)
+    loads = options.loads()
+    names = ["64 streams", "1 stream", "changing mix", "trace"]
+    assert [load.name for load in loads] == names
+    assert [len(load.plan) for load in loads if load.concurrency] == [128, 8]
+    assert [(one.input_len, one.output_len) for one in loads[-1].plan[:1]] == [(100, 10)]
+    assert [load.goals is not None for load in loads] == [False, False, True, True]
+
+
+def test_serve_accepts_the_arguments_of_every_arrangement() -> None:
+    for each in ARRANGEMENTS:
+        spec = read_spec(each.serve_arguments("demo", 2048, ("--max-model-len", "4096")))
+        pools = (spec.pools.prefill, spec.pools.decode, spec.pools.mixed)
+        used = [pool for pool in pools if pool.replicas]
+        assert sum(pool.replicas for pool in used) == each.num_workers
+        assert {pool.kv_cache_mib for pool in used} == {2048 // each.num_workers}

@@ -1,0 +1,41 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.loadtests.micro.placement import BLOCK, NEW_BLOCKS, Fixture, Load, main
+
+SMALL = Load(("3",), blocks=600, depth=120, decisions=5)
+
+
+def test_fixture_has_the_blocks_and_prompts_extend_what_a_worker_has() -> None:
+    fixture = Fixture(SMALL, 3)
+    held = sum(fixture.index.num_blocks(name) for name in fixture.names)
+    assert held == fixture.num_pairs >= SMALL.blocks
+    request = fixture.request(1)
+    hashes = request.prompt_hashes[BLOCK]
+    assert len(hashes) == SMALL.depth
+    assert max(fixture.index.match(hashes).values()) == SMALL.depth - NEW_BLOCKS
+
+
+def test_decisions_use_the_index() -> None:
+    fixture = Fixture(SMALL, 3)
+    blocks, name = fixture.chats[0]
+    for view in fixture.registry.views():
+        view.update_load(view.load._replace(queued_tokens=0), 0.0)
+    request = fixture.request(1)
+    depths = fixture.index.match(request.prompt_hashes[BLOCK])
+    assert depths[fixture.decide(request)] == max(depths.values())
+    assert fixture.index.match(blocks)[name] == len(blocks)
+
+
+def test_command_prints_and_saves_the_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    options = ["--workers", "2", "3", "--blocks", "600", "--depth", "120", "--decisions", "5"]
+    assert main([*options, "--save-json", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert [each["workers"] for each in written["figures"]] == [2, 3]
+    assert all(each["bytes_per_block"] > 0 for each in written["figures"])
+    assert "hashing 120 blocks" in capsys.readouterr().out

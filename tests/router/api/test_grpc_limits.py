@@ -1,0 +1,147 @@
+"""Limits on gRPC clients, and malformed messages of all services."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import AsyncMock
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from penstock.router.api.grpc_calls import CallHandlers
+from penstock.router.config import RouterConfig
+from tests.support.served_router import Served, serving, until
+from tests.support.stub_worker import StubWorker
+
+SERVICE = "penstock.v1.Inference"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+METHODS = [
+    *(f"/{SERVICE}/{name}" for name in ("Generate", "Tokenize", "ListModels")),
+    *("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", REFLECTION),
+]
+MALFORMED = b"\xff\xff\xff"
+
+
+@contextlib.asynccontextmanager
+async def limited(config: RouterConfig, **bounds: Any) -> AsyncIterator[grpc.aio.Channel]:
+    """Serve with limits on connections; return a channel to the router."""
+    small = replace(config, connections=replace(config.connections, **bounds))
+    async with serving(small, StubWorker()) as served, channel_to(served) as channel:
+        yield channel
+
+
+def channel_to(served: Served) -> grpc.aio.Channel:
+    # A pool of its own: channels with equal options share a connection.
+    return grpc.aio.insecure_channel(
+        served.router.grpc_address, [("grpc.use_local_subchannel_pool", 1)]
+    )
+
+
+async def status_of(call: grpc.aio.StreamStreamCall) -> tuple[grpc.StatusCode, str]:
+    async with asyncio.timeout(60):
+        return await call.code(), await call.details()
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_malformed_messages_are_invalid_and_leave_no_traceback(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    async with limited(config) as channel:
+        code, details = await status_of(channel.stream_stream(method)(iter([MALFORMED])))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "not a valid" in details
+        assert "class" not in details
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+async def test_client_that_goes_while_its_call_is_refused_leaves_no_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gone = grpc.aio.InternalError("the client has cancelled the call")
+
+    async def refuse(request: Any, context: Any) -> Any:
+        raise gone
+
+    async def request() -> AsyncIterator[bytes]:
+        yield b""
+
+    calls = CallHandlers(receive_seconds=60.0, check_large=AsyncMock())
+    for handler in (
+        calls.unary(health_pb2.HealthCheckRequest, refuse).stream_unary,
+        calls.streaming(health_pb2.HealthCheckRequest, refuse).stream_stream,
+    ):
+        with pytest.raises(asyncio.CancelledError):
+            await handler(request(), None)
+    assert caplog.records == []
+
+
+async def test_methods_that_do_not_exist_are_unimplemented(config: RouterConfig) -> None:
+    async with limited(config) as channel:
+        call = channel.stream_stream("/grpc.health.v1.Health/List")(iter([b""]))
+        assert (await status_of(call))[0] is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("method", METHODS)
+async def test_call_without_a_message_ends(
+    config: RouterConfig, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    quick = replace(config, bounds=replace(config.bounds, receive_seconds=0.2))
+    async with limited(quick) as channel:
+        code, details = await status_of(channel.stream_stream(method)())
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert details == "no message arrived within 0.2 s"
+        if method != REFLECTION:
+            empty = channel.stream_stream(method)(iter(()))
+            assert (await status_of(empty))[0] is grpc.StatusCode.INVALID_ARGUMENT
+        cancelled = channel.stream_stream(method)()
+        await cancelled.wait_for_connection()
+        cancelled.cancel()
+        alive = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert await alive(b"")
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+async def test_watches_of_one_address_are_bounded(config: RouterConfig) -> None:
+    request = health_pb2.HealthCheckRequest()
+    async with limited(config, max_health_watches=2) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        first, second = stub.Watch(request), stub.Watch(request)
+        await first.read()
+        await second.read()
+        assert (await status_of(stub.Watch(request)))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.cancel()
+        async with asyncio.timeout(60):
+            while True:
+                again = stub.Watch(request)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    assert (await again.read()).status == health_pb2.HealthCheckResponse.SERVING
+                    break
+
+
+async def test_calls_of_one_connection_are_bounded(config: RouterConfig) -> None:
+    request = health_pb2.HealthCheckRequest()
+    async with limited(config, max_grpc_calls=1) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(request)
+        await watch.read()
+        waiting = asyncio.ensure_future(stub.Check(request))
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await stub.Check(request, timeout=0.3)
+        assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        watch.cancel()
+        assert (await waiting).status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.mark.parametrize("bound", ["grpc_idle_seconds", "grpc_age_seconds"])
+async def test_idle_and_old_connections_are_closed(config: RouterConfig, bound: str) -> None:
+    async with limited(config, **{bound: 0.2}) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest()
+        assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+        await until(lambda: channel.get_state() is grpc.ChannelConnectivity.IDLE)
+        assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING

@@ -1,0 +1,329 @@
+"""CacheFeed: it knows a worker's blocks exactly, or none of them and asks for a snapshot."""
+
+import itertools
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from penstock.common.block_hash import short_hashes
+from penstock.router.routing.prefix_cache.cache_events import (
+    CacheChange,
+    CacheEvents,
+    CacheSnapshot,
+)
+from penstock.router.routing.prefix_cache.cache_feed import MAX_RESYNC_SECONDS, CacheFeed
+from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
+from penstock.workers.scheduling.cache_report import CacheReporter
+from penstock.workers.scheduling.kv_pool import BlockPool
+from tests.support.cached_blocks import PREFIXES, cache, chain, forget
+
+CAPACITY = 4
+
+
+def snapshot(*hashes: int, number: int = 0, chunk: int = 0, last: bool = True) -> CacheSnapshot:
+    return CacheSnapshot("w", "w-1", number, chunk, last, hashes)
+
+
+def events(first: int, *changes: CacheChange, incarnation: str = "w-1") -> CacheEvents:
+    return CacheEvents("w", incarnation, first, changes)
+
+
+def stored(parent: int, hashes: Sequence[int]) -> CacheChange:
+    return CacheChange(stored=hashes, parents=[parent])
+
+
+def evicted(*hashes: int) -> CacheChange:
+    return CacheChange(evicted=hashes)
+
+
+def following(*hashes: int) -> tuple[PrefixIndex, CacheFeed]:
+    """Return a feed that has got a snapshot with these blocks."""
+    index = PrefixIndex()
+    feed = CacheFeed(index)
+    feed.worker_up("w", "w-1", CAPACITY, 0.0)
+    assert not feed.is_current("w")
+    assert feed.apply_snapshot(snapshot(*hashes), 0.0) is None
+    assert feed.is_current("w")
+    return index, feed
+
+
+def test_changes_are_applied_in_order() -> None:
+    index, feed = following(1, 2)
+    both = CacheChange(evicted=[2], stored=[3, 4, 9], parents=[1, 0])
+    assert feed.apply_events(events(0, both, evicted(9), stored(4, [5])), 0.0) is None
+    assert index.match([1, 3, 4, 5]) == {"w": 4}
+    assert index.num_blocks("w") == 4
+    assert feed.apply_events(events(3, evicted(4, 5)), 0.0) is None
+    assert index.match([1, 3, 4]) == {"w": 2}
+
+
+def test_snapshot_arrives_in_chunks() -> None:
+    index = PrefixIndex()
+    feed = CacheFeed(index)
+    feed.worker_up("w", "w-1", CAPACITY, 0.0)
+    assert feed.apply_events(events(3, stored(0, [7])), 0.0) is None  # before the snapshot
+    assert feed.apply_snapshot(snapshot(1, 2, number=5, last=False), 0.0) is None
+    assert not feed.is_current("w")
+    assert feed.apply_snapshot(snapshot(3, number=5, chunk=1), 0.0) is None
+    assert feed.apply_events(events(5, stored(3, [4])), 0.0) is None
+    assert index.match([1, 2, 3, 4, 7]) == {"w": 4}
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (events(1, stored(0, [3])), "change 0 is missing, got 1"),
+        (events(0, stored(5, [3])), "a block was stored after an unknown one"),
+        (events(0, evicted(3)), "an unknown block was evicted"),
+        (events(0, evicted(1, 1)), "an unknown block was evicted"),
+        (events(0, stored(0, [3, 4, 5])), "5 blocks are stored, but the worker has 4"),
+        (events(0, incarnation="w-0"), r"another incarnation \('w-0'\)"),
+        (snapshot(1), "a snapshot arrived that was not requested"),
+    ],
+    ids=lambda bad: "" if isinstance(bad, str) else type(bad).__name__,
+)
+def test_bad_event_leads_to_no_blocks_and_a_request_for_a_snapshot(
+    bad: CacheEvents | CacheSnapshot, reason: str
+) -> None:
+    index, feed = following(1, 2)
+    if isinstance(bad, CacheEvents):
+        resync = feed.apply_events(bad, 0.0)
+    else:
+        resync = feed.apply_snapshot(bad, 0.0)
+    assert resync is not None
+    assert re.search(reason, resync.reason)
+    assert index.num_blocks("w") == 0
+    assert feed.apply_events(events(1, stored(0, [3])), 0.0) is None  # sent before the snapshot
+    assert index.num_blocks("w") == 0
+    assert feed.apply_snapshot(snapshot(1, 3, number=9), 0.0) is None
+    assert index.match([1, 3]) == {"w": 2}
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        snapshot(2, chunk=2),
+        snapshot(2, chunk=1, number=4),
+        snapshot(2, 3, 4, 5, chunk=1),
+        events(0, stored(0, [3])),
+    ],
+)
+def test_bad_chunk_of_a_snapshot_leads_to_another_snapshot(
+    second: CacheEvents | CacheSnapshot,
+) -> None:
+    index = PrefixIndex()
+    feed = CacheFeed(index)
+    feed.worker_up("w", "w-1", CAPACITY, 0.0)
+    assert feed.apply_snapshot(snapshot(1, last=False), 0.0) is None
+    if isinstance(second, CacheEvents):
+        assert feed.apply_events(second, 0.0) is not None
+    else:
+        assert feed.apply_snapshot(second, 0.0) is not None
+    assert index.num_blocks("w") == 0
+    assert feed.apply_snapshot(snapshot(1), 0.0) is None
+    assert feed.is_current("w")
+
+
+def test_snapshot_that_never_arrived_is_requested_when_changes_arrive() -> None:
+    index = PrefixIndex()
+    feed = CacheFeed(index)
+    feed.worker_up("w", "w-1", CAPACITY, 5.0)
+    assert feed.apply_events(events(3, stored(0, [7])), 14.9) is None
+    resync = feed.apply_events(events(4), 15.1)
+    assert resync is not None
+    assert resync.reason == "changes arrived, but no snapshot"
+    assert feed.apply_snapshot(snapshot(1), 15.2) is None
+    assert feed.is_current("w")
+
+
+def test_requests_for_snapshots_of_a_lying_worker_become_rare() -> None:
+    index, feed = following()
+    times = []
+    for tick in range(3000):
+        now = tick / 10
+        resyncs = feed.due_resyncs(now)
+        if not feed.is_current("w"):
+            feed.apply_snapshot(snapshot(), now)
+        resync = feed.apply_events(events(0, evicted(tick)), now)
+        times += [now] * (len(resyncs) + (resync is not None))
+        assert index.num_blocks("w") == 0
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert pauses[:4] == pytest.approx([1, 2, 4, 8])
+    assert max(pauses) == pytest.approx(MAX_RESYNC_SECONDS)
+    assert len(times) < 12
+
+
+def test_a_gap_after_a_long_time_without_one_is_repaired_at_once() -> None:
+    _, feed = following()
+    now = 0.0
+    for _ in range(5):
+        assert feed.apply_events(events(7), now) is not None
+        feed.apply_snapshot(snapshot(), now)
+        now += 200.0
+
+
+def test_lost_worker_has_no_blocks_and_its_late_events_are_ignored() -> None:
+    index, feed = following(1)
+    feed.worker_lost("w")
+    assert index.num_blocks("w") == 0
+    assert feed.apply_events(events(0, stored(0, [3])), 0.0) is None
+    assert feed.apply_snapshot(snapshot(3), 0.0) is None
+    assert feed.due_resyncs(99.0) == []
+    assert index.num_blocks("w") == 0
+
+
+# ------------------------------------------------------------------ feed and pool together
+
+
+@dataclass
+class Channel:
+    """A router's feed of the worker, with the messages on their way to it."""
+
+    index: PrefixIndex = field(default_factory=PrefixIndex)
+    feed: CacheFeed = field(init=False)
+    messages: deque[CacheEvents | CacheSnapshot] = field(default_factory=deque)
+    is_live: bool = False  # the worker has sent a snapshot since the last request
+
+    def __post_init__(self) -> None:
+        self.feed = CacheFeed(self.index)
+
+    def connect(self, incarnation: str, now: float) -> None:
+        self.messages.clear()
+        self.is_live = False
+        self.feed.worker_up("w", incarnation, CAPACITY, now)
+
+    def read(self, now: float) -> None:
+        message = self.messages.popleft()
+        if isinstance(message, CacheEvents):
+            resync = self.feed.apply_events(message, now)
+        else:
+            resync = self.feed.apply_snapshot(message, now)
+        if resync is not None:
+            self.is_live = False
+
+
+class FeedMachine(RuleBasedStateMachine):
+    """A pool and two routers; messages are lost, duplicated and reordered, streams end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.num_starts = 0
+        self.routers = [Channel(), Channel()]
+        self.start_worker()
+
+    @rule()
+    def start_worker(self) -> None:
+        self.num_starts += 1
+        self.pool = BlockPool(CAPACITY)
+        self.reporter = CacheReporter(self.pool)
+        for router in self.routers:
+            router.connect(self.incarnation, self.now)
+
+    @property
+    def incarnation(self) -> str:
+        return f"w-{self.num_starts}"
+
+    @rule(names=PREFIXES)
+    def cache(self, names: tuple[int, ...]) -> None:
+        cache(self.pool, names)
+
+    @rule(names=PREFIXES)
+    def forget(self, names: tuple[int, ...]) -> None:
+        forget(self.pool, self.pool.match(chain(*names)))
+
+    @rule(chunk_size=st.integers(1, 3))
+    def report(self, chunk_size: int) -> None:
+        if not all(router.is_live for router in self.routers):
+            self.reporter.request_snapshot()
+        report = self.reporter.report()
+        if report is None:
+            return
+        for router in self.routers:
+            if router.is_live and (change := report.change) is not None:
+                listed = [CacheChange(change.evicted, change.stored, change.parents)]
+                router.messages.append(CacheEvents("w", self.incarnation, change.number, listed))
+            elif not router.is_live and report.snapshot is not None:
+                router.is_live = True
+                hashes, number = report.snapshot.hashes, report.snapshot.next_number
+                for chunk, start in enumerate(range(0, max(len(hashes), 1), chunk_size)):
+                    end = start + chunk_size
+                    is_last = end >= len(hashes)
+                    router.messages.append(
+                        CacheSnapshot(
+                            "w", self.incarnation, number, chunk, is_last, hashes[start:end]
+                        )
+                    )
+
+    @rule(number=st.integers(0, 1), count=st.integers(1, 4))
+    def read(self, number: int, count: int) -> None:
+        router = self.routers[number]
+        for _ in range(min(count, len(router.messages))):
+            router.read(self.now)
+
+    @rule(number=st.integers(0, 1), fault=st.sampled_from(["lose", "duplicate", "swap"]))
+    def disturb(self, number: int, fault: str) -> None:
+        messages = self.routers[number].messages
+        if fault == "lose" and messages:
+            messages.popleft()
+        elif fault == "duplicate" and messages:
+            messages.insert(0, messages[0])
+        elif fault == "swap" and len(messages) > 1:
+            messages[0], messages[1] = messages[1], messages[0]
+
+    @rule(number=st.integers(0, 1), restarts=st.booleans())
+    def reconnect(self, number: int, restarts: bool) -> None:
+        if restarts:
+            self.routers[number] = Channel()
+        self.routers[number].connect(self.incarnation, self.now)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 70.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for router in self.routers:
+            if router.feed.due_resyncs(self.now):
+                router.is_live = False
+
+    def published(self) -> set[int]:
+        return set(short_hashes(self.pool.hashes()))
+
+    @invariant()
+    def unknown_blocks_are_never_counted(self) -> None:
+        for router in self.routers:
+            assert router.index.num_blocks("w") <= CAPACITY
+
+    def teardown(self) -> None:
+        """After quiet, each index equals the pool."""
+        for number in range(9):
+            # A new block: its event shows routers that an earlier event is missing.
+            cache(self.pool, (90 + number,))
+            self.wait(70.0)
+            self.report(chunk_size=2)
+            for router in self.routers:
+                while router.messages:
+                    router.read(self.now)
+        for router in self.routers:
+            assert router.feed.is_current("w")
+            assert_equal(router.index, self.published(), self.all_hashes())
+
+    def all_hashes(self) -> Sequence[int]:
+        names: list[tuple[int, ...]] = [(), (0,), (1,), (2,)]
+        for _ in range(3):
+            names = [*names, *((*one, last) for one in names for last in range(3))]
+        names += [(90 + number,) for number in range(9)]
+        return short_hashes({chain(*one)[-1] for one in names if one})
+
+
+def assert_equal(index: PrefixIndex, published: set[int], known: Sequence[int]) -> None:
+    assert index.num_blocks("w") == len(published)
+    assert {digest for digest in known if index.match((digest,))} == published
+
+
+TestFeedMachine = FeedMachine.TestCase
+TestFeedMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

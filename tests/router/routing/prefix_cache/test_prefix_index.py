@@ -1,0 +1,158 @@
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex, bits
+
+WORKERS = ["a", "b", "c"]
+
+
+class WalkedIndex:
+    """The definition of `match`: walk the prompt for each worker."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, set[int]] = {}
+
+    def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
+        depths = {}
+        for worker, blocks in self.blocks.items():
+            missing = [depth for depth, block in enumerate(hashes) if block not in blocks]
+            depths[worker] = missing[0] if missing else len(hashes)
+        return {worker: depth for worker, depth in depths.items() if depth}
+
+
+def path(leaf: int) -> list[int]:
+    """Return the blocks from the root to a node of a tree: the parent of n is (n - 1) // 2."""
+    nodes = [leaf]
+    while nodes[-1] > 0:
+        nodes.append((nodes[-1] - 1) // 2)
+    return [2**63 + node for node in reversed(nodes)]
+
+
+nodes = st.integers(0, 62)
+workers = st.sampled_from(WORKERS)
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Stores and evicts blocks of a tree in any order, and compares with the plain walk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index, self.oracle = PrefixIndex(), WalkedIndex()
+
+    @rule(worker=workers, node=nodes, start=st.integers(0, 5), names_parent=st.booleans())
+    def store_run(self, worker: str, node: int, start: int, names_parent: bool) -> None:
+        blocks = path(node)
+        start = min(start, len(blocks) - 1)
+        parent = blocks[start - 1] if start else START
+        self.index.store(worker, blocks[start:], parent if names_parent else None)
+        self.oracle.blocks.setdefault(worker, set()).update(blocks[start:])
+
+    @rule(worker=workers, some=st.lists(nodes, max_size=6))
+    def store_in_any_order(self, worker: str, some: list[int]) -> None:
+        blocks = [2**63 + node for node in some]
+        self.index.store(worker, blocks)
+        self.oracle.blocks.setdefault(worker, set()).update(blocks)
+
+    @rule(worker=workers, some=st.lists(nodes, max_size=6))
+    def evict_in_any_order(self, worker: str, some: list[int]) -> None:
+        blocks = [2**63 + node for node in some]
+        self.index.evict(worker, blocks)
+        self.oracle.blocks.get(worker, set()).difference_update(blocks)
+
+    @rule(worker=workers)
+    def clear(self, worker: str) -> None:
+        self.index.clear(worker)
+        self.oracle.blocks.pop(worker, None)
+
+    @rule(node=nodes)
+    def match_one_prompt(self, node: int) -> None:
+        assert self.index.match(path(node)) == self.oracle.match(path(node))
+
+    @rule(worker=workers, node=nodes)
+    def ask_for_one_block(self, worker: str, node: int) -> None:
+        has_it = 2**63 + node in self.oracle.blocks.get(worker, ())
+        assert self.index.holds(worker, 2**63 + node) == has_it
+        assert (worker in self.index.match([2**63 + node])) == has_it
+
+    @rule()
+    def match_all_prompts(self) -> None:
+        for leaf in range(31, 63):
+            assert self.index.match(path(leaf)) == self.oracle.match(path(leaf))
+
+    @invariant()
+    def numbers_of_blocks_agree(self) -> None:
+        for worker in WORKERS:
+            blocks = self.oracle.blocks.get(worker, ())
+            assert self.index.num_blocks(worker) == len(blocks)
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=70), st.integers(1, 40))
+def test_levels_of_prefixes_are_their_distinct_depths(depths: list[int], length: int) -> None:
+    """Prefix-closed sets with many workers: the masks are wider than a machine word."""
+    index, prompt = PrefixIndex(), list(range(1, length + 1))
+    for number, depth in enumerate(depths):
+        index.store(f"w{number}", prompt[:depth], START)
+    expected = sorted({min(depth, length) for depth in depths} - {0})
+    levels = index.levels(prompt)
+    assert [depth for depth, _ in levels] == expected
+    for depth, mask in levels:
+        assert {index.slot(f"w{n}") for n, d in enumerate(depths) if d >= depth} == set(bits(mask))
+
+
+def test_an_index_without_blocks_matches_nothing() -> None:
+    index = PrefixIndex()
+    assert index.match([1, 2]) == {}
+    index.store("a", [])
+    assert index.match([]) == index.match([1]) == {}
+
+
+def test_slot_of_a_cleared_worker_is_used_again() -> None:
+    index = PrefixIndex()
+    index.store("a", [1, 2], START)
+    index.clear("a")
+    index.store("b", [1], START)
+    assert index.match([1, 2]) == {"b": 1}
+    assert index.slot("b") == 0
+
+
+@pytest.mark.parametrize("parent", [START, None])
+def test_removed_blocks_take_no_memory(parent: int | None) -> None:
+    index = PrefixIndex()
+    for number in range(200):  # many short continuations of one block
+        index.store("a", [1, 10 + number], parent)
+        index.match([1, 10 + number])
+        index.evict("a", [10 + number])
+    index.evict("a", [1])
+    children = index._children
+    tables = (index._reachable, index._loose, index._hints)
+    assert not any((*tables, children._of, children._limits))
+
+
+class CountingDict(dict[int, int]):
+    """Counts look-ups."""
+
+    num_lookups = 0
+
+    def get(self, key: int, default: int | None = None) -> int | None:  # type: ignore[override]
+        self.num_lookups += 1
+        return super().get(key, default)
+
+
+def test_a_match_looks_up_few_blocks_of_a_long_prompt() -> None:
+    index, prompt = PrefixIndex(), list(range(1, 751))
+    for number, depth in enumerate((1, 100, 500, 750)):
+        index.store(f"w{number}", prompt[:depth], START)
+    table = index._reachable = CountingDict(index._reachable)
+    assert index.match(prompt) == {"w0": 1, "w1": 100, "w2": 500, "w3": 750}
+    assert table.num_lookups < 45
+    table.num_lookups = 0
+    assert index.match(prompt) == {"w0": 1, "w1": 100, "w2": 500, "w3": 750}
+    assert table.num_lookups < 10  # the depths of the last match are tried first

@@ -1,0 +1,154 @@
+"""A simulated worker: a batcher, a model that hashes its tokens, planned steps, KV transfers."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.loadtests.simulator.model.hash_model import HashModel, copy_blocks
+from penstock.loadtests.simulator.model.hash_model_beams import Answer, HashModelBeams
+from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
+from penstock.workers.scheduling.kv_pool import State
+from penstock.workers.scheduling.sequence import Ints, Key, StepOutput, StepPlan
+
+
+class BatcherWorker:
+    """A batcher with its hash model and up to two planned steps; asserts the block invariants."""
+
+    def __init__(self, limits: SchedulerConfig) -> None:
+        self.batcher = Batcher(limits)
+        self.model = HashModel(limits.num_blocks, limits.block_size)
+        self.beams = HashModelBeams(limits.max_model_len)
+        self.plan: StepPlan | None = None  # in flight; its slots are read and written at commit
+        self.next: StepPlan | None = None  # step planned after `plan`
+        self.abandoned: dict[Key, Ints] = {}  # blocks of dropped sequences, still being written
+        self.dropped: set[Key] = set()
+        self.num_ahead = 0  # steps planned while another was in flight
+        self.num_copies = 0  # copy-on-write block copies
+        self.num_forks = 0  # rows whose first token comes from another row's logits
+        self.num_moved = 0  # beams that continued from another beam's tokens
+
+    def plan_step(self) -> None:
+        """Plan a step. If a step is in flight, plan the next one, unless it is planned already."""
+        if self.next is not None:
+            return
+        pool, limits = self.batcher.pool, self.batcher.limits
+        self.model.poison(np.flatnonzero(pool.state == State.FREE).astype(np.int32))
+        plan = self.batcher.plan()
+        if self.plan is None:
+            self.plan = plan
+        else:
+            self.next = plan
+            self.num_ahead += plan is not None
+        if plan is not None:
+            assert 1 <= len(plan.tokens) <= limits.max_batched_tokens
+            assert len(set(plan.slots.tolist())) == len(plan.slots)
+
+    def withdraw(self) -> None:
+        if self.next is not None:
+            self.batcher.withdraw(self.next)
+            self.next = None
+
+    def scored(self) -> list[tuple[Key, int]]:
+        """Return the key and the position of each prompt logprob of the step in flight."""
+        assert self.plan is not None
+        owners = np.searchsorted(self.plan.query_starts, self.plan.scored, side="right") - 1
+        keys = self.batcher.table.keys[self.plan.rows[owners]]
+        positions = self.plan.positions[self.plan.scored].tolist()
+        return [
+            (key, position)
+            for key, position in zip(keys, positions, strict=True)
+            if key not in self.dropped
+        ]
+
+    def commit(self) -> tuple[StepOutput, dict[Key, list[Answer]]]:
+        """Run the hash model on the step in flight and commit the step.
+
+        Returns the output, and the answers of the beam searches that ended.
+        """
+        assert self.plan is not None
+        plan, table = self.plan, self.batcher.table
+        drawn, beams, over = self.beams.draw(plan, table, self.model.hash(plan))
+        if self.next is not None:
+            assert beams is None
+            self.next.fill(drawn)
+        if beams is not None:
+            self.num_moved += int((beams.parents != beams.rows).sum())
+        for key in over:
+            self.batcher.finish(key)
+        searches = {key: self.beams.close(key) for key in over}
+        output = self.batcher.commit(plan, drawn, beams)
+        self.num_copies += len(plan.copies)
+        self.num_forks += len(plan.forks)
+        self.plan, self.next = self.next, None
+        assert not self.dropped & set(output.keys)
+        return output, searches
+
+    def drop(self, key: Key) -> None:
+        self.batcher.drop(key)
+        self.beams.close(key)
+        self.dropped.add(key)
+
+    def fail(self, key: Key) -> None:
+        """Fail a sequence of the step in flight, as after non-finite logits."""
+        self.batcher.fail(key)
+        self.beams.close(key)
+        self.dropped.add(key)
+
+    def end_abandoned_writes(self) -> None:
+        """End the transfers to sequences that were dropped; their blocks become free."""
+        for key, blocks in self.abandoned.items():
+            self.model.poison(blocks)  # still being written until now, so not reused
+            self.batcher.transfer_drained(key)
+        self.abandoned = {}
+
+    def content(self, blocks: Ints) -> list[int]:
+        """Return the slot values of `blocks`."""
+        return [self.model.kv[slot] for slot in self.model.slots_of(blocks)]
+
+    def check(self) -> None:
+        """Assert the invariants of the blocks."""
+        self.batcher.check()
+        limits, pool, load = self.batcher.limits, self.batcher.pool, self.batcher.load()
+        for plan in filter(None, (self.plan, self.next)):
+            written = plan.slots // limits.block_size
+            assert (pool.state[written] == State.USED).all()
+            assert not pool.is_findable(written).any()
+        held = load.leased_blocks + load.reserved_blocks + load.used_blocks
+        assert load.free_blocks + load.cached_blocks + held == limits.num_blocks
+
+    def check_rest(self) -> None:
+        """Assert that no blocks are held."""
+        self.batcher.check()
+        load = self.batcher.load()
+        assert load.free_blocks + load.cached_blocks == self.batcher.limits.num_blocks
+
+
+@dataclass(eq=False)
+class BlockTransfer:
+    """A KV transfer in progress, from a lease to the reserved blocks of another worker."""
+
+    source: BatcherWorker
+    lease: Key
+    blocks: Ints
+    content: list[int]  # contents of `blocks` at the start
+    target: BatcherWorker
+    key: Key
+    reserved: Ints
+
+    @classmethod
+    def start(
+        cls, source: BatcherWorker, lease: Key, kv_len: int, target: BatcherWorker, key: Key
+    ) -> "BlockTransfer":
+        """Pin the leased blocks that `target` lacks. Raises LeaseGone."""
+        reserved, size = target.batcher.reserved_blocks(key), source.batcher.limits.block_size
+        blocks = source.batcher.pin(lease, (-(-kv_len // size) - len(reserved)) * size)
+        return cls(source, lease, blocks, source.content(blocks), target, key, reserved)
+
+    def end(self, complete: bool) -> None:
+        """Write the blocks, or leave them with wrong contents; release the lease's pin."""
+        assert self.source.content(self.blocks) == self.content
+        if complete:
+            copy_blocks(self.source.model, self.blocks, self.target.model, self.reserved)
+        else:
+            self.target.model.poison(self.reserved)
+        self.source.batcher.unpin(self.lease)

@@ -1,0 +1,77 @@
+"""Measures the CPU time of every callback that an asyncio event loop runs.
+
+A callback that computes for long delays all other streams of its router, so that workers may take
+the router for dead. CPU time of the thread is measured, not wall time: a busy machine changes
+nothing. Garbage collections are not counted, since a test process has far more objects than a
+router.
+"""
+
+import asyncio
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+TESTS = str(Path(__file__).resolve().parents[1])
+
+
+class CallbackTimes:
+    """The callbacks that took longer than `limit_seconds`, except those of the tests themselves.
+
+    Start-up, the stub workers and the clients are coroutines of the tests.
+    """
+
+    def __init__(self, limit_seconds: float) -> None:
+        self.slow: list[str] = []
+        self.longest = 0.0
+        self._limit = limit_seconds
+        self._collecting_since = 0.0
+        self._collected = 0.0  # seconds of all garbage collections
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure the callbacks of all event loops of this process, until the context ends."""
+        original: Callable[[asyncio.Handle], None] = asyncio.Handle._run
+
+        def run(handle: asyncio.Handle) -> None:
+            coroutine = _coroutine(handle)  # a task forgets its coroutine when it ends
+            began = time.thread_time() - self._collected
+            original(handle)
+            seconds = time.thread_time() - self._collected - began
+            if not _is_of_tests(coroutine):
+                self._record(seconds, coroutine or handle)
+
+        setattr(asyncio.Handle, "_run", run)  # noqa: B010 (mypy knows no such method)
+        gc.callbacks.append(self._on_collection)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(self._on_collection)
+            setattr(asyncio.Handle, "_run", original)  # noqa: B010
+
+    def _record(self, seconds: float, source: object) -> None:
+        self.longest = max(self.longest, seconds)
+        if seconds > self._limit:
+            self.slow.append(f"{seconds * 1000:.0f} ms: {str(source)[:300]}")
+
+    def _on_collection(self, phase: str, info: object) -> None:
+        now = time.thread_time()
+        if phase == "start":
+            self._collecting_since = now
+        else:
+            self._collected += now - self._collecting_since
+
+
+def _coroutine(handle: asyncio.Handle) -> Any:
+    """Return the coroutine that a callback continues; None for other callbacks."""
+    task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
+    return task.get_coro() if isinstance(task, asyncio.Task) else None
+
+
+def _is_of_tests(coroutine: Any) -> bool:
+    code = getattr(coroutine, "cr_code", None)
+    return code is not None and (
+        code.co_filename.startswith(TESTS) or "pytest_asyncio" in code.co_filename
+    )

@@ -1,0 +1,81 @@
+"""Peak memory of loading: weights are packed layer by layer, not after all are loaded."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from penstock.workers.models.decoder import empty_decoder
+from penstock.workers.models.spec import read_spec
+
+HIDDEN, INNER, LAYERS = 768, 3072, 6
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+LARGEST = 2 * INNER * HIDDEN * 4
+"""Bytes of the largest product of a layer, gate and up, in float32."""
+
+BUFFERS = 12 << 20
+"""Bytes for the buffer of the file, and for rows that are being converted."""
+
+LOAD = """
+import sys
+from pathlib import Path
+import torch
+from penstock.workers.weights.loading import load_model
+
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+def load(folder):
+    return load_model(Path(folder), "float32", torch.device("cpu"), quantization=sys.argv[3])
+
+warm = load(sys.argv[1])  # compiles what the packing needs
+del warm
+before = memory("VmRSS:")
+Path("/proc/self/clear_refs").write_text("5")
+model = load(sys.argv[2])
+print(memory("VmHWM:") - before, memory("VmRSS:") - before)
+"""
+
+
+def make(folder: Path, layers: int) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    shapes = empty_decoder(read_spec(folder), torch.float32, torch.device("meta")).parameters()
+    tensors = {name: torch.full(each.shape, 0.01) for name, each in shapes.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_peak_is_the_finished_size_plus_two_products(tmp_path: Path, quantization: str) -> None:
+    folders = (make(tmp_path / "warm", 1), make(tmp_path / "model", LAYERS))
+    found = subprocess.run(
+        [sys.executable, "-c", LOAD, *map(str, folders), quantization],
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    peak, finished = map(int, found.stdout.split())
+    assert peak <= finished + 2 * LARGEST + BUFFERS
+    if quantization == "int8":
+        assert finished < 0.5 * LAYERS * (4 * HIDDEN + 3 * INNER) * HIDDEN * 4

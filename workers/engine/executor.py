@@ -1,0 +1,168 @@
+"""Executes the steps of an engine: broadcasts a plan to the ranks, runs the model, samples.
+
+One thread at a time may call an executor, except for `launch`, whose result another thread awaits.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.engine.model_runner import ModelRunner
+from penstock.workers.engine.warm_up import warm_up_block_moves
+from penstock.workers.gpu.cuda_graphs import CudaCaptures
+from penstock.workers.gpu.device_runner import DeviceRunner
+from penstock.workers.gpu.pinned import AsyncTokenCopy
+from penstock.workers.gpu.streams import Streams
+from penstock.workers.parallel.step_broadcast import PlanWriter
+from penstock.workers.parallel.step_codec import encode
+from penstock.workers.rank.core_sharing import CoreSharing
+from penstock.workers.rank.rank_runtime import ProgressCallback
+from penstock.workers.sampling.beam_sampler import BeamSampler
+from penstock.workers.sampling.beam_search import BeamSearches
+from penstock.workers.sampling.prompt_scores import score_prompts
+from penstock.workers.sampling.sampler import Sampled, Sampler
+from penstock.workers.scheduling.sequence import Ints, StepPlan
+from penstock.workers.scheduling.table import SequenceTable
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that was launched on a device."""
+
+    plan: StepPlan
+    tokens: Tensor | None  # [S] on the device; None: sampled on the host
+    wait: Callable[[], Sampled]  # waits for the step's tokens; callable from any thread
+    began: float  # start time in seconds, from `time.perf_counter`
+
+
+class Executor:
+    """The model runner and the sampler of rank 0, and the broadcast of plans to the other ranks.
+
+    Args:
+        runner: runs the model on this rank.
+        sampler: samples the tokens.
+        searches: the running beam searches.
+        plan_writer: broadcast to the other ranks; None: there are none.
+        cores: sets the number of threads of each step; None: it is fixed.
+
+    Attributes:
+        on_device: whether steps are launched asynchronously, as on a GPU.
+        gap_seconds: time between the end of the previous step and the start of the newest step.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampler: Sampler,
+        searches: BeamSearches,
+        plan_writer: PlanWriter | None,
+        cores: CoreSharing | None = None,
+    ) -> None:
+        self.runner = runner
+        self.sampler = sampler
+        self.streams = Streams(runner.decoder.device)
+        self.on_device = isinstance(runner, DeviceRunner)
+        self.gap_seconds = 0.0
+        self._beams = BeamSampler(searches, sampler)
+        self._plan_writer = plan_writer
+        self._cores = cores
+        self._sampled_at = time.perf_counter()
+
+    def admit(self, row: int, params: SamplingParams, choice: int) -> None:
+        """Set the sampling parameters of a row of the sequence table for a new sequence."""
+        with self.computing():  # so that the copies run in the stream of the steps
+            self.sampler.admit(row, params, choice)
+
+    def broadcast(self, plan: StepPlan) -> None:
+        """Send a plan to the other ranks, which run the same step. Do this before `execute`."""
+        if self._plan_writer is not None:
+            self._plan_writer.write(encode(plan))
+
+    def execute(self, plan: StepPlan, table: SequenceTable) -> Sampled:
+        """Run the model for a step and sample its tokens; earlier steps must be committed."""
+        if self.on_device:
+            return self.launch(plan, None, table).wait()
+        return self.sample(plan, self.execute_model(plan), table)
+
+    def execute_model(self, plan: StepPlan) -> Tensor:
+        """Run the model; return logits [S + P, vocab_size] of sampling rows, then scored tokens."""
+        if self._cores is not None:
+            self._cores.begin_step()
+        self.gap_seconds = time.perf_counter() - self._sampled_at
+        return self.runner.run(plan)
+
+    def sample(self, plan: StepPlan, logits: Tensor, table: SequenceTable) -> Sampled:
+        """Sample the tokens of a step; all earlier steps must have been committed."""
+        rows, indices = plan.sampling_rows, _answer_indices(plan, table)
+        sampled = self.sampler.sample(logits[: len(rows)], rows, indices, table)
+        if sampled.candidates is not None:
+            sampled = self._beams.advance(sampled, sampled.candidates, logits, rows, table)
+        if len(plan.scored):
+            prompts = score_prompts(plan, logits[len(rows) :], self.sampler, table)
+            sampled = replace(sampled, prompts=prompts)
+        self._sampled_at = time.perf_counter()
+        return sampled
+
+    def launch(
+        self, plan: StepPlan, before: LaunchedStep | None, table: SequenceTable
+    ) -> LaunchedStep:
+        """Launch a step on the device, and its sampling too if sampling needs no data of the host.
+
+        Otherwise sample on the host before returning; then all earlier steps must be committed. A
+        plan with `ahead` reads the tokens of `before`, the step that was launched before this one.
+        """
+        began = time.perf_counter()
+        drawn = before.tokens if plan.ahead and before is not None else None
+        self.gap_seconds = 0.0 if plan.ahead else began - self._sampled_at
+        with self.computing():
+            logits = self.runner.run(plan, drawn)
+            rows, indices = plan.sampling_rows, _answer_indices(plan, table)
+            if len(plan.scored) or not self.sampler.can_sample_on_device(rows, indices):
+                sampled = self.sample(plan, logits, table)
+                return LaunchedStep(plan, None, lambda: sampled, began)
+            tokens, finite = self.sampler.sample_on_device(logits, rows, indices)
+            arriving = self.streams.copy_to_host(tokens, finite)
+        return LaunchedStep(plan, tokens, lambda: self._finish_launch(arriving), began)
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Return a context; device work launched in it runs after all earlier engine work."""
+        return self.streams.computing()
+
+    def warm_up(self, captured: ProgressCallback) -> None:
+        """Launch the kernels of KV transfers; on a GPU, also capture CUDA graphs of decode steps.
+
+        `captured` gets (done, total).
+        """
+        with self.computing():
+            warm_up_block_moves(self.runner.cache.data)
+        if isinstance(self.runner, DeviceRunner):
+            self.runner.capture(CudaCaptures(self.runner.decoder.device), captured)
+
+    def idle(self) -> None:
+        """Leave the cores to other workers of this machine until the next step."""
+        if self._cores is not None:
+            self._cores.idle()
+
+    def stop(self) -> None:
+        """End the other ranks. Call this after the last step."""
+        if self._plan_writer is not None:
+            self._plan_writer.end()
+
+    def _finish_launch(self, arriving: AsyncTokenCopy) -> Sampled:
+        tokens, finite = arriving.wait()
+        self._sampled_at = time.perf_counter()
+        return Sampled(tokens, finite, [None] * len(tokens))
+
+
+def _answer_indices(plan: StepPlan, table: SequenceTable) -> Ints:
+    """Return [S] the answer index of each token to sample; earlier steps may be uncommitted."""
+    lengths = plan.context_lens[plan.samples]
+    if len(plan.forks):
+        lengths = np.concatenate((lengths, table.num_tokens[plan.forks[:, 1]]))
+    indices: Ints = lengths - table.num_prompt[plan.sampling_rows]
+    return indices

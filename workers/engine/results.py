@@ -1,0 +1,37 @@
+"""Results of a step, as the engine reports them to the worker's service."""
+
+from dataclasses import dataclass, field
+
+from penstock.workers.sampling.beam_search import Hypothesis
+from penstock.workers.sampling.sampler import PromptLogprobs, TokenLogprobs
+from penstock.workers.scheduling.cache_report import CacheReport
+from penstock.workers.scheduling.sequence import Key, Reserved, StepOutput, Yielded
+
+
+@dataclass(frozen=True, slots=True)
+class BeamResult:
+    """The complete answers of a finished beam search, best first."""
+
+    key: Key
+    answers: list[Hypothesis]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Result of one step. `logprobs` has one entry per token of `output`."""
+
+    output: StepOutput | None = None  # None: there was nothing to compute
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompts: list[PromptLogprobs] = field(default_factory=list)
+    beam_results: list[BeamResult] = field(default_factory=list)
+    failed: list[Key] = field(default_factory=list)  # ended because their logits were not finite
+    yielded: list[Yielded] = field(default_factory=list)
+    reserved: list[Reserved] = field(default_factory=list)
+    finished: list[Key] = field(default_factory=list)
+    num_cached: dict[Key, int] = field(default_factory=dict)  # cached prompt tokens at admission
+    cache: CacheReport | None = None  # set by the engine's thread before it passes the result on
+
+    @property
+    def empty(self) -> bool:
+        events = self.yielded or self.reserved or self.finished or self.num_cached
+        return self.output is None and not events

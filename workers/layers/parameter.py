@@ -1,0 +1,29 @@
+"""Tensors that a model loads from a checkpoint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A tensor of a checkpoint, or a rank's region of it, and the memory into which it is loaded.
+
+    The first call of `data` may allocate this memory.
+    """
+
+    owner: object  # the module that is packed once all of its parameters are loaded
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    data: Callable[[], Tensor]  # returns the contiguous tensor of `shape` to be filled
+
+    @property
+    def num_items(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def parameter(owner: object, tensor: Tensor) -> Parameter:
+    """Return the parameter for a tensor whose memory is allocated already."""
+    return Parameter(owner, tuple(tensor.shape), tensor.dtype, lambda: tensor)

@@ -1,0 +1,56 @@
+"""Sampling of beams: the beam search of a sequence chooses the tokens of its rows."""
+
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from penstock.workers.sampling.beam_search import BeamSearches, Candidates
+from penstock.workers.sampling.sampler import Sampled, Sampler
+from penstock.workers.scheduling.sequence import BeamRows, Ints
+from penstock.workers.scheduling.table import SequenceTable
+
+
+class BeamSampler:
+    """Advances all beam searches of a step, and scores the tokens that they choose if requested."""
+
+    def __init__(self, searches: BeamSearches, sampler: Sampler) -> None:
+        self._searches = searches
+        self._sampler = sampler
+
+    def advance(
+        self,
+        sampled: Sampled,
+        candidates: Candidates,
+        logits: Tensor,
+        rows: Ints,
+        table: SequenceTable,
+    ) -> Sampled:
+        """Choose the next beams of every search.
+
+        Args:
+            sampled: result of sampling; the tokens of its beams are set in place.
+            candidates: candidates of the beams of `sampled`.
+            logits: [S, V], or more rows, of which the first S belong to `rows`.
+            rows: [S] sequence-table row of each row of logits.
+            table: the sequence table.
+        """
+        at = sampled.beams
+        beams = rows[at]
+        keys = table.keys[beams]
+        steps = self._searches.advance(keys, table.choices[beams], beams, candidates)
+        sampled.tokens[at] = steps.tokens
+        for key in steps.finished:
+            if self._searches.failed(key):
+                sampled.finite[at[keys == key]] = False
+        counts = self._sampler.num_logprobs(beams)
+        requested = [(index, node) for index, node in steps.new_nodes if counts[index] >= 0]
+        if requested:
+            indices = [index for index, _ in requested]
+            tokens = np.array([node.token for _, node in requested], np.int32)
+            entries = self._sampler.score(logits[at[indices]], counts[indices], tokens)
+            for (_, node), entry in zip(requested, entries, strict=True):
+                node.logprobs = entry
+        return replace(
+            sampled, beam_rows=BeamRows(beams, steps.parents), finished_searches=steps.finished
+        )

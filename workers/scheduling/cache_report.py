@@ -1,0 +1,101 @@
+"""Reports of the blocks that a worker has cached: the changes since the last report, and snapshots.
+
+Changes are numbered from 0 in the order in which a router must apply them; a report has at most
+one. A snapshot has the number of the next change, so that a router knows which changes follow.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from penstock.common.block_hash import HASH_BYTES, short_hashes
+from penstock.workers.scheduling.kv_pool import BlockChanges, BlockPool
+
+_NO_BLOCK = bytes(HASH_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """Net change of the cached blocks since the last report; blocks are short hashes.
+
+    The stored blocks are chains: each block follows the one before it in a sequence.
+    """
+
+    number: int
+    evicted: Sequence[int]
+    stored: Sequence[int]  # the blocks of all chains
+    parents: Sequence[int]  # per chain: the block before it; 0: none, or not cached
+    lengths: Sequence[int]  # per chain: number of blocks
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSnapshot:
+    """All blocks that a worker has cached at one time."""
+
+    next_number: int  # number of the first change after the snapshot
+    hashes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReport:
+    """The change since the last report, and the state after it if a router needs the state."""
+
+    change: CacheChange | None
+    snapshot: CacheSnapshot | None
+
+
+class CacheReporter:
+    """Makes the reports of a block pool; the pool records no changes until `request_snapshot`.
+
+    A block that is stored and evicted again between two reports is not reported.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._next_number = 0
+        self._snapshot_wanted = False
+
+    def request_snapshot(self) -> None:
+        """Record changes from now on, and add a snapshot to the next report."""
+        if self._pool.changes is None:
+            self._pool.changes = BlockChanges()
+        self._snapshot_wanted = True
+
+    def stop(self) -> None:
+        """Record no more changes, because no router needs them."""
+        self._pool.changes = None
+        self._snapshot_wanted = False
+
+    def report(self) -> CacheReport | None:
+        """Return what has changed since the last call; None if there is nothing to report."""
+        change = self._take_change()
+        snapshot = None
+        if self._snapshot_wanted:
+            self._snapshot_wanted = False
+            snapshot = CacheSnapshot(self._next_number, short_hashes(self._pool.hashes()))
+        if change is None and snapshot is None:
+            return None
+        return CacheReport(change, snapshot)
+
+    def _take_change(self) -> CacheChange | None:
+        recorded = self._pool.changes
+        if not recorded:
+            return None
+        self._pool.changes = BlockChanges()
+        evicted = short_hashes(recorded.evicted) if recorded.evicted else ()
+        number, self._next_number = self._next_number, self._next_number + 1
+        return CacheChange(number, evicted, *self._chains(recorded.stored))
+
+    def _chains(self, stored: dict[bytes, bytes]) -> tuple[list[int], list[int], list[int]]:
+        """Return blocks, parents and lengths of chains; `stored` maps each block to its parent."""
+        if not stored:
+            return [], [], []
+        starts, parents, last = [], [], b"-"
+        for index, (digest, parent) in enumerate(stored.items()):
+            if parent != last:
+                starts.append(index)
+                # A parent that was evicted is unknown to the router.
+                parents.append(parent if self._pool.has_hash(parent) else _NO_BLOCK)
+            last = digest
+        lengths = [end - start for start, end in pairwise([*starts, len(stored)])]
+        return short_hashes(stored), short_hashes(parents), lengths

@@ -1,0 +1,35 @@
+"""Steps of pipeline stages: several steps are in flight, and no two of them share a sequence."""
+
+import numpy as np
+
+from penstock.workers.scheduling.running_batch import split_token_budget
+from penstock.workers.scheduling.scheduler_state import SchedulerState
+from penstock.workers.scheduling.sequence import NO_TOKENS, Ints, StepPlan
+
+
+def plan_idle_rows(state: SchedulerState, number: int) -> StepPlan | None:
+    """Plan step `number` for one stage's share of the rows that are in no step in flight.
+
+    Return None if there are no such rows or too few blocks.
+    """
+    rows, counts = _split_budget_over_idle(state)
+    batch, growth = state.batch, state.batch.block_growth
+    if not rows.size or growth.num_missing(rows, counts) > state.pool.num_available:
+        return None
+    return batch.with_forks(state.table.pack(number, rows, counts, growth.grow(rows, counts)))
+
+
+def _split_budget_over_idle(state: SchedulerState) -> tuple[Ints, Ints]:
+    """Choose one pipeline stage's share of the table rows that are not in a step in flight.
+
+    Returns:
+        [n] table rows, at most 1 / `num_stages` of the running rows, and [n] token counts.
+    """
+    running, table, limits = state.batch.rows, state.table, state.limits
+    plans = state.in_flight.plans
+    busy = np.concatenate([plan.rows for plan in plans]) if plans else NO_TOKENS
+    rows = running[~np.isin(running, busy)]
+    remaining = table.num_tokens[rows] - table.num_computed[rows]
+    counts = split_token_budget(remaining, limits.max_batched_tokens)
+    scheduled = np.flatnonzero(counts)[: -(-len(running) // limits.num_stages)]
+    return rows[scheduled], counts[scheduled]

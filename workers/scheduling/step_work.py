@@ -1,0 +1,34 @@
+"""The amount of work in a step: the numbers that determine how long the step takes."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.workers.scheduling.sequence import StepPlan
+
+
+class StepWork(NamedTuple):
+    """The work of one step.
+
+    Attributes:
+        tokens: tokens run through the model.
+        sequences: sequences of the step.
+        positions: KV positions of all sequences, including those that the step writes.
+        pairs: number of pairs of a prompt token and a position that this token attends to. Only
+            sequences that compute more than one token count.
+    """
+
+    tokens: int
+    sequences: int
+    positions: int
+    pairs: float
+
+
+def step_work(plan: StepPlan) -> StepWork:
+    """Return the work of a step."""
+    contexts = plan.context_lens
+    tokens, sequences, pairs = len(plan.tokens), len(contexts), 0.0
+    if tokens > sequences:
+        sizes = np.diff(plan.query_starts).astype(np.int64)
+        pairs = float((sizes * (contexts - sizes / 2))[sizes > 1].sum())
+    return StepWork(tokens, sequences, int(contexts.sum(dtype=np.int64)), pairs)
