@@ -39,7 +39,7 @@ from penstock.router.requests.text_decoding import decode
 
 SERVICE = "penstock.v1.Inference"
 TOKENS_PER_SLICE = 16 << 10
-"""Number of token ids that are added to a message without a pause."""
+"""Number of token ids that are serialized without a pause."""
 
 HEALTH_PATH = f"/{health.SERVICE_NAME}/"
 
@@ -173,7 +173,8 @@ class InferenceApi:
         finally:
             answers.close()
 
-    async def tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeReply:
+    async def tokenize(self, request: pb.TokenizeRequest, context: Context) -> bytes:
+        """Return a serialized `TokenizeReply`."""
         self._frontend.check_model(request.model)
         tenant = self._tenant(context)
         match request.WhichOneof("input"):
@@ -185,12 +186,7 @@ class InferenceApi:
                 tokens = await self._encode_chat(request.chat, tenant)
             case _:
                 raise invalid("the input is empty: set text or chat", "input")
-        reply = pb.TokenizeReply(max_model_len=self._frontend.model.max_model_len)
-        slices = Slices()
-        for start in range(0, len(tokens), TOKENS_PER_SLICE):
-            reply.tokens.extend(tokens[start : start + TOKENS_PER_SLICE])
-            await slices.pause()
-        return reply
+        return await _tokenize_reply(tokens, self._frontend.model.max_model_len)
 
     async def detokenize(
         self, request: pb.DetokenizeRequest, context: Context
@@ -260,3 +256,18 @@ class InferenceApi:
         check_generate(request, bounds, model)
         sampling = sampling_params(request, (), self._frontend.defaults)
         check_least_cost(sampling, 1, model, bounds)
+
+
+async def _tokenize_reply(tokens: list[int], max_model_len: int) -> bytes:
+    """Return a serialized `TokenizeReply`; leaves `tokens` empty.
+
+    Each slice is serialized, and its tokens are freed, without a pause. Serialized messages that
+    follow each other are one message with the tokens of all.
+    """
+    parts = [pb.TokenizeReply(max_model_len=max_model_len).SerializeToString()]
+    slices = Slices()
+    for start in reversed(range(0, len(tokens), TOKENS_PER_SLICE)):
+        parts.append(pb.TokenizeReply(tokens=tokens[start:]).SerializeToString())
+        del tokens[start:]
+        await slices.pause()
+    return b"".join(reversed(parts))

@@ -53,11 +53,14 @@ class CallHandlers:
         self._check_large = check_large
 
     def unary(
-        self, kind: type[Message], method: Callable[[Any, Context], Awaitable[Message]]
+        self, kind: type[Message], method: Callable[[Any, Context], Awaitable[Message | bytes]]
     ) -> grpc.RpcMethodHandler:
-        """Return the handler of a method with one request, of type `kind`, and one reply."""
+        """Return the handler of a method with one request, of type `kind`, and one reply.
 
-        async def reply(requests: AsyncIterator[bytes], context: Context) -> Message:
+        The reply may already be serialized.
+        """
+
+        async def reply(requests: AsyncIterator[bytes], context: Context) -> Message | bytes:
             try:
                 return await method(await self._first(kind, requests, context), context)
             except Exception as error:
@@ -127,8 +130,8 @@ def _parse(kind: type[Message], data: bytes) -> Message:
         raise malformed(kind.DESCRIPTOR.full_name) from None
 
 
-def _write(message: Message) -> bytes:
-    return message.SerializeToString()
+def _write(message: Message | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 async def abort(context: Context, error: ServingError) -> NoReturn:
