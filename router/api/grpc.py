@@ -264,10 +264,10 @@ async def _tokenize_reply(tokens: list[int], max_model_len: int) -> bytes:
     Each slice is serialized, and its tokens are freed, without a pause. Serialized messages that
     follow each other are one message with the tokens of all.
     """
-    parts = [pb.TokenizeReply(max_model_len=max_model_len).SerializeToString()]
+    serialized = [pb.TokenizeReply(max_model_len=max_model_len).SerializeToString()]
     slices = Slices()
     for start in reversed(range(0, len(tokens), TOKENS_PER_SLICE)):
-        parts.append(pb.TokenizeReply(tokens=tokens[start:]).SerializeToString())
+        serialized.append(pb.TokenizeReply(tokens=tokens[start:]).SerializeToString())
         del tokens[start:]
         await slices.pause()
-    return b"".join(reversed(parts))
+    return b"".join(reversed(serialized))
