@@ -101,7 +101,7 @@ async def _sweep(
     knee = result.knee()
     if result.steps:
         print("\n".join(text.plot(result.by_rate, knee)))
-    print(text.conclusion(result, goals, options.sweep.share), flush=True)
+    print(text.conclusion(result, goals, options.sweep.attainment), flush=True)
     if options.results.save_json is not None:
         config = _config(options, served)
         steps = [report.as_json(each.figures, {}) | as_json(each) for each in result.by_rate]

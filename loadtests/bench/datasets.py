@@ -52,10 +52,12 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def _read(path: Path, number: int, entry: Any) -> Iterator[Conversation]:
-    turns = entry.get("conversations") if isinstance(entry, dict) else None
-    if not isinstance(turns, list):
+    messages = entry.get("conversations") if isinstance(entry, dict) else None
+    if not isinstance(messages, list):
         raise BadDataset(f"{path}: entry {number} has no list `conversations`")
-    values = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+    values = [
+        message.get("value") if isinstance(message, dict) else None for message in messages[:2]
+    ]
     texts = [value for value in values if isinstance(value, str)]
     if len(texts) < len(values):
         raise BadDataset(f"{path}: entry {number} has a message without a text `value`")

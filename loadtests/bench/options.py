@@ -101,7 +101,7 @@ class Sweep:
         False, "measure steps of rising rates, and find the highest rate that keeps every --goal"
     )
     step_seconds: float = option(20.0, "seconds in which the requests of a step are sent")
-    share: float = option(0.99, "share of the requests of a step that must meet every --goal")
+    attainment: float = option(0.99, "ratio of the requests of a step that must meet every --goal")
     precision: float = option(
         1.1,
         "end when the lowest rate that missed is at most this multiple of the highest that kept",

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, field
 
 MAX_STEPS = 24
-MIN_SHARE = 1 / 64
-"""The search ends without a result at this share of the first rate."""
+MIN_RATIO = 1 / 64
+"""The search ends without a result at this ratio to the first rate."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class RateSearch:
         if high is None:
             return self.first if low is None else low * 2
         if low is None:
-            return high / 2 if high / 2 >= self.first * MIN_SHARE else None
+            return high / 2 if high / 2 >= self.first * MIN_RATIO else None
         return math.sqrt(low * high) if high / low > self.precision else None
 
     def record(self, rate: float, has_kept: bool) -> None:

@@ -64,8 +64,8 @@ def check_sweep(sweep: Sweep, work: Work, goals: Goals | None) -> None:
         raise WrongOptions("--sweep needs a warm-up request or --rate, the first rate")
     if not 0 < sweep.step_seconds < math.inf:
         raise WrongOptions("--step-seconds must be above 0 and finite")
-    if not 0 < sweep.share <= 1:
-        raise WrongOptions("--share must be above 0 and at most 1")
+    if not 0 < sweep.attainment <= 1:
+        raise WrongOptions("--attainment must be above 0 and at most 1")
     if not 1 < sweep.precision < math.inf:
         raise WrongOptions("--precision must be above 1 and finite")
     check_file("--save-svg", sweep.save_svg)
@@ -103,7 +103,7 @@ async def run_sweep(
         if load.interrupted:
             result.interrupted = True
             return result
-        step = step_of(rate, load.outcomes, load.duration, goals, sweep.share)
+        step = step_of(rate, load.outcomes, load.duration, goals, sweep.attainment)
         if step.has_kept and step.figures.lag.p99 > MAX_LAG_MS:
             result.is_client_late = True
             return result

@@ -19,7 +19,7 @@ class Step(NamedTuple):
         return self.figures.completed + self.figures.failed
 
     @property
-    def share_good(self) -> float:
+    def attainment(self) -> float:
         """Share of the requests that met all goals."""
         return (self.figures.good or 0) / self.num_requests if self.num_requests else 0.0
 
@@ -31,9 +31,9 @@ class Step(NamedTuple):
 
 
 def step_of(
-    rate: float, outcomes: Sequence[Outcome], duration: float, goals: Goals, share: float
+    rate: float, outcomes: Sequence[Outcome], duration: float, goals: Goals, attainment: float
 ) -> Step:
-    """Summarize a load; it keeps the goals if `share` of its requests meet all of them."""
+    """Summarize a load; it keeps the goals if `attainment` of its requests meet all of them."""
     measured = figures(outcomes, duration, goals)
     misses = {name: 0 for name in goals.limits()} | {"failed": measured.failed}
     for outcome in outcomes:
@@ -41,7 +41,7 @@ def step_of(
             for name in goals.missed(outcome):
                 misses[name] += 1
     total = measured.completed + measured.failed
-    has_kept = bool(total) and (measured.good or 0) >= share * total
+    has_kept = bool(total) and (measured.good or 0) >= attainment * total
     return Step(rate, measured, misses, has_kept)
 
 
@@ -50,6 +50,6 @@ def as_json(step: Step) -> dict[str, Any]:
     return {
         "rate": step.rate,
         "kept": step.has_kept,
-        "share_good": step.share_good,
+        "attainment": step.attainment,
         "missed": step.misses,
     }

@@ -30,7 +30,7 @@ def draw(steps: Sequence[Step], knee: Step | None, goals: Goals, title: str) -> 
     panels = _panels(steps, goals)
     rates = [step.rate for step in steps]
     height = TOP + len(panels) * (PANEL + GAP) + BOTTOM - GAP
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         f'width="{WIDTH}" height="{height}" role="img" aria-label="{escape(title)}" '
         'font-family="system-ui,sans-serif" font-size="12">',
@@ -39,9 +39,9 @@ def draw(steps: Sequence[Step], knee: Step | None, goals: Goals, title: str) -> 
     ]
     for number, panel in enumerate(panels):
         top = TOP + number * (PANEL + GAP)
-        parts += _draw_panel(panel, rates, top, knee.rate if knee else None)
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 8, "offered requests/s", "middle"))
-    return "".join([*parts, "</svg>\n"])
+        elements += _draw_panel(panel, rates, top, knee.rate if knee else None)
+    elements.append(_text((LEFT + WIDTH - RIGHT) / 2, height - 8, "offered requests/s", "middle"))
+    return "".join([*elements, "</svg>\n"])
 
 
 def nice_ticks(most: float, count: int = 5) -> list[float]:
@@ -114,9 +114,9 @@ def _draw_panel(
         yield _text(scale.x(tick), scale.foot + 16, f"{tick:g}", "middle")
     yield from _marks(panel, scale, knee)
     for number, (name, line) in enumerate(panel.lines.items()):
-        places = [(scale.x(r), scale.y(v)) for r, v in zip(rates, line, strict=True)]
+        points_xy = [(scale.x(r), scale.y(v)) for r, v in zip(rates, line, strict=True)]
         legend_x = WIDTH - RIGHT - 130 * (len(panel.lines) - number) + 20
-        yield from _curve(name, COLOURS[number], places, legend_x, top)
+        yield from _curve(name, COLOURS[number], points_xy, legend_x, top)
 
 
 def _scale(panel: Panel, rates: Sequence[float], top: float) -> _Scale:
@@ -143,11 +143,11 @@ def _marks(panel: Panel, scale: _Scale, knee: float | None) -> Iterator[str]:
 
 
 def _curve(
-    name: str, colour: str, places: Sequence[tuple[float, float]], legend_x: float, top: float
+    name: str, colour: str, points_xy: Sequence[tuple[float, float]], legend_x: float, top: float
 ) -> Iterator[str]:
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in points_xy)
     yield f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{points}"/>'
-    for x, y in places:
+    for x, y in points_xy:
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
     yield f'<rect x="{legend_x}" y="{top}" width="10" height="10" fill="{colour}"/>'
     yield _text(legend_x + 15, top + 10, name, "start")

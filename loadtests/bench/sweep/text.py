@@ -28,7 +28,7 @@ def step_line(step: Step) -> str:
         f"{measured.per_second(measured.total_output):12.1f}"
         f"{measured.ttft.median:13.0f}{measured.ttft.p99:7.0f}"
         f"{measured.tpot.median:13.1f}{measured.tpot.p99:7.1f}"
-        f"  {step.share_good:6.1%} {'kept' if step.has_kept else 'missed'}"
+        f"  {step.attainment:6.1%} {'kept' if step.has_kept else 'missed'}"
     )
 
 
@@ -41,12 +41,12 @@ def plot(steps: Sequence[Step], knee: Step | None) -> Iterator[str]:
     yield "goodput (#) of the offered rate (.), requests/s"
     for step in steps:
         offered = max(1, round(BAR_WIDTH * step.rate / most))
-        good = round(offered * step.share_good)
+        good = round(offered * step.attainment)
         mark = "  <- knee" if step is knee else ""
         yield f"{step.rate:8.3g} |{'#' * good}{'.' * (offered - good)}{mark}"
 
 
-def conclusion(result: Result, goals: Goals, share: float) -> str:
+def conclusion(result: Result, goals: Goals, attainment: float) -> str:
     """Return a sentence with the knee and what to do with it."""
     limits = ", ".join(f"{name} {_time(limit)}" for name, limit in goals.limits().items())
     knee, missed = result.knee(), result.first_missed()
@@ -54,9 +54,9 @@ def conclusion(result: Result, goals: Goals, share: float) -> str:
         if missed is None:
             return "no step was measured"
         advice = ADVICE.get(missed.worst_goal, "")
-        return f"no rate kept the goals ({limits}) for {share:.0%} of requests; {advice}"
+        return f"no rate kept the goals ({limits}) for {attainment:.0%} of requests; {advice}"
     found = (
-        f"knee: {knee.rate:.3g} requests/s keep {limits} for {share:.0%} of requests, with "
+        f"knee: {knee.rate:.3g} requests/s keep {limits} for {attainment:.0%} of requests, with "
         f"{knee.figures.per_second(knee.figures.total_output):.0f} output tokens/s"
     )
     if missed is None and result.is_client_late:

@@ -10,12 +10,12 @@ from penstock.loadtests.bench.datasets import BadDataset, choose, read_conversat
 from penstock.loadtests.bench.options import Work, WrongOptions, plan_of
 
 
-def turn(text: Any) -> dict[str, Any]:
+def message(text: Any) -> dict[str, Any]:
     return {"from": "human", "value": text}
 
 
 def entry(*texts: Any) -> dict[str, Any]:
-    return {"conversations": [turn(text) for text in texts]}
+    return {"conversations": [message(text) for text in texts]}
 
 
 def written(folder: Path, content: Any) -> Path:

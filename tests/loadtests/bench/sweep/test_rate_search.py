@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loadtests.bench.sweep.rate_search import MAX_STEPS, MIN_SHARE, RateSearch
+from penstock.loadtests.bench.sweep.rate_search import MAX_STEPS, MIN_RATIO, RateSearch
 
 
 def played(first: float, precision: float, capacity: float) -> RateSearch:
@@ -17,7 +17,7 @@ def played(first: float, precision: float, capacity: float) -> RateSearch:
 
 @given(
     first=st.floats(0.01, 100),
-    factor=st.floats(MIN_SHARE * 2.01, 1000),
+    factor=st.floats(MIN_RATIO * 2.01, 1000),
     precision=st.floats(1.02, 2),
 )
 def test_knee_is_at_most_the_capacity_and_within_the_precision(
@@ -33,7 +33,7 @@ def test_knee_is_at_most_the_capacity_and_within_the_precision(
 def test_server_without_capacity_has_no_knee() -> None:
     search = played(64.0, 1.1, 0.0)
     assert search.knee is None
-    assert min(search.missed) == pytest.approx(64 * MIN_SHARE)
+    assert min(search.missed) == pytest.approx(64 * MIN_RATIO)
 
 
 @given(st.data(), st.floats(1.01, 2))

@@ -110,7 +110,7 @@ def test_steps_have_different_prompts_and_the_same_lengths_of_time() -> None:
         (Sweep(sweep=True), Work(rate=float("inf")), "must be finite"),
         (Sweep(sweep=True), Work(num_warmups=0), "needs a warm-up"),
         (Sweep(sweep=True, step_seconds=0.0), Work(), "--step-seconds"),
-        (Sweep(sweep=True, share=1.5), Work(), "--share"),
+        (Sweep(sweep=True, attainment=1.5), Work(), "--attainment"),
         (Sweep(sweep=True, precision=1.0), Work(), "--precision"),
         (Sweep(sweep=True, save_svg=Path("/none/a.svg")), Work(), "--save-svg /none/a.svg"),
     ],

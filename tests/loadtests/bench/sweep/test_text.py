@@ -39,7 +39,7 @@ def test_step_counts_the_requests_that_missed_each_goal() -> None:
     missed = step_of(1.0, outcomes, 4.0, GOALS, 0.25)
     assert missed.misses == {"ttft": 2, "tpot": 1, "failed": 1}
     assert missed.worst_goal == "ttft"
-    assert missed.share_good == 0.25
+    assert missed.attainment == 0.25
     assert missed.has_kept
     assert not step_of(1.0, outcomes, 4.0, GOALS, 0.26).has_kept
 
