@@ -4,7 +4,14 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from penstock.loadtests.bench.clients import Chunk, RequestFailed, Served, ServerUnusable, Target
+from penstock.loadtests.bench.clients import (
+    Chunk,
+    Prompt,
+    RequestFailed,
+    Served,
+    ServerUnusable,
+    Target,
+)
 from penstock.protos import inference_pb2, inference_pb2_grpc
 
 _TIMEOUT_SECONDS = 10.0
@@ -31,7 +38,7 @@ class GrpcClient:
             raise ServerUnusable(f"grpc://{self._target.address}: {_error_text(error)}") from None
         return Served(model.name, model.vocab_size or None, model.max_model_len or None)
 
-    async def stream(self, prompt: list[int], output_len: int) -> AsyncGenerator[Chunk]:
+    async def stream(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Chunk]:
         call = self._stub.Generate(
             self._request(prompt, output_len),
             timeout=self._target.timeout,
@@ -55,10 +62,12 @@ class GrpcClient:
     async def close(self) -> None:
         await self._channel.close()
 
-    def _request(self, prompt: list[int], output_len: int) -> inference_pb2.GenerateRequest:
+    def _request(self, prompt: Prompt, output_len: int) -> inference_pb2.GenerateRequest:
+        text, tokens = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         return inference_pb2.GenerateRequest(
             model=self._target.model,
-            tokens=inference_pb2.Tokens(ids=prompt),
+            text=text,
+            tokens=None if tokens is None else inference_pb2.Tokens(ids=tokens),
             sampling=inference_pb2.Sampling(
                 temperature=self._target.temperature, max_tokens=output_len, ignore_eos=True
             ),

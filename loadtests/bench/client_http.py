@@ -7,7 +7,14 @@ from typing import Any
 
 import aiohttp
 
-from penstock.loadtests.bench.clients import Chunk, RequestFailed, Served, ServerUnusable, Target
+from penstock.loadtests.bench.clients import (
+    Chunk,
+    Prompt,
+    RequestFailed,
+    Served,
+    ServerUnusable,
+    Target,
+)
 
 _TIMEOUT_SECONDS = 10.0
 
@@ -53,7 +60,7 @@ class HttpClient:
         self._model = str(model["id"])
         return Served(self._model, model.get("vocab_size"), model.get("max_model_len"))
 
-    async def stream(self, prompt: list[int], output_len: int) -> AsyncGenerator[Chunk]:
+    async def stream(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Chunk]:
         body = self._body(prompt, output_len)
         try:
             async with self._open().post(self._base + self._path, json=body) as response:
@@ -87,7 +94,7 @@ class HttpClient:
             )
         return self._session
 
-    def _body(self, prompt: list[int], output_len: int) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, output_len: int) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self._model,
             "temperature": self._target.temperature,
@@ -96,7 +103,7 @@ class HttpClient:
             "stream_options": {"include_usage": True},
         }
         if self._target.api == "chat":
-            text = " ".join(WORDS[token] for token in prompt)
+            text = prompt if isinstance(prompt, str) else " ".join(WORDS[id_] for id_ in prompt)
             messages = [{"role": "user", "content": text}]
             return body | {"messages": messages, "max_completion_tokens": output_len}
         return body | {"prompt": prompt, "max_tokens": output_len}

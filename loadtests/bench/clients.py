@@ -6,6 +6,9 @@ from typing import Literal, NamedTuple, Protocol
 
 Api = Literal["grpc", "completions", "chat"]
 
+Prompt = list[int] | str
+"""Token ids, or text. For chat, a token id is the number of a word."""
+
 
 class RequestFailed(Exception):
     """A request failed before its answer was complete; the message gives the reason."""
@@ -50,8 +53,8 @@ class Client(Protocol):
         """Query the server for its model. Raises ServerUnusable."""
         ...
 
-    def stream(self, prompt: list[int], output_len: int) -> AsyncGenerator[Chunk]:
-        """Send a prompt (token ids) and yield the messages of its answer.
+    def stream(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Chunk]:
+        """Send a prompt and yield the messages of its answer.
 
         End-of-text tokens do not end the answer, so the answer has exactly `output_len` tokens.
         Raises RequestFailed.

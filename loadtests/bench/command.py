@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,10 @@ from penstock.loadtests.bench.options import (
     read_options,
     target_of,
 )
+from penstock.loadtests.bench.sweep import text
+from penstock.loadtests.bench.sweep.run import check_sweep, run_sweep
+from penstock.loadtests.bench.sweep.step import as_json
+from penstock.loadtests.bench.sweep.svg import draw
 from penstock.loadtests.bench.traces import BadTrace
 
 _SHOWN_ERRORS = 5
@@ -54,19 +59,61 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _bench(options: Options) -> int:
     target, goals = target_of(options), goals_of(options.results.goodput)
     check_results(options.results)
+    check_sweep(options.sweep, options.work, goals)
     plan = plan_of(options.work)
     client = HttpClient(target) if target.address.startswith("http") else GrpcClient(target)
     try:
         served = await client.describe()
-        prompts = workload.Prompts(_vocabulary(options, target, served), options.work.seed)
+        vocabulary = _vocabulary(options, target, served)
+        prompts = workload.Prompts(vocabulary, options.work.seed)
         _check_fit(plan, served)
-        await _warm_up(client, prompts, plan[0], options.work.num_warmups)
+        seconds = await _warm_up(client, prompts, plan[0], options.work.num_warmups)
+        if options.sweep.sweep and goals is not None:
+            return await _sweep(options, served, client, goals, vocabulary, 1 / seconds)
         with _progress(len(plan)) as on_done:
             load = Load(client, prompts, plan, options.work.concurrency, on_done)
             await load.run()
     finally:
         await client.close()
     return _finish(options, served, load, goals)
+
+
+async def _sweep(
+    options: Options,
+    served: Served,
+    client: Client,
+    goals: Goals,
+    vocabulary: range,
+    default_rate: float,
+) -> int:
+    """Run a sweep, print and save its results; return the exit code."""
+    print(text.HEADER, flush=True)
+    result = await run_sweep(
+        client,
+        options.work,
+        options.sweep,
+        goals,
+        vocabulary,
+        options.work.rate or default_rate,
+        _progress,
+        lambda step: print(text.step_line(step), flush=True),
+    )
+    knee = result.knee()
+    if result.steps:
+        print("\n".join(text.plot(result.by_rate, knee)))
+    print(text.conclusion(result, goals, options.sweep.attainment), flush=True)
+    if options.results.save_json is not None:
+        config = _config(options, served)
+        steps = [report.as_json(each.figures, {}) | as_json(each) for each in result.by_rate]
+        saved = {"config": config, "knee": None if knee is None else knee.rate, "steps": steps}
+        options.results.save_json.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+    if options.sweep.save_svg is not None and result.steps:
+        title = f"{served.model}: load and latency"
+        drawn = draw(result.by_rate, knee, goals, title)
+        options.sweep.save_svg.write_text(drawn, encoding="utf-8")
+    if result.interrupted:
+        return 130
+    return 0 if knee is not None else 1
 
 
 def _finish(options: Options, served: Served, load: Load, goals: Goals | None) -> int:
@@ -87,7 +134,7 @@ def _finish(options: Options, served: Served, load: Load, goals: Goals | None) -
 
 
 def _vocabulary(options: Options, target: Target, served: Served) -> range:
-    if target.api == "chat":
+    if target.api == "chat" or options.work.dataset is not None:
         return range(len(WORDS))
     vocab_size = options.server.vocab_size or served.vocab_size
     if vocab_size is None:
@@ -116,14 +163,22 @@ def _check_fit(plan: Sequence[workload.Planned], served: Served) -> None:
 
 async def _warm_up(
     client: Client, prompts: workload.Prompts, like: workload.Planned, count: int
-) -> None:
-    """Send `count` requests as long as `like`. Raises ServerUnusable if a request fails."""
+) -> float:
+    """Send `count` requests as long as `like`, one by one; return the seconds of the last.
+
+    Raises:
+        ServerUnusable: a request failed.
+    """
+    began = time.perf_counter()
     for number in range(count):
+        began = time.perf_counter()
+        prompt = like.text[::-1] or prompts.warmup(number, like.input_len)
         try:
-            async for _ in client.stream(prompts.warmup(number, like.input_len), like.output_len):
+            async for _ in client.stream(prompt, like.output_len):
                 pass
         except RequestFailed as failure:
             raise ServerUnusable(f"the warm-up request failed: {failure}") from None
+    return time.perf_counter() - began
 
 
 @contextmanager

@@ -42,8 +42,9 @@ def read_flags(
     for record in records:
         _add(parser.add_argument_group(str(record.__doc__).lower().rstrip(".")), record)
     given = vars(parser.parse_args(arguments))
+    values = {name: tuple(one) if isinstance(one, list) else one for name, one in given.items()}
     return [
-        record(**{each.name: given[each.name] for each in fields(record)}) for record in records
+        record(**{each.name: values[each.name] for each in fields(record)}) for record in records
     ]
 
 
@@ -58,8 +59,10 @@ def _add(group: Any, record: type) -> None:
             flag = f"--{each.name.replace('_', '-')}"
             argument_options = _argument_options(hints[each.name])
             names = (flag, *each.metadata["also"])
+            # The action "extend" appends to a list.
+            default = list(each.default) if isinstance(each.default, tuple) else each.default
             group.add_argument(
-                *names, dest=each.name, default=each.default, help=about, **argument_options
+                *names, dest=each.name, default=default, help=about, **argument_options
             )
 
 
@@ -68,7 +71,7 @@ def _argument_options(kind: Any) -> dict[str, Any]:
     if kind is bool:
         return {"action": "store_true"}
     if get_origin(kind) is tuple:
-        return {"nargs": "+", "metavar": "TEXT"}
+        return {"nargs": "+", "metavar": "TEXT", "action": "extend"}
     first = next((member for member in get_args(kind) if member is not type(None)), kind)
     if get_origin(kind) is Literal or get_origin(first) is Literal:
         return {"choices": get_args(kind if get_origin(kind) is Literal else first)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from penstock.loadtests.bench.clients import Client, RequestFailed
+from penstock.loadtests.bench.clients import Client, Prompt, RequestFailed
 from penstock.loadtests.bench.metrics import Outcome
 from penstock.loadtests.bench.workload import Planned, Prompts
 
@@ -59,11 +59,11 @@ class Load:
         outcome = Outcome(
             planned.number, planned.due, planned.input_len, planned.output_len, released=released
         )
-        await self._send(self.prompts.tokens(planned), outcome)
+        await self._send(planned.text or self.prompts.tokens(planned), outcome)
         self.outcomes.append(outcome)
         self.on_done(outcome)
 
-    async def _send(self, prompt: list[int], outcome: Outcome) -> None:
+    async def _send(self, prompt: Prompt, outcome: Outcome) -> None:
         outcome.start = self._now()
         try:
             async with aclosing(self.client.stream(prompt, outcome.requested_len)) as chunks:

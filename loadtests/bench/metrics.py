@@ -86,13 +86,18 @@ class Goals:
     tpot: float | None = None
     e2el: float | None = None
 
+    def limits(self) -> dict[str, float]:
+        """Return the limits that are set, by name."""
+        named = {"ttft": self.ttft, "tpot": self.tpot, "e2el": self.e2el}
+        return {name: limit for name, limit in named.items() if limit is not None}
+
+    def missed(self, outcome: Outcome) -> list[str]:
+        """Return the names of the limits that a completed request exceeds."""
+        seconds = {"ttft": outcome.ttft, "tpot": outcome.tpot, "e2el": outcome.latency}
+        return [name for name, limit in self.limits().items() if seconds[name] * 1000 > limit]
+
     def met(self, outcome: Outcome) -> bool:
-        pairs = (
-            (self.ttft, outcome.ttft),
-            (self.tpot, outcome.tpot),
-            (self.e2el, outcome.latency),
-        )
-        return all(goal is None or seconds * 1000 <= goal for goal, seconds in pairs)
+        return not self.missed(outcome)
 
 
 @dataclass(frozen=True, slots=True)

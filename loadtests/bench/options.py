@@ -7,11 +7,13 @@ from pathlib import Path
 
 from penstock.cli.client_key import ABOUT
 from penstock.common.api_key import BadKey, client_key
-from penstock.loadtests.bench import workload
+from penstock.loadtests.bench import datasets, workload
 from penstock.loadtests.bench.clients import Api, Target
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.metrics import Goals
 from penstock.loadtests.bench.traces import read_trace
+
+_FROM_ZERO = ("num_warmups", "prefix_len")
 
 
 class WrongOptions(ValueError):
@@ -57,12 +59,21 @@ class Work:
         "128", "prompt tokens (words for chat): N, LOW-HIGH (uniform) or lognormal:LOW-HIGH"
     )
     output_len: str = option("64", "answer tokens, same format; end-of-text tokens are ignored")
+    prefix_len: int = option(0, "tokens of a shared prefix before each prompt; 0: none")
+    num_prefixes: int = option(1, "number of different shared prefixes")
+    dataset: Path | None = option(  # noqa: RUF009
+        None, "take prompts and lengths of answers from conversations in ShareGPT's format (JSON)"
+    )
     trace: Path | None = option(  # noqa: RUF009
         None, "take times, lengths and shared prefixes from Mooncake JSON lines or an Azure CSV"
     )
     trace_speed: float = option(1.0, "speed factor for replaying the trace")
-    max_input_len: int | None = option(None, "truncate longer prompts of the trace")
-    max_output_len: int | None = option(None, "truncate longer answers of the trace")
+    max_input_len: int | None = option(
+        None, "truncate longer prompts of the trace; of a dataset, leave them out"
+    )
+    max_output_len: int | None = option(
+        None, "truncate longer answers of the trace; of a dataset, leave them out"
+    )
     temperature: float = option(0.0, "sampling temperature; 0 is greedy")
     num_warmups: int = option(1, "warm-up requests, sent first and not measured")
     seed: int = option(0, "the same seed gives the same requests at the same times")
@@ -73,11 +84,29 @@ class Results:
     """Results and exit code."""
 
     goodput: tuple[str, ...] = option(
-        (), "limits that a good request meets, in milliseconds: ttft:200 tpot:50 e2el:5000"
+        (),
+        "limits that a good request meets, in milliseconds or with a unit: ttft:2s tpot:50 e2el:9s",
+        also=("--goal",),
     )
     save_json: Path | None = option(None, "write results, options and machine to this file")  # noqa: RUF009
     save_rows: bool = option(False, "also write the timings of every request to that file")
     allow_failures: bool = option(False, "exit with 0 even if requests failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Search of the highest rate that keeps the goals."""
+
+    sweep: bool = option(
+        False, "measure steps of rising rates, and find the highest rate that keeps every --goal"
+    )
+    step_seconds: float = option(20.0, "seconds in which the requests of a step are sent")
+    attainment: float = option(0.99, "ratio of the requests of a step that must meet every --goal")
+    precision: float = option(
+        1.1,
+        "end when the lowest rate that missed is at most this multiple of the highest that kept",
+    )
+    save_svg: Path | None = option(None, "draw throughput and latencies over the rate to this file")  # noqa: RUF009
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +116,13 @@ class Options:
     server: Server = Server()
     work: Work = Work()
     results: Results = Results()
+    sweep: Sweep = Sweep()
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
     """Parse the command line; if it is invalid, exit with 2 and a one-line message."""
     about = "Send a load to a running server and print what `vllm bench serve` prints."
-    read = read_flags("penstock bench", about, (Server, Work, Results), arguments)
+    read = read_flags("penstock bench", about, (Server, Work, Results, Sweep), arguments)
     return Options(*read)
 
 
@@ -124,22 +154,36 @@ def goals_of(pairs: Sequence[str]) -> Goals | None:
     read: dict[str, float] = {}
     for pair in pairs:
         name, _, text = pair.partition(":")
-        try:
-            read[name] = float(text)
-        except ValueError:
-            read[name] = -1.0
+        read[name] = _milliseconds(text)
         if name not in ("ttft", "tpot", "e2el") or not read[name] >= 0:
-            raise WrongOptions(f"--goodput {pair!r}: expected ttft:MS, tpot:MS or e2el:MS")
+            raise WrongOptions(
+                f"--goal {pair!r}: expected ttft:MS, tpot:MS or e2el:MS, or a unit as in ttft:2s"
+            )
     return Goals(**read) if read else None
+
+
+def _milliseconds(text: str) -> float:
+    """Return a time in milliseconds; the unit is ms if none is given. -1 if it is invalid."""
+    number, factor = text.removesuffix("ms"), 1.0
+    if number == text and text.endswith("s"):
+        number, factor = text[:-1], 1000.0
+    try:
+        return float(number) * factor
+    except ValueError:
+        return -1.0
 
 
 def check_results(results: Results) -> None:
     """Check, before the load starts, that the results can be written. Raises WrongOptions."""
-    if results.save_json is None:
-        if results.save_rows:
-            raise WrongOptions("--save-rows needs --save-json FILE")
-    elif results.save_json.is_dir() or not results.save_json.absolute().parent.is_dir():
-        raise WrongOptions(f"--save-json {results.save_json}: not a file in an existing folder")
+    if results.save_json is None and results.save_rows:
+        raise WrongOptions("--save-rows needs --save-json FILE")
+    check_file("--save-json", results.save_json)
+
+
+def check_file(name: str, path: Path | None) -> None:
+    """Check that a file of option `name` can be written. Raises WrongOptions."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise WrongOptions(f"{name} {path}: not a file in an existing folder")
 
 
 def plan_of(work: Work) -> list[workload.Planned]:
@@ -147,6 +191,8 @@ def plan_of(work: Work) -> list[workload.Planned]:
     _check_work(work)
     if work.trace is not None:
         return _plan_trace(work, work.trace)
+    if work.dataset is not None:
+        return _plan_dataset(work, work.dataset)
     try:
         inputs = workload.Lengths.parse(work.input_len)
         outputs = workload.Lengths.parse(work.output_len)
@@ -154,7 +200,29 @@ def plan_of(work: Work) -> list[workload.Planned]:
         raise WrongOptions(str(error)) from None
     count = 100 if work.num_requests is None else work.num_requests
     rate = math.inf if work.rate is None else work.rate
-    return workload.drawn_load(count, rate, inputs, outputs, work.seed)
+    plan = workload.drawn_load(count, rate, inputs, outputs, work.seed)
+    if work.prefix_len:
+        return workload.with_prefixes(plan, work.prefix_len, work.num_prefixes)
+    return plan
+
+
+def _plan_dataset(work: Work, path: Path) -> list[workload.Planned]:
+    try:
+        found = datasets.read_conversations(path)
+    except OSError as error:
+        raise WrongOptions(f"--dataset {path}: {error.strerror}") from None
+    except datasets.BadDataset as error:
+        raise WrongOptions(f"--dataset {error}") from None
+    count = 100 if work.num_requests is None else work.num_requests
+    chosen = datasets.choose(found, count, work.max_input_len, work.max_output_len, work.seed)
+    if not chosen:
+        raise WrongOptions(f"--dataset {path}: all conversations are longer than the limits")
+    rate = math.inf if work.rate is None else work.rate
+    times = workload.arrivals(len(chosen), rate, work.seed).tolist()
+    return [
+        workload.Planned(number, due, each.input_len, each.output_len, text=each.prompt)
+        for number, (due, each) in enumerate(zip(times, chosen, strict=True))
+    ]
 
 
 def _plan_trace(work: Work, path: Path) -> list[workload.Planned]:
@@ -173,9 +241,9 @@ def _plan_trace(work: Work, path: Path) -> list[workload.Planned]:
 
 
 def _check_work(work: Work) -> None:
-    counts = ("num_requests", "concurrency", "max_input_len", "max_output_len", "num_warmups")
-    for name in counts:
-        value, least = getattr(work, name), 0 if name == "num_warmups" else 1
+    counts = ("num_requests", "concurrency", "max_input_len", "max_output_len", "num_prefixes")
+    for name in (*counts, *_FROM_ZERO):
+        value, least = getattr(work, name), 0 if name in _FROM_ZERO else 1
         if value is not None and value < least:
             raise WrongOptions(f"--{name.replace('_', '-')} must be {least} or more")
     if work.rate is not None and not work.rate > 0:
@@ -184,5 +252,11 @@ def _check_work(work: Work) -> None:
         raise WrongOptions("--trace-speed must be above 0 and finite")
     if not 0 <= work.seed < 2**63:
         raise WrongOptions("--seed must be from 0 to 2^63 - 1")
-    if work.trace is None and (work.max_input_len or work.max_output_len or work.trace_speed != 1):
-        raise WrongOptions("--trace-speed, --max-input-len and --max-output-len require --trace")
+    if work.trace is None and work.trace_speed != 1:
+        raise WrongOptions("--trace-speed requires --trace")
+    if work.trace is None and work.dataset is None and (work.max_input_len or work.max_output_len):
+        raise WrongOptions("--max-input-len and --max-output-len require --trace or --dataset")
+    if work.trace is not None and work.dataset is not None:
+        raise WrongOptions("--trace and --dataset exclude each other")
+    if work.prefix_len and (work.trace is not None or work.dataset is not None):
+        raise WrongOptions("--prefix-len cannot be used with --trace or --dataset")

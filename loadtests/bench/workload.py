@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -14,7 +14,14 @@ TRACE_BLOCK = 512
 MAX_BLOCK_ID = 2**32 - 1
 
 _CENTRAL_95 = 1.959964  # half-width of the central 95% of a normal, in standard deviations
-_LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES = range(4)  # one random stream each
+_LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES, _PREFIXES = range(5)  # one random stream each
+
+
+class Prefix(NamedTuple):
+    """The first tokens of a prompt, which all prompts with the same prefix number share."""
+
+    number: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,9 @@ class Planned:
     due: float  # time of sending, seconds after the start of the load
     input_len: int  # number of prompt tokens
     output_len: int  # number of answer tokens
-    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; (): the prompt shares no prefix
+    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; (): not from a trace with blocks
+    prefix: Prefix | None = None  # its tokens are counted in input_len
+    text: str = ""  # the prompt, if it comes from a dataset; input_len is then an estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +104,25 @@ def arrivals(count: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
 def drawn_load(
     count: int, rate: float, inputs: Lengths, outputs: Lengths, seed: int
 ) -> list[Planned]:
-    """Plan `count` random requests whose prompts share no prefixes."""
+    """Plan `count` requests of random lengths whose prompts share no prefixes."""
     random = _generator(seed, _LENGTHS)
     input_lens, output_lens = inputs.draw(count, random), outputs.draw(count, random)
     columns = zip(arrivals(count, rate, seed), input_lens, output_lens, strict=True)
     return [
         Planned(number, float(due), int(input_len), int(output_len))
         for number, (due, input_len, output_len) in enumerate(columns)
+    ]
+
+
+def with_prefixes(plan: Sequence[Planned], num_tokens: int, count: int) -> list[Planned]:
+    """Put one of `count` shared prefixes of `num_tokens` tokens before each prompt, in turns."""
+    return [
+        replace(
+            planned,
+            input_len=num_tokens + planned.input_len,
+            prefix=Prefix(planned.number % count, num_tokens),
+        )
+        for planned in plan
     ]
 
 
@@ -147,6 +168,10 @@ class Prompts:
         Two prompts with block ids have equal tokens in the blocks before the first different id,
         and differ within the first few tokens of that block.
         """
+        if planned.prefix is not None:
+            number, num_tokens = planned.prefix
+            shared: list[int] = self._draw(_PREFIXES, number, num_tokens).tolist()
+            return shared + self._fresh(planned.number, planned.input_len - num_tokens)
         if not planned.blocks:
             return self._fresh(planned.number, planned.input_len)
         chain = np.concatenate([self._block(block) for block in planned.blocks])

@@ -1,16 +1,16 @@
 """Draws small bar charts as inline SVG, styled by the CSS of the report page."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
+from penstock.loadtests.bench.sweep.svg import nice_ticks
+
 _LABELS, _PLOT, _VALUES = 210, 470, 80  # column widths
 _ROW, _TOP, _BOTTOM = 30, 8, 26  # heights of a row, of the top margin and of the bottom margin
 _BAR, _DOT = 14, 3.2
-_TICKS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,6 @@ def strips(rows: Sequence[Strip], unit: str) -> str:
     for number, row in enumerate(rows):
         elements += _strip(row, _TOP + _ROW * number + _ROW / 2, ticks[-1])
     return "".join([*elements, "</svg>"])
-
-
-def nice_ticks(most: float) -> list[float]:
-    """Return round, evenly spaced numbers from 0 to `most` or just above."""
-    if most <= 0:
-        return [0.0, 1.0]
-    rough = most / _TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-    return [step * number for number in range(math.ceil(most / step * 0.999) + 1)]
 
 
 def _axis(ticks: Sequence[float], height: int, unit: str) -> Iterator[str]:

@@ -26,6 +26,7 @@ class Behaviour:
 
     per_message: int = 1  # tokens per message
     refuse: int = 0  # refuse every n-th request; 0: none
+    refuse_after: int | None = None  # refuse all requests after this many
     break_after: int | None = None  # messages before an error ends the answer
     crash_after: int | None = None  # messages before the handler raises an exception
     end_after: int | None = None  # messages before a truncated answer ends without error
@@ -42,6 +43,8 @@ class Behaviour:
     max_in_flight: int = 0
 
     def refuses(self) -> bool:
+        if self.refuse_after is not None and len(self.prompts) > self.refuse_after:
+            return True
         return bool(self.refuse) and len(self.prompts) % self.refuse == 0
 
     @contextmanager
@@ -80,7 +83,7 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateReply]:
         behaviour = self.behaviour
-        behaviour.prompts.append(list(request.tokens.ids))
+        behaviour.prompts.append(request.text or list(request.tokens.ids))
         behaviour.bodies.append(request)
         behaviour.keys.append(dict(context.invocation_metadata()).get("authorization", ""))
         with behaviour.track():

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from penstock.loadtests.bench.clients import Chunk, RequestFailed, Served
+from penstock.loadtests.bench.clients import Chunk, Prompt, RequestFailed, Served
 from penstock.loadtests.bench.load import Load
 from penstock.loadtests.bench.metrics import Outcome
 from penstock.loadtests.bench.workload import Lengths, Planned, Prompts, drawn_load, ordinary_tokens
@@ -17,7 +17,7 @@ class FakeClient:
 
     def __init__(self, chunks: list[Chunk] | None = None) -> None:
         self.chunks = [Chunk(1), Chunk(1, 8, 2)] if chunks is None else chunks
-        self.sent: list[list[int]] = []
+        self.sent: list[Prompt] = []
         self.under_way = 0
         self.most_under_way = 0
         self.gate = asyncio.Event()
@@ -28,7 +28,7 @@ class FakeClient:
     async def describe(self) -> Served:
         return Served("fake")
 
-    async def stream(self, prompt: list[int], output_len: int) -> AsyncGenerator[Chunk]:
+    async def stream(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Chunk]:
         self.sent.append(prompt)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)

@@ -10,6 +10,7 @@ from penstock.loadtests.bench.options import (
     Options,
     Results,
     Server,
+    Sweep,
     Work,
     WrongOptions,
     check_results,
@@ -93,7 +94,7 @@ def test_wrong_server_options_are_refused(argv: str, message: str) -> None:
         ("--output-len 0", "invalid length '0'"),
         ("--seed -1", "--seed must be from 0"),
         ("--max-input-len 5", "require --trace"),
-        ("--trace-speed 2", "require --trace"),
+        ("--trace-speed 2", "requires --trace"),
         ("--trace x --trace-speed 0", "--trace-speed must be above 0"),
         ("--trace x --max-output-len 0", "--max-output-len must be 1"),
     ],
@@ -120,15 +121,21 @@ def test_help_lists_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         options("--help")
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for record in (Server, Work, Results):
+    for record in (Server, Work, Results, Sweep):
         for field in dataclasses.fields(record):
             assert field.name == "address" or f"--{field.name.replace('_', '-')}" in text
 
 
 @pytest.mark.parametrize("pair", ["ttft", "ttft:", "ttft:-1", "ttft:nan", "itl:5", ":5"])
 def test_wrong_goals_are_refused(pair: str) -> None:
-    with pytest.raises(WrongOptions, match="expected ttft:MS"):
+    with pytest.raises(WrongOptions, match="expected ttft:MS, tpot:MS"):
         goals_of([pair])
+
+
+def test_goals_have_milliseconds_or_a_unit() -> None:
+    assert goals_of(["ttft:2s", "tpot:50ms", "e2el:9000"]) == Goals(2000.0, 50.0, 9000.0)
+    given = options("--goal", "ttft:1", "--goal", "tpot:2", "--goodput", "e2el:3")
+    assert goals_of(given.results.goodput) == Goals(1.0, 2.0, 3.0)
 
 
 def test_wrong_result_options_are_refused(tmp_path: Path) -> None:

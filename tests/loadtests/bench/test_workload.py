@@ -17,6 +17,7 @@ from penstock.loadtests.bench.workload import (
     drawn_load,
     ordinary_tokens,
     traced_load,
+    with_prefixes,
 )
 
 seeds = st.integers(0, 2**63 - 1)
@@ -198,3 +199,13 @@ def test_traced_load_keeps_order_lengths_and_block_ids() -> None:
         Planned(0, 0.0, 600, 3, (1, 2)),
         Planned(1, 2.0, 10, 1, ()),
     ]
+
+
+def test_prompts_share_the_prefixes_in_turns_and_nothing_else() -> None:
+    plan = with_prefixes(drawn_load(6, 1.0, Lengths(9, 20), Lengths(1, 1), seed=3), 16, 2)
+    prompts = Prompts(ordinary_tokens(1000), seed=3)
+    made = [prompts.tokens(planned) for planned in plan]
+    assert [len(tokens) for tokens in made] == [planned.input_len for planned in plan]
+    assert len({tuple(tokens[:16]) for tokens in made}) == 2
+    assert made[0][:16] == made[2][:16] != made[1][:16]
+    assert len({tuple(tokens[16:]) for tokens in made}) == 6

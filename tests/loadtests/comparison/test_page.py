@@ -1,24 +1,13 @@
 import xml.etree.ElementTree as ET
-from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.loadtests.comparison.charts import Strip, nice_ticks, strips
+from penstock.loadtests.comparison.charts import Strip, strips
 from penstock.loadtests.comparison.page import page
 from tests.loadtests.comparison.records import engine_run, record
 
 POSITIVE = st.floats(1e-6, 1e9)
-
-
-@given(POSITIVE)
-def test_ticks_are_few_and_even_and_cover_the_maximum(most: float) -> None:
-    ticks = nice_ticks(most)
-    steps = {round((after - before) / ticks[1], 6) for before, after in pairwise(ticks)}
-    assert ticks[0] == 0
-    assert ticks[-1] >= most * 0.998
-    assert 2 <= len(ticks) <= 7
-    assert steps == {1.0}
 
 
 @given(st.lists(st.tuples(st.lists(POSITIVE, min_size=1, max_size=4), POSITIVE), min_size=1))

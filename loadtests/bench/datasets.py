@@ -1,0 +1,88 @@
+"""Reads conversations in ShareGPT's format: a JSON list of `{"conversations": [{from, value}]}`.
+
+The load has the first message of each conversation as a prompt, and an answer that is as long as
+the reply to it. As no tokenizer is at hand, four characters are counted as one token; afterwards,
+the results contain the numbers of prompt tokens that the server counted.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CHARS_PER_TOKEN = 4
+MIN_CHARS = 16
+"""Conversations with a shorter prompt or reply are left out, as in `vllm bench serve`."""
+
+
+class BadDataset(ValueError):
+    """The file is not in ShareGPT's format; the message names the entry."""
+
+
+class Conversation(NamedTuple):
+    """The first message of a conversation and the reply to it."""
+
+    prompt: str
+    reply: str
+
+    @property
+    def input_len(self) -> int:
+        """Estimated number of prompt tokens."""
+        return len(self.prompt) // CHARS_PER_TOKEN
+
+    @property
+    def output_len(self) -> int:
+        """Estimated number of tokens of the reply."""
+        return len(self.reply) // CHARS_PER_TOKEN
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Read all conversations that have a prompt and a reply. Raises BadDataset and OSError."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BadDataset(f"{path}: not a JSON file ({error})") from None
+    if not isinstance(entries, list):
+        raise BadDataset(f"{path}: not a JSON list of conversations")
+    found = [each for number, entry in enumerate(entries) for each in _read(path, number, entry)]
+    if not found:
+        raise BadDataset(f"{path}: no conversation has a prompt and a reply")
+    return found
+
+
+def _read(path: Path, number: int, entry: Any) -> Iterator[Conversation]:
+    messages = entry.get("conversations") if isinstance(entry, dict) else None
+    if not isinstance(messages, list):
+        raise BadDataset(f"{path}: entry {number} has no list `conversations`")
+    values = [
+        message.get("value") if isinstance(message, dict) else None for message in messages[:2]
+    ]
+    texts = [value for value in values if isinstance(value, str)]
+    if len(texts) < len(values):
+        raise BadDataset(f"{path}: entry {number} has a message without a text `value`")
+    if len(texts) == 2 and min(map(len, texts)) >= MIN_CHARS:
+        yield Conversation(*texts)
+
+
+def choose(
+    conversations: list[Conversation],
+    count: int,
+    max_input: int | None,
+    max_output: int | None,
+    seed: int,
+) -> list[Conversation]:
+    """Choose `count` random conversations, or all if there are fewer.
+
+    Args:
+        max_input: leave out conversations with more prompt tokens (estimated).
+        max_output: leave out conversations with longer replies (estimated tokens).
+    """
+    fitting = [
+        each
+        for each in conversations
+        if (max_input is None or each.input_len <= max_input)
+        and (max_output is None or each.output_len <= max_output)
+    ]
+    random.Random(seed).shuffle(fitting)
+    return fitting[:count]

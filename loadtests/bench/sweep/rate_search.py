@@ -1,0 +1,44 @@
+"""Searches the highest request rate that a server sustains: pure, one measured step at a time.
+
+The rate is doubled until a step misses the goals (or halved until one keeps them). Then the gap
+between the highest rate that kept the goals and the lowest that missed them is halved on a
+logarithmic scale, until their ratio is at most `precision`.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+MAX_STEPS = 24
+MIN_RATIO = 1 / 64
+"""The search ends without a result at this ratio to the first rate."""
+
+
+@dataclass(slots=True)
+class RateSearch:
+    """A search; call `next_rate`, measure a step at that rate, and call `record`."""
+
+    first: float  # requests per second
+    precision: float = 1.1
+    kept: list[float] = field(default_factory=list)  # rates that kept the goals
+    missed: list[float] = field(default_factory=list)
+
+    @property
+    def knee(self) -> float | None:
+        """Highest rate below all that missed the goals; None: no rate kept them."""
+        ceiling = min(self.missed, default=math.inf)
+        return max((rate for rate in self.kept if rate < ceiling), default=None)
+
+    def next_rate(self) -> float | None:
+        """Return the rate of the next step in requests per second; None: the search has ended."""
+        if len(self.kept) + len(self.missed) >= MAX_STEPS:
+            return None
+        low, high = self.knee, min(self.missed, default=None)
+        if high is None:
+            return self.first if low is None else low * 2
+        if low is None:
+            return high / 2 if high / 2 >= self.first * MIN_RATIO else None
+        return math.sqrt(low * high) if high / low > self.precision else None
+
+    def record(self, rate: float, has_kept: bool) -> None:
+        """Record whether a step at `rate` kept the goals."""
+        (self.kept if has_kept else self.missed).append(rate)

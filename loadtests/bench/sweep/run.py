@@ -1,0 +1,113 @@
+"""Runs a sweep: one load after another, at the rates that the search asks for."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from penstock.loadtests.bench.clients import Client
+from penstock.loadtests.bench.load import Load
+from penstock.loadtests.bench.metrics import Goals, Outcome
+from penstock.loadtests.bench.options import Sweep, Work, WrongOptions, check_file, plan_of
+from penstock.loadtests.bench.sweep.rate_search import RateSearch
+from penstock.loadtests.bench.sweep.step import Step, step_of
+from penstock.loadtests.bench.workload import Planned, Prompts
+
+MIN_REQUESTS = 20
+"""A step has at least this many requests, also if they take longer than the step's seconds."""
+
+MAX_LAG_MS = 100.0
+"""The search ends if this client sends 1% of the requests of a step later than this."""
+
+Progress = Callable[[int], AbstractContextManager[Callable[[Outcome], None]]]
+"""Shows the progress of a number of requests; yields the callback for each finished request."""
+
+
+@dataclass(slots=True)
+class Result:
+    """Steps of a sweep in the order in which they ran."""
+
+    steps: list[Step] = field(default_factory=list)
+    interrupted: bool = False
+    is_client_late: bool = False  # the client could not send the requests of a next step in time
+
+    @property
+    def by_rate(self) -> list[Step]:
+        return sorted(self.steps, key=lambda step: step.rate)
+
+    def knee(self) -> Step | None:
+        """Return the step of the highest rate below all that missed the goals; None: none kept."""
+        ceiling = min((step.rate for step in self.steps if not step.has_kept), default=math.inf)
+        kept = [step for step in self.steps if step.has_kept and step.rate < ceiling]
+        return max(kept, key=lambda step: step.rate, default=None)
+
+    def first_missed(self) -> Step | None:
+        """Return the step of the lowest rate that missed the goals."""
+        missed = [step for step in self.steps if not step.has_kept]
+        return min(missed, key=lambda step: step.rate, default=None)
+
+
+def check_sweep(sweep: Sweep, work: Work, goals: Goals | None) -> None:
+    """Check the options of a sweep before it starts. Raises WrongOptions."""
+    if not sweep.sweep:
+        if sweep.save_svg is not None:
+            raise WrongOptions("--save-svg requires --sweep")
+        return
+    if goals is None:
+        raise WrongOptions("--sweep needs a goal, such as --goal ttft:2s --goal tpot:50ms")
+    if work.num_requests is not None or work.concurrency is not None:
+        raise WrongOptions("--num-requests and --concurrency cannot be used with --sweep")
+    if work.rate is not None and math.isinf(work.rate):
+        raise WrongOptions("--rate is the first rate of a --sweep: it must be finite")
+    if work.rate is None and work.num_warmups == 0:
+        raise WrongOptions("--sweep needs a warm-up request or --rate, the first rate")
+    if not 0 < sweep.step_seconds < math.inf:
+        raise WrongOptions("--step-seconds must be above 0 and finite")
+    if not 0 < sweep.attainment <= 1:
+        raise WrongOptions("--attainment must be above 0 and at most 1")
+    if not 1 < sweep.precision < math.inf:
+        raise WrongOptions("--precision must be above 1 and finite")
+    check_file("--save-svg", sweep.save_svg)
+
+
+def step_plan(work: Work, sweep: Sweep, rate: float, number: int) -> list[Planned]:
+    """Plan step `number` (from 0) at `rate`; its prompts differ from those of other steps."""
+    count = max(MIN_REQUESTS, math.ceil(rate * sweep.step_seconds))
+    return plan_of(
+        dataclasses.replace(work, rate=rate, num_requests=count, seed=work.seed + number)
+    )
+
+
+async def run_sweep(
+    client: Client,
+    work: Work,
+    sweep: Sweep,
+    goals: Goals,
+    vocabulary: range,
+    first_rate: float,
+    progress: Progress,
+    on_step: Callable[[Step], None],
+) -> Result:
+    """Measure steps until the search ends, or until the task is cancelled.
+
+    After a cancellation, the step that was running is not in the result.
+    """
+    search, result = RateSearch(first_rate, sweep.precision), Result()
+    while (rate := search.next_rate()) is not None:
+        number = len(result.steps)
+        plan = step_plan(work, sweep, rate, number)
+        with progress(len(plan)) as on_done:
+            load = Load(client, Prompts(vocabulary, work.seed + number), plan, on_done=on_done)
+            await load.run()
+        if load.interrupted:
+            result.interrupted = True
+            return result
+        step = step_of(rate, load.outcomes, load.duration, goals, sweep.attainment)
+        if step.has_kept and step.figures.lag.p99 > MAX_LAG_MS:
+            result.is_client_late = True
+            return result
+        search.record(rate, step.has_kept)
+        result.steps.append(step)
+        on_step(step)
+    return result

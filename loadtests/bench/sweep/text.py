@@ -1,0 +1,73 @@
+"""Formats the steps of a sweep as lines of text, and says what its knee means."""
+
+from collections.abc import Iterator, Sequence
+
+from penstock.loadtests.bench.metrics import Goals
+from penstock.loadtests.bench.sweep.run import Result
+from penstock.loadtests.bench.sweep.step import Step
+
+HEADER = (
+    "  rate/s  done/s  good/s   out tok/s  TTFT ms p50    p99  TPOT ms p50    p99  met the goals"
+)
+BAR_WIDTH = 40
+
+ADVICE = {
+    "ttft": "first tokens are late first: more prefill workers help",
+    "tpot": "tokens are slow first: more decode workers, or smaller batches, help",
+    "e2el": "whole answers are late first: more workers help",
+    "failed": "requests fail first: look at the errors of the server",
+}
+
+
+def step_line(step: Step) -> str:
+    """Return the figures of a step as a line below `HEADER`."""
+    measured = step.figures
+    return (
+        f"{step.rate:8.3g}{measured.per_second(measured.completed):8.3g}"
+        f"{measured.per_second(measured.good or 0):8.3g}"
+        f"{measured.per_second(measured.total_output):12.1f}"
+        f"{measured.ttft.median:13.0f}{measured.ttft.p99:7.0f}"
+        f"{measured.tpot.median:13.1f}{measured.tpot.p99:7.1f}"
+        f"  {step.attainment:6.1%} {'kept' if step.has_kept else 'missed'}"
+    )
+
+
+def plot(steps: Sequence[Step], knee: Step | None) -> Iterator[str]:
+    """Yield lines: requests per second that met the goals over the offered rate, as bars.
+
+    In each bar, `#` is goodput and `.` the rest of the offered rate.
+    """
+    most = max(step.rate for step in steps)
+    yield "goodput (#) of the offered rate (.), requests/s"
+    for step in steps:
+        offered = max(1, round(BAR_WIDTH * step.rate / most))
+        good = round(offered * step.attainment)
+        mark = "  <- knee" if step is knee else ""
+        yield f"{step.rate:8.3g} |{'#' * good}{'.' * (offered - good)}{mark}"
+
+
+def conclusion(result: Result, goals: Goals, attainment: float) -> str:
+    """Return a sentence with the knee and what to do with it."""
+    limits = ", ".join(f"{name} {_time(limit)}" for name, limit in goals.limits().items())
+    knee, missed = result.knee(), result.first_missed()
+    if knee is None:
+        if missed is None:
+            return "no step was measured"
+        advice = ADVICE.get(missed.worst_goal, "")
+        return f"no rate kept the goals ({limits}) for {attainment:.0%} of requests; {advice}"
+    found = (
+        f"knee: {knee.rate:.3g} requests/s keep {limits} for {attainment:.0%} of requests, with "
+        f"{knee.figures.per_second(knee.figures.total_output):.0f} output tokens/s"
+    )
+    if missed is None and result.is_client_late:
+        return f"{found}; this client cannot send more: run several, or use a faster machine"
+    if missed is None:
+        return f"{found}; the search ended before a rate missed the goals: raise --rate"
+    return (
+        f"{found}; at {missed.rate:.3g} requests/s {ADVICE.get(missed.worst_goal, '')}. "
+        f"Plan one server like this for each {knee.rate:.3g} requests/s of the peak load"
+    )
+
+
+def _time(milliseconds: float) -> str:
+    return f"{milliseconds / 1000:g} s" if milliseconds >= 1000 else f"{milliseconds:g} ms"
