@@ -24,7 +24,7 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 import penstock
 from penstock.loadtests.bench.flags import option, read_flags
@@ -107,7 +107,7 @@ class Side:
         whole = LayerHeadRange(0, amounts.layers, 0, amounts.heads)
         self.movers = Movers(RankMover(KvStaging(self.kv, whole), HOST, SECONDS))
         self._buffer = torch.full((amounts.num_bytes,), rank, dtype=torch.uint8)
-        self._store = dist.FileStore(str(folder / "store"), 2)
+        self._store = FileStore(str(folder / "store"), 2)
         self._bare: Communicator | None = None
 
     def bare(self) -> None:
@@ -118,7 +118,7 @@ class Side:
             self._bare.send([part], DESTINATION, 0)
             if self.rank == SOURCE
             else self._bare.recv([part], SOURCE, 0)
-            for part in self._buffer.split(BARE_BYTES)
+            for part in torch.split(self._buffer, BARE_BYTES)
         ]
         for work in started:
             work.wait()
