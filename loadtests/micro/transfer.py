@@ -84,7 +84,7 @@ class Program:
     """What to compare, and the output."""
 
     against: str = option("", "also measure the source tree in this folder")
-    turns: int = option(3, "with --against: runs of each tree, in turns")
+    runs: int = option(3, "with --against: runs of each tree, alternating")
     once: bool = option(False, "measure this tree only, and print one line of JSON")
     side: str = option("", "used internally: run the destination process, with this folder")
     save_json: str = option("", "write the results to this file")
@@ -295,7 +295,7 @@ async def measure(program: Program, amounts: Amounts) -> dict[str, Any]:
     if program.against:
         trees = {"then": SourceTree.at(Path(program.against)), **trees}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in trees}
-    for _ in range(program.turns if program.against else 1):
+    for _ in range(program.runs if program.against else 1):
         for name, tree in trees.items():
             module = tree.module((MODULE,))
             runs[name].append(await tree.run("-m", module, "--once", *amounts.flags()))
