@@ -6,6 +6,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.workers.kv_transfer.protocol.messages import MAX_PEERS
+
 NUM_BUFFERS = 8
 """Buffers per rank and direction."""
 
@@ -16,7 +18,16 @@ MAX_PER_PAIR = 2
 """Buffers that one rank pair may use at once: one is on its way while the other is copied. A peer
 that stalls therefore leaves buffers to others."""
 
+COMMUNICATOR_BYTES = 32 << 20
+"""Estimated memory of a rank pair's NCCL communicator on a GPU: `PAIR_CHANNELS` channels of about 7
+MiB, and some for each. It has not been measured."""
+
 User = TypeVar("User")
+
+
+def reserved_bytes() -> int:
+    """Return the bytes that KV transfers need on a GPU: buffers, and one pair for each peer."""
+    return 2 * NUM_BUFFERS * BUFFER_BYTES + 2 * MAX_PEERS * COMMUNICATOR_BYTES
 
 
 class BufferRing(Generic[User]):
