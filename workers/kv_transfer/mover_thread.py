@@ -93,7 +93,14 @@ def _advance(running: _Running) -> bool:
     """Resume a task as often as it is ready; return whether it was resumed."""
     moved = False
     try:
-        while running.awaited.ready():
+        while True:
+            try:
+                is_ready = running.awaited.ready()
+            except Exception as error:  # the task reports it
+                running.awaited, moved = running.task.throw(error), True
+                continue
+            if not is_ready:
+                break
             moved = True
             running.awaited = next(running.task)
     except StopIteration:

@@ -122,9 +122,14 @@ class Operation:
         self._done = True
 
     def _poll(self) -> None:
-        if self._work.is_completed():
+        try:
+            completed = self._work.is_completed()
+        except RuntimeError as error:
+            self._fail(first_sentence(error))
+            return
+        if completed:
             self.wait_for_backend()  # returns at once, and raises the error of a failed operation
-        elif time.monotonic() > self._deadline:
+        elif time.monotonic() >= self._deadline:
             self._fail(f"Timed out after {self._seconds:g} s")
 
     def _fail(self, reason: str) -> None:

@@ -74,6 +74,28 @@ def test_failed_task_ends_neither_the_thread_nor_other_tasks() -> None:
     assert done.wait(60)
 
 
+def test_error_of_an_awaited_condition_is_raised_in_its_task() -> None:
+    class Broken:
+        def ready(self) -> bool:
+            raise RuntimeError("the device failed")
+
+    thread = MoverThread(torch.device("cpu"))
+    errors: list[str] = []
+    done = threading.Event()
+
+    def wait() -> Task:
+        try:
+            yield Broken()
+        except RuntimeError as error:
+            errors.append(str(error))
+        yield REACHED
+        done.set()
+
+    thread.run(wait())
+    assert done.wait(60)
+    assert errors == ["the device failed"]
+
+
 def test_idle_thread_ends_and_starts_again() -> None:
     thread = MoverThread(torch.device("cpu"), linger_seconds=0.0)
     for _ in range(3):

@@ -131,3 +131,44 @@ def test_close_ends_the_wait_for_the_peer() -> None:
     pair = RankPair(SOURCE, MirrorStore(lambda key, value: None, 300), CPU, "127.0.0.1", 300)
     pair.close()
     assert broken(lambda: pair.connected().result(60))
+
+
+class PolledWork:
+    """A backend's operation that can be polled, as one of NCCL."""
+
+    def __init__(self, error: str = "") -> None:
+        self.is_done = False
+        self._error = error
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+    def wait(self, timeout: timedelta) -> None:
+        assert self.is_done, "the mover thread must not block"
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+def polled(work: PolledWork, seconds: float = 60.0, over: bool = False) -> Operation:
+    return Operation(work, seconds, True, lambda: over)  # type: ignore[arg-type]
+
+
+def test_polled_operation_is_ready_when_its_backend_says_so() -> None:
+    work = PolledWork()
+    operation = polled(work)
+    assert not operation.ready()
+    work.is_done = True
+    assert operation.ready()
+    operation.check()
+
+
+def test_polled_operation_fails_with_its_backend_at_its_timeout_and_when_the_pair_is_over() -> None:
+    failed = PolledWork("remote process exited")
+    failed.is_done = True
+    for operation, reason in (
+        (polled(failed), "remote process exited"),
+        (polled(PolledWork(), seconds=0.0), "Timed out after 0 s"),
+        (polled(PolledWork(), over=True), "the pair is closed"),
+    ):
+        assert operation.ready()
+        assert broken(operation.check) == reason
