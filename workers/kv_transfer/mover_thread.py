@@ -1,7 +1,7 @@
 """The thread that moves KV: runs many transfers' tasks in turns, none of which may block.
 
-A task is a generator. It yields what it waits for, and is resumed when this is ready. On a CPU,
-whoever makes something ready calls `wake`. CUDA events cannot call, so they are polled.
+A task is a generator. It yields a condition, and is resumed when the condition is true. On a CPU,
+the thread that makes a condition true calls `wake`. CUDA events cannot call, so they are polled.
 """
 
 import logging
