@@ -30,9 +30,9 @@ LARGE_GPU_BYTES = 70 << 30
 def default_sizes(memory_bytes: int | None) -> StepSizes:
     """Return the default sizes for a GPU with `memory_bytes`; None: for a CPU.
 
-    The token budgets of a GPU are those of vLLM for an API server (`EngineArgs.get_batch_defaults`),
-    except that vLLM uses 2048 on any A100. 256 sequences are the most rows of a captured graph. With blocks of 64, a tile of the
-    attention kernel is one block.
+    The token budgets of a GPU are those of vLLM for an API server
+    (`EngineArgs.get_batch_defaults`), except that vLLM uses 2048 on any A100. 256 sequences are the
+    most rows of a captured graph. With blocks of 64, a tile of the attention kernel is one block.
     """
     if memory_bytes is None:
         return StepSizes(block_size=16, max_sequences=64, max_batched_tokens=512)
