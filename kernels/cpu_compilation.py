@@ -21,6 +21,7 @@ import torch
 from penstock.kernels.activation import op as activation
 from penstock.kernels.attention import cpu_plan
 from penstock.kernels.cpu_common.numba_runtime import cache_folder, configure_numba, has_numba
+from penstock.kernels.kv_cache import checksum
 from penstock.kernels.kv_cache import op as cache
 from penstock.kernels.linear import cpu_packed_f32, quantize_rows
 from penstock.kernels.linear import cpu_packed_int8 as cpu_packed_int8
@@ -79,6 +80,7 @@ def required_groups(
     if cpu_plan.supports_cpu_paged(device, kv_cache):
         groups.append(KernelGroup(f"attention-{kept}", lambda: cpu_plan.load_cpu_kernels(kv_cache)))
     groups.append(KernelGroup("noise", philox.load_cpu_kernels))
+    groups.append(KernelGroup("checksum", checksum.load_cpu_kernels))
     if weights == torch.float32:
         if quantized and cpu_packed_f32.has_amx():
             groups.append(KernelGroup("level-products", cpu_packed_int8.load_cpu_kernels))

@@ -139,7 +139,7 @@ def test_engine_sizes_as_flags_reach_every_pool_of_the_file(tmp_path: Path) -> N
     path.write_text("pools: {prefill: {block_size: 32}, decode: {max_sequences: 8}}\n")
     pools = flags.read_spec(["--config", str(path), "--block-size", "8"]).pools
     assert (pools.prefill.block_size, pools.decode.block_size) == (8, 8)
-    assert (pools.prefill.max_sequences, pools.decode.max_sequences) == (64, 8)
+    assert (pools.prefill.max_sequences, pools.decode.max_sequences) == (None, 8)
 
 
 @pytest.mark.parametrize(

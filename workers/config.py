@@ -1,5 +1,6 @@
 """Settings of a worker: names, sizes and limits. This module does not import torch."""
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +13,31 @@ DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("none", "int8")
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Sizes that bound a step and divide the KV cache."""
+
+    block_size: int
+    max_sequences: int
+    max_batched_tokens: int
+
+
+LARGE_GPU_BYTES = 70 << 30
+
+
+def default_sizes(memory_bytes: int | None) -> StepSizes:
+    """Return the default sizes for a GPU with `memory_bytes`; None: for a CPU.
+
+    The token budgets of a GPU are those of vLLM for an API server
+    (`EngineArgs.get_batch_defaults`), except that vLLM uses 2048 on any A100. 256 sequences are the
+    most rows of a captured graph. With blocks of 64, a tile of the attention kernel is one block.
+    """
+    if memory_bytes is None:
+        return StepSizes(block_size=16, max_sequences=64, max_batched_tokens=512)
+    tokens = 8192 if memory_bytes >= LARGE_GPU_BYTES else 2048
+    return StepSizes(block_size=64, max_sequences=256, max_batched_tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +55,11 @@ class WorkerConfig:
     token: str | None = field(default=None, repr=False)  # cluster token that routers must send
     # Secret of the cluster that keys the hashes of cached blocks.
     hash_key: bytes = field(default_factory=new_hash_key, repr=False)
-    block_size: int = 16  # tokens per block
+    # Sizes of a step; None: by device, see `step_sizes`.
+    block_size: int | None = None  # tokens per block
     kv_cache_mib: int | None = None
-    max_sequences: int = 64
-    max_batched_tokens: int = 512  # token budget of one step
+    max_sequences: int | None = None
+    max_batched_tokens: int | None = None  # token budget of one step
     max_model_len: int | None = None
     max_queued: int = 1024
     threads: int | None = None  # number of torch threads on a CPU
@@ -61,9 +88,9 @@ class WorkerConfig:
         _one_of("device", self.device, DEVICES)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        for name in ("block_size", "max_sequences", "max_batched_tokens", "max_queued"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("kv_cache_mib", "max_model_len", "threads", "max_threads"):
+        _at_least("max_queued", self.max_queued, 1)
+        sizes = ("block_size", "max_sequences", "max_batched_tokens")
+        for name in (*sizes, "kv_cache_mib", "max_model_len", "threads", "max_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if not 0 <= self.rank < Mesh(self.tp, self.pp, self.ep).num_ranks:
@@ -79,6 +106,21 @@ class WorkerConfig:
         for name in (*seconds, "step_timeout_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+
+    def step_sizes(self, memory_bytes: int | None) -> StepSizes:
+        """Return the sizes that are set, and defaults for the others.
+
+        Args:
+            memory_bytes: Memory of the GPU; None: the worker runs on a CPU.
+        """
+        default = default_sizes(memory_bytes)
+        sequences, tokens = self.max_sequences, self.max_batched_tokens
+        # A step must have room for one token of every sequence.
+        return StepSizes(
+            block_size=self.block_size or default.block_size,
+            max_sequences=sequences or min(default.max_sequences, tokens or sys.maxsize),
+            max_batched_tokens=tokens or max(default.max_batched_tokens, sequences or 0),
+        )
 
     @property
     def coord(self) -> MeshCoord:

@@ -110,10 +110,19 @@ class PoolSpec:
         1,
         1024,
     )
-    block_size: int = knob(16, "tokens per KV block", 1, 1024)
+    block_size: int | None = knob(
+        None, "tokens per KV block; by default 16 on CPUs, 64 on GPUs", 1, 1024
+    )
     kv_cache_mib: int | None = knob(None, "MiB of KV cache per worker; by default what fits", 1)
-    max_sequences: int = knob(64, "most sequences that run at once on a worker", 1)
-    max_batched_tokens: int = knob(512, "most tokens that a worker computes in one step", 1)
+    max_sequences: int | None = knob(
+        None, "most sequences that run at once on a worker; by default 64 on CPUs, 256 on GPUs", 1
+    )
+    max_batched_tokens: int | None = knob(
+        None,
+        "most tokens that a worker computes in one step; by default 512 on CPUs, 8192 on GPUs with "
+        "70 GiB or more, 2048 on others",
+        1,
+    )
     labels: tuple[str, ...] = knob(
         (), "KEY=VALUE, a label that its nodes must have (repeat for more)"
     )
@@ -301,7 +310,7 @@ class ClusterSpec:
         pools = {role: getattr(self.pools, role) for role in ROLES}
         sizes = {role: pool.block_size for role, pool in pools.items() if pool.most}
         if self.model.deterministic and len(set(sizes.values())) > 1:
-            found = ", ".join(f"{role} {size}" for role, size in sizes.items())
+            found = ", ".join(f"{role} {size or 'default'}" for role, size in sizes.items())
             raise SpecError(
                 f"models.{self.model_name}.deterministic: all pools need the same block_size, "
                 f"found {found}: deterministic workers exchange KV only in equal blocks"

@@ -13,26 +13,33 @@ from penstock.kernels.kv_cache.triton_block_copy import move_blocks_triton
 from penstock.kernels.triton_common.launch import use_triton
 
 
-def gather_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice) -> Tensor:
-    """Copy a range of layers and heads of some blocks into a new staging buffer.
+def gather_blocks(
+    kv: Tensor, blocks: Tensor, layers: slice, heads: slice, staged: Tensor | None = None
+) -> Tensor:
+    """Copy a range of layers and heads of some blocks into a staging buffer.
 
     Args:
         kv: the whole cache.
         blocks: [n] block numbers, integers on the cache's device.
         layers: range of layers.
         heads: range of KV heads.
+        staged: the buffer, [layers, 2, n, heads, S, D] contiguous; None: a new one.
 
     Returns:
         [layers, 2, n, heads, S, D], contiguous.
     """
     if not use_triton(kv):
-        return kv[layers, :, :, heads].index_select(2, blocks)
-    _check_cache(kv, layers, heads)
-    check("blocks", blocks, ["n"], INTS, like=kv)
-    num_sides, (block_size, dim) = kv.shape[1], kv.shape[4:]
-    num_layers, num_heads = layers.stop - layers.start, heads.stop - heads.start
-    shape = (num_layers, num_sides, len(blocks), num_heads, block_size, dim)
-    staged = torch.empty(shape, dtype=kv.dtype, device=kv.device)
+        chosen = kv[layers, :, :, heads]
+        if staged is None:
+            return chosen.index_select(2, blocks)
+        return torch.index_select(chosen, 2, blocks, out=staged)
+    if staged is None:
+        _check_cache(kv, layers, heads)
+        num_sides, (block_size, dim) = kv.shape[1], kv.shape[4:]
+        num_layers, num_heads = layers.stop - layers.start, heads.stop - heads.start
+        shape = (num_layers, num_sides, len(blocks), num_heads, block_size, dim)
+        staged = torch.empty(shape, dtype=kv.dtype, device=kv.device)
+    _check_staged(kv, blocks, layers, heads, staged)
     move_blocks_triton(kv, blocks, layers, heads, staged, out=True)
     return staged
 

@@ -12,13 +12,15 @@ All devices compute the same checksum, because an integer sum does not depend on
 terms.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.kernels.checks import check, check_contiguous
+from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.kv_cache.triton_checksum import sum_words_triton
 from penstock.kernels.triton_common.launch import power_of_2, use_triton
 
@@ -27,6 +29,14 @@ _SEED = 0x50454E5354
 
 def checksum(data: Tensor) -> int:
     """Return the checksum, in [0, 2^64), of a contiguous tensor of any shape, dtype and device."""
+    return int(checksum_on_device(data)) % (1 << 64)
+
+
+def checksum_on_device(data: Tensor) -> Tensor:
+    """Return the checksum of `data` as an int64 tensor of shape [], without waiting for the device.
+
+    The value is the checksum modulo 2^64 as a signed number. `data` is contiguous.
+    """
     check_contiguous("data", data)
     raw = data.view(-1).view(torch.uint8)
     size = raw.numel()
@@ -35,7 +45,8 @@ def checksum(data: Tensor) -> int:
     words = raw.view(torch.int64)
     weights = _weights(_round_up(words.numel() + 1), words.device)
     # Without the length, trailing zeros would not change the sum.
-    return (int(sum_words(words, weights)) + size * _SEED) % (1 << 64)
+    length = (size * _SEED + (1 << 63)) % (1 << 64) - (1 << 63)
+    return sum_words(words, weights) + length
 
 
 def sum_words(words: Tensor, weights: Tensor) -> Tensor:
@@ -50,6 +61,13 @@ def sum_words(words: Tensor, weights: Tensor) -> Tensor:
         if len(weights) <= len(words):
             raise ValueError(f"weights: more than {len(words)} expected, not {len(weights)}")
         return sum_words_triton(words, weights)
+    if words.device.type == "cpu" and has_numba():
+        return torch.tensor(_cpu_kernel()(words.numpy(), weights.numpy()))
+    return sum_words_reference(words, weights)
+
+
+def sum_words_reference(words: Tensor, weights: Tensor) -> Tensor:
+    """Reference for `sum_words` in plain torch."""
     mixed = (words >> 32).mul_(weights[1 : words.numel() + 1])
     mixed.addcmul_(words, weights[: words.numel()])
     return mixed.sum()
@@ -64,6 +82,19 @@ def checksum_reference(data: bytes) -> int:
         word * weights[at] + (word >> 32) * weights[at + 1] for at, word in enumerate(words)
     )
     return (total + len(data) * _SEED) % (1 << 64)
+
+
+def load_cpu_kernels() -> None:
+    """Load or compile the numba loop."""
+    _cpu_kernel()
+
+
+@cache
+def _cpu_kernel() -> Any:
+    configure_numba()
+    from penstock.kernels.kv_cache.cpu_checksum import sum_words as compiled
+
+    return compiled
 
 
 def _round_up(num_words: int) -> int:

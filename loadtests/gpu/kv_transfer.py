@@ -28,7 +28,13 @@ from penstock.loadtests.gpu.sections import write_figures
 from penstock.workers.engine.warm_up import warm_up_block_moves
 from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
 from penstock.workers.kv_transfer.staging import KvStaging
-from penstock.workers.kv_transfer.transport import DESTINATION, SOURCE, MirrorStore, RankPair
+from penstock.workers.kv_transfer.transport import (
+    DESTINATION,
+    SOURCE,
+    MirrorStore,
+    Operation,
+    RankPair,
+)
 
 SECONDS = 30.0  # timeout of each process when it waits for the other one
 ALL_SECONDS = 36.0  # time limit of both processes, including their start
@@ -79,13 +85,15 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     pair.connected().result(SECONDS)
     began = time.monotonic()
     if rank == SOURCE:
-        message = pair.run(lambda: staging.gather(sent, shard)).result(SECONDS)
-        pair.run(lambda: pair.send(message)).result(SECONDS)
+        message = staging.gather(sent, shard)
+        _finish(pair.send(message))
         seconds = time.monotonic() - began
         return {"bytes": len(message), "seconds": seconds, "checksum": hex(checksum(message))}
     buffer = staging.empty(len(sent) * kv[:, :, 0].numel() * kv.element_size())
-    pair.run(lambda: pair.receive(buffer)).result(SECONDS)
-    pair.run(lambda: staging.scatter(received, shard, buffer)).result(SECONDS)
+    _finish(pair.receive(buffer))
+    staging.scatter(received, shard, buffer)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     seconds = time.monotonic() - began
     expected = kv_cache(device, small, seed=DESTINATION)
     source = kv_cache(device, small, seed=SOURCE)
@@ -93,6 +101,13 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     same = torch.equal(kv.view(torch.int16), expected.view(torch.int16))
     found = hex(checksum(buffer))
     return {"bytes": len(buffer), "seconds": seconds, "same": same, "checksum": found}
+
+
+def _finish(operation: Operation) -> None:
+    """Wait for an operation, which fails if it takes longer than SECONDS."""
+    while not operation.ready():
+        time.sleep(1e-4)
+    operation.check()
 
 
 def _listen(lines: IO[str], store: MirrorStore) -> None:

@@ -31,7 +31,7 @@ from penstock.kernels.sampling.op import sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
 from penstock.kernels.triton_common.launch import DeviceInfo, Launch, record_launches
 from penstock.loadtests.gpu.models import SHAPES
-from penstock.workers.config import WorkerConfig
+from penstock.workers.config import LARGE_GPU_BYTES, WorkerConfig
 from penstock.workers.engine.warm_up import warm_up_sequences
 from penstock.workers.gpu.device_runner import DeviceRunner
 from penstock.workers.gpu.graph_buckets import GraphBuckets
@@ -109,7 +109,7 @@ def runner_of(config: dict[str, Any]) -> tuple[DeviceRunner, SchedulerConfig]:
         (Path(folder) / "config.json").write_text(text)
         spec = read_spec(Path(folder))
     decoder = empty_decoder(spec, choose_dtype("auto", spec.dtype, META), META)
-    own = WorkerConfig("w", ROOT)
+    own = WorkerConfig("w", ROOT).step_sizes(LARGE_GPU_BYTES)
     longest = spec.max_model_len
     limits = SchedulerConfig(
         NUM_BLOCKS, longest, own.block_size, own.max_sequences, own.max_batched_tokens

@@ -153,10 +153,14 @@ def slow_down(seconds: float) -> None:
     gather = KvStaging.gather
 
     def slow(
-        staging: KvStaging, blocks: Ints, shard: Shard, unit: int | None = None
+        staging: KvStaging,
+        blocks: Ints,
+        shard: Shard,
+        unit: int | None = None,
+        into: torch.Tensor | None = None,
     ) -> torch.Tensor:
         time.sleep(seconds)
-        return gather(staging, blocks, shard, unit)
+        return gather(staging, blocks, shard, unit, into)
 
     KvStaging.gather = slow  # type: ignore[method-assign, assignment]
     sender.MESSAGE_BYTES = 1

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.workers.config import WorkerConfig
+from penstock.workers.config import LARGE_GPU_BYTES, StepSizes, WorkerConfig
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,30 @@ def test_invalid_values_are_refused_with_the_field_name(field: str, value: Any) 
 
 def test_token_is_not_shown_in_the_repr() -> None:
     assert "hush" not in repr(WorkerConfig("w", Path("m"), token="hush"))
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "expected"),
+    [
+        (None, StepSizes(16, 64, 512)),
+        (LARGE_GPU_BYTES, StepSizes(64, 256, 8192)),
+        (LARGE_GPU_BYTES - 1, StepSizes(64, 256, 2048)),
+    ],
+)
+def test_default_sizes_depend_on_the_device(memory_bytes: int | None, expected: StepSizes) -> None:
+    assert WorkerConfig("w", Path("m")).step_sizes(memory_bytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"block_size": 32}, StepSizes(32, 64, 512)),
+        ({"max_sequences": 9, "max_batched_tokens": 10}, StepSizes(16, 9, 10)),
+        ({"max_batched_tokens": 10}, StepSizes(16, 10, 10)),
+        ({"max_sequences": 1000}, StepSizes(16, 1000, 1000)),
+    ],
+)
+def test_sizes_that_are_set_are_kept_and_defaults_fit_them(
+    given: dict[str, int], expected: StepSizes
+) -> None:
+    assert WorkerConfig("w", Path("m"), **given).step_sizes(None) == expected  # type: ignore[arg-type]

@@ -90,7 +90,7 @@ class Executor:
         return self.sample(plan, self.execute_model(plan), table)
 
     def execute_model(self, plan: StepPlan) -> Tensor:
-        """Run the model; return logits [S + P, vocab_size] of sampling rows, then scored tokens."""
+        """Run the model; return the logits [S, vocab_size] of the sampling rows."""
         if self._cores is not None:
             self._cores.begin_step()
         self.gap_seconds = time.perf_counter() - self._sampled_at
@@ -99,11 +99,11 @@ class Executor:
     def sample(self, plan: StepPlan, logits: Tensor, table: SequenceTable) -> Sampled:
         """Sample the tokens of a step; all earlier steps must have been committed."""
         rows, indices = plan.sampling_rows, _answer_indices(plan, table)
-        sampled = self.sampler.sample(logits[: len(rows)], rows, indices, table)
+        sampled = self.sampler.sample(logits, rows, indices, table)
         if sampled.candidates is not None:
             sampled = self._beams.advance(sampled, sampled.candidates, logits, rows, table)
         if len(plan.scored):
-            prompts = score_prompts(plan, logits[len(rows) :], self.sampler, table)
+            prompts = score_prompts(plan, self.runner.prompt_logits(), self.sampler, table)
             sampled = replace(sampled, prompts=prompts)
         self._sampled_at = time.perf_counter()
         return sampled

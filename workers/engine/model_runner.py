@@ -1,5 +1,7 @@
 """The model runner: computes the logits of a step's ragged batch in one run of the model."""
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +22,10 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 FIRST_POSITIONS = 64
 """Initial number of rows of the rotary tables."""
+
+
+SCORED_ROWS = 128
+"""Prompt tokens whose logits exist at once when prompts are scored."""
 
 
 class ModelRunner:
@@ -46,6 +52,8 @@ class ModelRunner:
         self._windows = set() if self._latent else set(decoder.spec.windows)
         self._rope_tables = self._make_rope_tables(num_positions)
         self._step_graph = build_cpu_step_graph(decoder, cache)
+        # Scored tokens of the newest step: what the model made of them, and how to get logits.
+        self._unscored: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
@@ -56,8 +64,8 @@ class ModelRunner:
             drawn: [T] tokens of the step, if the plan was made ahead and has no tokens yet.
 
         Returns:
-            [S + P, vocab_size] float32 logits of the plan's sampling rows, then of its scored
-            tokens; valid until the next step.
+            [S, vocab_size] float32 logits of the plan's sampling rows, valid until the next step.
+            If the plan has scored tokens, `prompt_logits` must be exhausted before the next step.
         """
         if len(plan.copies):
             sources, targets = self._put(plan.copies[:, 0]), self._put(plan.copies[:, 1])
@@ -65,10 +73,28 @@ class ModelRunner:
         if self._step_graph is not None and self._step_graph.supports(plan):
             tokens = plan.tokens if drawn is None else drawn.numpy()
             rotary = self._grow_rope_tables(int(plan.positions.max()) + 1)
-            logits = self._select_logit_rows(plan, self._step_graph.run(plan, tokens, rotary))
+            made = self._step_graph.run(plan, tokens, rotary)
+            finish: Callable[[Tensor], Tensor] = _identity
         else:
-            logits = self.decoder.logits(self._select_logit_rows(plan, self._hidden(plan, drawn)))
-        return self._append_forks(plan, logits)
+            made, finish = self._hidden(plan, drawn), self.decoder.logits
+        if len(plan.scored):
+            self._unscored = made[self._put(plan.scored)], finish
+        return self._append_forks(plan, finish(self._select_logit_rows(plan, made)))
+
+    @torch.inference_mode()
+    def prompt_logits(self) -> Iterator[Tensor]:
+        """Yield the logits of the newest step's P scored tokens, in slices that bound their memory.
+
+        All ranks must do this for the same steps, because computing logits exchanges data.
+
+        Yields:
+            [SCORED_ROWS or less, vocab_size] float32; in total P rows.
+        """
+        if self._unscored is None:
+            return
+        (made, finish), self._unscored = self._unscored, None
+        for part in torch.split(made, SCORED_ROWS):
+            yield finish(part)
 
     def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
         """Return the hidden states [T, hidden_size]; valid until the next step."""
@@ -76,19 +102,15 @@ class ModelRunner:
         return self.decoder(tokens, self._inputs(plan), self.cache.data)
 
     def _select_logit_rows(self, plan: StepPlan, made: Tensor) -> Tensor:
-        """Select the rows of `made` [T, ...] that need logits: sampling rows, then scored rows."""
+        """Select the sampling rows of `made` [T, ...]."""
         last = plan.query_starts[1:][plan.samples] - 1
-        if len(last) == len(made) and not len(plan.scored):
-            return made
-        return made[self._put(np.concatenate((last, plan.scored)))]
+        return made if len(last) == len(made) else made[self._put(last)]
 
     def _append_forks(self, plan: StepPlan, logits: Tensor) -> Tensor:
-        """For each fork, insert a copy of its leader's logits after the logits of sampling rows."""
+        """For each fork, append a copy of its leader's logits."""
         if not len(plan.forks):
             return logits
-        num_samples = len(logits) - len(plan.scored)
-        forked = logits[self._put(plan.forks[:, 0])]
-        return torch.cat((logits[:num_samples], forked, logits[num_samples:]))
+        return torch.cat((logits, logits[self._put(plan.forks[:, 0])]))
 
     def _inputs(self, plan: StepPlan) -> StepInputs:
         layer = self.cache.data[0]
@@ -142,3 +164,7 @@ class ModelRunner:
 
     def _put(self, array: Ints) -> Tensor:
         return put(array.astype(np.int64), self.decoder.device)
+
+
+def _identity(logits: Tensor) -> Tensor:
+    return logits

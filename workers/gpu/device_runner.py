@@ -1,5 +1,6 @@
 """Model runner for GPUs: replays captured decode graphs, and never waits for the device."""
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -14,10 +15,13 @@ from penstock.workers.gpu.graph_buckets import GraphBucket, GraphBuckets
 from penstock.workers.gpu.inputs import DecodeInputs, DeviceBatch
 from penstock.workers.gpu.pinned import put
 from penstock.workers.layers.attention import StepInputs
+from penstock.workers.layers.moe import MoE
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model
 from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.scheduling.sequence import StepPlan
+
+log = logging.getLogger(__name__)
 
 
 class DeviceRunner(ModelRunner):
@@ -49,15 +53,16 @@ class DeviceRunner(ModelRunner):
     ) -> None:
         """Capture a decode step for each bucket.
 
-        Return at once for a model of the `transformers` backend, because such a model's steps may
-        wait for the device and cannot be captured.
+        Return at once for a model whose steps may wait for the device (see `waits_for_device`).
+        Its steps run uncaptured.
 
         Args:
             captures: captures the steps.
             progress: called with the number of graphs captured so far (at first 0) and their total.
             buckets: buckets to capture, largest first; None: all buckets.
         """
-        if not isinstance(self.decoder, Decoder):
+        if reason := waits_for_device(self.decoder):
+            log.info("decode steps run without CUDA graphs: %s", reason)
             return
         num_blocks, _, block_size = self.cache.data.shape[2:5]
         num_columns = -(-self._buckets.contexts[-1] // block_size)
@@ -66,6 +71,10 @@ class DeviceRunner(ModelRunner):
         )
         self._graphs = DecodeGraphs(self._buckets, inputs, self._compute, captures)
         self._graphs.capture(self._buckets.buckets() if buckets is None else buckets, progress)
+
+    def drop_graphs(self) -> None:
+        """Drop all graphs, so that their memory is freed; they refer to this runner."""
+        self._graphs = None
 
     def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
         found = None if self._graphs is None else self._graphs.run(plan, drawn)
@@ -102,3 +111,13 @@ class DeviceRunner(ModelRunner):
             latent=plan_mla_on_device(*where, latent.rank, *most, one_path) if latent else None,
         )
         return self.decoder(batch.tokens, step, self.cache.data)
+
+
+def waits_for_device(model: Model) -> str:
+    """Return why the steps of `model` may wait for the device; empty if they never do."""
+    if not isinstance(model, Decoder):
+        return "models of the transformers backend may read tensors on the host"
+    for layer in model.layers:
+        if isinstance(layer.mlp, MoE) and layer.mlp.grouped is None:
+            return "experts that cannot be stacked are chosen on the host"
+    return ""

@@ -1,11 +1,12 @@
 """Measures the GPU memory that steps and CUDA graphs need in addition to weights and KV cache."""
 
+import gc
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 
+from penstock.workers.engine.model_runner import SCORED_ROWS
 from penstock.workers.gpu.cuda_graphs import CudaCaptures
 from penstock.workers.gpu.device_runner import DeviceRunner
 from penstock.workers.gpu.graph_buckets import GraphBuckets
@@ -15,7 +16,12 @@ from penstock.workers.scheduling.sequence import StepPlan
 
 LOGIT_COPIES = 6
 """Number of float32 copies of a full batch's logits that exist at once during sampling with all
-filters (scaled logits, sorted values and their indices, probabilities, noise)."""
+filters (scaled logits, sorted values and their indices, probabilities, noise). Scoring a prompt's
+tokens needs less."""
+
+
+MEASURED_GRAPHS = 8
+"""Number of graphs that are captured to estimate the memory of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +59,12 @@ def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -
         free.append(torch.cuda.mem_get_info(device)[0])
 
     rungs = ladder.buckets()
-    runner.capture(CudaCaptures(device), look, rungs[:2])
-    draw = LOGIT_COPIES * sizes.num_sequences * spec.vocab_size * 4
+    runner.capture(CudaCaptures(device), look, rungs[:MEASURED_GRAPHS])
+    num_rows = max(sizes.num_sequences, SCORED_ROWS)
+    draw = LOGIT_COPIES * num_rows * spec.vocab_size * 4
+    runner.drop_graphs()
     del runner, cache
+    gc.collect()  # the graphs' memory must be free before the caller reads how much is
     torch.cuda.empty_cache()
     return step + draw + graph_bytes(free, len(rungs))
 
@@ -65,12 +74,14 @@ def graph_bytes(free: list[int], num_graphs: int) -> int:
 
     free: free memory before the first capture and after each of the first few captures, largest
     graph first. The first graph allocates the pool; each other graph needs only its own memory.
+    The driver allocates in large steps, so this is the mean over all measured graphs but the first.
     """
     if len(free) < 2:
         return 0
     pool = max(0, free[0] - free[1])
-    others = [max(0, one - next_) for one, next_ in pairwise(free[1:])]
-    return pool + (num_graphs - 1) * max(others, default=0)
+    num_others = len(free) - 2
+    others = max(0, free[1] - free[-1])
+    return pool + (-(-(num_graphs - 1) * others // num_others) if num_others else 0)
 
 
 def largest_step(sizes: StepLimits) -> StepPlan:

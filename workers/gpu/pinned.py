@@ -1,5 +1,10 @@
 """Asynchronous copies of arrays between host and device."""
 
+import os
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
@@ -45,7 +50,7 @@ class AsyncTokenCopy:
             copying.wait_event(drawn)
             self._host.copy_(marked, non_blocking=True)
             marked.record_stream(copying)  # keeps the memory of `marked` until the copy is done
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(blocking=has_few_cores())
             self._event.record(copying)
 
     def wait(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -58,3 +63,27 @@ class AsyncTokenCopy:
 
 
 _NOT_FINITE = -1
+
+SPIN_CORES = 4
+"""Number of cores from which on a thread that waits for the device may keep one busy."""
+
+
+@cache
+def has_few_cores() -> bool:
+    """Return whether waiting threads must sleep, because other threads need the cores.
+
+    A spinning wait ends a few microseconds earlier.
+    """
+    return usable_cores() < SPIN_CORES
+
+
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
+    """Return the cores of this process: its CPU set, or less if a cgroup has a quota."""
+    if sys.platform == "linux":
+        cores = float(len(os.sched_getaffinity(0)))
+    else:
+        cores = float(os.cpu_count() or 1)
+    with suppress(OSError, ValueError):  # without cgroups, or "max": no quota
+        used, period = quota.read_text("ascii").split()
+        cores = min(cores, float(used) / float(period))
+    return cores

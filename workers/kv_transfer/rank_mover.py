@@ -7,23 +7,34 @@ transfer has been closed for writing in the meantime, the bytes are discarded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
+from penstock.workers.kv_transfer.buffers import BufferRing
 from penstock.workers.kv_transfer.codec import blocks_in, shard_of
+from penstock.workers.kv_transfer.lanes import Waitable, make_lane
+from penstock.workers.kv_transfer.mover_thread import MoverThread, Task
 from penstock.workers.kv_transfer.shards import LayerHeadRange
 from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.kv_transfer.transport import (
     DESTINATION,
     SOURCE,
     MirrorStore,
+    Operation,
+    PairBroken,
     RankPair,
 )
-from penstock.workers.kv_transfer.verification import make_trailer, verify
+from penstock.workers.kv_transfer.verification import (
+    MESSAGE_BYTES,
+    inspect,
+    message_bytes,
+    seal,
+    verify,
+)
 from penstock.workers.kv_transfer.write_gate import WriteGate, WriteGates
 from penstock.workers.parallel.communicator import backend_for
 from penstock.workers.parallel.lazy_module import LazyModule
@@ -32,6 +43,9 @@ if TYPE_CHECKING:
     from penstock.protos import ranks_pb2 as wire
 else:
     wire = LazyModule("penstock.protos.ranks_pb2")
+
+Moving: TypeAlias = Generator[Waitable, None, str]
+"""Task of a piece; it returns why the received bytes are invalid, or an empty string."""
 
 ReportCallback: TypeAlias = "Callable[[wire.Report], None]"
 
@@ -64,10 +78,25 @@ class Movers:
         return [self.own, *self.others]
 
 
+@dataclass(slots=True, eq=False)
+class _Endpoint:
+    """An open endpoint of a pair; `num_tasks` are its pieces that have not been reported."""
+
+    pair: RankPair
+    num_tasks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    """Something that a task waits for."""
+
+    ready: Callable[[], bool]
+
+
 class RankMover:
     """Executes the moves of this rank. All methods must be called from one thread.
 
-    Each pair has a thread of its own.
+    A thread (`MoverThread`) does the work of all pairs, without waiting for any of them.
 
     Args:
         host: Address on which the communicators of this rank listen.
@@ -81,9 +110,14 @@ class RankMover:
         self._staging = staging
         self._host = host
         self._seconds = seconds
-        self._pairs: dict[int, RankPair] = {}
+        self._endpoints: dict[int, _Endpoint] = {}
         self._gates = WriteGates()
         self._on_report: ReportCallback = lambda report: None
+        self._thread = MoverThread(staging.device)
+        self._outgoing, self._incoming = (make_lane(staging.device) for _ in range(2))
+        size = message_bytes(self.shape.max_bytes(self.rectangle, MESSAGE_BYTES))
+        self._to_send: BufferRing[_Endpoint] = BufferRing(size, staging.device)
+        self._received: BufferRing[_Endpoint] = BufferRing(size, staging.device)
 
     def listen(self, on_report: ReportCallback) -> None:
         self._on_report = on_report
@@ -92,14 +126,17 @@ class RankMover:
         match move.WhichOneof("body"):
             case "open":
                 self._open(move.end, move.open.receives)
-            case "value" if move.end in self._pairs:
-                self._pairs[move.end].store.receive(move.value.key, move.value.value)
+            case "value" if move.end in self._endpoints:
+                store = self._endpoints[move.end].pair.store
+                store.receive(move.value.key, move.value.value)
             case "send":
-                self._run(move.end, move.send, self._send)
+                # The blocks are read after the steps that this rank has launched so far.
+                written = self._outgoing.position()
+                self._run(move.end, move.send, lambda end, piece: self._send(end, piece, written))
             case "receive":
                 gate = self._gates.get(move.receive.epoch)
                 self._run(
-                    move.end, move.receive, lambda pair, piece: self._receive(pair, piece, gate)
+                    move.end, move.receive, lambda end, piece: self._receive(end, piece, gate)
                 )
             case "close":
                 self._close(move.end)
@@ -108,7 +145,7 @@ class RankMover:
 
     def stop(self) -> None:
         """Close all pairs."""
-        for number in list(self._pairs):
+        for number in list(self._endpoints):
             self._close(number)
 
     def _open(self, number: int, takes: bool) -> None:
@@ -117,8 +154,9 @@ class RankMover:
 
         store = MirrorStore(publish, self._seconds)
         rank = DESTINATION if takes else SOURCE
-        pair = RankPair(rank, store, self._staging.device, self._host, self._seconds)
-        self._pairs[number] = pair
+        device = self._staging.device
+        pair = RankPair(rank, store, device, self._host, self._seconds, self._thread.wake)
+        self._endpoints[number] = _Endpoint(pair)
         pair.connected().add_done_callback(
             lambda future: self._on_report(
                 wire.Report(end=number, met=wire.Outcome(broken=_reason(future.exception())))
@@ -126,68 +164,132 @@ class RankMover:
         )
 
     def _close(self, number: int) -> None:
-        pair = self._pairs.pop(number, None)
-        if pair is not None:
-            report = wire.Report(end=number, closed=wire.Close())
-            pair.close().add_done_callback(lambda _: self._on_report(report))
+        end = self._endpoints.pop(number, None)
+        if end is not None:
+            self._thread.run(self._report_closed(number, end, end.pair.close()))
+
+    def _report_closed(self, number: int, end: _Endpoint, released: Future[None]) -> Task:
+        yield _Condition(lambda: released.done() and not end.num_tasks)
+        self._on_report(wire.Report(end=number, closed=wire.Close()))
 
     def _drain(self, epoch: int) -> None:
         report = wire.Report(settled=epoch)
         self._gates.drain(epoch, lambda: self._on_report(report))
 
+    # ------------------------------------------------------------ pieces
+
     def _run(
-        self, number: int, piece: wire.Piece, work: Callable[[RankPair, wire.Piece], str]
+        self, number: int, piece: wire.Piece, work: Callable[[_Endpoint, wire.Piece], Moving]
     ) -> None:
-        """Queue `work` after earlier moves of the pair, and report its result exactly once."""
-        pair = self._pairs.get(number)
-        if pair is None:
+        """Run `work` after earlier moves of the pair, and report its result exactly once."""
+        end = self._endpoints.get(number)
+        if end is None:
             self._report(number, piece, broken="the pair is closed")
-            return
+        else:
+            self._thread.run(self._move(number, end, piece, work(end, piece)))
 
-        def moved(done: Future[str]) -> None:
-            error = done.exception()
-            if error is not None:
-                self._report(number, piece, broken=_reason(error))
-            else:
-                self._report(number, piece, problem=done.result())
-
-        pair.run(lambda: work(pair, piece)).add_done_callback(moved)
+    def _move(self, number: int, end: _Endpoint, piece: wire.Piece, moving: Moving) -> Task:
+        end.num_tasks += 1
+        problem = broken = ""
+        try:
+            problem = yield from moving
+        except Exception as error:
+            broken = _reason(error)
+        end.num_tasks -= 1
+        self._report(number, piece, problem, broken)
 
     def _report(self, number: int, piece: wire.Piece, problem: str = "", broken: str = "") -> None:
-        num_bytes = 0 if broken else self.shape.cut(piece.unit).num_bytes(shard_of(piece))
+        num_bytes = 0 if broken else self._num_bytes(piece)
         outcome = wire.Outcome(
             epoch=piece.epoch, index=piece.index, bytes=num_bytes, problem=problem, broken=broken
         )
         self._on_report(wire.Report(end=number, moved=outcome))
 
-    def _send(self, pair: RankPair, piece: wire.Piece) -> str:
-        """Send a piece and its trailer. Call this in the pair's thread."""
-        data = self._staging.gather(blocks_in(piece), shard_of(piece), piece.unit)
-        trailer = make_trailer(piece.epoch, piece.index, data)
-        pair.send(data)
-        pair.send(trailer)
+    def _num_bytes(self, piece: wire.Piece) -> int:
+        return self.shape.cut(piece.unit).num_bytes(shard_of(piece))
+
+    def _send(self, end: _Endpoint, piece: wire.Piece, written: Waitable) -> Moving:
+        """Gather and send a piece with its trailer."""
+        num_bytes = self._num_bytes(piece)
+        buffer = yield from _take(self._to_send, end)
+        operation = None
+        try:
+            message = buffer[: message_bytes(num_bytes)]
+            with self._outgoing.computing():
+                self._outgoing.follow(written)
+                self._staging.gather(blocks_in(piece), shard_of(piece), piece.unit, message)
+                seal(message, num_bytes, piece.epoch, piece.index)
+                operation = end.pair.send(message)
+            yield operation
+            operation.check()
+        except BaseException:
+            _drop(self._to_send, end, buffer, operation)
+            raise
+        self._to_send.give_back(end, buffer)
         return ""
 
-    def _receive(self, pair: RankPair, piece: wire.Piece, gate: WriteGate) -> str:
-        """Receive a piece, in the pair's thread; return an error if the checksum is wrong.
-
-        Return "" if it is correct.
-        """
-        shard = shard_of(piece)
-        data = self._staging.empty(self.shape.cut(piece.unit).num_bytes(shard))
-        trailer = torch.empty(3, dtype=torch.int64, device=data.device)
-        pair.receive(data)
-        pair.receive(trailer)
-        problem = verify(trailer, piece.epoch, piece.index, data)
-        if problem:
-            return problem
-        if not gate.enter():
-            return ""  # the epoch has been closed for writing in the meantime: discard the bytes
+    def _receive(self, end: _Endpoint, piece: wire.Piece, gate: WriteGate) -> Moving:
+        """Receive a piece; copy it into its blocks if it is right, else return the problem."""
+        num_bytes = self._num_bytes(piece)
+        buffer = yield from _take(self._received, end)
+        operation = None
         try:
-            self._staging.scatter(blocks_in(piece), shard, data, piece.unit)
+            message = buffer[: message_bytes(num_bytes)]
+            with self._incoming.computing():
+                operation = end.pair.receive(message)
+            yield operation
+            operation.check()
+            with self._incoming.computing():
+                found = self._incoming.to_host(inspect(message, num_bytes))
+            yield self._incoming.mark()
+            problem = verify(found.tolist(), piece.epoch, piece.index)
+            # If the epoch has been closed for writing in the meantime, discard the bytes.
+            if not problem and gate.enter():
+                yield from self._write(piece, message[:num_bytes], gate)
+        except BaseException:
+            _drop(self._received, end, buffer, operation)
+            raise
+        self._received.give_back(end, buffer)
+        return problem
+
+    def _write(self, piece: wire.Piece, data: torch.Tensor, gate: WriteGate) -> Task:
+        """Copy verified data into its blocks, then leave the gate."""
+        try:
+            with self._incoming.computing():
+                self._staging.scatter(blocks_in(piece), shard_of(piece), data, piece.unit)
+            yield self._incoming.mark()
         finally:
             gate.leave()
-        return ""
+
+
+def _take(ring: BufferRing[_Endpoint], end: _Endpoint) -> Generator[Waitable, None, torch.Tensor]:
+    """Wait for the connection and a buffer; raise `PairBroken` if the pair is closed first."""
+    taken: list[torch.Tensor] = []
+    connected = end.pair.connected()
+
+    def take() -> bool:
+        if end.pair.closed:
+            return True
+        buffer = ring.take(end) if connected.done() else None
+        if buffer is not None:
+            taken.append(buffer)
+        return bool(taken)
+
+    yield _Condition(take)
+    if not taken:
+        raise PairBroken("the pair is closed")
+    return taken[0]
+
+
+def _drop(
+    ring: BufferRing[_Endpoint], end: _Endpoint, buffer: torch.Tensor, started: Operation | None
+) -> None:
+    """Give back the buffer of a failed task, unless the backend or a kernel may still use it."""
+    if started is None and buffer.device.type == "cpu":
+        ring.give_back(end, buffer)
+    else:
+        ring.discard(end)
+        end.pair.keep(buffer)
 
 
 def _reason(error: BaseException | None) -> str:

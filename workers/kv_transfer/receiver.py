@@ -46,6 +46,7 @@ from penstock.workers.kv_transfer.rank_endpoints import (
     check_peer,
 )
 from penstock.workers.kv_transfer.staging import PROTOCOL, WorkerIdentity
+from penstock.workers.kv_transfer.verification import MESSAGE_BYTES
 from penstock.workers.rank.fingerprint import layout_mismatch
 
 
@@ -70,7 +71,9 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         self._endpoints = endpoints
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
-        self._protocol = ReceiveProtocol(endpoints.shape, endpoints.rectangles, seconds)
+        shape, rectangles = endpoints.shape, endpoints.rectangles
+        sizes = [shape.max_bytes(each, MESSAGE_BYTES) for each in rectangles]
+        self._protocol = ReceiveProtocol(shape, rectangles, seconds, sizes)
         self._channels: dict[int, _SourceChannel] = {}  # by generation
         self._callbacks: dict[int, Callable[[TransferResult], None]] = {}  # by epoch
         self._deadline_timer: asyncio.TimerHandle | None = None

@@ -14,8 +14,7 @@ from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.rank_endpoints import RankEndpoints
 from penstock.workers.kv_transfer.staging import WorkerIdentity
 from penstock.workers.kv_transfer.transport import PairBroken
-
-MESSAGE_BYTES = 4 << 20  # maximum size of a message
+from penstock.workers.kv_transfer.verification import MESSAGE_BYTES as MESSAGE_BYTES
 
 
 class KvSender:

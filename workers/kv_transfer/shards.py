@@ -10,6 +10,7 @@ the greatest common divisor of the two block sizes.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from math import inf
 
 from penstock.workers.scheduling.sequence import Ints
 
@@ -67,6 +68,15 @@ class BlockShape:
     def num_bytes(self, shard: Shard) -> int:
         """Return the bytes of a message; a partly filled last block counts as a full block."""
         return shard.num_blocks(self.block_size) * shard.rectangle.area * self.bytes_per_head
+
+    def max_bytes(self, rectangle: LayerHeadRange, message_bytes: int) -> int:
+        """Return the largest message of a rectangle that is split at `message_bytes`.
+
+        It is larger than `message_bytes` if one block of one layer is.
+        """
+        return max(
+            message_bytes, (rectangle.last_head - rectangle.first_head) * self.bytes_per_head
+        )
 
     def cut(self, unit: int) -> "BlockShape":
         """Return the shape of a unit of `unit` positions; `unit` must divide the block size."""
@@ -162,13 +172,25 @@ class BadShard(ValueError):
 
 
 class Coverage:
-    """Record of the announced and received parts of a rectangle over positions [start, stop)."""
+    """Record of the announced and received parts of a rectangle over positions [start, stop).
 
-    def __init__(self, rectangle: LayerHeadRange, start: int, stop: int, shape: BlockShape) -> None:
+    Args:
+        max_bytes: Maximum size of a message.
+    """
+
+    def __init__(
+        self,
+        rectangle: LayerHeadRange,
+        start: int,
+        stop: int,
+        shape: BlockShape,
+        max_bytes: float = inf,
+    ) -> None:
         self.rectangle = rectangle
         self.start = start
         self.stop = stop
         self.shape = shape
+        self._max_bytes = max_bytes
         self._messages: list[Shard] = []
         self._unannounced = self._missing = (stop - start) * rectangle.area
 
@@ -185,6 +207,11 @@ class Coverage:
             raise BadShard(f"a message must begin and end at the edges of blocks of {block_size}")
         if num_bytes != self.shape.num_bytes(shard):
             raise BadShard(f"a message of {num_bytes} bytes, not {self.shape.num_bytes(shard)}")
+        if num_bytes > self._max_bytes:
+            raise BadShard(
+                f"a message of {num_bytes} bytes: expected at most {self._max_bytes:.0f}, the size "
+                "of a message buffer"
+            )
         if any(shard.overlaps(other) for other in self._messages):
             raise BadShard("a message repeats a part of an earlier one")
         self._messages.append(shard)

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
+from penstock.workers.gpu.pinned import put
 from penstock.workers.kv_transfer.shards import BlockShape, LayerHeadRange, Shard
 from penstock.workers.scheduling.sequence import Ints
 
-PROTOCOL = 2  # version of protos/transfer.proto
+PROTOCOL = 3  # version of protos/transfer.proto
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,54 +39,67 @@ class KvStaging:
         self.rectangle = rectangle
         self.shape = BlockShape(block_size, num_sides * block_size * head_dim * kv.element_size())
 
-    def gather(self, blocks: Ints, shard: Shard, unit: int | None = None) -> torch.Tensor:
+    def gather(
+        self,
+        blocks: Ints,
+        shard: Shard,
+        unit: int | None = None,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Copy a message out of `blocks`, the blocks that hold its contents.
+
+        On a GPU, the copy is launched in the current stream.
 
         Args:
             unit: Positions per unit; None: the unit is a whole block.
+            into: [num_bytes or more] uint8 to copy to; None: new memory.
 
         Returns:
             [num_bytes] uint8, the bytes of an array [layers, sides, units, heads, unit, head_dim].
         """
         unit = unit or self.shape.block_size
         layers, heads = self._slices(shard.rectangle)
-        indices = torch.from_numpy(blocks).to(self.device)
+        indices = put(blocks, self.device)
+        num_bytes = self.shape.cut(unit).num_bytes(shard)
+        data = self.empty(num_bytes) if into is None else into[:num_bytes]
+        staged = self._array(data, shard, unit)
         if unit == self.shape.block_size:
-            data = gather_blocks(self._kv, indices, layers, heads)
+            gather_blocks(self._kv, indices, layers, heads, staged)
         else:
             cut, block, within = self._cut(layers, heads, indices, shard, unit)
-            data = cut[:, :, block, :, within].movedim(0, 2).contiguous()
-        return data.view(-1).view(torch.uint8)
+            staged.copy_(cut[:, :, block, :, within].movedim(0, 2))
+        return data
 
     def scatter(
         self, blocks: Ints, shard: Shard, data: torch.Tensor, unit: int | None = None
     ) -> None:
         """Copy a message's bytes `data` ([num_bytes] uint8) into `blocks`.
 
-        The copy is complete on return, also on a GPU. Slots outside the message are not changed.
+        On a GPU, the copy is launched in the current stream. Slots outside the message are not
+        changed.
         """
         unit = unit or self.shape.block_size
-        rectangle = shard.rectangle
-        layers, heads = self._slices(rectangle)
-        indices = torch.from_numpy(blocks).to(self.device)
-        _, num_sides, _, _, _, head_dim = self._kv.shape
-        sizes = (
-            rectangle.last_layer - rectangle.first_layer,
-            rectangle.last_head - rectangle.first_head,
-        )
-        shape = (sizes[0], num_sides, shard.num_blocks(unit), sizes[1], unit, head_dim)
-        staged = data.view(self._kv.dtype).view(shape)
+        layers, heads = self._slices(shard.rectangle)
+        indices = put(blocks, self.device)
+        staged = self._array(data, shard, unit)
         if unit == self.shape.block_size:
             scatter_blocks(self._kv, indices, layers, heads, staged)
         else:
             cut, block, within = self._cut(layers, heads, indices, shard, unit)
             cut[:, :, block, :, within] = staged.movedim(2, 0)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Allocate a buffer for a message: [num_bytes] uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _array(self, data: torch.Tensor, shard: Shard, unit: int) -> torch.Tensor:
+        """View a message's bytes as an array [layers, sides, units, heads, unit, head_dim]."""
+        rectangle = shard.rectangle
+        _, num_sides, _, _, _, head_dim = self._kv.shape
+        num_layers = rectangle.last_layer - rectangle.first_layer
+        num_heads = rectangle.last_head - rectangle.first_head
+        shape = (num_layers, num_sides, shard.num_blocks(unit), num_heads, unit, head_dim)
+        return data.view(self._kv.dtype).view(shape)
 
     def _cut(
         self, layers: slice, heads: slice, indices: torch.Tensor, shard: Shard, unit: int

@@ -1,4 +1,7 @@
-"""Rank pairs: a two-rank communicator (gloo or NCCL) and the thread that sends and receives.
+"""Rank pairs: a two-rank communicator (gloo or NCCL), and its operations.
+
+Operations are started by the mover thread and do not block it. NCCL's are polled. gloo's can only
+be waited for, so each gloo pair has a thread that waits and does nothing else.
 
 The two ranks find each other through a rendezvous store that is mirrored over the authenticated
 control channel. The store therefore needs no port, and no other process can join.
@@ -7,9 +10,9 @@ control channel. The store therefore needs no port, and no other process can joi
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import TypeVar
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
@@ -24,8 +27,6 @@ from penstock.workers.parallel.communicator import (
 
 SOURCE, DESTINATION = 0, 1
 """Rank numbers within a pair's communicator."""
-
-T = TypeVar("T")
 
 
 class PairBroken(RuntimeError):
@@ -80,70 +81,158 @@ class MirrorStore(Store):
         return all(key in self._values for key in keys)
 
 
-class RankPair:
-    """One rank's endpoint of a directed pair. Its operations run in order, in its own thread.
+class Operation:
+    """A send or receive in progress.
 
-    Both sides must queue operations in the same order; the credits on the control channel ensure
-    this. An operation that fails or takes longer than `seconds` breaks the pair permanently.
+    Args:
+        polls: True: `ready` asks the backend. False: the pair's thread calls `wait_for_backend`.
+        is_over: Whether the pair has ended, so that nothing can complete any more.
     """
 
     def __init__(
-        self, rank: int, store: MirrorStore, device: torch.device, host: str, seconds: float
+        self, work: dist.Work, seconds: float, polls: bool, is_over: Callable[[], bool]
     ) -> None:
-        self._rank = rank
+        self._work = work
+        self._seconds = seconds
+        self._polls = polls
+        self._is_over = is_over
+        self._deadline = time.monotonic() + seconds
+        self._error = ""
+        self._done = False
+
+    def ready(self) -> bool:
+        """Return whether the operation has completed or failed."""
+        if not self._done and self._is_over():
+            self._fail("the pair is closed")
+        elif not self._done and self._polls:
+            self._poll()
+        return self._done
+
+    def check(self) -> None:
+        """Raise `PairBroken` if the operation has failed. Call this once it is ready."""
+        if self._error:
+            raise PairBroken(self._error)
+
+    def wait_for_backend(self) -> None:
+        """Wait until the operation has completed or failed, which it does at the timeout."""
+        try:
+            self._work.wait(timedelta(seconds=self._seconds))
+        except RuntimeError as error:
+            self._error = first_sentence(error)
+        self._done = True
+
+    def _poll(self) -> None:
+        try:
+            completed = self._work.is_completed()
+        except RuntimeError as error:
+            self._fail(first_sentence(error))
+            return
+        if completed:
+            self.wait_for_backend()  # returns at once, and raises the error of a failed operation
+        elif time.monotonic() >= self._deadline:
+            self._fail(f"Timed out after {self._seconds:g} s")
+
+    def _fail(self, reason: str) -> None:
+        self._error, self._done = reason, True
+
+
+class RankPair:
+    """One rank's endpoint of a directed pair.
+
+    Both sides must start operations in the same order; the credits on the control channel ensure
+    this. An operation that fails or takes longer than `seconds` breaks the pair permanently.
+
+    Args:
+        on_progress: Called from any thread when an operation or the pair has changed its state.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        store: MirrorStore,
+        device: torch.device,
+        host: str,
+        seconds: float,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         self.store = store
+        self._rank = rank
         self._device = device
         self._seconds = seconds
+        self._on_progress = on_progress
+        self._polls = backend_for(device) == "nccl"
         self._group: Communicator | None = None
-        self._closed = False
-        self._released: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="pair")
-        self._connected = self._thread.submit(self._connect, host)
+        self._closed = threading.Event()
+        self._aborted = threading.Event()
+        self._kept: list[torch.Tensor] = []
+        self._waiting: SimpleQueue[Operation | None] = SimpleQueue()
+        self._connected: Future[None] = Future()
+        self._released: Future[None] = Future()
+        thread = threading.Thread(target=self._run, args=(host,), daemon=True, name="pair")
+        thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed.is_set()
 
     def connected(self) -> Future[None]:
         """Return the future of the connection; it raises `PairBroken` if connecting failed."""
         return self._connected
 
-    def run(self, work: Callable[[], T]) -> Future[T]:
-        """Queue `work` for the pair's thread; the future of a closed pair raises `PairBroken`."""
+    def send(self, data: torch.Tensor) -> Operation:
+        """Start to send contiguous `data`, which must not change until the operation is ready.
 
-        def guarded() -> T:
-            with torch.inference_mode():
-                return work()
+        With NCCL, the data is read after all work in the current stream. Raises `PairBroken`.
+        """
+        return self._start(lambda group: group.send([data], DESTINATION, 0))
 
-        if self._closed:
-            refused: Future[T] = Future()
-            refused.set_exception(PairBroken("the pair is closed"))
-            return refused
-        return self._thread.submit(guarded)
+    def receive(self, data: torch.Tensor) -> Operation:
+        """Start to receive into contiguous `data`. Raises `PairBroken`."""
+        return self._start(lambda group: group.recv([data], SOURCE, 0))
 
-    def send(self, data: torch.Tensor) -> None:
-        """Send contiguous `data`; return when it has been sent. Call this in the pair's thread."""
-        self._operate(lambda group: group.send([data], DESTINATION, 0))
-
-    def receive(self, data: torch.Tensor) -> None:
-        """Receive into contiguous `data` and wait until it is filled. Call in the pair's thread."""
-        self._operate(lambda group: group.recv([data], SOURCE, 0))
+    def keep(self, data: torch.Tensor) -> None:
+        """Keep the memory of a failed operation, which may still be written, until the release."""
+        self._kept.append(data)
 
     def close(self) -> Future[None]:
         """Close the pair without waiting, from any thread.
 
-        Return a future that is done when all queued work has finished.
+        Return a future that is done when all operations have ended and the communicator is gone.
         """
-        if self._released is None:
-            self._closed = True
+        if not self._closed.is_set():
+            self._closed.set()
             self.store.close()
+            self._on_progress()
             # Use a separate thread, because `abort` may block until a running operation has ended.
             threading.Thread(target=self._abort, daemon=True, name="pair-close").start()
-            self._released = self._thread.submit(self._release)
-            self._thread.shutdown(wait=False)
         return self._released
+
+    def _run(self, host: str) -> None:
+        """Connect; then wait for operations until the pair is closed."""
+        try:
+            self._connect(host)
+        except PairBroken as error:
+            self._connected.set_exception(error)
+        else:
+            self._connected.set_result(None)
+        self._on_progress()
+        while (operation := self._waiting.get()) is not None:
+            operation.wait_for_backend()
+            self._on_progress()
+        group, self._group = self._group, None
+        if group is not None and self._polls:
+            group.abort()  # if it was connected while the pair was being closed
+        del group
+        self._kept.clear()
+        self._released.set_result(None)
+        self._on_progress()
 
     def _connect(self, host: str) -> None:
         started = time.monotonic()
         backend = backend_for(self._device)
         try:
-            self._group = connect(backend, self.store, self._rank, 2, host, self._seconds)
+            self._group = connect(backend, self.store, self._rank, 2, host, self._seconds, True)
+            self._greet(self._group)
         except PairBroken:
             raise
         except RuntimeError as error:
@@ -152,20 +241,33 @@ class RankPair:
                 f"could not connect over {backend} in {waited:.1f} s: {first_sentence(error)}"
             ) from error
 
-    def _operate(self, start: Callable[[Communicator], dist.Work]) -> None:
-        if self._group is None or self._closed:
+    def _greet(self, group: Communicator) -> None:
+        """Transfer a byte: NCCL connects and allocates at the first operation."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        if self._rank == SOURCE:
+            work = group.send([byte], DESTINATION, 0)
+        else:
+            work = group.recv([byte], SOURCE, 0)
+        work.wait(timedelta(seconds=self._seconds))
+
+    def _start(self, start: Callable[[Communicator], dist.Work]) -> Operation:
+        group = self._group
+        if group is None or self.closed:
             raise PairBroken("the pair is closed")
         try:
-            start(self._group).wait(timedelta(seconds=self._seconds))
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            work = start(group)
         except RuntimeError as error:
             raise PairBroken(first_sentence(error)) from error
+        is_over = self._aborted.is_set if self._polls else self._released.done
+        operation = Operation(work, self._seconds, self._polls, is_over)
+        if not self._polls:
+            self._waiting.put(operation)
+        return operation
 
     def _abort(self) -> None:
         group = self._group
         if group is not None:
             group.abort()
-
-    def _release(self) -> None:
-        self._group = None
+        self._aborted.set()
+        self._on_progress()
+        self._waiting.put(None)

@@ -1,27 +1,59 @@
-"""Verification of KV transfer messages: each is followed by a trailer with its checksum."""
+"""Verification of KV transfer messages: each ends with a trailer that has its checksum.
 
+A message is its data, padding to a multiple of 8 bytes, and the trailer: three int64, which are the
+transfer's epoch, the index of the message and the checksum of the data. Nothing here waits for the
+device.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from torch import Tensor
 
-from penstock.kernels.kv_cache.checksum import checksum
+from penstock.kernels.kv_cache.checksum import checksum_on_device
+from penstock.workers.gpu.pinned import put
+from penstock.workers.kv_transfer.buffers import BUFFER_BYTES
 from penstock.workers.kv_transfer.transport import PairBroken
 
+TRAILER_BYTES = 3 * 8
 
-def make_trailer(epoch: int, index: int, data: torch.Tensor) -> torch.Tensor:
-    """Return the trailer of message `index` of a transfer: [3] int64 of epoch, index, checksum."""
-    value = checksum(data)
-    signed = value - (1 << 64) if value >> 63 else value
-    return torch.tensor([epoch, index, signed], device=data.device)
+MESSAGE_BYTES = BUFFER_BYTES - 2 * TRAILER_BYTES
+"""Maximum size of a message's data, unless one block of one layer is larger. The buffer also holds
+the padding and the trailer."""
 
 
-def verify(trailer: torch.Tensor, epoch: int, index: int, data: torch.Tensor) -> str:
-    """Compare received bytes with their trailer; return the problem, or "" if they agree.
+def message_bytes(num_bytes: int) -> int:
+    """Return the size of a message with `num_bytes` bytes of data."""
+    return -(-num_bytes // 8) * 8 + TRAILER_BYTES
+
+
+def seal(message: Tensor, num_bytes: int, epoch: int, index: int) -> None:
+    """Write the trailer of message `index` of a transfer behind its data.
+
+    Args:
+        message: [message_bytes(num_bytes)] uint8, with the data in front.
+    """
+    trailer = message[-TRAILER_BYTES:].view(torch.int64)
+    trailer[:2].copy_(put(np.array([epoch, index], np.int64), message.device))
+    trailer[2] = checksum_on_device(message[:num_bytes])
+
+
+def inspect(message: Tensor, num_bytes: int) -> Tensor:
+    """Return the trailer of a received message and the checksum of its data: [4] int64."""
+    trailer = message[-TRAILER_BYTES:].view(torch.int64)
+    return torch.cat((trailer, checksum_on_device(message[:num_bytes]).view(1)))
+
+
+def verify(found: Sequence[int], epoch: int, index: int) -> str:
+    """Return why a message is wrong, or "" if it is right; `found` is a result of `inspect`.
 
     Raises:
-        PairBroken: the trailer belongs to another message, so the two ranks are out of step.
+        PairBroken: The trailer belongs to another message, so the two ranks are out of step.
     """
-    expected = make_trailer(epoch, index, data)
-    if not torch.equal(trailer[:2], expected[:2]):
+    sent_epoch, sent_index, sent, received = found
+    if (sent_epoch, sent_index) != (epoch, index):
         raise PairBroken(
             f"a message came out of order: expected message {index} of transfer {epoch}"
         )
-    return "" if torch.equal(trailer, expected) else f"checksum mismatch in message {index}"
+    return "" if sent == received else f"checksum mismatch in message {index}"

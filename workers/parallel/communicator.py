@@ -26,18 +26,31 @@ def backend_for(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+PAIR_CHANNELS = 4
+"""Maximum number of NCCL channels of a rank pair. Each channel has buffers on the GPU."""
+
+
 def connect(
-    backend: str, store: Store, rank: int, num_ranks: int, host: str, seconds: float
+    backend: str,
+    store: Store,
+    rank: int,
+    num_ranks: int,
+    host: str,
+    seconds: float,
+    few_channels: bool = False,
 ) -> Communicator:
     """Create a communicator of the `num_ranks` ranks that share `store`; wait for all of them.
 
     Args:
         host: Address that gloo listens on.
         seconds: Timeout of each operation.
+        few_channels: Use at most `PAIR_CHANNELS` channels with NCCL, to save memory.
     """
     if backend == "nccl":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timedelta(seconds=seconds)
+        if few_channels:
+            nccl.config.max_ctas = PAIR_CHANNELS
         return cast(Communicator, dist.ProcessGroupNCCL(store, rank, num_ranks, nccl))
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = timedelta(seconds=seconds)

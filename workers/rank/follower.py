@@ -1,6 +1,10 @@
 """A follower: a rank other than 0, which executes rank 0's step plans on its model shard."""
 
+import threading
 import time
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +15,7 @@ from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.engine.step_times import StepTimes
 from penstock.workers.engine.warm_up import warm_up_block_moves
 from penstock.workers.health.watchdog import ProgressTimer, Watchdog
+from penstock.workers.parallel.collectives import RankLost
 from penstock.workers.parallel.lazy_module import LazyModule
 from penstock.workers.parallel.step_codec import decode
 from penstock.workers.rank.rank_runtime import ProgressCallback, load_rank
@@ -20,6 +25,12 @@ if TYPE_CHECKING:
     from penstock.protos import ranks_pb2 as wire
 else:
     wire = LazyModule("penstock.protos.ranks_pb2")
+
+
+WARM_UP_LIMIT = timedelta(days=1)  # the supervisor's limit for a start is shorter
+
+SERVING_KEY = "serving"
+"""Key that rank 0 sets in the rendezvous store once its warm-up has ended."""
 
 
 class Follower:
@@ -39,6 +50,8 @@ class Follower:
     ) -> None:
         name = "a message from rank 0"
         self._timer = ProgressTimer(name, inf) if watchdog is None else watchdog.timer(name)
+        # Not checked during the warm-up, in which each new kernel is compiled and NCCL connects.
+        self._is_checked = threading.Event()
         self._times = StepTimes()
         self._current_work: dict[str, Any] = {}
         if watchdog is not None:
@@ -50,16 +63,24 @@ class Follower:
         self._mover.listen(runtime.reporter().report)
         self._rank = config.rank
         self._orders = runtime.connect_as_follower(store)
+        if watchdog is not None:
+            threading.Thread(target=self._await_warm_up, args=(store,), daemon=True).start()
 
     def run(self) -> None:
         """Execute messages until rank 0 sends the end marker; raise `RankLost` if rank 0 fails."""
         try:
             while message := self._orders.read():
-                self._timer.progressed(self._times.longest)
+                if self._is_checked.is_set():
+                    self._timer.progressed(self._times.longest)
                 self._execute(message)
                 self._timer.idle()
         finally:
             self._mover.stop()
+
+    def _await_warm_up(self, store: Store) -> None:
+        with suppress(RankLost):  # then `run` fails as well
+            store.wait([SERVING_KEY], WARM_UP_LIMIT)
+            self._is_checked.set()
 
     def _execute(self, message: bytes) -> None:
         match decode(message):
@@ -67,6 +88,7 @@ class Follower:
                 self._current_work = {"step": plan.describe()}
                 began = time.perf_counter()
                 self._runner.run(plan)
+                deque(self._runner.prompt_logits(), maxlen=0)  # computed together with rank 0
                 self._times.add(time.perf_counter() - began, with_prompts=False)
             case wire.Move() as move if move.rank == self._rank:
                 self._current_work = {"moves_blocks": move.WhichOneof("body"), "end": move.end}

@@ -4,16 +4,18 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.workers.config import WorkerConfig
+from penstock.workers.config import StepSizes, WorkerConfig
+from penstock.workers.kv_transfer.buffers import reserved_bytes
 from penstock.workers.models.protocols import ModelInfo
 
 _CPU_FRACTION = 0.25  # share of available memory; other workers and the router need memory too
 _GPU_FRACTION = 0.85  # share of the memory that is free after loading, if steps are not profiled
-_GPU_FRACTION_OF_REST = 0.97  # share of the memory free after profiling; communicators use the rest
+_GPU_FRACTION_OF_REST = 0.97  # share of the memory free after profiling
 
 
 def choose_num_blocks(
     config: WorkerConfig,
+    sizes: StepSizes,
     spec: ModelInfo,
     max_model_len: int,
     device: torch.device,
@@ -26,6 +28,7 @@ def choose_num_blocks(
     at most the number of blocks that `max_sequences` sequences of full length can fill.
 
     Args:
+        sizes: Sizes of steps and blocks.
         spec: Spec of this rank's shard.
         itemsize: Bytes per element of the cache.
         profile: Measures the bytes that steps and graphs need on a GPU; called unless `config` sets
@@ -34,15 +37,15 @@ def choose_num_blocks(
     Raises:
         ValueError: Not even one sequence of `max_model_len` tokens fits.
     """
-    block_bytes = spec.kv_bytes_per_token(itemsize) * config.block_size
-    one = -(-max_model_len // config.block_size)
+    block_bytes = spec.kv_bytes_per_token(itemsize) * sizes.block_size
+    one = -(-max_model_len // sizes.block_size)
     num_ranks = config.coord.mesh.num_ranks
     if config.kv_cache_mib is not None:
         num_blocks = (config.kv_cache_mib << 20) // num_ranks // block_bytes
     else:
         num_blocks = _available_bytes(device, profile) // block_bytes
         if device.type == "cpu":  # all ranks on the host share its memory
-            num_blocks = min(num_blocks // num_ranks, one * config.max_sequences)
+            num_blocks = min(num_blocks // num_ranks, one * sizes.max_sequences)
     if num_blocks < one:
         needed = -(-one * block_bytes >> 20)
         raise ValueError(
@@ -56,9 +59,14 @@ def choose_num_blocks(
 def _available_bytes(device: torch.device, profile: Callable[[], int] | None) -> int:
     if device.type == "cuda":
         if profile is None:
-            return int(torch.cuda.mem_get_info(device)[0] * _GPU_FRACTION)
-        needed = profile()
-        return max(0, int((torch.cuda.mem_get_info(device)[0] - needed) * _GPU_FRACTION_OF_REST))
+            return _room_on_gpu(device, 0, _GPU_FRACTION)
+        return _room_on_gpu(device, profile(), _GPU_FRACTION_OF_REST)
     import psutil  # imported here because GPU-only installations may lack it, see docs/gpu.md
 
     return int(psutil.virtual_memory().available * _CPU_FRACTION)
+
+
+def _room_on_gpu(device: torch.device, needed: int, fraction: float) -> int:
+    """Return the share of the memory that steps and KV transfers leave free, in bytes."""
+    free = torch.cuda.mem_get_info(device)[0]
+    return max(0, int((free - needed - reserved_bytes()) * fraction))

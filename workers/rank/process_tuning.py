@@ -1,4 +1,4 @@
-"""Sets OpenMP and malloc options of worker processes; imports neither torch nor numba."""
+"""Sets OpenMP, malloc and NCCL options of worker processes; imports neither torch nor numba."""
 
 import ctypes
 import os
@@ -19,13 +19,27 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt
 _TOP_PAD_BYTES = 64 << 20
 
 
+NCCL_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+}
+"""Environment variables of torch's NCCL process groups and of CUDA. By default, an operation that
+times out makes torch's NCCL watchdog end the whole process. A lost peer must only end its
+transfers; a lost rank is found by the engine's own watchdog. With the default of 8 connections,
+streams share hardware queues, and a send may wait behind a receive of another pair."""
+
+
 def tune_process() -> None:
-    """Tune OpenMP spin-waiting and malloc for an engine; call this once, before torch is loaded.
+    """Set options of OpenMP, malloc and NCCL for an engine; call this once, before torch is loaded.
 
     Environment variables that the user has set are kept.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = SPINS
+    for name, value in NCCL_VARIABLES.items():
+        os.environ.setdefault(name, value)
     # Use pages of 2 MiB, so that attention waits less for TLB misses.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Load one OpenMP for both torch and numba; otherwise their two thread pools compete for cores.

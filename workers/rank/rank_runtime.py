@@ -228,16 +228,18 @@ def _limits(
             f"max_model_len {max_model_len} is more than the {spec.max_model_len} positions that "
             "the model supports"
         )
-    sizes = StepLimits(
-        config.max_sequences, config.max_batched_tokens, max_model_len, config.block_size
+    sizes = config.step_sizes(_gpu_memory(decoder.device))
+    steps = StepLimits(
+        sizes.max_sequences, sizes.max_batched_tokens, max_model_len, sizes.block_size
     )
     num_blocks = choose_num_blocks(
         config,
+        sizes,
         decoder.spec,
         max_model_len,
         decoder.device,
         itemsize,
-        partial(profile_step_bytes, decoder, sizes, config.deterministic)
+        partial(profile_step_bytes, decoder, steps, config.deterministic)
         if _runs_asynchronously(config, decoder)
         else None,
     )
@@ -246,14 +248,21 @@ def _limits(
     return SchedulerConfig(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
-        block_size=config.block_size,
-        max_sequences=config.max_sequences,
-        max_batched_tokens=config.max_batched_tokens,
+        block_size=sizes.block_size,
+        max_sequences=sizes.max_sequences,
+        max_batched_tokens=sizes.max_batched_tokens,
         max_queued=config.max_queued,
         static=config.static_batching,
         hash_key=config.hash_key,
         num_stages=config.pp,
     )
+
+
+def _gpu_memory(device: torch.device) -> int | None:
+    """Return the memory of a GPU in bytes; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def _make_cache(

@@ -1,21 +1,23 @@
 """Log probabilities of prompt tokens."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from torch import Tensor
 
-from penstock.workers.sampling.sampler import PromptLogprobs, Sampler
+from penstock.workers.sampling.sampler import PromptLogprobs, Sampler, TokenLogprobs
 from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 
 
 def score_prompts(
-    plan: StepPlan, logits: Tensor, sampler: Sampler, table: SequenceTable
+    plan: StepPlan, slices: Iterable[Tensor], sampler: Sampler, table: SequenceTable
 ) -> list[PromptLogprobs]:
     """Return the logprobs of the plan's scored prompt tokens, one entry per sequence.
 
     Args:
         plan: plan of the step.
-        logits: [P, V] logits of the tokens `plan.scored`.
+        slices: [n, V] logits of the next n of the tokens `plan.scored`; in total all P.
         sampler: has the parameters of the rows of the sequence table.
         table: the sequence table.
     """
@@ -26,7 +28,11 @@ def score_prompts(
     rows, starts = rows[order], starts[order]
     ends = [*starts[1:].tolist(), len(plan.scored)]
     wanted = sampler.num_prompt_logprobs(plan.rows[at])
-    entries = sampler.score(logits, wanted, table.tokens[plan.rows[at], positions])
+    tokens = table.tokens[plan.rows[at], positions]
+    entries: list[TokenLogprobs | None] = []
+    for logits in slices:
+        part = slice(len(entries), len(entries) + len(logits))
+        entries += sampler.score(logits, wanted[part], tokens[part])
     return [
         PromptLogprobs(key, int(positions[start]), entries[start:end])
         for key, start, end in zip(table.keys[rows].tolist(), starts.tolist(), ends, strict=True)

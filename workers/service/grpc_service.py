@@ -22,6 +22,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.step_times import STEP_BOUNDS
 from penstock.workers.health.watchdog import Watchdog
 from penstock.workers.kv_transfer.staging import WorkerIdentity
+from penstock.workers.rank.follower import SERVING_KEY
 from penstock.workers.rank.rank_runtime import ProgressCallback
 from penstock.workers.service.codec import MAX_MESSAGE_BYTES, PROTOCOL, step_records_message
 from penstock.workers.service.health_service import health_handlers
@@ -310,6 +311,8 @@ def _warm_engine(
     if config.deterministic:
         check_batch_invariance(engine)
     engine.warm_up(captured)
+    if store is not None:
+        store.set(SERVING_KEY, "1")
     return engine
 
 

@@ -94,7 +94,6 @@ def model(**settings: Any) -> dict[str, Any]:
         (mixed(block_size="16"), "pools.mixed.block_size: expected a whole number, not '16'"),
         (mixed(block_size=1.5), "pools.mixed.block_size: expected a whole number, not 1.5"),
         (mixed(block_size=True), "pools.mixed.block_size: expected a whole number, not True"),
-        (mixed(block_size=None), "pools.mixed.block_size: expected a whole number, not None"),
         (mixed(block_size=0), "pools.mixed.block_size: expected from 1 to 1024, not 0"),
         (mixed(max_sequences=0), "pools.mixed.max_sequences: expected 1 or more, not 0"),
         (model(dtype="int4"), "models.m.dtype: expected one of auto, float32, bfloat16"),
@@ -115,7 +114,7 @@ def model(**settings: Any) -> dict[str, Any]:
         (
             model(deterministic=True) | {"pools": {"prefill": {"block_size": 8}, "decode": {}}},
             "models.m.deterministic: all pools need the same block_size, found prefill 8, decode "
-            "16: deterministic",
+            "default: deterministic",
         ),
         ({"router": {"\n": 1}}, "router.'\\n': unknown key"),
         ({"engine": 3}, "engine: expected keys, not 3"),

@@ -5,7 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kernels.kv_cache.checksum import checksum
+from penstock.kernels.kv_cache.checksum import (
+    checksum,
+    checksum_on_device,
+    checksum_reference,
+    sum_words,
+    sum_words_reference,
+)
 
 
 def data(num_bytes: int, seed: int = 0) -> torch.Tensor:
@@ -54,3 +60,21 @@ def test_checksum_does_not_depend_on_shape_or_dtype() -> None:
 
 def test_checksum_is_the_same_in_every_process_and_version() -> None:
     assert checksum(torch.arange(4096, dtype=torch.int32)) == 5102688214588787076
+
+
+@pytest.mark.parametrize("num_bytes", [0, 8, 4096, 100_000])
+def test_compiled_sum_equals_the_reference(num_bytes: int) -> None:
+    words = data(num_bytes).view(torch.int64)
+    weights = data(num_bytes + 8, seed=1).view(torch.int64)
+    assert sum_words(words, weights) == sum_words_reference(words, weights)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, 100_001])
+def test_checksum_on_the_device_is_the_signed_checksum(num_bytes: int) -> None:
+    signed = int(checksum_on_device(data(num_bytes)))
+    assert -(1 << 63) <= signed < 1 << 63
+    assert (
+        signed % (1 << 64)
+        == checksum(data(num_bytes))
+        == checksum_reference(data(num_bytes).numpy().tobytes())
+    )

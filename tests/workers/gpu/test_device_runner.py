@@ -11,7 +11,7 @@ from penstock.kernels.attention.op import AttentionPlan, plan_attention
 from penstock.kernels.mla.op import MlaPlan, plan_mla
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.gpu import device_runner
-from penstock.workers.gpu.device_runner import DeviceRunner
+from penstock.workers.gpu.device_runner import DeviceRunner, waits_for_device
 from penstock.workers.gpu.graph_buckets import GraphBuckets
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.weights.loading import load_model
@@ -69,6 +69,8 @@ def latent(starts, contexts, tables, layer, rank, max_query, max_context, one_pa
 def _plans_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_runner, "plan_attention_on_device", attention)
     monkeypatch.setattr(device_runner, "plan_mla_on_device", latent)
+    # `Replays` can also capture experts that are chosen on the host, as on every CPU.
+    monkeypatch.setattr(device_runner, "waits_for_device", lambda model: "")
 
 
 @pytest.fixture(scope="module", params=["qwen2-window", "deepseek-v3"])
@@ -129,3 +131,20 @@ def test_captured_step_writes_only_its_slots_and_the_scratch_block(decoder: Deco
     touched = (runner.cache.data[:, :, :-1] != 5.0).any(-1)
     assert torch.equal(touched, written[None, None, :, None].expand_as(touched))
     assert runner.cache.data[:, :, -1].isfinite().all()
+
+
+def test_mixture_that_chooses_experts_on_the_host_runs_uncaptured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_runner, "waits_for_device", waits_for_device)
+    make_checkpoint(tmp_path, "qwen3-moe")
+    mixture = load_model(tmp_path, "auto", torch.device("cpu"))[1]
+    planner = Planner(PROMPTS, 2)
+    runner, replays = make_runner(mixture, planner)
+    expected = ModelRunner(mixture, make_cache(mixture, planner.num_blocks))
+    for chunk in (1000, 1):
+        plan = planner.plan(chunk)
+        found = runner.run(plan)
+        torch.testing.assert_close(found, expected.run(plan), rtol=1e-4, atol=1e-4)
+        planner.commit(plan, found.argmax(-1).tolist())
+    assert (replays.captured, replays.replayed) == (0, 0)

@@ -1,10 +1,26 @@
 """The memory profile measures the largest step and the graphs before the cache is allocated."""
 
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.gpu.memory_profile import StepLimits, graph_bytes, largest_step
+from penstock.workers.gpu import memory_profile
+from penstock.workers.gpu.device_runner import DeviceRunner
+from penstock.workers.gpu.memory_profile import (
+    StepLimits,
+    graph_bytes,
+    largest_step,
+    profile_step_bytes,
+)
+from penstock.workers.weights.loading import load_model
+from tests.support.checkpoints import make_checkpoint
 
 SIZES = st.builds(
     StepLimits,
@@ -30,6 +46,49 @@ def test_largest_step_reaches_its_limits(sizes: StepLimits) -> None:
 
 def test_graph_bytes_are_the_shared_pool_and_the_cost_of_each_graph() -> None:
     assert graph_bytes([1000, 700, 690], 35) == 300 + 34 * 10
+    # The driver took 32 once for four graphs: all 34 others need 8 each.
+    assert graph_bytes([1000, 700, 700, 668, 668, 668], 35) == 300 + 34 * 8
     assert graph_bytes([1000, 700], 1) == 300
     assert graph_bytes([], 35) == 0  # no graph was captured
     assert graph_bytes([1000, 1010, 1020], 35) == 0  # another process freed memory
+
+
+def test_profile_leaves_neither_graphs_nor_cache_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path)
+    decoder = load_model(tmp_path, "auto", torch.device("cpu"))[1]
+    runners: list[weakref.ref[DeviceRunner]] = []
+
+    class Runner(DeviceRunner):
+        def capture(  # type: ignore[override]
+            self, captures: object, progress: Callable[[int, int], None], rungs: object
+        ) -> None:
+            runners.append(weakref.ref(self))
+            self._graphs = self  # type: ignore[assignment]  # a cycle, as through `_compute`
+            progress(0, 2)
+            progress(1, 2)
+
+        def run(self, *args: object) -> torch.Tensor:
+            return torch.zeros(1)
+
+    alive: list[bool] = []
+    monkeypatch.setattr(memory_profile, "DeviceRunner", Runner)
+    monkeypatch.setattr(memory_profile, "CudaCaptures", lambda device: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+
+    def empty_cache() -> None:
+        alive.append(any(each() is not None for each in runners))
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    gc.disable()  # only the profile may collect
+    try:
+        profile_step_bytes(decoder, StepLimits(2, 8, 32, 4), False)
+    finally:
+        gc.enable()
+    assert alive[:2] == [True, True]
+    assert not alive[-1]

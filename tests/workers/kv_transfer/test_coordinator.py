@@ -16,7 +16,7 @@ from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
 from penstock.workers.kv_transfer import sender as source_side
 from penstock.workers.kv_transfer.staging import KvStaging
-from penstock.workers.kv_transfer.transport import RankPair
+from penstock.workers.kv_transfer.transport import Operation, RankPair
 from penstock.workers.service.grpc_service import RunningWorker, serve_worker
 from tests.support.attached_router import AttachedRouter, greedy
 from tests.support.disaggregated_pair import DisaggregatedPair, YieldedRequest
@@ -210,11 +210,10 @@ async def test_flipped_bit_is_detected_and_the_request_recomputed(
     await settle(pools)
 
 
-def send_flipped(pair: RankPair, data: torch.Tensor) -> None:
+def send_flipped(pair: RankPair, data: torch.Tensor) -> Operation:
     """Send `data` with one bit flipped."""
-    if data.dtype == torch.uint8:
-        data[len(data) // 2] ^= 4
-    send(pair, data)
+    data[len(data) // 2] ^= 4
+    return send(pair, data)
 
 
 send = RankPair.send

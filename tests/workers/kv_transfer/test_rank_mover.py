@@ -16,7 +16,8 @@ from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.rank_mover import RankMover
 from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard, routes
 from penstock.workers.kv_transfer.staging import KvStaging
-from penstock.workers.kv_transfer.transport import PairBroken, RankPair
+from penstock.workers.kv_transfer.transport import Operation, PairBroken, RankPair
+from penstock.workers.kv_transfer.verification import message_bytes
 from penstock.workers.parallel.mesh import Mesh
 from tests.support.rank_blocks import SECONDS, Blocks, Held, Sides, eventually, moved, sides
 
@@ -102,11 +103,11 @@ async def test_bit_flip_on_one_rank_pair_fails_the_whole_transfer(
     send = RankPair.send
     flipped: list[int] = []
 
-    def flip(pair: RankPair, data: torch.Tensor) -> None:
-        if data.dtype == torch.uint8 and not flipped and len(data) == len(second_shard):
+    def flip(pair: RankPair, data: torch.Tensor) -> Operation:
+        if not flipped and len(data) == message_bytes(len(second_shard)):
             flipped.append(1)
             data[len(data) // 2] ^= 4
-        send(pair, data)
+        return send(pair, data)
 
     second_shard = source.stagings[1].gather(
         np.array(blocks(4, 3), np.int32), Shard(source.rectangles[1], 0, LENGTH)

@@ -21,7 +21,7 @@ from penstock.workers.kv_transfer.rank_mover import Movers, RankMover
 from penstock.workers.kv_transfer.receiver import KvReceiver
 from penstock.workers.kv_transfer.sender import KvSender
 from penstock.workers.kv_transfer.shards import LayerHeadRange
-from penstock.workers.kv_transfer.staging import KvStaging, WorkerIdentity
+from penstock.workers.kv_transfer.staging import PROTOCOL, KvStaging, WorkerIdentity
 from penstock.workers.kv_transfer.transport import PairBroken
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -73,7 +73,7 @@ async def side() -> AsyncIterator[Side]:
 
 def introduction(**other: Any) -> wire.FromSource:
     given = {
-        "protocol": 2,
+        "protocol": PROTOCOL,
         "worker": "s",
         "incarnation": "i",
         "layout": "layout float32",
@@ -141,7 +141,7 @@ async def test_wrong_secret_is_unauthenticated(side: Side, secret: str) -> None:
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
-        (introduction(protocol=9), "protocol 9, not 2"),
+        (introduction(protocol=9), "protocol 9, not 3"),
         (introduction(layout="other"), "layouts differ"),
         (introduction(layout="layout bfloat16"), "KV cache is of bfloat16, ours of float32"),
         (introduction(block_size=0), "block size of 0: expected"),

@@ -1,10 +1,8 @@
 """Rank pairs: the mirrored key-value store through which ranks connect, and the communicator."""
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from functools import partial
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from penstock.workers.kv_transfer.transport import (
     DESTINATION,
     SOURCE,
     MirrorStore,
+    Operation,
     PairBroken,
     RankPair,
 )
@@ -28,11 +27,23 @@ def mirrored(seconds: float) -> tuple[MirrorStore, MirrorStore]:
     return one, other
 
 
+progress = threading.Event()
+"""Set when an operation of a pair of `pairs` has ended, or a pair was released."""
+
+
+def finish(operation: Operation) -> None:
+    """Wait for an operation; raise `PairBroken` if it failed."""
+    while not operation.ready():
+        assert progress.wait(60)
+        progress.clear()
+    operation.check()
+
+
 @pytest.fixture
 def pairs() -> Iterator[tuple[RankPair, RankPair]]:
     stores = mirrored(1.0)
-    source = RankPair(SOURCE, stores[0], CPU, "127.0.0.1", 1.0)
-    destination = RankPair(DESTINATION, stores[1], CPU, "127.0.0.1", 1.0)
+    source = RankPair(SOURCE, stores[0], CPU, "127.0.0.1", 1.0, progress.set)
+    destination = RankPair(DESTINATION, stores[1], CPU, "127.0.0.1", 1.0, progress.set)
     source.connected().result(60)
     destination.connected().result(60)
     yield source, destination
@@ -40,9 +51,9 @@ def pairs() -> Iterator[tuple[RankPair, RankPair]]:
     destination.close()
 
 
-def broken(future: Future[None]) -> str:
+def broken(work: Callable[[], object]) -> str:
     with pytest.raises(PairBroken) as caught:
-        future.result(60)
+        work()
     return str(caught.value)
 
 
@@ -75,39 +86,89 @@ def test_messages_arrive_whole_and_in_order(pairs: tuple[RankPair, RankPair]) ->
     source, destination = pairs
     sent = [torch.randn(size) for size in (1, 1000, 300_000)]
     received = [torch.empty_like(data) for data in sent]
-    receives = [destination.run(partial(destination.receive, data)) for data in received]
-    for data in sent:
-        source.run(partial(source.send, data)).result(60)
-    for future in receives:
-        future.result(60)
+    started = [destination.receive(data) for data in received]
+    started += [source.send(data) for data in sent]
+    for operation in started:
+        finish(operation)
     assert all(torch.equal(a, b) for a, b in zip(sent, received, strict=True))
 
 
 @pytest.mark.slow
 def test_receive_timeout_breaks_the_pair(pairs: tuple[RankPair, RankPair]) -> None:
     source, destination = pairs
-    data = torch.zeros(10)
-    assert "Timed out" in broken(destination.run(lambda: destination.receive(data)))
-    assert broken(source.run(lambda: source.send(data)))
+    late = destination.receive(torch.zeros(10))
+    assert "Timed out" in broken(lambda: finish(late))
+    assert broken(lambda: finish(source.send(torch.zeros(10))))
 
 
 def test_closed_pair_fails_on_both_sides(pairs: tuple[RankPair, RankPair]) -> None:
     source, destination = pairs
+    waiting = destination.receive(torch.zeros(1))
     source.close()
-    source.close()
-    assert broken(source.run(lambda: source.send(torch.zeros(1)))) == "the pair is closed"
-    assert broken(destination.run(lambda: destination.receive(torch.zeros(1))))
+    source.close().result(60)
+    assert broken(lambda: source.send(torch.zeros(1))) == "the pair is closed"
+    assert broken(lambda: finish(waiting))
+
+
+def test_operations_in_progress_end_before_the_pair_is_released(
+    pairs: tuple[RankPair, RankPair],
+) -> None:
+    waiting = [pairs[1].receive(torch.zeros(1)) for _ in range(2)]
+    pairs[1].close().result(60)
+    assert all(each.ready() for each in waiting)
+    assert all(broken(each.check) for each in waiting)
 
 
 def test_connecting_without_a_peer_times_out() -> None:
     store = MirrorStore(lambda key, value: None, 0.1)
     pair = RankPair(SOURCE, store, CPU, "127.0.0.1", 0.1)
-    assert "did not set" in broken(pair.connected())
-    assert broken(pair.run(lambda: pair.send(torch.zeros(1))))
-    pair.close()
+    assert "did not set" in broken(lambda: pair.connected().result(60))
+    assert broken(lambda: pair.send(torch.zeros(1)))
+    pair.close().result(60)
 
 
 def test_close_ends_the_wait_for_the_peer() -> None:
     pair = RankPair(SOURCE, MirrorStore(lambda key, value: None, 300), CPU, "127.0.0.1", 300)
     pair.close()
-    assert broken(pair.connected())
+    assert broken(lambda: pair.connected().result(60))
+
+
+class PolledWork:
+    """A backend's operation that can be polled, as one of NCCL."""
+
+    def __init__(self, error: str = "") -> None:
+        self.is_done = False
+        self._error = error
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+    def wait(self, timeout: timedelta) -> None:
+        assert self.is_done, "the mover thread must not block"
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+def polled(work: PolledWork, seconds: float = 60.0, over: bool = False) -> Operation:
+    return Operation(work, seconds, True, lambda: over)  # type: ignore[arg-type]
+
+
+def test_polled_operation_is_ready_when_its_backend_says_so() -> None:
+    work = PolledWork()
+    operation = polled(work)
+    assert not operation.ready()
+    work.is_done = True
+    assert operation.ready()
+    operation.check()
+
+
+def test_polled_operation_fails_with_its_backend_at_its_timeout_and_when_the_pair_is_over() -> None:
+    failed = PolledWork("remote process exited")
+    failed.is_done = True
+    for operation, reason in (
+        (polled(failed), "remote process exited"),
+        (polled(PolledWork(), seconds=0.0), "Timed out after 0 s"),
+        (polled(PolledWork(), over=True), "the pair is closed"),
+    ):
+        assert operation.ready()
+        assert broken(operation.check) == reason

@@ -1,6 +1,7 @@
 """Tuning of a worker's process (memory allocator, OpenMP) before torch is imported."""
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from penstock.kernels.cpu_common.numba_runtime import OPENMP
-from penstock.workers.rank.process_tuning import SPINS
+from penstock.workers.rank.process_tuning import NCCL_VARIABLES, SPINS
 
 SCRIPT = """
 import os, sys, resource
@@ -52,6 +53,26 @@ def test_settings_of_the_user_are_kept() -> None:
     spins, faults = run(OMP_WAIT_POLICY="active", MALLOC_ARENA_MAX="2")
     assert spins == "None"
     assert int(faults) > 100
+
+
+NCCL = """
+import json, os, sys
+from penstock.workers.rank.process_tuning import NCCL_VARIABLES, tune_process
+tune_process()
+assert "torch" not in sys.modules
+print(json.dumps({name: os.environ[name] for name in NCCL_VARIABLES}))
+"""
+
+
+@pytest.mark.process
+def test_nccl_ends_no_process_unless_the_user_wants_it() -> None:
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    for given, expected in (({}, "0"), ({name: "3"}, "3")):
+        kept = {key: value for key, value in os.environ.items() if key not in NCCL_VARIABLES}
+        command = [sys.executable, "-c", NCCL]
+        done = subprocess.run(command, env=kept | given, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout)
+        assert found == {**NCCL_VARIABLES, name: expected}
 
 
 POOLS = """

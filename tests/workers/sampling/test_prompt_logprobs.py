@@ -8,12 +8,15 @@ import torch
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
+from penstock.workers.engine import model_runner
 from penstock.workers.engine.engine import Engine
+from penstock.workers.models.decoder import Decoder
 from penstock.workers.sampling.sampler import TokenLogprobs
 from penstock.workers.scheduling.sequence import NewSequence, Sibling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import greedy_sequence, run_out
 
+SLICE = 7  # so that a step of 16 tokens has three slices
 PROMPT = [3 + (7 * i) % 290 for i in range(50)]
 
 
@@ -21,6 +24,21 @@ PROMPT = [3 + (7 * i) % 290 for i in range(50)]
 def folder_and_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("llama")
     return folder, make_checkpoint(folder, "llama2")
+
+
+@pytest.fixture(autouse=True, params=[SLICE, model_runner.SCORED_ROWS])
+def most_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Set the size of slices; return the number of rows of each call that computes logits."""
+    monkeypatch.setattr(model_runner, "SCORED_ROWS", request.param)
+    sizes: list[int] = []
+    logits = Decoder.logits
+
+    def counted(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return logits(decoder, hidden)
+
+    monkeypatch.setattr(Decoder, "logits", counted)
+    return sizes
 
 
 @pytest.fixture
@@ -105,3 +123,10 @@ def test_other_sequences_are_unaffected(engine: Engine, logprobs: torch.Tensor) 
     check(run_scored(engine, scored_sequence("a", 1)), logprobs, 1, 1)
     engine.submit(greedy_sequence("after", PROMPT[:20], 9))
     assert run_out(engine)["after"] == expected
+
+
+def test_logits_of_scored_tokens_exist_in_slices(engine: Engine, most_rows: list[int]) -> None:
+    found = run_scored(engine, scored_sequence("s", 2))
+    assert len(found) == len(PROMPT) - 1
+    assert max(most_rows) <= model_runner.SCORED_ROWS
+    assert sum(most_rows) >= len(PROMPT) - 1

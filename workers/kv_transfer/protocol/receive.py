@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from math import gcd
+from math import gcd, inf
 from typing import TypeAlias
 
 from penstock.workers.kv_transfer.protocol.messages import (
@@ -129,10 +129,19 @@ class _IncomingTransfer:
     receiving: Counter[int] = field(default_factory=Counter)  # by rank: pieces not yet reported
     num_bytes: int = 0
 
-    def begin(self, peer: IncomingPeer, rectangles: Sequence[LayerHeadRange]) -> None:
+    def begin(
+        self,
+        peer: IncomingPeer,
+        rectangles: Sequence[LayerHeadRange],
+        max_bytes: Sequence[float],
+    ) -> None:
+        """Accept messages from `peer`; `max_bytes` is the largest message of each rank."""
         self.peer = peer
         start, stop = self.expected.start, self.expected.stop
-        self.coverages = [Coverage(each, start, stop, peer.unit) for each in rectangles]
+        self.coverages = [
+            Coverage(rectangle, start, stop, peer.unit, most)
+            for rectangle, most in zip(rectangles, max_bytes, strict=True)
+        ]
 
     @property
     def announced(self) -> bool:
@@ -173,14 +182,20 @@ class ReceiveProtocol:
         shape: Shape of this worker's blocks.
         rectangles: Layers and heads of each rank of this worker.
         seconds: A transfer fails after this time without progress.
+        max_bytes: Largest message of each rank; None: there is no limit.
     """
 
     def __init__(
-        self, shape: BlockShape, rectangles: Sequence[LayerHeadRange], seconds: float
+        self,
+        shape: BlockShape,
+        rectangles: Sequence[LayerHeadRange],
+        seconds: float,
+        max_bytes: Sequence[float] | None = None,
     ) -> None:
         self._shape = shape
         self._rectangles = rectangles
         self._seconds = seconds
+        self._max_bytes = [inf] * len(rectangles) if max_bytes is None else max_bytes
         self._epochs = count(1)
         self._generations = count(1)
         self._transfers: dict[int, _IncomingTransfer] = {}
@@ -304,7 +319,7 @@ class ReceiveProtocol:
         if transfer is None or transfer.expected.source != peer.source:
             return None
         if transfer.peer is None:
-            transfer.begin(peer, self._rectangles)
+            transfer.begin(peer, self._rectangles, self._max_bytes)
         self._peers[peer.generation] = self._peers.pop(peer.generation)  # now the last one used
         return transfer if transfer.peer is peer else None
 

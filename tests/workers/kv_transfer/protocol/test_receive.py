@@ -195,6 +195,22 @@ def test_reconnected_source_fails_only_the_transfers_that_it_has_begun() -> None
     assert len(of(target.protocol.commands(), ReceivePiece)) == 2
 
 
+def test_message_larger_than_a_buffer_fails_its_transfer_and_is_not_received() -> None:
+    target = Target()
+    target.protocol = ReceiveProtocol(SHAPE, [WHOLE], SECONDS, [12.0])
+    generation, fits, large = target.connect(), target.expect(), target.expect()
+    target.announce(generation, fits)
+    whole = Header("r", 3, 1, large, 0, PAIR, Shard(WHOLE, 4, 12), 24)
+    target.protocol.on_message(generation, whole, 0.0)
+    commands = target.protocol.commands()
+    assert {each.piece.epoch for each in of(commands, ReceivePiece)} == {fits}
+    assert Reply(generation, Credit(large, 0, True)) in commands
+    (failed,) = of(commands, Finished)
+    assert failed.result.reason == (
+        "a message of 24 bytes: expected at most 12, the size of a message buffer"
+    )
+
+
 def test_restarted_source_fails_all_transfers_of_its_earlier_incarnation() -> None:
     target = Target()
     target.connect()

@@ -1,0 +1,39 @@
+"""The number of KV blocks on a GPU leaves room for steps, graphs and KV transfers."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from penstock.workers.config import StepSizes, WorkerConfig
+from penstock.workers.kv_transfer.buffers import BUFFER_BYTES, NUM_BUFFERS, reserved_bytes
+from penstock.workers.kv_transfer.protocol.messages import MAX_PEERS
+from penstock.workers.models.protocols import ModelInfo
+from penstock.workers.rank.kv_cache_size import choose_num_blocks
+
+SIZES = StepSizes(block_size=64, max_sequences=4, max_batched_tokens=64)
+BYTES_PER_TOKEN = 1 << 14
+FREE, NEEDED = 40 << 30, 10 << 30
+
+
+def num_blocks(monkeypatch: pytest.MonkeyPatch, **config: Any) -> int:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, FREE))
+    spec = SimpleNamespace(kv_bytes_per_token=lambda itemsize: BYTES_PER_TOKEN)
+    given = WorkerConfig("w", Path("m"), **config)
+    device = torch.device("cuda")
+    return choose_num_blocks(given, SIZES, cast(ModelInfo, spec), 99, device, 2, lambda: NEEDED)
+
+
+def test_blocks_leave_room_for_steps_buffers_and_communicators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = num_blocks(monkeypatch) * SIZES.block_size * BYTES_PER_TOKEN
+    rest = FREE - NEEDED - reserved_bytes()
+    assert 0.96 * rest < found <= 0.97 * rest
+    assert reserved_bytes() > 2 * NUM_BUFFERS * BUFFER_BYTES + 2 * MAX_PEERS * (20 << 20)
+
+
+def test_size_that_the_operator_sets_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_blocks(monkeypatch, kv_cache_mib=1024) == 1024

@@ -1,0 +1,81 @@
+"""Message buffers of KV transfers: preallocated and reused, so that their number is bounded."""
+
+from collections import Counter
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.workers.kv_transfer.protocol.messages import MAX_PEERS
+
+NUM_BUFFERS = 8
+"""Buffers per rank and direction."""
+
+BUFFER_BYTES = 32 << 20
+"""Size of a buffer, and so the largest message, unless one block of one layer is larger."""
+
+MAX_PER_PAIR = 2
+"""Buffers that one rank pair may use at once: one is on its way while the other is copied. A peer
+that stalls therefore leaves buffers to others."""
+
+COMMUNICATOR_BYTES = 32 << 20
+"""Estimated memory of a rank pair's NCCL communicator on a GPU: `PAIR_CHANNELS` channels of about 7
+MiB, and some for each. It has not been measured."""
+
+User = TypeVar("User")
+
+
+def reserved_bytes() -> int:
+    """Return the bytes that KV transfers need on a GPU: buffers, and one pair for each peer."""
+    return 2 * NUM_BUFFERS * BUFFER_BYTES + 2 * MAX_PEERS * COMMUNICATOR_BYTES
+
+
+class BufferRing(Generic[User]):
+    """Buffers of one direction of a rank. All methods must be called from one thread.
+
+    Buffers of a GPU are allocated at once, because later there may be no memory. Those of a CPU are
+    allocated when they are first needed.
+    """
+
+    def __init__(
+        self,
+        buffer_bytes: int,
+        device: torch.device,
+        num_buffers: int = NUM_BUFFERS,
+        max_per_user: int = MAX_PER_PAIR,
+    ) -> None:
+        self.buffer_bytes = buffer_bytes
+        self._device = device
+        self._num_new = num_buffers  # buffers that may still be allocated
+        self._max_per_user = max_per_user
+        self._free: list[Tensor] = []  # most recently used last: it is still in the CPU's cache
+        self._used: Counter[User] = Counter()
+        if device.type == "cuda":
+            self._free = [self._allocate() for _ in range(num_buffers)]
+
+    def take(self, user: User) -> Tensor | None:
+        """Return a buffer, [buffer_bytes] uint8; None if all are used or `user` has its share."""
+        if self._used[user] >= self._max_per_user or not (self._free or self._num_new):
+            return None
+        buffer = self._free.pop() if self._free else self._allocate()
+        self._used[user] += 1
+        return buffer
+
+    def give_back(self, user: User, buffer: Tensor) -> None:
+        """Return a buffer that nothing reads or writes any more."""
+        self._release(user)
+        self._free.append(buffer)
+
+    def discard(self, user: User) -> None:
+        """Replace a buffer that a failed operation may still write."""
+        self._release(user)
+        self._num_new += 1
+
+    def _release(self, user: User) -> None:
+        self._used[user] -= 1
+        if not self._used[user]:
+            del self._used[user]
+
+    def _allocate(self) -> Tensor:
+        self._num_new -= 1
+        return torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._device)

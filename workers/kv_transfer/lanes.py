@@ -1,0 +1,89 @@
+"""Device work of KV transfers: a CUDA stream for each direction. On a CPU, work runs at once.
+
+Nothing here waits for the device. `Lane.mark` returns a mark that can be polled.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Waitable(Protocol):
+    """A condition that becomes true once and stays true."""
+
+    def ready(self) -> bool: ...
+
+
+class Lane:
+    """The work of one direction, in the order in which it is launched. This class is for a CPU."""
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Return a context in which kernels are launched in this lane."""
+        return nullcontext()
+
+    def position(self) -> Waitable:
+        """Return a mark behind the work that the calling thread has launched so far elsewhere."""
+        return REACHED
+
+    def follow(self, position: Waitable) -> None:
+        """Make the later work of this lane wait for a mark of `position`."""
+
+    def mark(self) -> Waitable:
+        """Return a mark behind all work of this lane."""
+        return REACHED
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a small tensor on the host; it is valid once a later mark is reached."""
+        return tensor
+
+
+class _Reached:
+    def ready(self) -> bool:
+        return True
+
+
+REACHED: Waitable = _Reached()
+"""A mark that is always reached."""
+
+
+class CudaLane(Lane):
+    """A lane with a CUDA stream of its own, parallel to the stream of the model's steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def computing(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def position(self) -> Waitable:
+        return _Event(torch.cuda.current_stream(self._device))
+
+    def follow(self, position: Waitable) -> None:
+        assert isinstance(position, _Event)
+        self._stream.wait_event(position.event)
+
+    def mark(self) -> Waitable:
+        return _Event(self._stream)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            return host.copy_(tensor, non_blocking=True)
+
+
+class _Event:
+    """A CUDA event that was recorded in a stream."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(stream)
+
+    def ready(self) -> bool:
+        return bool(self.event.query())
+
+
+def make_lane(device: torch.device) -> Lane:
+    return CudaLane(device) if device.type == "cuda" else Lane()
