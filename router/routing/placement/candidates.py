@@ -1,17 +1,18 @@
 """The workers that a placement decision compared, with the numbers that it used."""
 
-import heapq
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from penstock.router.routing.placement.demand import Demand
-from penstock.router.routing.placement.fleet import Fleet, LoadTable
+from penstock.router.routing.placement.fleet import Fleet
 from penstock.router.routing.placement.policy import Placement
 from penstock.router.routing.placement.rankings.cost import PROMPT_WEIGHT, read_cost_of
 from penstock.router.routing.placement.rankings.least_loaded import PENALTY_TOKENS
-from penstock.router.routing.worker_view import WorkerView
+from penstock.router.routing.worker_view import PENALTY_SECONDS, WorkerView
 
 MAX_CANDIDATES = 8
 """Number of workers that are kept of a decision, besides the chosen ones."""
@@ -29,7 +30,7 @@ class Candidate(NamedTuple):
         queued_tokens: prompt tokens that the worker must compute before.
         num_sequences: sequences on the worker, those of other routers included.
         cached_tokens: leading tokens of the prompt that the worker has cached.
-        has_room: whether the worker had room for the request.
+        has_capacity: whether the worker had room for the request.
     """
 
     worker: str
@@ -39,7 +40,7 @@ class Candidate(NamedTuple):
     queued_tokens: int
     num_sequences: int
     cached_tokens: int
-    has_room: bool
+    has_capacity: bool
 
 
 def candidates_of(
@@ -59,38 +60,44 @@ def candidates_of(
     chosen = (placement.worker, placement.decode_target)
     cached: Mapping[str, int] = demand.cached_tokens or {}
     read_cost, most = read_cost_of(demand), demand.num_tokens - 1
-
-    def cost(view: WorkerView) -> tuple[float, int, int, str]:
+    since = now - PENALTY_SECONDS
+    ranked = []
+    for view in _considered(workers, read_cost, chosen):
         queued, reads, busy, assigned, name = view.by_cost
-        saved = PROMPT_WEIGHT * min(cached.get(name, 0), most)
-        penalty = PENALTY_TOKENS * view.penalty(now)
-        return queued + read_cost * reads - saved + penalty, busy, assigned, name
-
-    if isinstance(workers, Fleet) and workers.loads is not None:
-        least = _least_loaded(workers, workers.loads, read_cost)
-    else:
-        least = heapq.nsmallest(MAX_CANDIDATES, workers, key=cost)
-    known = {view.name for view in least}
-    least += [view for view in workers if view.name in chosen and view.name not in known]
+        cost = queued + read_cost * reads
+        if name in cached:
+            cost -= PROMPT_WEIGHT * min(cached[name], most)
+        if view.lost_at > since:
+            cost += PENALTY_TOKENS * view.penalty(now)
+        ranked.append((cost, busy, assigned, name, view))
+    ranked.sort()  # names differ, so views are not compared
+    kept = ranked[:MAX_CANDIDATES]
+    kept += [row for row in ranked[MAX_CANDIDATES:] if row[3] in chosen]
     return [
         Candidate(
-            view.name,
+            name,
             view.role,
             view.state,
-            key[0],
+            cost,
             view.by_cost[0],
-            key[1],
-            cached.get(view.name, 0),
+            busy,
+            cached.get(name, 0),
             view.has_capacity(demand.num_tokens, demand.num_sequences),
         )
-        for key, view in sorted((cost(view), view) for view in least)
+        for cost, busy, _, name, view in kept
     ]
 
 
-def _least_loaded(
-    workers: Fleet[WorkerView], loads: LoadTable, read_cost: float
-) -> list[WorkerView]:
-    """Return the workers of least cost, without regard to cached tokens."""
-    load = loads.queued[:-1] + read_cost * loads.reads[:-1]
-    rows = np.argpartition(load, MAX_CANDIDATES)[:MAX_CANDIDATES]
-    return [workers.by_row[row] for row in rows.tolist()]
+def _considered(
+    workers: Sequence[WorkerView], read_cost: float, chosen: Sequence[str | None]
+) -> Sequence[WorkerView]:
+    """Return all of a few workers; of many, the chosen ones and the least loaded ones."""
+    if not isinstance(workers, Fleet) or workers.loads is None:
+        return workers
+    load = workers.loads.queued[:-1] + read_cost * workers.loads.reads[:-1]
+    last = min(MAX_CANDIDATES, len(load) - 1)
+    rows = set(np.argpartition(load, last)[:MAX_CANDIDATES].tolist())
+    for name in chosen:
+        if name is not None:
+            rows.add(bisect_left(workers.by_row, name, key=attrgetter("name")))
+    return [workers.by_row[row] for row in rows]
