@@ -1,4 +1,7 @@
-"""OpenAI's HTTP API: /v1/models, /v1/completions and /v1/chat/completions; /health, /version."""
+"""OpenAI's HTTP API: /v1/models, /v1/completions and /v1/chat/completions; /health, /version.
+
+/v1/requests/ID/explain explains a request.
+"""
 
 import secrets
 import time
@@ -16,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 import penstock
 from penstock.common.sampling_params import SamplingParams
+from penstock.router.api import explain
 from penstock.router.api.auth import ApiKeys
 from penstock.router.api.connection import BODY_WRITER, BodyWriter
 from penstock.router.api.http import (
@@ -77,6 +81,7 @@ def openai_app(frontend: Frontend) -> Starlette:
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/v1/models", api.models),
+        Route(explain.PATH, explain.Explainer(frontend).http),
         Route("/v1/models/{name:path}", api.model),
     ]
     config = frontend.config
