@@ -17,6 +17,7 @@ from penstock.router.helpers.pool import HelperPool
 from penstock.router.observability import snapshot
 from penstock.router.observability.event_log import log_worker
 from penstock.router.observability.explanations import Explanations
+from penstock.router.observability.history import History
 from penstock.router.observability.readiness import Readiness, ReadinessListeners
 from penstock.router.observability.request_metrics import RequestMetrics
 from penstock.router.observability.role_recorder import RoleRecorder
@@ -70,7 +71,7 @@ class Frontend:
         self.helpers = helpers
         self.prompts = PromptEncoder(tokenizer, config, lambda: self.model, helpers)
         self.metrics = RequestMetrics(tenants)
-        self.is_draining = False
+        self.is_draining = self.is_stopped = False
         self.scaling = snapshot.Scaling()  # as last reported by the supervisor
         self.roles = RoleRecorder(lambda worker, role: self.post(ev.RoleChanged(worker, role)))
         self.routers: Sequence[snapshot.RouterState] = ()  # all, as reported by the supervisor
@@ -91,6 +92,7 @@ class Frontend:
         self._is_handling = False
         self._readiness = Readiness(config.waits_for_both, config.wakes_workers)
         self._loop = asyncio.get_running_loop()
+        self.history = History(self.metrics, self._loop.time())
         self._readiness_listeners = ReadinessListeners(self.why_not_ready())
         self._clock = asyncio.create_task(self._tick(), name="router clock")
 
@@ -239,6 +241,7 @@ class Frontend:
             await asyncio.sleep(TICK_SECONDS)
             try:
                 self.post(ev.Tick())
+                self.history.update(self._loop.time())
             except Exception:  # a bug in the dispatcher must not stop the clock
                 log.exception("handling a Tick event failed")
 
@@ -280,7 +283,7 @@ class Frontend:
 
     async def stop(self) -> None:
         """End open calls with UNAVAILABLE and close the streams to all workers."""
-        self.is_draining = True
+        self.is_draining = self.is_stopped = True
         self._readiness_listeners.report(self.why_not_ready())
         self._requests.fail_all(shutting_down())
         await self._links.set_workers({})

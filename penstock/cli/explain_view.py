@@ -89,7 +89,7 @@ def _summary(request: Json) -> Text:
     counts = {name: request[name] for name in ("preemptions", "failovers", "migrations")}
     if request["transferred_bytes"]:
         counts["KV bytes transferred"] = request["transferred_bytes"]
-    several = [f"{number(count)} {name}" for name, count in counts.items() if count]
+    several = [f"{name}: {number(count)}" for name, count in counts.items() if count]
     if several:
         text.append("\n" + ", ".join(several))
     return text

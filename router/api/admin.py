@@ -16,12 +16,14 @@ from starlette.routing import Route
 from penstock.router.api import explain
 from penstock.router.api.auth import OPERATORS, READERS, ApiKeys
 from penstock.router.api.http import (
-    ERROR_HANDLERS,
     AuthMiddleware,
     Json,
     json_response,
     read_body,
 )
+from penstock.router.api.live import LiveStreams
+from penstock.router.api.openai.routes import HTTP_HANDLERS, OpenAiApi
+from penstock.router.api.page import page_files, page_routes
 from penstock.router.errors import invalid
 from penstock.router.frontend import Frontend
 from penstock.router.observability.prometheus import all_metrics
@@ -77,15 +79,19 @@ def admin_app(frontend: Frontend) -> Starlette:
         Route("/steps", api.steps),
         Route("/role", api.role, methods=["POST"]),
         Route(explain.PATH, explain.Explainer(frontend).http),
+        Route("/live", LiveStreams(frontend).http),
+        Route("/v1/chat/completions", OpenAiApi(frontend).chat, methods=["POST"]),
+        *page_routes(),
     ]
     guard = Middleware(
         AuthMiddleware,
         keys=ApiKeys(config.api_keys),
         host=config.admin_host,
+        public=frozenset(page_files()),
         roles=ROLES,
         other_roles=OPERATORS,
     )
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=ERROR_HANDLERS)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=HTTP_HANDLERS)
 
 
 class AdminApi:

@@ -223,7 +223,7 @@ class ExplainedRequest:
         if running is not None:
             self._worker = running.worker
             if running.started and running.attempt != self._started:
-                self._first_token(running.worker, running.attempt, event, now)
+                self._first_token(state, running.worker, event, now)
         # This runs several times for one event if the request is placed again at once.
         if isinstance(event, RequestMessage) and event is not self._seen:
             self._add_message(event, now)
@@ -231,15 +231,19 @@ class ExplainedRequest:
         if phase is not self._phase:
             self._enter(phase, now)
 
-    def _first_token(self, worker: str, attempt: int, event: ev.Event | None, now: float) -> None:
+    def _first_token(
+        self, state: RequestState, worker: str, event: ev.Event | None, now: float
+    ) -> None:
         kind = "continued" if self._started else "first_token"
         if not self._started:
             self.first_token = now - self._start
             load = event.load if isinstance(event, ev.Stepped) else None
             if load is not None and self._admitted is not None and self._admitted[1]:
                 self.prefill_steps = max(load.num_steps - self._admitted[1], 0) + 1
-        self._started = attempt
-        self._add(kind, now, worker)
+        assert state.running is not None
+        self._started = state.running.attempt
+        before = sum(map(len, state.token_log.answers)) - 1
+        self._add(kind, now, worker, tokens=before)
 
     def _add_message(self, event: RequestMessage, now: float) -> None:
         self._seen = event

@@ -57,6 +57,9 @@ from penstock.router.requests.response_stream import ClientDisconnectedError, De
 from penstock.router.requests.slices import Slices
 from penstock.router.requests.text_decoding import decode
 
+HTTP_HANDLERS = {**ERROR_HANDLERS, ClientDisconnectedError: on_disconnect}
+"""Handlers of the exceptions of routes that generate."""
+
 PUBLIC_PATHS = frozenset({"/health", "/health/"})
 DEFAULT_COMPLETION_TOKENS = 16
 """Default max_tokens of /v1/completions; chats default to the rest of the context."""
@@ -88,8 +91,7 @@ def openai_app(frontend: Frontend) -> Starlette:
     guard = Middleware(
         AuthMiddleware, keys=ApiKeys(config.api_keys), host=config.host, public=PUBLIC_PATHS
     )
-    handlers = {**ERROR_HANDLERS, ClientDisconnectedError: on_disconnect}
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=HTTP_HANDLERS)
 
 
 class OpenAiApi:
