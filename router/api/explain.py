@@ -32,6 +32,8 @@ TRAILER = "penstock-explain"
 """Trailing metadata of Generate: the short form of the explanation, as JSON."""
 MAX_REQUESTS = 64
 """Requests in one reply: the newest ones."""
+MAX_SHORT = 8
+"""Workers and reasons in a short form: the size of metadata is limited."""
 FORWARD_SECONDS = 2.0
 """Time limit of a call to another router."""
 UNSPECIFIED = ("0.0.0.0", "[::]")
@@ -229,8 +231,8 @@ def short_form(router: str, explained: ExplainedRequest, now: float) -> str:
     times = zip(Spent, explained.times(now), strict=True)
     facts = {
         "router": router,
-        "workers": list(dict.fromkeys(event.worker for event in placed)),
-        "reasons": [event.detail for event in placed],
+        "workers": list(dict.fromkeys(event.worker for event in placed))[:MAX_SHORT],
+        "reasons": [event.detail for event in placed][:MAX_SHORT],
         "cached_prompt_tokens": explained.num_cached,
         "ms": {phase.name.lower(): round(1e3 * spent, 2) for phase, spent in times if spent},
         "transferred_bytes": explained.num_bytes,

@@ -242,7 +242,7 @@ class ExplainedRequest:
                 self.prefill_steps = max(load.num_steps - self._admitted[1], 0) + 1
         assert state.running is not None
         self._started = state.running.attempt
-        before = sum(map(len, state.token_log.answers)) - 1
+        before = max(sum(map(len, state.token_log.answers)) - 1, 0)
         self._add(kind, now, worker, tokens=before)
 
     def _add_message(self, event: RequestMessage, now: float) -> None:

@@ -86,7 +86,7 @@ async function run() {
       await follow();
     } catch (error) {
       if (error instanceof Refused && (error.status === 401 || error.status === 403)) {
-        await askForKey(hasKey() ? error.message : "");
+        await askForKey(hasKey() || error.status === 403 ? error.message : "");
         continue;
       }
     }

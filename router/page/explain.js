@@ -92,20 +92,24 @@ function eventItem(event) {
 }
 
 function candidates(event) {
-  const head = ["", "worker", "role", "cost", "queued", "sequences", "cached", ""].map((title) =>
+  const states = event.candidates.map((each) =>
+    each.state !== "ready" ? each.state : each.has_capacity ? "" : "full",
+  );
+  const titles = ["", "worker", "role", "cost", "queued", "sequences", "cached"];
+  if (states.some(Boolean)) titles.push("state");
+  const head = titles.map((title) =>
     el("th", { scope: "col", textContent: title }),
   );
-  const rows = event.candidates.map((each) => {
+  const rows = event.candidates.map((each, index) => {
     const isChosen = [event.worker, event.other_worker].includes(each.worker);
-    const state = each.state !== "ready" ? each.state : each.has_capacity ? "" : "full";
     const cells = [
       ...[isChosen ? "→" : "", each.worker, each.role, number(each.cost)],
-      ...[number(each.queued_tokens), each.sequences, number(each.cached_tokens), state],
+      ...[number(each.queued_tokens), each.sequences, number(each.cached_tokens), states[index]],
     ];
     return el(
       "tr",
       isChosen ? { className: "chosen", title: "chosen", "aria-label": `chosen: ${each.worker}` } : {},
-      ...cells.map((cell) => el("td", { textContent: cell })),
+      ...cells.slice(0, titles.length).map((cell) => el("td", { textContent: cell })),
     );
   });
   const left = event.num_workers - event.candidates.length;
