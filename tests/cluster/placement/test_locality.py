@@ -324,7 +324,7 @@ def test_workers_share_one_zone_if_it_can_hold_them(
     placements = placed_or_refused(spec(prefill=prefill, decode=decode), [*nodes, router])
     useful = [each for each in nodes if any(match(pool.selector, each.labels) for pool in pools)]
     zones = {each.labels[ZONE] for each in useful if ZONE in each.labels}
-    large_enough = {zone for zone in zones if has_capacity(nodes, zone, *pools)}
+    large_enough = {zone for zone in zones if has_room(nodes, zone, *pools)}
     if isinstance(placements, str):
         assert not large_enough
     elif len({each.labels.get(ZONE) for each in nodes} - {None}) > 1 and large_enough:
@@ -332,7 +332,7 @@ def test_workers_share_one_zone_if_it_can_hold_them(
         assert placements[0].near[ZONE] in large_enough
 
 
-def has_capacity(nodes: Sequence[Node], zone: str | None, *pools: PoolSpec) -> bool:
+def has_room(nodes: Sequence[Node], zone: str | None, *pools: PoolSpec) -> bool:
     """Return whether the workers (1 CPU each) fit the zone, by Hall's condition for two pools."""
     here = [each for each in nodes if each.labels.get(ZONE) == zone]
     sizes = [

@@ -318,7 +318,7 @@ def test_tenants_are_charged_for_output_tokens() -> None:
     assert [number for _, number, _ in order] == [2, 4, 3]
 
 
-def test_queued_request_is_placed_when_a_worker_has_capacity() -> None:
+def test_queued_request_is_placed_when_a_worker_has_room() -> None:
     router = Router(info_of("m", "mixed", max_sequences=2))
     assert submits(router.arrive(1) + router.arrive(2) + router.arrive(3)) == [
         ("m", 1, 1),

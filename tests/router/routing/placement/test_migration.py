@@ -80,7 +80,7 @@ def test_waiting_request_moves_to_a_worker_with_room_after_a_delay() -> None:
         (EMPTY, EMPTY),  # the current worker has capacity and will send Ready
     ],
 )
-def test_waiting_request_stays_unless_another_worker_surely_has_capacity(
+def test_waiting_request_stays_unless_another_worker_surely_has_room(
     current: WorkerLoad, other: WorkerLoad
 ) -> None:
     router = waiting()
