@@ -256,3 +256,111 @@ class Model(_message.Message):
     has_chat_template: bool
     created_seconds: int
     def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., created_seconds: _Optional[int] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("request_id", "router", "requests", "left_out")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    router: str
+    requests: _containers.RepeatedCompositeFieldContainer[Explanation]
+    left_out: int
+    def __init__(self, request_id: _Optional[str] = ..., router: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[Explanation, _Mapping]]] = ..., left_out: _Optional[int] = ...) -> None: ...
+
+class Explanation(_message.Message):
+    __slots__ = ("tenant", "arrived_at", "state", "finish_reason", "choices", "prompt_tokens", "cached_prompt_tokens", "completion_tokens", "seconds", "first_token_seconds", "prefill_steps", "preemptions", "failovers", "migrations", "transferred_bytes", "times", "events", "events_left_out")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_AT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    CHOICES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    FAILOVERS_FIELD_NUMBER: _ClassVar[int]
+    MIGRATIONS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERRED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    arrived_at: float
+    state: str
+    finish_reason: str
+    choices: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    completion_tokens: int
+    seconds: float
+    first_token_seconds: float
+    prefill_steps: int
+    preemptions: int
+    failovers: int
+    migrations: int
+    transferred_bytes: int
+    times: _containers.RepeatedCompositeFieldContainer[PhaseTime]
+    events: _containers.RepeatedCompositeFieldContainer[ExplainEvent]
+    events_left_out: int
+    def __init__(self, tenant: _Optional[str] = ..., arrived_at: _Optional[float] = ..., state: _Optional[str] = ..., finish_reason: _Optional[str] = ..., choices: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., prefill_steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., failovers: _Optional[int] = ..., migrations: _Optional[int] = ..., transferred_bytes: _Optional[int] = ..., times: _Optional[_Iterable[_Union[PhaseTime, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[ExplainEvent, _Mapping]]] = ..., events_left_out: _Optional[int] = ...) -> None: ...
+
+class PhaseTime(_message.Message):
+    __slots__ = ("phase", "seconds")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    seconds: float
+    def __init__(self, phase: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class ExplainEvent(_message.Message):
+    __slots__ = ("seconds", "kind", "worker", "other_worker", "detail", "tokens", "bytes", "candidates", "num_workers")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    OTHER_WORKER_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    kind: str
+    worker: str
+    other_worker: str
+    detail: str
+    tokens: int
+    bytes: int
+    candidates: _containers.RepeatedCompositeFieldContainer[Candidate]
+    num_workers: int
+    def __init__(self, seconds: _Optional[float] = ..., kind: _Optional[str] = ..., worker: _Optional[str] = ..., other_worker: _Optional[str] = ..., detail: _Optional[str] = ..., tokens: _Optional[int] = ..., bytes: _Optional[int] = ..., candidates: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., num_workers: _Optional[int] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("worker", "role", "state", "cost", "queued_tokens", "sequences", "cached_tokens", "has_capacity")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HAS_CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    role: str
+    state: str
+    cost: float
+    queued_tokens: int
+    sequences: int
+    cached_tokens: int
+    has_capacity: bool
+    def __init__(self, worker: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., cost: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., has_capacity: _Optional[bool] = ...) -> None: ...

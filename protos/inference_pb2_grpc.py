@@ -60,6 +60,11 @@ class InferenceStub:
                 request_serializer=penstock_dot_protos_dot_inference__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=penstock_dot_protos_dot_inference__pb2.Model.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/penstock.v1.Inference/Explain',
+                request_serializer=penstock_dot_protos_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=penstock_dot_protos_dot_inference__pb2.ExplainReply.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
@@ -101,6 +106,14 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Returns why a recent request of the caller's API key ran where it did, from whichever router served it; an
+        operator's key finds the requests of all keys. NOT_FOUND if no router knows the request (any longer).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +141,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=penstock_dot_protos_dot_inference__pb2.GetModelRequest.FromString,
                     response_serializer=penstock_dot_protos_dot_inference__pb2.Model.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=penstock_dot_protos_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=penstock_dot_protos_dot_inference__pb2.ExplainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +284,33 @@ class Inference:
             '/penstock.v1.Inference/GetModel',
             penstock_dot_protos_dot_inference__pb2.GetModelRequest.SerializeToString,
             penstock_dot_protos_dot_inference__pb2.Model.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.Inference/Explain',
+            penstock_dot_protos_dot_inference__pb2.ExplainRequest.SerializeToString,
+            penstock_dot_protos_dot_inference__pb2.ExplainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -15,7 +15,9 @@ from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError, shutting_down
 from penstock.router.helpers.pool import HelperPool
 from penstock.router.observability import snapshot
-from penstock.router.observability.event_log import log_submit, log_worker
+from penstock.router.observability.event_log import log_worker
+from penstock.router.observability.explanations import Explanations
+from penstock.router.observability.history import History
 from penstock.router.observability.readiness import Readiness, ReadinessListeners
 from penstock.router.observability.request_metrics import RequestMetrics
 from penstock.router.observability.role_recorder import RoleRecorder
@@ -69,10 +71,11 @@ class Frontend:
         self.helpers = helpers
         self.prompts = PromptEncoder(tokenizer, config, lambda: self.model, helpers)
         self.metrics = RequestMetrics(tenants)
-        self.is_draining = False
+        self.is_draining = self.is_stopped = False
         self.scaling = snapshot.Scaling()  # as last reported by the supervisor
         self.roles = RoleRecorder(lambda worker, role: self.post(ev.RoleChanged(worker, role)))
         self.routers: Sequence[snapshot.RouterState] = ()  # all, as reported by the supervisor
+        self.node = ""  # IP address of the router's node, set by the process that knows it
         # Called with the name and the address of a stuck worker, and the reason.
         self.on_stuck_worker: Callable[[str, str, str], None] = lambda worker, address, reason: None
         self._limits = limits
@@ -80,13 +83,16 @@ class Frontend:
         identity = RouterIdentity(config.name, incarnation, config.worker_token)
         self._links = WorkerLinks(identity, self.post)
         self.step_records = self._links.step_records
-        self._requests = OpenRequests(self.metrics)
+        self.explanations = Explanations(tenants, config.routing)
+        dispatcher.listen(self.explanations)
+        self._requests = OpenRequests(self.metrics, self.explanations)
         hasher = PromptHasher(config.hash_key, self._links.block_sizes, self.prompts.run_in_line)
         self._admission = RequestAdmission(config, tokenizer, self.post, hasher)
         self._events: deque[ev.Event] = deque()
         self._is_handling = False
         self._readiness = Readiness(config.waits_for_both, config.wakes_workers)
         self._loop = asyncio.get_running_loop()
+        self.history = History(self.metrics, self._loop.time())
         self._readiness_listeners = ReadinessListeners(self.why_not_ready())
         self._clock = asyncio.create_task(self._tick(), name="router clock")
 
@@ -138,7 +144,7 @@ class Frontend:
         why_not = self.why_not_ready()
         own = "draining" if self.is_draining else "waiting" if why_not else "ready"
         return snapshot.snapshot_cluster(
-            snapshot.RouterState(self.config.name, own),
+            snapshot.RouterState(self.config.name, own, node=self.node),
             self._limits.name,
             why_not,
             self._links.all_links(),
@@ -201,14 +207,13 @@ class Frontend:
             while self._events:
                 event = self._events.popleft()
                 now = self._loop.time()
+                self._requests.observe(event, now)
                 commands = self._dispatcher.handle(event, now)
                 for command in commands:
                     self._execute(command, now)
                 if isinstance(event, ev.WorkerUp | ev.WorkerLost | ev.RoleChanged | ev.Tick):
                     self._readiness_listeners.report(self.why_not_ready())
                     log_worker(event)
-                elif isinstance(event, ev.Received):
-                    self.metrics.received(event, now)
         finally:
             self._is_handling = False
 
@@ -228,11 +233,7 @@ class Frontend:
                 if command.stuck:
                     self.on_stuck_worker(command.worker, address, command.reason)
             case _:
-                if isinstance(command, ev.Send):
-                    self.metrics.sent(command, now)
-                elif isinstance(command, ev.Submit):
-                    self.metrics.submitted(command, now)
-                    log_submit(command)
+                self._requests.record(command, now)
                 self._links.send(command)
 
     async def _tick(self) -> None:
@@ -240,6 +241,7 @@ class Frontend:
             await asyncio.sleep(TICK_SECONDS)
             try:
                 self.post(ev.Tick())
+                self.history.update(self._loop.time())
             except Exception:  # a bug in the dispatcher must not stop the clock
                 log.exception("handling a Tick event failed")
 
@@ -281,7 +283,7 @@ class Frontend:
 
     async def stop(self) -> None:
         """End open calls with UNAVAILABLE and close the streams to all workers."""
-        self.is_draining = True
+        self.is_draining = self.is_stopped = True
         self._readiness_listeners.report(self.why_not_ready())
         self._requests.fail_all(shutting_down())
         await self._links.set_workers({})

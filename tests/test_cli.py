@@ -46,11 +46,11 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sevre"]) == 2
     error = capsys.readouterr().err
-    known = "serve, chat, status, role, bench, simulate"
+    known = "serve, chat, status, explain, role, bench, simulate"
     assert error == f"penstock: unknown command 'sevre'; expected one of {known}\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "status", "role", "bench"])
+@pytest.mark.parametrize("command", ["serve", "chat", "status", "explain", "role", "bench"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([command, "--help"])
@@ -118,7 +118,7 @@ def test_bad_flags_give_a_one_line_error(
     assert message in refused(capsys, *arguments)
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "status", "role", "bench"])
+@pytest.mark.parametrize("command", ["serve", "chat", "status", "explain", "role", "bench"])
 @pytest.mark.parametrize("arguments", [["--api-key", "sk-1"], ["--api-key=sk-1"], ["--api-key"]])
 def test_keys_on_the_command_line_are_refused_and_not_repeated(
     command: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -132,12 +132,13 @@ def test_keys_on_the_command_line_are_refused_and_not_repeated(
     assert "sk-1" not in error
 
 
-@pytest.mark.parametrize("command", ["chat", "status", "role", "bench"])
+@pytest.mark.parametrize("command", ["chat", "status", "explain", "role", "bench"])
 def test_client_with_a_bad_key_file_ends_before_it_calls(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = ["--api-key-file", str(key_file(tmp_path, "sk-1", mode=0o644))]
-    assert main([command, *(["decode-0", "mixed"] if command == "role" else []), *file]) == 2
+    needed = {"role": ["decode-0", "mixed"], "explain": ["chatcmpl-1"]}
+    assert main([command, *needed.get(command, []), *file]) == 2
     error = capsys.readouterr().err
     assert "the file can be read or written by other users" in error
     assert error.count("\n") == 1

@@ -245,6 +245,7 @@ class RouterActor(_ProcessActor):
         freeze_heap()
         self._router.frontend.on_stuck_worker = self._report_stuck
         self._router.frontend.roles.send = self._report_role
+        self._router.frontend.node = ray.util.get_node_ip_address()
         self._drain_task = asyncio.create_task(node_drain.drain_on_request(self._router.drain))
         router = self._router
         return router.http_address, router.grpc_address, router.admin_address

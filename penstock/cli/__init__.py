@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `chat`, `status`, `role`, `bench`, `simulate`.
+"""The command line: `penstock serve`, `chat`, `status`, `explain`, `role`, `bench` and others.
 
 A package is imported only when a command needs it, so that `--help` is fast.
 """
@@ -13,6 +13,7 @@ COMMANDS = {
     "serve": ("penstock.cli.serve", "serve a model (by default the small bundled model)"),
     "chat": ("penstock.cli.chat", "chat with a server in the terminal"),
     "status": ("penstock.cli.status", "show the state of a server's pools and workers"),
+    "explain": ("penstock.cli.explain", "explain where a request ran and where its time went"),
     "role": ("penstock.cli.role", "change a worker's role while it runs"),
     "bench": (
         "penstock.loadtests.bench.command",

@@ -1,4 +1,4 @@
-"""The operators' HTTP port: /metrics, /status, /steps, and /role, which changes a worker's role."""
+"""The operators' HTTP port: state, metrics, roles of workers, and explanations of requests."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,14 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from penstock.router.api import explain
 from penstock.router.api.auth import OPERATORS, READERS, ApiKeys
 from penstock.router.api.http import (
-    ERROR_HANDLERS,
     AuthMiddleware,
     Json,
     json_response,
     read_body,
 )
+from penstock.router.api.live import LiveStreams
+from penstock.router.api.openai.routes import HTTP_HANDLERS, OpenAiApi
+from penstock.router.api.page import page_files, page_routes
 from penstock.router.errors import invalid
 from penstock.router.frontend import Frontend
 from penstock.router.observability.prometheus import all_metrics
@@ -28,7 +31,7 @@ from penstock.router.observability.prometheus_vllm import vllm_metrics
 from penstock.router.observability.snapshot import ClusterState, WorkerStats
 
 ROLES = {"/metrics": READERS, "/status": READERS, "/steps": READERS, "/role": OPERATORS}
-"""Roles of the API keys that each path accepts."""
+"""Roles of the API keys that each path accepts; other paths are for operators only."""
 
 OPENMETRICS = "application/openmetrics-text"
 
@@ -75,11 +78,20 @@ def admin_app(frontend: Frontend) -> Starlette:
         Route("/status", api.status),
         Route("/steps", api.steps),
         Route("/role", api.role, methods=["POST"]),
+        Route(explain.PATH, explain.Explainer(frontend).http),
+        Route("/live", LiveStreams(frontend).http),
+        Route("/v1/chat/completions", OpenAiApi(frontend).chat, methods=["POST"]),
+        *page_routes(),
     ]
     guard = Middleware(
-        AuthMiddleware, keys=ApiKeys(config.api_keys), host=config.admin_host, roles=ROLES
+        AuthMiddleware,
+        keys=ApiKeys(config.api_keys),
+        host=config.admin_host,
+        public=frozenset(page_files()),
+        roles=ROLES,
+        other_roles=OPERATORS,
     )
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=ERROR_HANDLERS)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=HTTP_HANDLERS)
 
 
 class AdminApi:

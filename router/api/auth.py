@@ -18,10 +18,11 @@ ANONYMOUS = "anonymous"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a call: its key's name, and its tenant id, which is a hash of the key."""
+    """The sender of a call: its key's name and role; its tenant id, which is a hash of the key."""
 
     name: str
     tenant: str
+    role: Role = "user"
 
 
 class ApiKeys:
@@ -78,7 +79,7 @@ class ApiKeys:
                 f"the API key {found[0].name!r} has the role {found[0].role}, but this needs the "
                 f"role {' or '.join(sorted(roles))}",
             )
-        return Caller(found[0].name, _tenant(offered))
+        return Caller(found[0].name, _tenant(offered), found[0].role)
 
 
 def _tenant(digest: bytes) -> str:

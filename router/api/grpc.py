@@ -9,7 +9,8 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2
 
 from penstock.protos import inference_pb2 as pb
-from penstock.router.api.auth import ApiKeys
+from penstock.router.api.auth import ApiKeys, Caller
+from penstock.router.api.explain import FORWARDED, Explainer
 from penstock.router.api.grpc_calls import INLINE_BYTES, CallHandlers, Context, abort
 from penstock.router.api.grpc_check import (
     GRPC_KIND,
@@ -103,6 +104,7 @@ def inference_handlers(api: "InferenceApi", calls: CallHandlers) -> grpc.Generic
         "Detokenize": calls.unary(pb.DetokenizeRequest, api.detokenize),
         "ListModels": calls.unary(pb.ListModelsRequest, api.list_models),
         "GetModel": calls.unary(pb.GetModelRequest, api.get_model),
+        "Explain": calls.unary(pb.ExplainRequest, api.explain),
         "Generate": calls.streaming(pb.GenerateRequest, api.generate),
     }
     return grpc.method_handlers_generic_handler(SERVICE, handlers)
@@ -147,6 +149,7 @@ class InferenceApi:
     def __init__(self, frontend: Frontend, keys: ApiKeys) -> None:
         self._frontend = frontend
         self._keys = keys
+        self._explainer = Explainer(frontend)
         self._created = int(time.time())
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -172,6 +175,19 @@ class InferenceApi:
             await ReplyStream(answers, generation_request, echo, context).send()
         finally:
             answers.close()
+            trailer = self._explainer.trailer(answers.numbers[0], generation_request.request_id)
+            context.set_trailing_metadata(trailer)
+
+    async def explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainReply:
+        """Explain a request of the caller; an operator sees the requests of all tenants."""
+        caller = self._caller(context)
+        metadata = context.invocation_metadata()
+        return await self._explainer.explain(
+            request.request_id,
+            None if caller.role == "operator" else caller.tenant,
+            _authorization(metadata),
+            any(name == FORWARDED for name, _ in metadata or ()),
+        )
 
     async def tokenize(self, request: pb.TokenizeRequest, context: Context) -> bytes:
         """Return a serialized `TokenizeReply`."""
@@ -248,7 +264,10 @@ class InferenceApi:
         return checked
 
     def _tenant(self, context: Context) -> str:
-        return self._keys.authenticate(_authorization(context.invocation_metadata())).tenant
+        return self._caller(context).tenant
+
+    def _caller(self, context: Context) -> Caller:
+        return self._keys.authenticate(_authorization(context.invocation_metadata()))
 
     def _check_cost(self, request: pb.GenerateRequest) -> None:
         """Refuse a request that is too large or too expensive, before its lists are read."""

@@ -182,11 +182,13 @@ class AuthMiddleware:
         host: str,
         public: frozenset[str] = frozenset(),
         roles: Mapping[str, frozenset[Role]] = NO_ROLES,
+        other_roles: frozenset[Role] = CLIENTS,
     ) -> None:
         self._app = app
         self._keys = keys
         self._public = public
         self._roles = roles
+        self._other_roles = other_roles
         self._names = LOOPBACK_NAMES | {host} if is_loopback(host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,10 +208,14 @@ class AuthMiddleware:
                 Code.FORBIDDEN, "this server is bound to loopback: call it as localhost"
             )
         if scope["path"] not in self._public:
-            roles = self._roles.get(scope["path"], CLIENTS)
+            roles = self._roles.get(scope["path"], self._other_roles)
             is_loopback = self._names is not None
             caller = self._keys.authenticate(headers.get("authorization"), roles, is_loopback)
-            scope.setdefault("state", {}).update(tenant=caller.tenant, key_name=caller.name)
+            scope.setdefault("state", {}).update(
+                tenant=caller.tenant,
+                key_name=caller.name,
+                is_operator=caller.role == "operator",
+            )
 
 
 async def read_body(request: Request, bounds: RequestBounds) -> bytes:

@@ -11,13 +11,17 @@ log = logging.getLogger(__name__)
 NOT_CLIENT_SAFE = re.compile(r"[\n\\]|/\w|0x|File |\d+(\.\d+){3}")
 
 
+def is_client_safe(message: str) -> bool:
+    """Return whether a message is one short line without paths, pointers and IP addresses."""
+    return bool(message) and len(message) < 400 and not NOT_CLIENT_SAFE.search(message)
+
+
 def client_safe_message(message: str) -> str:
     """Return a worker's error message if it is safe for clients, else a generic message.
 
-    A safe message is one short line without paths, pointers and IP addresses. Other messages are
-    only logged.
+    Messages that are not safe are only logged.
     """
-    if message and len(message) < 400 and not NOT_CLIENT_SAFE.search(message):
+    if is_client_safe(message):
         return message
     log.error("a request failed on its worker: %s", message)
     return "the request failed on its worker: see the server's log"

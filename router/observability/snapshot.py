@@ -156,6 +156,7 @@ class RouterState:
     waiting_tokens: int = 0  # prompt tokens of requests that were never placed
     queued: Mapping[str, int] = field(default_factory=dict)  # waiting requests by pool
     queued_tokens: Mapping[str, int] = field(default_factory=dict)  # waiting tokens by pool
+    node: str = ""  # IP address of the router's node; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)

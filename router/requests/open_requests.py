@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from penstock.router.errors import Code, ServingError
-from penstock.router.observability.event_log import client_safe_message, log_ended
-from penstock.router.observability.request_metrics import RequestMetrics
+from penstock.router.observability.event_log import client_safe_message, log_ended, log_submit
+from penstock.router.observability.explanations import Explanations
+from penstock.router.observability.request_metrics import FinishedRequest, RequestMetrics
 from penstock.router.requests.request_output import RequestOutput
 from penstock.router.routing import events as ev
 
@@ -18,10 +19,16 @@ CODES: Mapping[ev.Status, Code] = {
 
 
 class OpenRequests:
-    """Delivers tokens and ends to the outputs of open requests, and records them in `metrics`."""
+    """Delivers tokens and ends to the outputs of open requests, and records what happens to them.
 
-    def __init__(self, metrics: RequestMetrics) -> None:
+    Args:
+        metrics: totals of the router.
+        explanations: the events of each request.
+    """
+
+    def __init__(self, metrics: RequestMetrics, explanations: Explanations) -> None:
         self._metrics = metrics
+        self._explanations = explanations
         self._outputs: dict[int, RequestOutput] = {}
 
     def __len__(self) -> int:
@@ -31,6 +38,24 @@ class OpenRequests:
         """Add a request that was accepted."""
         self._outputs[request.id] = output
         self._metrics.opened(request, now)
+        self._explanations.opened(request, now)
+
+    def observe(self, event: ev.Event, now: float) -> None:
+        """Record an event before the dispatcher handles it."""
+        self._explanations.observe(event, now)
+        if type(event) is ev.Received:
+            self._metrics.received(event, now)
+
+    def record(self, command: ev.WorkerCommand, now: float) -> None:
+        """Record a command that is sent to a worker."""
+        match command:
+            case ev.Submit():
+                self._metrics.submitted(command, now)
+                self._explanations.submitted(command, now)
+                log_submit(command)
+            case ev.Send():
+                self._metrics.sent(command, now)
+                self._explanations.sent(command, now)
 
     def deliver(self, tokens: ev.TokenColumns, now: float) -> None:
         """Deliver the tokens of a step. This runs for every token: keep it fast."""
@@ -55,7 +80,7 @@ class OpenRequests:
 
     def end(self, command: ev.EndRequest, now: float) -> None:
         """End a request; an error ends its whole call."""
-        log_ended(self._metrics.ended(command.request, command.status, now))
+        self._record_end(self._metrics.ended(command.request, command.status, now), now)
         output = self._outputs.pop(command.request, None)
         if output is None:
             return
@@ -69,8 +94,12 @@ class OpenRequests:
         """Forget a request whose client left; return False if it had already ended."""
         if self._outputs.pop(request, None) is None:
             return False
-        log_ended(self._metrics.ended(request, ev.Status.CANCELLED, now))
+        self._record_end(self._metrics.ended(request, ev.Status.CANCELLED, now), now)
         return True
+
+    def _record_end(self, ended: FinishedRequest | None, now: float) -> None:
+        self._explanations.ended(ended, now)
+        log_ended(ended)
 
     def fail_all(self, error: ServingError) -> None:
         """End the calls of all requests with an error."""

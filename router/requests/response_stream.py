@@ -118,6 +118,7 @@ class ResponseStream:
     """
 
     def __init__(self, max_unread: int, on_cancel: Callable[[Sequence[int]], None]) -> None:
+        self.numbers: list[int] = []  # number of each request of the call
         self.seeds: list[int] = []  # seed of each request of the call
         # Prompt logprobs by request index, from token 1 on. Complete before the first delta.
         self.prompt_logprobs: dict[int, list[worker_pb2.TokenLogprobs]] = {}
@@ -141,6 +142,7 @@ class ResponseStream:
     def add_request(self, request: int, seed: int) -> None:
         """Add a request of the call; requests must be added in order of their index."""
         self._open_requests.add(request)
+        self.numbers.append(request)
         self.seeds.append(seed)
 
     def push_final(self, answer: Delta) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from penstock.common.worker_load import WorkerLoad
+from penstock.router.routing.decisions import DecisionListener
 from penstock.router.routing.events import (
     ChoiceStopped,
     ClientDisconnected,
@@ -140,6 +141,10 @@ class Dispatcher:
         if self._placer.dirty:
             self._placer.assign_waiting(out, now)
         return out
+
+    def listen(self, listener: DecisionListener) -> None:
+        """Report the decisions about requests to `listener`, which replaces the previous one."""
+        self._placer.listener = listener
 
     # -------------------------------------------------------------- clients and time
 

@@ -1,4 +1,7 @@
-"""OpenAI's HTTP API: /v1/models, /v1/completions and /v1/chat/completions; /health, /version."""
+"""OpenAI's HTTP API: /v1/models, /v1/completions and /v1/chat/completions; /health, /version.
+
+/v1/requests/ID/explain explains a request.
+"""
 
 import secrets
 import time
@@ -16,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 import penstock
 from penstock.common.sampling_params import SamplingParams
+from penstock.router.api import explain
 from penstock.router.api.auth import ApiKeys
 from penstock.router.api.connection import BODY_WRITER, BodyWriter
 from penstock.router.api.http import (
@@ -53,6 +57,9 @@ from penstock.router.requests.response_stream import ClientDisconnectedError, De
 from penstock.router.requests.slices import Slices
 from penstock.router.requests.text_decoding import decode
 
+HTTP_HANDLERS = {**ERROR_HANDLERS, ClientDisconnectedError: on_disconnect}
+"""Handlers of the exceptions of routes that generate."""
+
 PUBLIC_PATHS = frozenset({"/health", "/health/"})
 DEFAULT_COMPLETION_TOKENS = 16
 """Default max_tokens of /v1/completions; chats default to the rest of the context."""
@@ -77,14 +84,14 @@ def openai_app(frontend: Frontend) -> Starlette:
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
         Route("/v1/models", api.models),
+        Route(explain.PATH, explain.Explainer(frontend).http),
         Route("/v1/models/{name:path}", api.model),
     ]
     config = frontend.config
     guard = Middleware(
         AuthMiddleware, keys=ApiKeys(config.api_keys), host=config.host, public=PUBLIC_PATHS
     )
-    handlers = {**ERROR_HANDLERS, ClientDisconnectedError: on_disconnect}
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=HTTP_HANDLERS)
 
 
 class OpenAiApi:

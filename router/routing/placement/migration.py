@@ -86,10 +86,13 @@ class RequestMigrator:
         if other is None:
             return
         is_destination = view.draining or other.role != "prefill"
+        reason = "the worker drains" if view.draining else "the worker became a prefill worker"
         if state.can_migrate_live and is_destination and other.info.layout == running.info.layout:
+            self._placer.listener.moving(state, reason)
             state.start_live_migration(other.info, out)
             self._placer.reconcile(state, out, now)
         elif view.draining:
+            self._placer.listener.moving(state, reason)
             state.request_yield(out)
 
     # -------------------------------------------------------------- rebalancing
@@ -112,6 +115,7 @@ class RequestMigrator:
             ):
                 state.num_rebalances += 1
                 self.num_rebalanced += 1
+                self._placer.listener.moving(state, "another worker has room")
                 state.cancel_pending(out)
                 state.decode_target = other.name
                 self._placer.reconcile(state, out, now)
@@ -145,6 +149,7 @@ class RequestMigrator:
             known, left = state.token_log.num_known, state.token_log.num_remaining
             slo = self._registry.tpot_slo_seconds
             if costs.pays_to_move(known, left, view, other, slo, now):
+                self._placer.listener.moving(state, "prompts delay the answer")
                 state.start_live_migration(other.info, out)
                 self.num_returned += 1
                 self._placer.reconcile(state, out, now)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from penstock.router.routing import request_state
+from penstock.router.routing.decisions import DecisionListener
 from penstock.router.routing.events import Command, Status
 from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.policy import Placement, Policy
@@ -78,6 +79,7 @@ class Placer:
         self.num_ended: Counter[Status] = Counter()
         self.num_prefill_decisions: Counter[str] = Counter()  # by `str(PrefillDecision)`
         self.dirty = False  # a queued request may fit now: call `assign_waiting`
+        self.listener = DecisionListener()
 
     @property
     def num_waiting(self) -> int:
@@ -142,6 +144,7 @@ class Placer:
             placement = self._choose(demand, views, now)
             if placement is not None:
                 self._queue.dequeue(head, now)
+                self.listener.placed(state, placement, demand, views, now)
                 self._assign(state, placement, demand.num_uncached(placement.worker), out, now)
                 self._update_views(state, now)
             elif not (
@@ -264,6 +267,7 @@ class Placer:
     def _update_views(self, state: RequestState, now: float) -> None:
         """Record a request in the views of all workers that hold or will hold it."""
         state.update_runnable(now)
+        self.listener.changed(state, now)
         request, num_sequences = state.request.id, state.request.num_sequences
         self._remove_from_views(request)
         names = self._holders[request] = []

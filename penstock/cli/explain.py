@@ -1,0 +1,104 @@
+"""Explain why a request ran where it did, and where its time went."""
+
+import http.client
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+from rich.console import Console
+
+from penstock.cli.client_key import add_key_file
+from penstock.cli.explain_view import timeline
+from penstock.cli.flags import Parser
+from penstock.cli.status import MAX_BYTES, connect
+from penstock.common.api_key import client_key
+
+Json: TypeAlias = dict[str, Any]
+
+DEFAULT = "http://127.0.0.1:8000"
+SECONDS_TO_ANSWER = 10.0  # a router may wait for the other routers
+
+
+class NoExplanation(RuntimeError):
+    """The router did not return an explanation; the message is one line."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return 1 if there is no explanation, 2 if the URL is invalid."""
+    given = _parser().parse_args(arguments)
+    try:
+        found = fetch(given.url, given.id, client_key(given.api_key_file))
+    except ValueError as error:
+        print(f"penstock explain: {error}", file=sys.stderr)
+        return 2
+    except NoExplanation as error:
+        print(f"penstock explain: {given.url}: {error}", file=sys.stderr)
+        return 1
+    if given.json:
+        print(json.dumps(found, indent=2))
+    else:
+        Console(highlight=False).print(timeline(found))
+    return 0
+
+
+def fetch(url: str, request_id: str, key: str = "") -> Json:
+    """Return the explanation of a request as JSON.
+
+    Raises:
+        NoExplanation: there is none; the message gives the reason.
+        ValueError: the URL is invalid.
+    """
+    connection, path = connect(url, SECONDS_TO_ANSWER)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        connection.request(
+            "GET", f"{path}/v1/requests/{quote(request_id, safe='')}/explain", headers=headers
+        )
+        reply = connection.getresponse()
+        body = reply.read(MAX_BYTES)
+    except TimeoutError:
+        raise NoExplanation(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise NoExplanation(
+            f"no router answers there ({error}): give the URL of a router"
+        ) from None
+    finally:
+        connection.close()
+    return _read(reply.status, body)
+
+
+def _read(code: int, body: bytes) -> Json:
+    try:
+        content = json.loads(body)
+        if code == 200:
+            content["requests"]
+            return dict(content)
+        message = content["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = "the server there is not a Penstock router of this version"
+    raise NoExplanation(f"{message} ({code})")
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="penstock explain",
+        description=__doc__,
+        epilog="A router keeps the explanations of its latest 1024 requests. Any router finds the "
+        "one that has them. An operator's key finds the requests of all keys.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "id", metavar="ID", help="request id: the header x-request-id of the response"
+    )
+    parser.add_argument(
+        "url",
+        nargs="?",
+        default=DEFAULT,
+        metavar="URL",
+        help=f"URL of a router, its port for clients or for operators ({DEFAULT})",
+    )
+    add_key_file(parser)
+    parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
+    return parser

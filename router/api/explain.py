@@ -1,0 +1,243 @@
+"""Explanations of requests for all protocols: lookup here and at the other routers, and JSON."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.protos import inference_pb2 as pb
+from penstock.protos import inference_pb2_grpc
+from penstock.router.api.http import json_response
+from penstock.router.errors import Code, ServingError
+from penstock.router.frontend import Frontend
+from penstock.router.observability.explained_request import (
+    ExplainedEvent,
+    ExplainedRequest,
+    Spent,
+)
+from penstock.router.observability.snapshot import RouterState
+
+Fields: TypeAlias = dict[str, Any]
+
+PATH = "/v1/requests/{id:path}/explain"
+FORWARDED = "penstock-forwarded"
+"""Metadata of a call that another router has forwarded; it is not forwarded again."""
+TRAILER = "penstock-explain"
+"""Trailing metadata of Generate: the short form of the explanation, as JSON."""
+MAX_REQUESTS = 64
+"""Requests in one reply: the newest ones."""
+MAX_SHORT = 8
+"""Workers and reasons in a short form: the size of metadata is limited."""
+FORWARD_SECONDS = 2.0
+"""Time limit of a call to another router."""
+UNSPECIFIED = ("0.0.0.0", "[::]")
+CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+
+
+class Explainer:
+    """Finds explanations, at this router or at the one that served the request.
+
+    Args:
+        frontend: has the explanations of this router and the addresses of the others.
+    """
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def explain(
+        self, request_id: str, tenant: str | None, authorization: str | None, is_forwarded: bool
+    ) -> pb.ExplainReply:
+        """Return the explanation of the requests with an id.
+
+        Args:
+            request_id: the client's id of the requests.
+            tenant: the tenant whose requests the caller may see; None: those of all tenants.
+            authorization: the caller's Authorization header, which other routers check again.
+            is_forwarded: another router has already searched.
+
+        Raises:
+            ServingError: NOT_FOUND if no router knows the request, UNAVAILABLE if a router that may
+                know it does not answer.
+        """
+        found = self._frontend.explanations.find(request_id, tenant)
+        if found:
+            now = asyncio.get_running_loop().time()
+            return to_reply(request_id, self._frontend.config.name, found, now)
+        others = [] if is_forwarded else self._others()
+        replies = await asyncio.gather(
+            *(_forward(other, request_id, authorization) for other in others)
+        )
+        for reply in replies:
+            if isinstance(reply, pb.ExplainReply):
+                return reply
+        names = ", ".join(
+            other.router
+            for other, status in zip(others, replies, strict=True)
+            if status is not grpc.StatusCode.NOT_FOUND
+        )
+        if names:
+            raise ServingError(Code.UNAVAILABLE, f"these routers do not answer: {names}: try again")
+        raise ServingError(
+            Code.NOT_FOUND,
+            f"the request {request_id[:80]!r} is not known: its explanation is no longer kept, or "
+            "the request is not of this API key",
+        )
+
+    def _others(self) -> Sequence[RouterState]:
+        own = self._frontend.config.name
+        return [
+            each
+            for each in self._frontend.routers
+            if each.router != own and each.grpc and each.state != "down"
+        ]
+
+    async def http(self, request: Request) -> Response:
+        """Return the explanation as JSON."""
+        state = request.state
+        reply = await self.explain(
+            request.path_params["id"],
+            None if state.is_operator else state.tenant,
+            request.headers.get("authorization"),
+            is_forwarded=False,
+        )
+        return json_response(to_json(reply))
+
+    def trailer(self, number: int, request_id: str) -> Sequence[tuple[str, str]]:
+        """Return the trailing metadata of a call to Generate."""
+        explained = self._frontend.explanations.get(number, request_id)
+        if explained is None:
+            return ()
+        now = asyncio.get_running_loop().time()
+        return ((TRAILER, short_form(self._frontend.config.name, explained, now)),)
+
+
+async def _forward(
+    other: RouterState, request_id: str, authorization: str | None
+) -> pb.ExplainReply | grpc.StatusCode:
+    """Return another router's reply, or the status of its error."""
+    metadata = [(FORWARDED, "1")]
+    if authorization is not None:
+        metadata.append(("authorization", authorization))
+    try:
+        async with grpc.aio.insecure_channel(peer_address(other), CHANNEL_OPTIONS) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            message = pb.ExplainRequest(request_id=request_id)
+            reply: pb.ExplainReply = await stub.Explain(
+                message, metadata=metadata, timeout=FORWARD_SECONDS
+            )
+            return reply
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+
+
+def peer_address(other: RouterState) -> str:
+    """Return the gRPC address at which this router reaches another one."""
+    host, _, port = other.grpc.rpartition(":")
+    return f"{other.node}:{port}" if host in UNSPECIFIED and other.node else other.grpc
+
+
+# ------------------------------------------------------------------ formats
+
+
+def to_reply(
+    request_id: str, router: str, found: Sequence[ExplainedRequest], now: float
+) -> pb.ExplainReply:
+    """Return a reply with the newest of the requests `found`, which are in order of arrival."""
+    kept = found[-MAX_REQUESTS:]
+    return pb.ExplainReply(
+        request_id=request_id,
+        router=router,
+        requests=[_explanation(each, now) for each in kept],
+        left_out=len(found) - len(kept),
+    )
+
+
+def _explanation(explained: ExplainedRequest, now: float) -> pb.Explanation:
+    return pb.Explanation(
+        tenant=explained.tenant_name,
+        arrived_at=explained.arrived_at,
+        state=explained.state.value,
+        finish_reason=explained.finish_reason,
+        choices=explained.num_choices,
+        prompt_tokens=explained.num_prompt,
+        cached_prompt_tokens=explained.num_cached,
+        completion_tokens=explained.num_tokens,
+        seconds=explained.elapsed(now),
+        first_token_seconds=explained.first_token,
+        prefill_steps=explained.prefill_steps,
+        preemptions=explained.num_preemptions,
+        failovers=explained.num_failovers,
+        migrations=explained.num_migrations,
+        transferred_bytes=explained.num_bytes,
+        times=[
+            pb.PhaseTime(phase=phase.name.lower(), seconds=seconds)
+            for phase, seconds in zip(Spent, explained.times(now), strict=True)
+        ],
+        events=[_event(each) for each in explained.events],
+        events_left_out=explained.num_left_out,
+    )
+
+
+def _event(event: ExplainedEvent) -> pb.ExplainEvent:
+    return pb.ExplainEvent(
+        seconds=event.seconds,
+        kind=event.kind,
+        worker=event.worker,
+        other_worker=event.other_worker,
+        detail=event.detail,
+        tokens=event.tokens,
+        bytes=event.num_bytes,
+        candidates=[
+            pb.Candidate(
+                worker=each.worker,
+                role=each.role,
+                state=each.state,
+                cost=each.cost,
+                queued_tokens=each.queued_tokens,
+                sequences=each.num_sequences,
+                cached_tokens=each.cached_tokens,
+                has_capacity=each.has_capacity,
+            )
+            for each in event.candidates
+        ],
+        num_workers=event.num_workers,
+    )
+
+
+def to_json(message: Message) -> Fields:
+    """Return all fields of a message, those with default values included, by their names."""
+    return {
+        field.name: _json_value(getattr(message, field.name)) for field in message.DESCRIPTOR.fields
+    }
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Message):
+        return to_json(value)
+    if isinstance(value, str | int | float):
+        return value
+    return [_json_value(each) for each in value]
+
+
+def short_form(router: str, explained: ExplainedRequest, now: float) -> str:
+    """Return the most important facts as JSON in ASCII: workers, reasons and milliseconds."""
+    placed = [event for event in explained.events if event.kind in ("placed", "submitted")]
+    times = zip(Spent, explained.times(now), strict=True)
+    facts = {
+        "router": router,
+        "workers": list(dict.fromkeys(event.worker for event in placed))[:MAX_SHORT],
+        "reasons": [event.detail for event in placed][:MAX_SHORT],
+        "cached_prompt_tokens": explained.num_cached,
+        "ms": {phase.name.lower(): round(1e3 * spent, 2) for phase, spent in times if spent},
+        "transferred_bytes": explained.num_bytes,
+        "failovers": explained.num_failovers,
+        "migrations": explained.num_migrations,
+        "preemptions": explained.num_preemptions,
+    }
+    return json.dumps({name: fact for name, fact in facts.items() if fact}, separators=(",", ":"))
