@@ -24,7 +24,7 @@ from penstock.workers.models.spec import (
 )
 from penstock.workers.models.transformers_backend.loading import load_transformers_model
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
-from penstock.workers.weights.safetensors import DTYPES, TensorEntry, load_tensor, read_header
+from penstock.workers.weights.safetensors import read_header
 from penstock.workers.weights.sharding import (
     Region,
     check_native,
@@ -32,6 +32,7 @@ from penstock.workers.weights.sharding import (
     region_shape,
     regions,
 )
+from penstock.workers.weights.tensor_entry import TensorEntry
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -205,9 +206,10 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _check(entry: TensorEntry, shape: tuple[int, ...]) -> None:
-    if entry.dtype not in DTYPES:
+    served = entry.loadable_dtypes
+    if entry.dtype not in served:
         raise UnsupportedModel(
-            f"{entry.path}: tensor {entry.name} is {entry.dtype}, not one of {', '.join(DTYPES)}"
+            f"{entry.path}: tensor {entry.name} is {entry.dtype}, not one of {', '.join(served)}"
         )
     if entry.shape != shape:
         raise BadCheckpoint(
@@ -227,7 +229,7 @@ def _stream(
 
     Because `finish` may pack weights, at most one owner's weights wait in memory to be packed.
     """
-    total = sum(_num_bytes(entries[name], each) for name, each in parameters.items())
+    total = sum(entries[name].bytes_of(each.num_items) for name, each in parameters.items())
     done = 0
 
     def advance(num_bytes: int) -> None:
@@ -245,7 +247,7 @@ def _stream(
                     files[entry.path] = stack.enter_context(entry.path.open("rb"))
                 target = parameters[name].data()
                 assert region_shape(entry.shape, region) == tuple(target.shape), name
-                load_tensor(entry, target, files[entry.path], advance, region)
+                entry.load(target, files[entry.path], advance, region)
             finish(owner)
 
 
@@ -258,8 +260,3 @@ def _by_owner(
         owner = parameters[name].owner
         groups.setdefault(id(owner), (owner, []))[1].append(name)
     return groups.values()
-
-
-def _num_bytes(entry: TensorEntry, parameter: Parameter) -> int:
-    """Return how many bytes of the file are loaded into `parameter`."""
-    return parameter.num_items * DTYPES[entry.dtype].itemsize
