@@ -27,6 +27,11 @@ class TensorEntry(ABC):
     num_bytes: int
 
     @property
+    def stored_name(self) -> str:
+        """The tensor's name in the file, for error messages."""
+        return self.name
+
+    @property
     @abstractmethod
     def loadable_dtypes(self) -> tuple[str, ...]:
         """The values of `dtype` with which `load` works."""
