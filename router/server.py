@@ -15,6 +15,8 @@ import uvicorn
 from grpc_health.v1 import health
 from starlette.types import ASGIApp
 
+from penstock.common.gguf.checkpoint import is_gguf
+from penstock.common.gguf.documents import config_of
 from penstock.common.text.token_bytes import UnsupportedTokenizer
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.router.api.admin import admin_app
@@ -193,9 +195,9 @@ async def start_helpers(
 
 
 def read_model_limits(config: RouterConfig, tokenizer: ModelTokenizer) -> ModelLimits:
-    """Return the limits from the model's config.json and from `config.max_model_len`."""
-    path = config.model / "config.json"
-    own = _read_json(path)
+    """Return the limits from the model's configuration and from `config.max_model_len`."""
+    model = config.model
+    own = config_of(model) if is_gguf(model) else _read_json(model / "config.json")
     inner = own.get("text_config")
     if isinstance(inner, dict):  # multimodal models have these fields in text_config
         own = {**own, **inner}

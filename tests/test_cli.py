@@ -205,6 +205,33 @@ def test_half_copied_weights_are_refused(model: Path, size: int) -> None:
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "m.gguf is missing"),
+        (b"PK\3\4 and more", "m.gguf is not a GGUF file: it begins with b'PK"),
+        (b"GGUF\1\0\0\0", "m.gguf has GGUF version 1, not 2 or 3"),
+        (b"GGUF\0\0\0\3", "m.gguf is a big-endian GGUF file"),
+        (b"GGUF\3\0\0\0\1\0\0\0", "m.gguf is corrupt or half-copied"),
+    ],
+)
+def test_bad_gguf_file_gives_a_one_line_error(
+    content: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.gguf"
+    if content is not None:
+        path.write_bytes(content)
+    assert words in refused(capsys, str(path), "--http-port", "0", "--grpc-port", "0")
+
+
+def test_folder_with_a_gguf_file_only_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"")
+    line = refused(capsys, str(tmp_path), "--http-port", "0", "--grpc-port", "0")
+    assert f"give the path of the file, such as {tmp_path / 'm.gguf'}" in line
+
+
 def test_missing_shard_is_named(model: Path) -> None:
     index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
     (model / "model.safetensors").rename(model / "one.safetensors")
@@ -308,6 +335,8 @@ def test_default_name_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -
     assert checkpoint.default_name(".") == model.name
     assert checkpoint.default_name(f"{model}/") == model.name
     assert checkpoint.default_name("org/name") == "org/name"
+    assert checkpoint.default_name("org/missing.gguf") == "missing"
+    assert checkpoint.default_name("some/folder/m-00001-of-00003.gguf") == "m"
     (model / "org" / "name").mkdir(parents=True)
     assert checkpoint.default_name("org/name") == "name"
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from penstock.cluster.spec.spec import BUNDLED
+from penstock.common.gguf.checkpoint import is_gguf, model_name
+from penstock.common.gguf.documents import tokenizer_of
 from penstock.workers.models.config import BadCheckpoint, is_file_name, read_json
 from penstock.workers.models.spec import check_config
 
@@ -20,7 +22,7 @@ class NoModel(ValueError):
 
 
 def find(model: str = BUNDLED) -> Path:
-    """Return the folder of a checkpoint; download it first if `model` is a hub name.
+    """Return the folder or GGUF file of a model; download it first if `model` is a hub name.
 
     The name `demo` (`BUNDLED`) always means the bundled model. To use a local folder with that
     name, pass `./demo`.
@@ -36,14 +38,16 @@ def find(model: str = BUNDLED) -> Path:
 
 
 def default_name(model: str) -> str:
-    """Return the default name of a model in the API: its folder's name, or its hub name."""
+    """Return the default name of a model in the API: its folder's or file's, or its hub name."""
     if _is_on_hub(model):
         return model
-    return Path(os.path.abspath(Path(model).expanduser())).name or model
+    path = Path(os.path.abspath(Path(model).expanduser()))
+    return (model_name(path) if is_gguf(path) else path.name) or model
 
 
 def _is_on_hub(model: str) -> bool:
-    return bool(HUB_NAME.fullmatch(model)) and not Path(model).expanduser().exists()
+    path = Path(model).expanduser()
+    return bool(HUB_NAME.fullmatch(model)) and not (path.exists() or is_gguf(path))
 
 
 def download(model: str, wanted: list[str], folder: Path | None = None) -> Path:
@@ -71,7 +75,7 @@ def check(folder: Path, with_weights: bool = True) -> None:
     """Check that a checkpoint is complete and supported, as far as possible without torch.
 
     Args:
-        folder: the checkpoint folder.
+        folder: the checkpoint folder, or the GGUF file.
         with_weights: also check the weight files; these may exist only on the workers' nodes.
 
     Raises:
@@ -79,6 +83,9 @@ def check(folder: Path, with_weights: bool = True) -> None:
         UnsupportedModel: the model is of an unsupported kind.
     """
     check_config(folder)
+    if is_gguf(folder):
+        tokenizer_of(folder)  # reading the configuration has checked the tensors of all files
+        return
     if not with_weights:
         _check_there(folder / "tokenizer.json")
         return

@@ -146,7 +146,7 @@ def _parser() -> Parser:
         nargs="?",
         default=UNSET,
         metavar="MODEL",
-        help=f"checkpoint folder or hub name; by default {BUNDLED}, the bundled model",
+        help=f"checkpoint folder, GGUF file or hub name; by default {BUNDLED}, the bundled model",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="specification file (YAML); flags override it"

@@ -22,6 +22,8 @@ from penstock.cluster.spec.records import SpecError
 from penstock.cluster.spec.spec import ROLES, ClusterSpec
 from penstock.cluster.status import status_events
 from penstock.common.api_key import VARIABLE, ApiKey
+from penstock.common.gguf.checkpoint import is_gguf
+from penstock.common.gguf.documents import has_chat_template
 from penstock.common.loopback import is_loopback
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, read_json
 from penstock.workers.parallel.mesh import BadShape, Mesh
@@ -313,6 +315,8 @@ def _reachable(address: str) -> str:
 
 
 def _chats(folder: Path) -> bool:
+    if is_gguf(folder):
+        return has_chat_template(folder)
     if (folder / "chat_template.jinja").is_file():
         return True
     path = folder / "tokenizer_config.json"

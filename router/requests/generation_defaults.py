@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.common.gguf.checkpoint import is_gguf
+from penstock.common.gguf.documents import generation_config_of
 from penstock.common.sampling_params import (
     BEAM_SEARCH_VALUES,
     InvalidParameterError,
@@ -52,15 +54,17 @@ class GenerationDefaults:
 def read_generation_defaults(folder: Path, limits: SamplingLimits) -> GenerationDefaults:
     """Return the defaults in a checkpoint's `generation_config.json`; none without the file.
 
+    In a GGUF file, the entries below `general.sampling.` take the place of that file.
+
     `do_sample: false` means temperature 0.
 
     Raises:
         ValueError: the file is not a JSON object, or has a value that no request may have.
     """
-    path = folder / FILE_NAME
+    path = folder if is_gguf(folder) else folder / FILE_NAME
     if not path.is_file():
         return GenerationDefaults()
-    found = _read(path)
+    found = generation_config_of(path) if is_gguf(folder) else _read(path)
     sampling = {name: _number(path, found, name, kinds) for name, kinds in KINDS.items()}
     given = {name: value for name, value in sampling.items() if value is not None}
     if found.get("do_sample") is False:

@@ -5,18 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from penstock.common.checkpoint_errors import BadCheckpoint as BadCheckpoint
+from penstock.common.checkpoint_errors import UnsupportedModel as UnsupportedModel
+
 Config: TypeAlias = Mapping[str, Any]
 
 MAX_JSON_BYTES = 64 << 20
 MAX_SIZE = 1 << 24  # largest valid value of a size, for example of a dimension
-
-
-class BadCheckpoint(ValueError):
-    """The folder is not a complete and valid checkpoint; the message says what to do."""
-
-
-class UnsupportedModel(ValueError):
-    """The checkpoint is valid, but its model or an option (named in the message) is not served."""
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from penstock.common.gguf.checkpoint import is_gguf
+from penstock.common.gguf.documents import config_of
 from penstock.workers.models.alibi import AlibiSpec, alibi_slopes
 from penstock.workers.models.config import BadCheckpoint, Config, Fields, read_json
 from penstock.workers.models.deepseek import (
@@ -115,14 +117,18 @@ class ModelSpec:
 def read_config(folder: Path) -> Fields:
     """Read the folder's `config.json`; check that it names one architecture and no quantization.
 
+    `folder` may also be a GGUF file: its metadata takes the place of `config.json`.
+
     Raises:
         BadCheckpoint: if the file is missing or invalid.
         UnsupportedModel: if `architectures` does not have one entry, or if weights are quantized.
     """
+    if is_gguf(folder):
+        return Fields(config_of(folder), folder)
     if not folder.is_dir():
         raise BadCheckpoint(f"{folder} is not a folder: give the path of a checkpoint folder")
     if not (folder / "config.json").is_file():
-        raise BadCheckpoint(f"{folder} has no config.json: give the path of a checkpoint folder")
+        raise BadCheckpoint(f"{folder} has no config.json: {_what_to_give(folder)}")
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
     architectures = config.values.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
@@ -134,6 +140,13 @@ def read_config(folder: Path) -> Fields:
             f"weights quantized by {name} are not served: use a bfloat16 checkpoint"
         )
     return config
+
+
+def _what_to_give(folder: Path) -> str:
+    files = sorted(each.name for each in folder.glob("*.gguf"))
+    if files:
+        return f"to serve a GGUF file, give the path of the file, such as {folder / files[0]}"
+    return "give the path of a checkpoint folder"
 
 
 def supported_architectures() -> str:

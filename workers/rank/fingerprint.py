@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.common.gguf.checkpoint import is_gguf, open_gguf
 from penstock.kernels.cpu_common.cpu_features import has_amx
 from penstock.workers.models.protocols import ModelInfo
 
@@ -20,19 +21,32 @@ _SAMPLE_BYTES = 4096
 def model_fingerprint(folder: Path) -> str:
     """Return a hash of a checkpoint's configuration, file headers and samples of the weights.
 
-    The samples distinguish fine-tuned variants of a model without reading all weights.
+    The samples distinguish fine-tuned variants of a model without reading all weights. The header
+    of a GGUF file, which contains the configuration, is hashed in full too.
     """
     digest = blake2b(digest_size=16)
+    if is_gguf(folder):
+        for part in open_gguf(folder).headers:
+            _hash_weights(digest, part.path, 0, part.num_bytes)
+        return digest.hexdigest()
     digest.update((folder / "config.json").read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
-            for sample in range(_NUM_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
+            length = int.from_bytes(file.read(8), "little")
+        _hash_weights(digest, path, 8, 8 + length)
     return digest.hexdigest()
+
+
+def _hash_weights(digest: blake2b, path: Path, start: int, num_bytes: int) -> None:
+    """Add a file's name, its size, `num_bytes` of the header from `start` on, and samples."""
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}".encode())
+    with path.open("rb") as file:
+        file.seek(start)
+        digest.update(file.read(num_bytes))
+        for sample in range(_NUM_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
 
 
 def layout_of(

@@ -1,4 +1,4 @@
-"""Loads a checkpoint folder into a model."""
+"""Loads a checkpoint folder, or a GGUF file, into a model."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.common.gguf.checkpoint import is_gguf, open_gguf
 from penstock.workers.layers.packing import Packer, check_deterministic, check_quantization
 from penstock.workers.layers.parameter import Parameter
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, is_file_name, read_json
@@ -24,7 +25,8 @@ from penstock.workers.models.spec import (
 )
 from penstock.workers.models.transformers_backend.loading import load_transformers_model
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
-from penstock.workers.weights.safetensors import DTYPES, TensorEntry, load_tensor, read_header
+from penstock.workers.weights.gguf.tensors import find_gguf_tensors, log_loading
+from penstock.workers.weights.safetensors import read_header
 from penstock.workers.weights.sharding import (
     Region,
     check_native,
@@ -32,6 +34,7 @@ from penstock.workers.weights.sharding import (
     region_shape,
     regions,
 )
+from penstock.workers.weights.tensor_entry import TensorEntry
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -116,6 +119,8 @@ def load_model(
     whole = empty_decoder(spec, chosen, torch.device("meta")).parameters()
     _match(folder, spec, whole, entries)
     check_quantization(quantization, device, chosen)
+    if is_gguf(folder) and ranks.coord.rank == 0:
+        log_loading(open_gguf(folder), chosen, quantization)
     if deterministic:
         check_deterministic(device, chosen)
     decoder = empty_decoder(spec, chosen, device, deterministic, ranks)
@@ -139,7 +144,9 @@ def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
 
 
 def find_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of a checkpoint folder by name, from a single file or an index."""
+    """Return all tensors of a checkpoint by name, from a GGUF file, a single file or an index."""
+    if is_gguf(folder):
+        return find_gguf_tensors(folder)
     if (folder / INDEX).is_file():
         return _sharded(folder)
     if (folder / SINGLE).is_file():
@@ -205,14 +212,16 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _check(entry: TensorEntry, shape: tuple[int, ...]) -> None:
-    if entry.dtype not in DTYPES:
+    served = entry.loadable_dtypes
+    if entry.dtype not in served:
         raise UnsupportedModel(
-            f"{entry.path}: tensor {entry.name} is {entry.dtype}, not one of {', '.join(DTYPES)}"
+            f"{entry.path}: tensor {entry.stored_name} is {entry.dtype}, not one of "
+            + ", ".join(served)
         )
     if entry.shape != shape:
         raise BadCheckpoint(
-            f"{entry.path}: tensor {entry.name} has shape {list(entry.shape)}, but config.json "
-            f"makes it {list(shape)}: the files do not belong together"
+            f"{entry.path}: tensor {entry.stored_name} has shape {list(entry.shape)}, but the "
+            f"configuration makes it {list(shape)}: they do not belong together"
         )
 
 
@@ -227,7 +236,7 @@ def _stream(
 
     Because `finish` may pack weights, at most one owner's weights wait in memory to be packed.
     """
-    total = sum(_num_bytes(entries[name], each) for name, each in parameters.items())
+    total = sum(entries[name].bytes_of(each.num_items) for name, each in parameters.items())
     done = 0
 
     def advance(num_bytes: int) -> None:
@@ -245,7 +254,7 @@ def _stream(
                     files[entry.path] = stack.enter_context(entry.path.open("rb"))
                 target = parameters[name].data()
                 assert region_shape(entry.shape, region) == tuple(target.shape), name
-                load_tensor(entry, target, files[entry.path], advance, region)
+                entry.load(target, files[entry.path], advance, region)
             finish(owner)
 
 
@@ -258,8 +267,3 @@ def _by_owner(
         owner = parameters[name].owner
         groups.setdefault(id(owner), (owner, []))[1].append(name)
     return groups.values()
-
-
-def _num_bytes(entry: TensorEntry, parameter: Parameter) -> int:
-    """Return how many bytes of the file are loaded into `parameter`."""
-    return parameter.num_items * DTYPES[entry.dtype].itemsize

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.workers.models.config import BadCheckpoint
 from penstock.workers.weights.sharding import Region
+from penstock.workers.weights.tensor_entry import TensorEntry
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 8
@@ -35,15 +36,24 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Location of a tensor in a file: `num_bytes` bytes at offset `start` of the file."""
+class SafetensorsEntry(TensorEntry):
+    """A tensor in a safetensors file; its region is read in the order of the file."""
 
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
+    @property
+    def loadable_dtypes(self) -> tuple[str, ...]:
+        return tuple(DTYPES)
+
+    def bytes_of(self, num_items: int) -> int:
+        return num_items * DTYPES[self.dtype].itemsize
+
+    def load(
+        self,
+        target: Tensor,
+        file: BufferedReader,
+        progress: Callable[[int], None],
+        region: Region = (),
+    ) -> None:
+        load_tensor(self, target, file, progress, region)
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -105,7 +115,7 @@ def _entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntr
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
         raise _broken(path, f"tensor {name}'s byte range does not fit its shape")
-    return TensorEntry(path, name, dtype, tuple(shape), data_start + begin, end - begin)
+    return SafetensorsEntry(path, name, dtype, tuple(shape), data_start + begin, end - begin)
 
 
 def _counts(value: object) -> TypeGuard[list[int]]:

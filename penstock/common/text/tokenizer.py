@@ -7,6 +7,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from penstock.common.gguf.checkpoint import is_gguf
+from penstock.common.gguf.documents import tokenizer_config_of, tokenizer_of
 from penstock.common.text.chat_source import SPECIAL_TOKEN_NAMES, ChatSource
 from penstock.common.text.control_tokens import ControlTokens, Segment
 from penstock.common.text.detokenizer import IncrementalDetokenizer, StopOptions
@@ -18,10 +20,11 @@ class ModelTokenizer:
 
     Args:
         folder: a checkpoint folder with tokenizer.json and, for chats, tokenizer_config.json or
-            chat_template.jinja.
+            chat_template.jinja; or a GGUF file.
 
     Raises:
         UnsupportedTokenizer: a file is missing, broken or of an unsupported kind.
+        BadCheckpoint, UnsupportedModel: the GGUF file cannot be served.
 
     Attributes:
         tokenizer: the tokenizer of the `tokenizers` library, without padding and truncation.
@@ -113,11 +116,12 @@ def _encode_all(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[l
 
 
 def _load(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
+    path = folder if is_gguf(folder) else folder / "tokenizer.json"
     if not path.is_file():
         raise UnsupportedTokenizer(f"{folder} holds no tokenizer.json: every model needs one")
+    content = json.dumps(tokenizer_of(path)) if is_gguf(folder) else None
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(content) if content else Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no narrower type
         raise UnsupportedTokenizer(f"{path} cannot be read: {error}") from error
     tokenizer.no_padding()
@@ -126,7 +130,10 @@ def _load(folder: Path) -> Tokenizer:
 
 
 def _read_template(folder: Path, control_tokens: tuple[str, ...]) -> ChatSource | None:
-    config = _read_config(folder / "tokenizer_config.json")
+    if is_gguf(folder):
+        config = tokenizer_config_of(folder)
+    else:
+        config = _read_config(folder / "tokenizer_config.json")
     source = config.get("chat_template")
     if isinstance(source, list):  # a list of named templates
         source = _default_template(source)

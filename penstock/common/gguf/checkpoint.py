@@ -1,0 +1,101 @@
+"""Opens the GGUF file of a model, with the further files of a split model."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.common.checkpoint_errors import BadCheckpoint, UnsupportedModel
+from penstock.common.gguf.header import GgufHeader, GgufTensor, read_header
+from penstock.common.gguf.metadata import Metadata
+
+SPLIT_NAME = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""Name of a file of a split model; parts are counted from 1."""
+
+MAX_FILES = 1024
+
+
+def is_gguf(model: Path) -> bool:
+    """Return whether a model's path means a GGUF file, not a checkpoint folder."""
+    return model.is_file() or (model.suffix == ".gguf" and not model.is_dir())
+
+
+def model_name(path: Path) -> str:
+    """Return the name of the model in a file: the file name without `.gguf` and the part."""
+    split = SPLIT_NAME.fullmatch(path.name)
+    return split["model"] if split else path.stem
+
+
+@dataclass(frozen=True, slots=True)
+class GgufCheckpoint:
+    """A model in one or several GGUF files.
+
+    Attributes:
+        path: The file, or the first of several files.
+        metadata: The metadata of that file.
+        headers: The headers of all files.
+        tensors: The tensors of all files, by name.
+    """
+
+    path: Path
+    metadata: Metadata
+    headers: tuple[GgufHeader, ...]
+    tensors: Mapping[str, GgufTensor]
+
+
+def open_gguf(path: Path) -> GgufCheckpoint:
+    """Read the header of a model's file and, if the model is split, of all its files.
+
+    Raises:
+        BadCheckpoint: A file is missing or invalid, or the files do not belong together.
+        UnsupportedModel: The file is not the first of a split model, or is not of a model.
+    """
+    first = read_header(path)
+    metadata = Metadata(path, first.metadata)
+    kind = metadata.text("general.type", "model")
+    if kind != "model":
+        raise UnsupportedModel(f"{path}: general.type is {kind!r:.40}, not 'model'")
+    headers = (first, *_other_headers(path, metadata))
+    tensors: dict[str, GgufTensor] = {}
+    for part in headers:
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise BadCheckpoint(f"{part.path}: tensor {name} is also in {tensors[name].path}")
+            tensors[name] = tensor
+    wanted = metadata.count("split.tensors.count", len(tensors))
+    if len(tensors) != wanted:
+        raise BadCheckpoint(
+            f"{path}: split.tensors.count is {wanted}, but the files have {len(tensors)} tensors"
+        )
+    return GgufCheckpoint(path, metadata, headers, tensors)
+
+
+def _other_headers(path: Path, metadata: Metadata) -> list[GgufHeader]:
+    count = metadata.count("split.count", 1)
+    if count <= 1:
+        return []
+    if count > MAX_FILES:
+        raise metadata.bad("split.count", f"at most {MAX_FILES}")
+    split = SPLIT_NAME.fullmatch(path.name)
+    if split is None or int(split["count"]) != count:
+        raise BadCheckpoint(
+            f"{path} is one of {count} files of a model: keep the names "
+            f"MODEL-00001-of-{count:05}.gguf to MODEL-{count:05}-of-{count:05}.gguf"
+        )
+    names = [f"{split['model']}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]
+    if metadata.count("split.no", 0) != 0:
+        raise UnsupportedModel(
+            f"{path} is not the first file of its model: give {path.with_name(names[0])}"
+        )
+    headers = []
+    for number, name in enumerate(names[1:], start=1):
+        header = read_header(path.with_name(name))
+        own = Metadata(header.path, header.metadata)
+        found = own.count("split.no", 0), own.count("split.count", 1)
+        if found != (number, count):
+            raise BadCheckpoint(
+                f"{header.path}: split.no and split.count are {found[0]} and {found[1]}, "
+                f"not {number} and {count}"
+            )
+        headers.append(header)
+    return headers

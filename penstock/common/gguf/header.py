@@ -1,0 +1,329 @@
+"""Reads the header of a GGUF file: metadata, and the location of each tensor.
+
+A file consists of the magic `GGUF`, the version, the numbers of tensors and of metadata entries,
+the metadata (key, type, value), the entries of the tensors (name, dimensions, type, offset) and the
+aligned data. Numbers are little endian. `docs/gguf.md` of the ggml project describes the format.
+
+A file may lie: every count, length, type, dimension and offset is compared with the size of the
+file before it is used. Time and memory are bounded by `MAX_HEADER_BYTES`.
+"""
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from penstock.common.checkpoint_errors import BadCheckpoint, UnsupportedModel
+from penstock.common.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorType
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 64 << 20
+MAX_NAME_BYTES = 255  # of a key, and of a tensor's name
+MAX_DIMENSIONS = 4
+MAX_ITEMS = 1 << 44  # of one tensor
+MAX_ALIGNMENT = 1 << 16
+DEFAULT_ALIGNMENT = 32
+
+_BOOL, _STRING, _ARRAY = 7, 8, 9
+_NUMBERS = {
+    code: struct.Struct("<" + letter)
+    for code, letter in {
+        **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"},
+        _BOOL: "B",
+    }.items()
+}
+_UINT32, _UINT64 = _NUMBERS[4], _NUMBERS[10]
+_LEAST_ENTRY_BYTES = _UINT64.size + 1 + _UINT32.size + 1  # a key of one byte, a value of one byte
+_LEAST_TENSOR_BYTES = 2 * _UINT64.size + 1 + 2 * _UINT32.size + _UINT64.size
+
+
+class GgufArray:
+    """An array in the metadata, whose items are decoded when they are read.
+
+    Its bounds have been checked against the file; strings may still be invalid UTF-8.
+    """
+
+    def __init__(self, cursor: "_Cursor", key: str, code: int, count: int) -> None:
+        self._data, self._path = cursor.data, cursor.path
+        self._start, self._key, self._code, self._count = cursor.position, key, code, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def numbers(self) -> list[int | float]:
+        """Return the items of an array of numbers; raise `BadCheckpoint` for strings."""
+        if self._code == _STRING:
+            raise self._wrong("contains strings, not numbers")
+        number = _NUMBERS[self._code]
+        end = self._start + self._count * number.size
+        return [value for (value,) in number.iter_unpack(self._data[self._start : end])]
+
+    def strings(self) -> list[str]:
+        """Return the items of an array of strings; raise `BadCheckpoint` for other arrays."""
+        if self._code != _STRING:
+            raise self._wrong("contains numbers, not strings")
+        found, position = [], self._start
+        for index in range(self._count):
+            (size,) = _UINT64.unpack_from(self._data, position)
+            position += _UINT64.size
+            try:
+                found.append(self._data[position : position + size].decode())
+            except UnicodeDecodeError:
+                raise self._wrong(f"has a string that is not UTF-8 at index {index}") from None
+            position += size
+        return found
+
+    def _wrong(self, why: str) -> BadCheckpoint:
+        return BadCheckpoint(f"{self._path}: {self._key} {why}")
+
+
+Value: TypeAlias = bool | int | float | str | GgufArray
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Location of a tensor: `num_bytes` bytes at offset `start` of the file `path`.
+
+    `shape` has the row length last, as in torch; a GGUF file stores the dimensions in reverse.
+    """
+
+    path: Path
+    name: str
+    type: TensorType
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The header of one file."""
+
+    path: Path
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, GgufTensor]
+    num_bytes: int  # number of bytes before the data of the tensors
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read and check the header of a GGUF file.
+
+    Raises:
+        BadCheckpoint: The file is missing, truncated or invalid.
+        UnsupportedModel: The version, the byte order or the type of a tensor is not served.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(MAGIC) + _UINT32.size)
+            _check_magic(path, begin)
+            # Not closed here: arrays are decoded later. It is closed with the last reference.
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise BadCheckpoint(f"{path} is missing: copy or download it again") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, BadCheckpoint | UnsupportedModel):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise BadCheckpoint(f"{path} cannot be read: {reason}") from None
+    return _read(_Cursor(path, data), len(data))
+
+
+def _check_magic(path: Path, begin: bytes) -> None:
+    if not begin.startswith(MAGIC):
+        raise BadCheckpoint(
+            f"{path} is not a GGUF file: it begins with {begin[:4]!r}, not with {MAGIC!r}"
+        )
+    if len(begin) < len(MAGIC) + _UINT32.size:
+        raise BadCheckpoint(f"{path} is corrupt or half-copied: it has {len(begin)} bytes")
+    (version,) = _UINT32.unpack(begin[len(MAGIC) :])
+    if version not in VERSIONS:
+        swapped = int.from_bytes(begin[len(MAGIC) :], "big")
+        if swapped in (1, *VERSIONS):
+            raise UnsupportedModel(f"{path} is a big-endian GGUF file: use a little-endian one")
+        raise UnsupportedModel(
+            f"{path} has GGUF version {version}, not {' or '.join(map(str, VERSIONS))}: "
+            "convert the model again"
+        )
+
+
+class _Cursor:
+    """A position in the header, and reads that are checked against the size of the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.position = len(MAGIC) + _UINT32.size
+        self._end = min(len(data), MAX_HEADER_BYTES)
+
+    def bad(self, why: str) -> BadCheckpoint:
+        return BadCheckpoint(
+            f"{self.path} is corrupt or half-copied: {why}. Copy or download it again"
+        )
+
+    def need(self, num_bytes: int, what: str) -> None:
+        """Raise `BadCheckpoint` if the header has fewer bytes left; `what` names their use."""
+        left = self._end - self.position
+        if num_bytes <= left:
+            return
+        if num_bytes <= len(self.data) - self.position:
+            raise self.bad(f"{what} goes beyond the {MAX_HEADER_BYTES >> 20} MiB of a header")
+        raise self.bad(f"{what} needs {num_bytes} bytes, but the file ends after {left}")
+
+    def number(self, kind: struct.Struct, what: str) -> int | float:
+        self.need(kind.size, what)
+        (value,) = kind.unpack_from(self.data, self.position)
+        self.position += kind.size
+        number: int | float = value
+        return number
+
+    def count(self, kind: struct.Struct, what: str) -> int:
+        return int(self.number(kind, what))
+
+    def text(self, what: str) -> str:
+        size = self.count(_UINT64, what)
+        self.need(size, what)
+        found = self.data[self.position : self.position + size]
+        self.position += size
+        try:
+            return found.decode()
+        except UnicodeDecodeError:
+            raise self.bad(f"{what} is not UTF-8") from None
+
+    def name(self, what: str) -> str:
+        """Read a key or a tensor's name: printable ASCII of at most `MAX_NAME_BYTES`."""
+        size = self.count(_UINT64, what)
+        if not 0 < size <= MAX_NAME_BYTES:
+            raise self.bad(f"{what} has {size} bytes, not 1 to {MAX_NAME_BYTES}")
+        self.position -= _UINT64.size
+        name = self.text(what)
+        if not (name.isascii() and name.isprintable()):
+            raise self.bad(f"{what} is {name!r:.80}, not printable ASCII")
+        return name
+
+    def skip_strings(self, count: int, what: str) -> None:
+        """Move behind `count` strings and check that each is inside the header."""
+        data, position, end = self.data, self.position, self._end
+        for index in range(count):
+            if position + _UINT64.size > end:
+                self.position = position
+                self.need(_UINT64.size, f"item {index} of {what}")
+            (size,) = _UINT64.unpack_from(data, position)
+            position += _UINT64.size
+            if size > end - position:
+                self.position = position
+                self.need(size, f"item {index} of {what}")
+            position += size
+        self.position = position
+
+
+def _read(cursor: _Cursor, file_bytes: int) -> GgufHeader:
+    num_tensors = cursor.count(_UINT64, "the number of tensors")
+    num_entries = cursor.count(_UINT64, "the number of metadata entries")
+    cursor.need(num_entries * _LEAST_ENTRY_BYTES, f"metadata with {num_entries} entries")
+    metadata: dict[str, Value] = {}
+    for index in range(num_entries):
+        key = cursor.name(f"the key of metadata entry {index}")
+        if key in metadata:
+            raise cursor.bad(f"{key} appears twice")
+        metadata[key] = _read_value(cursor, key)
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if (
+        type(alignment) is not int
+        or not 8 <= alignment <= MAX_ALIGNMENT
+        or alignment & (alignment - 1)
+    ):
+        raise cursor.bad(
+            f"general.alignment is {alignment!r}, not a power of two from 8 to {MAX_ALIGNMENT}"
+        )
+    cursor.need(num_tensors * _LEAST_TENSOR_BYTES, f"a list of {num_tensors} tensors")
+    tensors: dict[str, GgufTensor] = {}
+    for index in range(num_tensors):
+        tensor = _read_tensor(cursor, f"tensor {index}", alignment)
+        if tensor.name in tensors:
+            raise cursor.bad(f"tensor {tensor.name} appears twice")
+        tensors[tensor.name] = tensor
+    data_start = -(-cursor.position // alignment) * alignment
+    placed = {
+        name: GgufTensor(
+            each.path, name, each.type, each.shape, data_start + each.start, each.num_bytes
+        )
+        for name, each in tensors.items()
+    }
+    _check_ranges(cursor, list(placed.values()), file_bytes)
+    return GgufHeader(cursor.path, metadata, placed, data_start)
+
+
+def _read_value(cursor: _Cursor, key: str) -> Value:
+    code = cursor.count(_UINT32, f"the type of {key}")
+    if code == _STRING:
+        return cursor.text(key)
+    if code == _ARRAY:
+        return _read_array(cursor, key)
+    if code not in _NUMBERS:
+        raise cursor.bad(f"{key} has the unknown type {code}")
+    value = cursor.number(_NUMBERS[code], key)
+    if code == _BOOL:
+        if value not in (0, 1):
+            raise cursor.bad(f"{key} is a bool with the value {value}, not 0 or 1")
+        return bool(value)
+    return value
+
+
+def _read_array(cursor: _Cursor, key: str) -> GgufArray:
+    code = cursor.count(_UINT32, f"the item type of {key}")
+    count = cursor.count(_UINT64, f"the length of {key}")
+    if code != _STRING and code not in _NUMBERS:
+        raise cursor.bad(f"{key} is an array of the unknown type {code}")
+    item_bytes = _UINT64.size if code == _STRING else _NUMBERS[code].size
+    cursor.need(count * item_bytes, f"{key} with {count} items")
+    array = GgufArray(cursor, key, code, count)
+    if code == _STRING:
+        cursor.skip_strings(count, key)
+    else:
+        cursor.position += count * item_bytes
+    return array
+
+
+def _read_tensor(cursor: _Cursor, what: str, alignment: int) -> GgufTensor:
+    """Read the entry of a tensor; its `start` is still relative to the data."""
+    name = cursor.name(f"the name of {what}")
+    what = f"tensor {name}"
+    num_dimensions = cursor.count(_UINT32, what)
+    if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+        raise cursor.bad(f"{what} has {num_dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
+    shape = [cursor.count(_UINT64, what) for _ in range(num_dimensions)][::-1]
+    if not all(0 < size <= MAX_ITEMS for size in shape) or math.prod(shape) > MAX_ITEMS:
+        raise cursor.bad(f"{what} has the shape {shape}, not 1 to {MAX_ITEMS} items")
+    code = cursor.count(_UINT32, what)
+    if code in OTHER_TYPES:
+        served = ", ".join(each.name for each in TENSOR_TYPES.values())
+        raise UnsupportedModel(f"{cursor.path}: {what} is {OTHER_TYPES[code]}, not one of {served}")
+    if code not in TENSOR_TYPES:
+        raise cursor.bad(f"{what} has the unknown type {code}")
+    kind = TENSOR_TYPES[code]
+    if shape[-1] % kind.block_items:
+        raise cursor.bad(
+            f"{what} has rows of {shape[-1]} items, not a multiple of the {kind.block_items} items "
+            f"of a {kind.name} block"
+        )
+    offset = cursor.count(_UINT64, what)
+    if offset % alignment:
+        raise cursor.bad(f"{what} is at offset {offset}, not a multiple of {alignment}")
+    num_bytes = math.prod(shape) // kind.block_items * kind.block_bytes
+    return GgufTensor(cursor.path, name, kind, tuple(shape), offset, num_bytes)
+
+
+def _check_ranges(cursor: _Cursor, tensors: list[GgufTensor], file_bytes: int) -> None:
+    end, last = 0, ""
+    for each in sorted(tensors, key=lambda each: each.start):
+        if each.start < end:
+            raise cursor.bad(f"tensor {each.name} overlaps tensor {last}")
+        end, last = each.start + each.num_bytes, each.name
+        if end > file_bytes:
+            raise cursor.bad(
+                f"tensor {each.name} needs the bytes up to {end}, but the file has {file_bytes}"
+            )

@@ -1,0 +1,127 @@
+"""Metadata of a GGUF file, whose values are validated when they are read."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from struct import pack, unpack
+
+from penstock.common.checkpoint_errors import BadCheckpoint, UnsupportedModel
+from penstock.common.gguf.header import GgufArray, Value
+
+MAX_SIZE = 1 << 24  # largest valid value of a size, for example of a dimension
+
+
+def shortest(value: float) -> float:
+    """Return the decimal of 7 digits that float32 rounds to `value`; if none does, `value`."""
+    short = float(f"{value:.7g}")
+    try:
+        return short if unpack("<f", pack("<f", short)) == (value,) else value
+    except OverflowError:
+        return value
+
+
+class Metadata:
+    """Metadata by key; remembers which keys were read, so that the others can be refused."""
+
+    def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
+        self.path = path
+        self._values = values
+        self._read: set[str] = set()
+
+    def get(self, key: str) -> Value | None:
+        self._read.add(key)
+        return self._values.get(key)
+
+    def bad(self, key: str, wanted: str) -> BadCheckpoint:
+        found = self._values.get(key)
+        if found is None:
+            return BadCheckpoint(f"{self.path} has no {key}: it must be {wanted}")
+        shown = f"an array of {len(found)} items" if isinstance(found, GgufArray) else repr(found)
+        return BadCheckpoint(f"{self.path}: {key} is {shown:.80}, not {wanted}")
+
+    def unsupported(self, what: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self.path}: {what}")
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, str):
+            raise self.bad(key, "a string")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.bad(key, "a bool")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return an integer from 0 to `MAX_SIZE`."""
+        value = self.get(key)
+        value = default if value is None else value
+        if type(value) is not int or not 0 <= value <= MAX_SIZE:
+            raise self.bad(key, f"a whole number from 0 to {MAX_SIZE}")
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return an integer from 1 to `MAX_SIZE`."""
+        value = self.count(key, default)
+        if value == 0:
+            raise self.bad(key, "a positive whole number")
+        return value
+
+    def uniform_size(self, key: str, default: int | None = None) -> int:
+        """Return a size that may be given for each layer, if it is the same for all layers."""
+        value = self.get(key)
+        if not isinstance(value, GgufArray):
+            return self.size(key, default)
+        found = set(value.numbers())
+        if len(found) != 1:
+            raise self.unsupported(f"{key} differs between layers, which is not served")
+        (same,) = found
+        if type(same) is not int or not 0 < same <= MAX_SIZE:
+            raise self.bad(key, "positive whole numbers")
+        return same
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive, finite number.
+
+        Files have most numbers in float32: a number that float32 rounds to the same value is
+        returned in its shortest decimal form, as config.json has it.
+        """
+        value = self.get(key)
+        value = default if value is None else value
+        if type(value) not in (int, float) or not 0 < float(value) < math.inf:  # type: ignore[arg-type]
+            raise self.bad(key, "a positive number")
+        return shortest(float(value))  # type: ignore[arg-type]
+
+    def strings(self, key: str) -> list[str]:
+        value = self.get(key)
+        if not isinstance(value, GgufArray):
+            raise self.bad(key, "an array of strings")
+        return value.strings()
+
+    def numbers(self, key: str) -> list[int | float] | None:
+        """Return an array of numbers; None if it is absent."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, GgufArray):
+            raise self.bad(key, "an array of numbers")
+        return value.numbers()
+
+    def refuse_unread(self, prefix: str, neutral: Iterable[str] = ()) -> None:
+        """Raise `UnsupportedModel` for a key below `prefix` that was not read.
+
+        Such a key may change the model's answers.
+
+        Args:
+            neutral: Keys that change no answer.
+        """
+        known = self._read.union(neutral)
+        for key in self._values:
+            if key.startswith(prefix) and key not in known:
+                value = self._values[key]
+                shown = "an array" if isinstance(value, GgufArray) else f"{value!r:.40}"
+                raise self.unsupported(f"{key} ({shown}) is not served, and may change answers")

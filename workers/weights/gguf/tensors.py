@@ -1,0 +1,194 @@
+"""Tensors of a GGUF file for loading: dequantized, and in the form of a safetensors checkpoint."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.common.gguf.checkpoint import GgufCheckpoint, open_gguf
+from penstock.common.gguf.header import GgufTensor
+from penstock.common.gguf.tensor_types import BY_NAME
+from penstock.workers.models.config import BadCheckpoint
+from penstock.workers.models.spec import ModelSpec, read_spec
+from penstock.workers.weights.gguf.dequantize import DEQUANTIZE, dequantize
+from penstock.workers.weights.gguf.tensor_names import NOT_WEIGHTS, checkpoint_names
+from penstock.workers.weights.sharding import Ranges, Region
+from penstock.workers.weights.tensor_entry import TensorEntry
+
+log = logging.getLogger(__name__)
+
+CHUNK_ITEMS = 1 << 20  # items that are dequantized at a time, unless a head's rows have more
+
+
+@dataclass(frozen=True, slots=True)
+class GgufEntry(TensorEntry):
+    """A tensor in a GGUF file.
+
+    Attributes:
+        own_name: Name in the file.
+        head_rows: Rows of a head whose rows llama.cpp's converter has reordered, for queries and
+            keys of Llama; 0 for other tensors.
+        offset: Added to each item after loading; -1 for Gemma's norms, which are stored plus one.
+    """
+
+    own_name: str = ""
+    head_rows: int = 0
+    offset: float = 0.0
+
+    @property
+    def stored_name(self) -> str:
+        return self.own_name
+
+    @property
+    def loadable_dtypes(self) -> tuple[str, ...]:
+        return tuple(DEQUANTIZE)
+
+    def bytes_of(self, num_items: int) -> int:
+        kind = BY_NAME[self.dtype]
+        return num_items * kind.block_bytes // kind.block_items
+
+    def load(
+        self,
+        target: Tensor,
+        file: BufferedReader,
+        progress: Callable[[int], None],
+        region: Region = (),
+    ) -> None:
+        rows, columns = self._ranges(region)
+        matrix = target.view(-1, 1) if target.dim() == 1 else target
+        filled = done = 0
+        for first, count in self._chunks(rows):
+            items = self._read(file, first, count, target.device)
+            if columns is not None:
+                items = torch.cat([items[:, start:end] for start, end in columns], 1)
+            if self.head_rows:
+                items = _in_halves(items, self.head_rows)
+            if self.offset:
+                items = items + self.offset
+            matrix[filled : filled + count].copy_(items)
+            filled += count
+            total = self.bytes_of(filled * matrix.shape[1])
+            progress(total - done)
+            done = total
+
+    def _ranges(self, region: Region) -> tuple[Ranges, Ranges | None]:
+        """Return the ranges of rows, and the ranges of columns (None: all)."""
+        rows = region[0] if region else None
+        columns = region[1] if len(region) > 1 else None
+        return ((0, self.shape[0]),) if rows is None else rows, columns
+
+    def _chunks(self, ranges: Ranges) -> Iterable[tuple[int, int]]:
+        """Yield (first row, number of rows) of each chunk; heads are not divided."""
+        unit = self.head_rows or 1
+        step = max(1, CHUNK_ITEMS // (self._row_items * unit)) * unit
+        for first, last in ranges:
+            for start in range(first, last, step):
+                yield start, min(step, last - start)
+
+    @property
+    def _row_items(self) -> int:
+        return self.shape[1] if len(self.shape) == 2 else 1
+
+    def _read(self, file: BufferedReader, first: int, count: int, device: torch.device) -> Tensor:
+        """Return `count` rows, dequantized on `device`: [count, items of a row] float32."""
+        row_bytes = self.bytes_of(self._row_items)
+        buffer = bytearray(count * row_bytes)
+        file.seek(self.start + first * row_bytes)
+        if file.readinto(buffer) != len(buffer):
+            raise BadCheckpoint(
+                f"{self.path} is corrupt or half-copied: it ends inside tensor {self.own_name}. "
+                "Copy or download it again"
+            )
+        blocks = torch.frombuffer(buffer, dtype=torch.uint8).to(device)
+        items = dequantize(blocks.view(-1, BY_NAME[self.dtype].block_bytes), self.dtype)
+        return items.view(count, self._row_items)
+
+
+def _in_halves(items: Tensor, head_rows: int) -> Tensor:
+    """Reorder the rows of heads from pairs (0, 0', 1, 1', ...) to halves (0, 1, ..., 0', 1', ...).
+
+    llama.cpp rotates neighbouring features of Llama's heads, others rotate features half a head
+    apart: llama.cpp's converter therefore interleaves the two halves of each head.
+    """
+    pairs = items.view(-1, head_rows // 2, 2, items.shape[1])
+    return pairs.transpose(1, 2).reshape(items.shape)
+
+
+def find_gguf_tensors(path: Path) -> dict[str, TensorEntry]:
+    """Return all tensors of a model's GGUF files, by their names in a safetensors checkpoint.
+
+    Raises:
+        BadCheckpoint: A tensor is missing, or is not one of the model's.
+        UnsupportedModel: As `read_spec`.
+    """
+    checkpoint, spec = open_gguf(path), read_spec(path)
+    names = checkpoint_names(spec)
+    stored = {name: each for name, each in checkpoint.tensors.items() if name not in NOT_WEIGHTS}
+    problems = (
+        ("lacks", names.keys() - stored.keys()),
+        ("has the unexpected", stored.keys() - names.keys()),
+    )
+    for verb, wrong in problems:
+        if wrong:
+            first, *others = sorted(wrong)
+            more = f" and {len(others)} more" if others else ""
+            raise BadCheckpoint(
+                f"{path} {verb} tensor {first}{more} (the metadata says {spec.family}, "
+                f"{spec.num_layers} layers): the file is incomplete or of another model"
+            )
+    is_paired = checkpoint.metadata.text("general.architecture") == "llama"
+    return {
+        names[name]: _entry(spec, names[name], each, is_paired) for name, each in stored.items()
+    }
+
+
+def _entry(spec: ModelSpec, name: str, tensor: GgufTensor, is_paired: bool) -> GgufEntry:
+    path = tensor.path
+    if len(tensor.shape) > 2 or (len(tensor.shape) == 1 and tensor.type.block_items > 1):
+        raise BadCheckpoint(
+            f"{path}: tensor {tensor.name} is {tensor.type.name} {list(tensor.shape)}, not a matrix"
+        )
+    query_or_key = tuple(f".{part}" for part in spec.names.qkv[:2]) if is_paired else ()
+    owner = name.rpartition(".")[0]
+    is_norm = spec.norm_kind == "rms_above_one" and tensor.name.endswith("norm.weight")
+    return GgufEntry(
+        path,
+        name,
+        tensor.type.name,
+        tensor.shape,
+        tensor.start,
+        tensor.num_bytes,
+        own_name=tensor.name,
+        head_rows=spec.head_dim if query_or_key and owner.endswith(query_or_key) else 0,
+        offset=-1.0 if is_norm else 0.0,
+    )
+
+
+def log_loading(checkpoint: GgufCheckpoint, dtype: torch.dtype, quantization: str) -> None:
+    """Log in one line which types of weights are loaded as which dtype, with both sizes.
+
+    The line is a warning if the file is quantized, because the weights then need more memory than
+    the file's size suggests.
+    """
+    stored: dict[str, int] = {}
+    num_items = 0
+    for tensor in checkpoint.tensors.values():
+        kind = tensor.type
+        stored[kind.name] = stored.get(kind.name, 0) + tensor.num_bytes
+        num_items += tensor.num_bytes // kind.block_bytes * kind.block_items
+    is_quantized = any(BY_NAME[name].block_items > 1 for name in stored)
+    log.log(
+        logging.WARNING if is_quantized else logging.INFO,
+        "%s: %.1f MB of weights (%s) are %s as %s: %.1f MB%s",
+        checkpoint.path.name,
+        sum(stored.values()) / 1e6,
+        ", ".join(sorted(stored, key=lambda name: -stored[name])),
+        "dequantized and loaded" if is_quantized else "loaded",
+        str(dtype).removeprefix("torch."),
+        num_items * dtype.itemsize / 1e6,
+        "" if quantization == "none" else f", before quantization to {quantization}",
+    )

@@ -1,0 +1,59 @@
+"""The interface between loading and the formats of weight files."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+
+from torch import Tensor
+
+from penstock.workers.weights.sharding import Region
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry(ABC):
+    """A float tensor in a checkpoint: `num_bytes` bytes at offset `start` of the file `path`.
+
+    `name` is the tensor's name in a safetensors checkpoint of the same model, and `dtype` the
+    format's own name of the type of the items. `shape` is the tensor's shape after loading.
+    """
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+    @property
+    def stored_name(self) -> str:
+        """The tensor's name in the file, for error messages."""
+        return self.name
+
+    @property
+    @abstractmethod
+    def loadable_dtypes(self) -> tuple[str, ...]:
+        """The values of `dtype` with which `load` works."""
+
+    @abstractmethod
+    def bytes_of(self, num_items: int) -> int:
+        """Return how many bytes of the file hold `num_items` items of a loadable dtype."""
+
+    @abstractmethod
+    def load(
+        self,
+        target: Tensor,
+        file: BufferedReader,
+        progress: Callable[[int], None],
+        region: Region = (),
+    ) -> None:
+        """Load the tensor, or only a region of it, into `target`, piece by piece.
+
+        Args:
+            target: Contiguous tensor with the shape of the region, of any float dtype.
+            file: The open file `path`.
+            progress: Called with the number of bytes of each piece; the sum over all pieces is
+                `bytes_of` the number of items in the region.
+            region: Part of the tensor to load; empty means all of it.
+        """
