@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+FLOATS = ("F32", "F16", "BF16")
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -18,6 +20,7 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: torch.dtype
     data: Callable[[], Tensor]  # returns the contiguous tensor of `shape` to be filled
+    accepts: tuple[str, ...] = FLOATS  # dtypes that the tensor may have in a safetensors file
 
     @property
     def num_items(self) -> int:

@@ -175,7 +175,8 @@ class ModelBuilder:
             query_norm=self.latent_norm(latent.query_rank) if latent.query_rank else None,
             query_up=self.linear(sizes[0], (query_size,)) if latent.query_rank else None,
             row_norm=self.latent_norm(latent.rank),
-            up=self.empty(spec.num_heads, latent.up_dim, latent.rank),
+            up=self.linear(latent.rank, (spec.num_heads * latent.up_dim,)),
+            num_heads=spec.num_heads,
             output=self.row_parallel_linear(
                 spec.num_heads * latent.value_dim, spec.hidden_size, spec.output_bias
             ),

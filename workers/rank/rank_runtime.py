@@ -92,7 +92,8 @@ class RankRuntime:
         dtypes, numerics = (self.decoder.dtype, self.cache.data.dtype), ""
         if self.config.deterministic:
             numerics = numerics_of(self.limits.block_size, self.decoder.device)
-        return layout_of(model, self.spec, *dtypes, numerics)
+        methods = self.decoder.linear_methods if isinstance(self.decoder, Decoder) else "float"
+        return layout_of(model, self.spec, *dtypes, numerics, methods)
 
     def expert_counts(self) -> list[Tensor]:
         """Return, for each MoE layer of this rank, how often each expert was chosen ([E] int64).

@@ -119,6 +119,8 @@ def load_model(
     if deterministic:
         check_deterministic(device, chosen)
     decoder = empty_decoder(spec, chosen, device, deterministic, ranks)
+    if quantization != "none":
+        decoder = replace(decoder, linear_methods=quantization)
     packer = Packer(decoder, quantization, deterministic)
     _stream(entries, decoder.parameters(), regions(spec, ranks.coord), progress, packer.finish)
     return spec, decoder
@@ -189,7 +191,7 @@ def _match(
                 f"{spec.num_layers} layers): the files do not belong together or are incomplete"
             )
     for name, each in parameters.items():
-        _check(entries[name], each.shape)
+        _check(entries[name], each)
 
 
 def _is_unused(spec: ModelSpec, name: str) -> bool:
@@ -204,15 +206,16 @@ def _listed(names: Iterable[str]) -> str:
     return f"tensor {first}" + (f" and {len(others)} more" if others else "")
 
 
-def _check(entry: TensorEntry, shape: tuple[int, ...]) -> None:
-    if entry.dtype not in DTYPES:
+def _check(entry: TensorEntry, expected: Parameter) -> None:
+    if entry.dtype not in expected.accepts:
         raise UnsupportedModel(
-            f"{entry.path}: tensor {entry.name} is {entry.dtype}, not one of {', '.join(DTYPES)}"
+            f"{entry.path}: tensor {entry.name} is {entry.dtype}, not one of "
+            f"{', '.join(expected.accepts)}"
         )
-    if entry.shape != shape:
+    if entry.shape != expected.shape:
         raise BadCheckpoint(
             f"{entry.path}: tensor {entry.name} has shape {list(entry.shape)}, but config.json "
-            f"makes it {list(shape)}: the files do not belong together"
+            f"makes it {list(expected.shape)}: the files do not belong together"
         )
 
 
