@@ -2,9 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
+"""Ranges [first, last) of one dimension, concatenated in this order."""
+
+Region: TypeAlias = tuple[Ranges | None, ...]
+"""Selected ranges per dimension; None, or a missing entry at the end, selects all."""
 
 FLOATS = ("F32", "F16", "BF16")
 
@@ -21,6 +28,8 @@ class Parameter:
     dtype: torch.dtype
     data: Callable[[], Tensor]  # returns the contiguous tensor of `shape` to be filled
     accepts: tuple[str, ...] = FLOATS  # dtypes that the tensor may have in a safetensors file
+    region: Region | None = None  # part of the file's tensor; None: see `sharding.regions`
+    alternatives: tuple[tuple[int, ...], ...] = ()  # other shapes in the file, of the same items
 
     @property
     def num_items(self) -> int:

@@ -240,7 +240,8 @@ class ModelBuilder:
     def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], ExpertWeights | None]:
         """Create the experts; on a GPU, as views of stacked weights, which are returned as well."""
         spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
-        if not runs_kernels(self.device) or kind is None or spec.mlp_bias or not spec.gated:
+        is_plain = spec.gated and not spec.mlp_bias and spec.quantization is None
+        if not runs_kernels(self.device) or kind is None or not is_plain:
             return tuple(self.expert_mlp(inner) for _ in range(count)), None
         hidden, activation = spec.hidden_size, self.activation()
         gate_up, down = self.empty(count, 2 * inner, hidden), self.empty(count, hidden, inner)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from penstock.workers.layers.parameter import Ranges, Region
 from penstock.workers.models.alibi import AlibiSpec
 from penstock.workers.models.config import Fields
 from penstock.workers.models.spec import (
@@ -21,12 +22,6 @@ from penstock.workers.models.spec import (
     read_spec,
 )
 from penstock.workers.parallel.mesh import BadShape, Mesh, MeshCoord
-
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Ranges [first, last) of one dimension, concatenated in this order."""
-
-Region: TypeAlias = tuple[Ranges | None, ...]
-"""Selected ranges per dimension; None, or a missing entry at the end, selects all."""
 
 
 def check_folder(folder: Path, mesh: Mesh) -> None:
