@@ -9,9 +9,9 @@ covers the published formats:
 - 4-bit integers, two per byte, as GPTQ, AWQ and compressed-tensors store them. With act-order, the
   groups are not ranges of inputs: g(k) is a table.
 
-On a CPU with AVX-512, `cpu_dequantizing` converts a tile of W to float32 in the product's main
-loop. Elsewhere, W is converted by tiles of at most `TILE_WEIGHTS` weights, then multiplied by
-torch. Activations are not quantized.
+On a GPU, `triton_quantized` converts a tile of W to the dtype of x in the product's main loop; on a
+CPU with AVX-512, `cpu_dequantizing` converts it to float32. Elsewhere, W is converted by tiles of
+at most `TILE_WEIGHTS` weights, then multiplied by torch. Activations are not quantized.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.kernels.checks import FLOATS, check, check_contiguous
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.fallback import record_fallback
 from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS, has_avx512
+from penstock.kernels.linear.triton_quantized import TILE_INPUTS, quantized_matmul_triton
+from penstock.kernels.triton_common.launch import runs_kernels, use_triton
 
 Kind = Literal["int4", "int8", "fp8"]
 
@@ -116,6 +119,72 @@ class TiledLinear:
         return y
 
 
+def quantized_matmul(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    bias: Tensor | None = None,
+    *,
+    kind: Kind,
+    one_group: bool = False,
+) -> Tensor:
+    """Return y = x Wᵀ + b [T, N], computed by the Triton kernel.
+
+    Args:
+        x: [T, K] float32, float16 or bfloat16 with contiguous rows, on a GPU.
+        codes: as in `QuantizedMatrix`; so are `scales`, `zeros` and `groups`.
+        bias: [N] of the dtype of x, or None.
+        kind: meaning of the codes.
+        one_group: True if the groups are ranges of a multiple of `TILE_INPUTS` inputs.
+
+    Raises:
+        ValueError: a shape, dtype or stride is wrong, or x is on a CPU.
+    """
+    if not use_triton(x):
+        raise ValueError(f"x: tensor on a GPU expected, not on {x.device}")
+    check("x", x, ("T", "K"), FLOATS)
+    num_inputs, num_groups = x.shape[1], scales.shape[-1]
+    check("groups", groups, (num_inputs,), (torch.int32,), like=x)
+    width = num_inputs // 2 if kind == "int4" else num_inputs
+    check("codes", codes, ("N", width), (torch.uint8,), like=x)
+    check("scales", scales, (len(codes), "G"), (torch.float32,), like=x)
+    counts = 0 if kind == "fp8" else num_groups
+    check("zeros", zeros, (len(codes), counts), (torch.uint8,), like=x)
+    for name, tensor in (("codes", codes), ("scales", scales), ("zeros", zeros)):
+        check_contiguous(name, tensor)
+    if bias is not None:
+        check("bias", bias, (len(codes),), (x.dtype,), like=x)
+    return quantized_matmul_triton(
+        x, codes, scales, zeros, groups, bias, _KINDS[kind], one_group
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TritonQuantizedLinear:
+    """A weight-only linear layer computed by `quantized_matmul`."""
+
+    matrix: QuantizedMatrix
+    bias: Tensor | None
+    one_group: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x [T, K] to [T, N]."""
+        given = self.matrix
+        return quantized_matmul(
+            x, given.codes, given.scales, given.zeros, given.groups, self.bias,
+            kind=given.kind, one_group=self.one_group,
+        )  # fmt: skip
+
+
+def _has_one_group_per_tile(groups: Tensor) -> bool:
+    """Return whether each tile of inputs of the Triton kernel is in one group."""
+    tiles = groups[: len(groups) // TILE_INPUTS * TILE_INPUTS].view(-1, TILE_INPUTS)
+    rest = groups[tiles.numel() :]
+    return bool((tiles == tiles[:, :1]).all()) and bool((rest == rest[:1]).all())
+
+
 @dataclass(frozen=True, slots=True)
 class DequantizingLinear:
     """A weight-only linear layer for CPUs with AVX-512; W is stored in panels of 48 outputs.
@@ -153,16 +222,20 @@ class DequantizingLinear:
 
 def supports_dequantizing(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether `pack_quantized` gives a `DequantizingLinear` for activations of `dtype`."""
-    return device.type == "cpu" and dtype == torch.float32 and has_avx512() and has_numba()
+    if device.type != "cpu" or runs_kernels(device):
+        return False
+    return dtype == torch.float32 and has_avx512() and has_numba()
 
 
 def pack_quantized(
     matrix: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype
-) -> TiledLinear | DequantizingLinear:
+) -> TiledLinear | DequantizingLinear | TritonQuantizedLinear:
     """Pack a weight-only linear layer for activations of `dtype`.
 
     On CPUs with AVX-512, the result keeps no reference to `matrix`.
     """
+    if runs_kernels(matrix.codes.device) and matrix.codes.numel():
+        return TritonQuantizedLinear(matrix, bias, _has_one_group_per_tile(matrix.groups))
     if not supports_dequantizing(matrix.codes.device, dtype) or not matrix.codes.numel():
         return TiledLinear(matrix, bias)
     num_outputs = len(matrix.codes)
