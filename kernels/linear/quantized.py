@@ -71,8 +71,8 @@ class QuantizedMatrix:
 
     def take_rows(self, rows: Tensor) -> "QuantizedMatrix":
         """Return the matrix of these rows, in this order."""
-        parts = self.codes[rows], self.scales[rows], self.zeros[rows]
-        return QuantizedMatrix(self.kind, *parts, self.groups)
+        taken = self.codes[rows], self.scales[rows], self.zeros[rows]
+        return QuantizedMatrix(self.kind, *taken, self.groups)
 
 
 def concatenate(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
@@ -255,8 +255,8 @@ def _panels(rows: Tensor) -> Any:
     """Rearrange [N, C] to [P, C, 48], flat; rows past N are zero."""
     num_panels = -(-len(rows) // _WIDTH)
     panels = torch.zeros(num_panels, rows.shape[1], _WIDTH, dtype=rows.dtype)
-    for panel, part in zip(panels, torch.split(rows, _WIDTH), strict=True):
-        panel[:, : len(part)] = part.T
+    for panel, outputs in zip(panels, torch.split(rows, _WIDTH), strict=True):
+        panel[:, : len(outputs)] = outputs.T
     return panels.view(-1).numpy()
 
 

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +22,50 @@ from penstock.kernels.linear.op import (
 )
 from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
 from penstock.kernels.step_graph.layout import Buffer, ExpertLayout
-from penstock.workers.layers.linear_method import LinearMethod, PackingOptions
 from penstock.workers.layers.parameter import Parameter, parameter
 from penstock.workers.parallel.collectives import ProcessGroup
+
+
+class PackingOptions(Protocol):
+    """The choices of a model that a method needs when it finishes a layer; see `Packer`."""
+
+    @property
+    def deterministic(self) -> bool: ...
+    def pack_float(self, linear: Linear) -> None: ...
+
+
+class LinearMethod(Protocol):
+    """How a linear layer is stored in the checkpoint, loaded and multiplied.
+
+    The term is that of vLLM, SGLang and TensorRT-LLM. `FloatMethod` and `Int8Method` read float
+    checkpoints, `workers/weights/quantized_method.py` those that are quantized already.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name for messages and for the KV layout string: equal names give equal numbers."""
+        ...
+
+    def parameters(self, linear: Linear, names: Sequence[str]) -> dict[str, Parameter]:
+        """Return the tensors to be loaded, by their names in the checkpoint.
+
+        Args:
+            linear: the layer, whose memory is allocated when the first tensor is loaded.
+            names: one module name per projection; or a single name if the projections are fused in
+                the checkpoint too, in the same order.
+        """
+        ...
+
+    def finish(self, linear: Linear, packing: PackingOptions) -> None:
+        """Turn the loaded tensors into `linear.packed`, which multiplies, and free the others."""
+        ...
+
+    def finish_dense(self, linear: Linear) -> None:
+        """Turn the loaded tensors into the float matrix `linear.weight`.
+
+        For layers whose weights are also read transposed, as the up-projections of MLA are.
+        """
+        ...
 
 
 class FloatMethod:

@@ -14,7 +14,7 @@ from penstock.kernels.linear.op import (
     supports_onednn,
 )
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
-from penstock.workers.layers.linear import FLOAT, INT8, Linear
+from penstock.workers.layers.linear import FLOAT, INT8, FloatMethod, Linear
 from penstock.workers.layers.mla import LatentAttention
 from penstock.workers.layers.moe import MoE
 
@@ -50,7 +50,11 @@ class Packer:
 
     def __init__(self, model: Any, quantization: str, deterministic: bool) -> None:
         self.deterministic = deterministic
-        found = [linear for linear in linears(model) if linear.weight.numel() >= MIN_WEIGHTS]
+        found = [
+            linear
+            for linear in linears(model)
+            if isinstance(linear.method, FloatMethod) and linear.weight.numel() >= MIN_WEIGHTS
+        ]
         self._worthwhile = {id(linear) for linear in found}
         self._weight_bytes = sum(linear.weight.nbytes for linear in found)
         self._bytes_left = sum(linear.weight.nbytes for linear in found if linear.weight.is_meta)

@@ -2,16 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Ranges [first, last) of one dimension, concatenated in this order."""
-
-Region: TypeAlias = tuple[Ranges | None, ...]
-"""Selected ranges per dimension; None, or a missing entry at the end, selects all."""
+from penstock.workers.weights.regions import Region
 
 FLOATS = ("F32", "F16", "BF16")
 

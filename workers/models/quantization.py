@@ -61,7 +61,7 @@ class QuantizationSpec:
     method: str  # `quant_method`
     rules: tuple[_Rule, ...]
     ignore: tuple[str, ...]  # modules that are not quantized, as in `_Rule.targets`
-    by_part: bool  # True: an entry of `ignore` names any part of a module's dotted name
+    by_component: bool  # True: an entry of `ignore` names any components of a module's dotted name
 
     def scheme_of(self, module: str) -> WeightScheme | None:
         """Return the scheme of a module, by its name in the checkpoint; None: not quantized."""
@@ -73,7 +73,7 @@ class QuantizationSpec:
         return next((rule.scheme for rule in self.rules if "Linear" in rule.targets), None)
 
     def _is_ignored(self, module: str, entry: str) -> bool:
-        if self.by_part:
+        if self.by_component:
             return f".{entry}." in f".{module}."
         return entry == "Linear" or _matches(module, entry)
 
@@ -157,7 +157,7 @@ class _Options:
 
 def _for_all(options: _Options, scheme: WeightScheme, ignore: str) -> QuantizationSpec:
     rules = (_Rule(("Linear",), scheme),)
-    return QuantizationSpec(options.path, rules, options.names(ignore), by_part=True)
+    return QuantizationSpec(options.path, rules, options.names(ignore), by_component=True)
 
 
 def _read_fp8(options: _Options) -> QuantizationSpec:
@@ -241,7 +241,7 @@ def _read_compressed_tensors(options: _Options) -> QuantizationSpec:
         stored = group if group.values.get("format") is not None else options
         targets = group.names("targets") or ("Linear",)
         rules.append(_Rule(targets, _read_group(group, stored.only("format", *_FORMATS))))
-    return QuantizationSpec(options.path, tuple(rules), options.names("ignore"), by_part=False)
+    return QuantizationSpec(options.path, tuple(rules), options.names("ignore"), by_component=False)
 
 
 def _read_group(group: _Options, form: str) -> WeightScheme:

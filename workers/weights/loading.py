@@ -12,7 +12,7 @@ import torch
 
 from penstock.kernels.linear.quantized import supports_dequantizing
 from penstock.workers.layers.packing import Packer, check_deterministic, check_quantization
-from penstock.workers.layers.parameter import Parameter, Region
+from penstock.workers.layers.parameter import Parameter
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, is_file_name, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.protocols import Model, ModelInfo
@@ -34,6 +34,7 @@ from penstock.workers.weights.quantized_method import (
     method_names,
     quantized_modules,
 )
+from penstock.workers.weights.regions import Region
 from penstock.workers.weights.safetensors import (
     STORED_DTYPES,
     TensorEntry,

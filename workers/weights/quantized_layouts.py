@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.linear.quantized import Kind, QuantizedMatrix, even_groups
-from penstock.workers.layers.parameter import FLOATS, Ranges, Region
+from penstock.workers.layers.parameter import FLOATS
 from penstock.workers.models.config import BadCheckpoint
 from penstock.workers.models.quantization import WeightScheme
 from penstock.workers.parallel.mesh import BadShape
+from penstock.workers.weights.regions import Ranges, Region
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, among eight, that AWQ stores in the i-th lowest four bits of a word."""
@@ -299,7 +300,7 @@ def _awq_codes(words: Tensor) -> Tensor:
         8 * words.shape[1], len(words) // 2, dtype=torch.uint8, device=words.device
     )  # fmt: skip
     for first in range(0, len(words), _ROWS_AT_ONCE):
-        part = _awq_nibbles(words[first : first + _ROWS_AT_ONCE])
-        packed = part[0::2] | (part[1::2] << 4)
+        found = _awq_nibbles(words[first : first + _ROWS_AT_ONCE])
+        packed = found[0::2] | (found[1::2] << 4)
         codes[:, first // 2 : first // 2 + len(packed)] = packed.T
     return codes

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from penstock.kernels.linear.op import int8_unsupported_reason, pack_int8_codes
 from penstock.kernels.linear.quantized import QuantizedMatrix, concatenate, pack_quantized
-from penstock.workers.layers.linear import Linear
-from penstock.workers.layers.linear_method import PackingOptions
-from penstock.workers.layers.parameter import FLOATS, Parameter, Region
+from penstock.workers.layers.linear import Linear, PackingOptions
+from penstock.workers.layers.parameter import FLOATS, Parameter
 from penstock.workers.models.config import UnsupportedModel
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.quantization import QuantizationSpec, WeightScheme
@@ -22,6 +21,7 @@ from penstock.workers.weights.quantized_layouts import (
     read_matrix,
     stored_tensors,
 )
+from penstock.workers.weights.regions import Region
 from penstock.workers.weights.safetensors import TensorEntry
 from penstock.workers.weights.sharding import region_shape
 
@@ -39,21 +39,21 @@ class QuantizedMethod:
 
     modules: tuple[QuantizedModule, ...]
     regions: Mapping[str, Region]  # a rank's part of the weights, by the names of `FloatMethod`
-    _parts: list[dict[str, Tensor]] = field(default_factory=list)
+    _loaded: list[dict[str, Tensor]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
         return self.modules[0].scheme.name
 
     def parameters(self, linear: Linear, names: Sequence[str]) -> dict[str, Parameter]:
-        self._parts = [{} for _ in self.modules]
+        self._loaded = [{} for _ in self.modules]
         device = linear.device or linear.weight.device
         found = {}
-        for module, part in zip(self.modules, self._parts, strict=True):
+        for module, tensors in zip(self.modules, self._loaded, strict=True):
             region = self.regions.get(f"{module.name}.weight", ())
             for each in stored_tensors(module, region):
                 shape = region_shape(each.shape, each.region)
-                allocate = partial(_allocate, part, each.suffix, shape, each.dtype, device)
+                allocate = partial(_allocate, tensors, each.suffix, shape, each.dtype, device)
                 found[f"{module.name}.{each.suffix}"] = Parameter(
                     linear, shape, each.dtype, allocate, each.accepts, each.region,
                     each.alternatives,
@@ -76,9 +76,9 @@ class QuantizedMethod:
     def _matrix(self, linear: Linear) -> QuantizedMatrix:
         """Return the fused matrix; free the loaded tensors."""
         matrices = []
-        for module, part in zip(self.modules, self._parts, strict=True):
-            matrices.append(read_matrix(module, part))
-            part.clear()
+        for module, tensors in zip(self.modules, self._loaded, strict=True):
+            matrices.append(read_matrix(module, tensors))
+            tensors.clear()
         try:
             matrix = concatenate(matrices)
         except ValueError as error:
@@ -102,13 +102,13 @@ class QuantizedMethod:
 
 
 def _allocate(
-    part: dict[str, Tensor], suffix: str, shape: tuple[int, ...], dtype: torch.dtype,
+    tensors: dict[str, Tensor], suffix: str, shape: tuple[int, ...], dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:  # fmt: skip
     """Return the memory for a tensor of the checkpoint; allocate it at the first call."""
-    if suffix not in part:
-        part[suffix] = torch.empty(shape, dtype=dtype, device=device)
-    return part[suffix]
+    if suffix not in tensors:
+        tensors[suffix] = torch.empty(shape, dtype=dtype, device=device)
+    return tensors[suffix]
 
 
 def quantized_modules(

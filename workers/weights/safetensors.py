@@ -17,8 +17,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from penstock.workers.layers.parameter import Region
 from penstock.workers.models.config import BadCheckpoint
+from penstock.workers.weights.regions import Region
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 8

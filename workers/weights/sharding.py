@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from penstock.workers.layers.parameter import Ranges, Region
 from penstock.workers.models.alibi import AlibiSpec
 from penstock.workers.models.config import Fields
 from penstock.workers.models.spec import (
@@ -22,6 +21,7 @@ from penstock.workers.models.spec import (
     read_spec,
 )
 from penstock.workers.parallel.mesh import BadShape, Mesh, MeshCoord
+from penstock.workers.weights.regions import Ranges, Region
 
 
 def check_folder(folder: Path, mesh: Mesh) -> None:
