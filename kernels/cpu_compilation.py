@@ -25,6 +25,7 @@ from penstock.kernels.kv_cache import checksum
 from penstock.kernels.kv_cache import op as cache
 from penstock.kernels.linear import cpu_packed_f32, quantize_rows
 from penstock.kernels.linear import cpu_packed_int8 as cpu_packed_int8
+from penstock.kernels.linear import quantized as quantized_linear
 from penstock.kernels.norm import op as norm
 from penstock.kernels.sampling import philox
 from penstock.kernels.step_graph import graph
@@ -57,6 +58,7 @@ def required_groups(
     kv_cache: torch.dtype,
     quantized: bool,
     single_rank: bool,
+    weight_only: bool = False,
 ) -> list[KernelGroup]:
     """Return the groups that a worker needs; groups that take longest to compile come first.
 
@@ -66,6 +68,7 @@ def required_groups(
         kv_cache: dtype of the KV cache.
         quantized: whether the weights are INT8.
         single_rank: whether the worker has only one rank.
+        weight_only: whether the checkpoint is quantized (`kernels/linear/quantized.py`).
     """
     if device.type != "cpu" or not has_numba():
         return []
@@ -77,6 +80,8 @@ def required_groups(
             groups.append(KernelGroup(f"program-{kept}", lambda: graph.load_cpu_kernels(kv_cache)))
         if cpu_packed_f32.has_avx512():
             groups.append(KernelGroup("panels", cpu_packed_f32.load_cpu_kernels))
+        if weight_only and quantized_linear.supports_dequantizing(device, weights):
+            groups.append(KernelGroup("dequantizing", quantized_linear.load_cpu_kernels))
     if cpu_plan.supports_cpu_paged(device, kv_cache):
         groups.append(KernelGroup(f"attention-{kept}", lambda: cpu_plan.load_cpu_kernels(kv_cache)))
     groups.append(KernelGroup("noise", philox.load_cpu_kernels))

@@ -68,7 +68,7 @@ def _store_sums(y: Floats, at: int, sums: Any, before: Floats, before_at: int) -
 
 
 @inner()
-def _sum_chunk(
+def sum_chunk(
     x: Floats, begin: int, end: int, panels: Floats, at: int, before: Floats, y: Floats, column: int
 ) -> None:  # fmt: skip
     """Multiply inputs [begin, end) of one row by the panel at `at`; store `before` + sums to y."""
@@ -83,7 +83,7 @@ def _sum_four_chunks(
     x: Floats, begin: int, end: int, panels: Floats, at: int, step: int, before: Floats, y: Floats,
     column: int,
 ) -> None:  # fmt: skip
-    """Run `_sum_chunk` for four panels, `step` apart; four read streams use memory better."""
+    """Run `sum_chunk` for four panels, `step` apart; four read streams use memory better."""
     s0 = s1 = s2 = s3 = _zero_sums()
     for k in range(begin, end):
         value, v = broadcast_load(x, k), at + k * PANEL
@@ -115,11 +115,11 @@ def _one_row(
             column = (panel - first) * PANEL
             _sum_four_chunks(x, begin, end, panels, panel * size, size, before, y, column)
         for panel in range(four, last):
-            _sum_chunk(x, begin, end, panels, panel * size, before, y, (panel - first) * PANEL)
+            sum_chunk(x, begin, end, panels, panel * size, before, y, (panel - first) * PANEL)
 
 
 @inner()
-def _tile(
+def tile(
     x: Floats, x_at: int, x_step: int, count: int, panels: Floats, at: int, ahead: int, lines: int,
     before: Floats, before_at: int, before_step: int, y: Floats, y_at: int, y_step: int,
 ) -> None:  # fmt: skip
@@ -185,7 +185,7 @@ def _whole_panels(
                 before, step = (bias[panel * PANEL :], 0) if begin == 0 else (y[column:], width)
                 for r in range(floor, top, TILE_ROWS):
                     ahead = at + count * PANEL + (r - floor) // TILE_ROWS * lines * _LINE
-                    _tile(
+                    tile(
                         x, r * num_inputs + begin, num_inputs, count, panels, at, ahead, lines,
                         before, r * step, step, y, r * width + column, width,
                     )  # fmt: skip

@@ -186,12 +186,23 @@ class FbgemmInt8Linear:
 def pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     """Quantize and pack `weight` [N, K] float32; the result keeps no reference to `weight`."""
     scales, qweight = _quantized_rows(weight)
-    if supports_amx_int8(weight):
+    return pack_int8_codes(qweight, scales, bias)
+
+
+def pack_int8_codes(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> PackedLinear:
+    """Pack weights that are quantized already; activations are quantized at run time.
+
+    Args:
+        qweight: [N, K] int8.
+        scales: [N] float32; a weight is its code times its row's scale.
+        bias: [N] float32 or None.
+    """
+    if supports_amx_int8(qweight):
         return pack_int8_amx(qweight, scales, bias)
     if _has_vnni():
         packed = torch.ops.onednn.qlinear_prepack(qweight, None)
-        return OneDnnInt8Linear(packed, scales, torch.zeros(len(weight), dtype=torch.int32), bias)
-    zeros = torch.zeros(len(weight), dtype=torch.int64)
+        return OneDnnInt8Linear(packed, scales, torch.zeros(len(qweight), dtype=torch.int32), bias)
+    zeros = torch.zeros(len(qweight), dtype=torch.int64)
     with warnings.catch_warnings():
         # torch has deprecated quantized tensors, but FBGEMM packs only these; torch is pinned.
         warnings.simplefilter("ignore", UserWarning)

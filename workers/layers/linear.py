@@ -1,8 +1,12 @@
 """Linear layers of a model: fused, packed for a kernel, or divided among ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +26,88 @@ from penstock.workers.layers.parameter import Parameter, parameter
 from penstock.workers.parallel.collectives import ProcessGroup
 
 
+class PackingOptions(Protocol):
+    """The choices of a model that a method needs when it finishes a layer; see `Packer`."""
+
+    @property
+    def deterministic(self) -> bool: ...
+    def pack_float(self, linear: Linear) -> None: ...
+
+
+class LinearMethod(Protocol):
+    """How a linear layer is stored in the checkpoint, loaded and multiplied.
+
+    The term is that of vLLM, SGLang and TensorRT-LLM. `FloatMethod` and `Int8Method` read float
+    checkpoints, `workers/weights/quantized_method.py` those that are quantized already.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name for messages and for the KV layout string: equal names give equal numbers."""
+        ...
+
+    def parameters(self, linear: Linear, names: Sequence[str]) -> dict[str, Parameter]:
+        """Return the tensors to be loaded, by their names in the checkpoint.
+
+        Args:
+            linear: the layer, whose memory is allocated when the first tensor is loaded.
+            names: one module name per projection; or a single name if the projections are fused in
+                the checkpoint too, in the same order.
+        """
+        ...
+
+    def finish(self, linear: Linear, packing: PackingOptions) -> None:
+        """Turn the loaded tensors into `linear.packed`, which multiplies, and free the others."""
+        ...
+
+    def finish_dense(self, linear: Linear) -> None:
+        """Turn the loaded tensors into the float matrix `linear.weight`.
+
+        For layers whose weights are also read transposed, as the up-projections of MLA are.
+        """
+        ...
+
+
+class FloatMethod:
+    """Float weights, `NAME.weight` [out, in] in the checkpoint; float products."""
+
+    name = "float"
+
+    def parameters(self, linear: Linear, names: Sequence[str]) -> dict[str, Parameter]:
+        sizes = linear.module_sizes(names)
+        ends = list(itertools.accumulate(sizes))
+        weights = {
+            f"{name}.weight": Parameter(
+                linear,
+                (size, linear.weight.shape[1]),
+                linear.weight.dtype,
+                partial(linear.allocated_rows, end - size, end),
+            )
+            for name, size, end in zip(names, sizes, ends, strict=True)
+        }
+        return weights | linear.bias_parameters(names, sizes)
+
+    def finish(self, linear: Linear, packing: PackingOptions) -> None:
+        linear.reorder_rows()
+        packing.pack_float(linear)
+
+    def finish_dense(self, linear: Linear) -> None:
+        linear.reorder_rows()
+
+
+class Int8Method(FloatMethod):
+    """Float weights in the checkpoint, quantized to INT8 when they are loaded; INT8 products."""
+
+    name = "int8"
+
+    def finish(self, linear: Linear, packing: PackingOptions) -> None:
+        linear.reorder_rows()
+        linear.pack_int8()
+
+
+FLOAT, INT8 = FloatMethod(), Int8Method()
+
+
 @dataclass(slots=True, eq=False)
 class Linear:
     """The layer y = x Wᵀ + b. Projections of the same x are fused by concatenating rows of W."""
@@ -32,6 +118,7 @@ class Linear:
     packed: PackedLinear | None = None  # the loaded weights, rearranged for a faster kernel
     device: torch.device | None = None  # device of the weights once they are allocated
     row_order: Tensor | None = None  # [sum(sizes)] rows of the checkpoint, in the order of `sizes`
+    method: LinearMethod = FLOAT  # how the weights are stored, loaded and multiplied
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed is not None:
@@ -79,34 +166,21 @@ class Linear:
             self.row_order = None
 
     def parameters(self, names: Sequence[str]) -> dict[str, Parameter]:
-        """Return the weights and biases to be loaded, by their names in the checkpoint.
+        """Return the tensors to be loaded, by their names in the checkpoint: see `LinearMethod`."""
+        return self.method.parameters(self, names)
 
-        Args:
-            names: one name per projection; or a single name if the projections are fused in the
-                checkpoint too, in the same order.
-        """
-        sizes = list(self.sizes) if len(names) > 1 else [sum(self.sizes)]
-        found = {
-            f"{name}.weight": Parameter(
-                self, (last - first, self.weight.shape[1]), self.weight.dtype, data
-            )
-            for name, first, last, data in self._row_ranges(names, sizes)
-        }
-        if self.bias is not None:
-            biases = zip(names, torch.split(self.bias, sizes), strict=True)
-            found |= {f"{name}.bias": parameter(self, rows) for name, rows in biases}
-        return found
+    def bias_parameters(self, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Parameter]:
+        """Return the biases of modules `names` with `sizes` outputs, by their names."""
+        if self.bias is None:
+            return {}
+        biases = zip(names, torch.split(self.bias, list(sizes)), strict=True)
+        return {f"{name}.bias": parameter(self, rows) for name, rows in biases}
 
-    def _row_ranges(
-        self, names: Sequence[str], sizes: Sequence[int]
-    ) -> Iterator[tuple[str, int, int, Callable[[], Tensor]]]:
-        first = 0
-        for name, size in zip(names, sizes, strict=True):
-            last = first + size
-            yield name, first, last, partial(self._allocated_rows, first, last)
-            first = last
+    def module_sizes(self, names: Sequence[str]) -> list[int]:
+        """Return the number of outputs of each module of the checkpoint."""
+        return list(self.sizes) if len(names) > 1 else [sum(self.sizes)]
 
-    def _allocated_rows(self, first: int, last: int) -> Tensor:
+    def allocated_rows(self, first: int, last: int) -> Tensor:
         """Return rows [first, last) of the weights; allocate the weights at the first call."""
         if self.weight.is_meta and self.device is not None:
             self.weight = torch.empty_like(self.weight, device=self.device)

@@ -32,7 +32,8 @@ class LatentAttention:
     query_norm: Norm | None
     query_up: Linear | None
     row_norm: Norm  # normalises the first R features of a cache row
-    up: Tensor  # [H, Q + V, R]: maps R features to a head's Q key features and V value features
+    up: Linear  # R features to all heads' Q key and V value features; never packed: see `up_heads`
+    num_heads: int  # H
     output: Linear | RowParallelLinear
     rope_dim: int  # P
     interleaved: bool  # rotary pairs are adjacent features; False: features P / 2 apart
@@ -41,13 +42,19 @@ class LatentAttention:
         None  # the key and value parts of `up`, per head, as arguments of `mla_attention_cpu`
     )
 
+    @property
+    def up_heads(self) -> Tensor:
+        """The weights of `up` by head, [H, Q + V, R]; keys use them transposed."""
+        return self.up.weight.view(self.num_heads, -1, self.up.weight.shape[1])
+
     def pack_batch_invariant(self) -> None:
         """Pack `up` for batch-invariant results on a CPU. On a GPU, the step's plan is enough."""
-        if runs_kernels(self.up.device):
+        up = self.up_heads
+        if runs_kernels(up.device):
             return
         output = self.output.linear if isinstance(self.output, RowParallelLinear) else self.output
-        value_dim = output.weight.shape[1] // len(self.up)
-        keys, values = self.up[:, :-value_dim], self.up[:, -value_dim:]
+        value_dim = output.weight.shape[1] // len(up)
+        keys, values = up[:, :-value_dim], up[:, -value_dim:]
         self.packed_up = (
             [pack_batch_invariant(each.T, None) for each in keys],
             [pack_batch_invariant(each, None) for each in values],
@@ -67,10 +74,10 @@ class LatentAttention:
         query, row = torch.split(self.down(x), list(self.down.sizes), dim=-1)
         if self.query_up is not None and self.query_norm is not None:
             query = self.query_up(self.query_norm(query))
-        heads = query.view(len(x), len(self.up), -1)
+        heads = query.view(len(x), self.num_heads, -1)
         cos_sin = step.cos_sin[0]
         rotate_(heads[:, :, -self.rope_dim :], cos_sin, self.interleaved)
-        self.row_norm.normalize_(row[:, : self.up.shape[2]])
+        self.row_norm.normalize_(row[:, : self.up.weight.shape[1]])
         rotate_(row[:, None, -self.rope_dim :], cos_sin, self.interleaved)
         write_kv(layer, step.cache_rows, row[:, None])
         return self.output(self._attend(heads, step, layer).flatten(1))
@@ -83,7 +90,7 @@ class LatentAttention:
     def _attend(self, heads: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         if self.packed_up is not None:
             assert isinstance(step.latent, CpuPagedPlan)
-            rank = self.up.shape[2]
+            rank = self.up.weight.shape[1]
             return mla_attention_cpu(heads, layer, rank, *self.packed_up, step.latent, self.scale)
         assert isinstance(step.latent, MlaPlan)
-        return mla_attention(heads, layer, self.up, step.latent, self.scale)
+        return mla_attention(heads, layer, self.up_heads, step.latent, self.scale)

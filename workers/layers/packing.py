@@ -1,7 +1,7 @@
 """Packs loaded weights: replaces each linear layer's weights by the fastest form."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from penstock.kernels.linear.op import (
     supports_onednn,
 )
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
-from penstock.workers.layers.linear import Linear
+from penstock.workers.layers.linear import FLOAT, INT8, FloatMethod, Linear
 from penstock.workers.layers.mla import LatentAttention
 from penstock.workers.layers.moe import MoE
 
@@ -49,35 +49,39 @@ class Packer:
     """
 
     def __init__(self, model: Any, quantization: str, deterministic: bool) -> None:
-        self._quantization = quantization
-        self._deterministic = deterministic
-        found = [linear for linear in linears(model) if linear.weight.numel() >= MIN_WEIGHTS]
+        self.deterministic = deterministic
+        found = [
+            linear
+            for linear in linears(model)
+            if isinstance(linear.method, FloatMethod) and linear.weight.numel() >= MIN_WEIGHTS
+        ]
         self._worthwhile = {id(linear) for linear in found}
         self._weight_bytes = sum(linear.weight.nbytes for linear in found)
         self._bytes_left = sum(linear.weight.nbytes for linear in found if linear.weight.is_meta)
+        for linear in found:
+            if quantization == "int8" and linear.method is FLOAT:
+                linear.method = INT8
 
     def finish(self, module: object) -> None:
         """Pack a module of the model whose parameters are all loaded; see `Parameter.owner`."""
         if isinstance(module, MoE | ExpertParallelMoE):
             self._finish_stacks(module)
-        elif isinstance(module, LatentAttention) and self._deterministic:
-            module.pack_batch_invariant()
-        elif isinstance(module, Linear):
-            module.reorder_rows()
-            self._pack(module)
+        elif isinstance(module, LatentAttention):
+            module.up.method.finish_dense(module.up)
+            if self.deterministic:
+                module.pack_batch_invariant()
+        elif isinstance(module, Linear) and module.packed is None:
+            module.method.finish(module, self)
 
     @cached_property
     def _copies_fit(self) -> bool:
         """Whether copies of all weights fit in `MEMORY_FRACTION` of the memory left by loading."""
         return self._weight_bytes <= MEMORY_FRACTION * (_available() - self._bytes_left)
 
-    def _pack(self, linear: Linear) -> None:
-        if linear.packed is not None:
-            return
+    def pack_float(self, linear: Linear) -> None:
+        """Pack float weights for the fastest kernel, if packing pays off."""
         is_worthwhile = id(linear) in self._worthwhile
-        if is_worthwhile and self._quantization == "int8":
-            linear.pack_int8()
-        elif self._deterministic:
+        if self.deterministic:
             linear.pack_batch_invariant()
         elif is_worthwhile and supports_packed_f32(linear.weight):
             linear.pack_f32()
@@ -98,7 +102,7 @@ class Packer:
 def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
     """Pack the modules of a loaded model in place: see `Packer`."""
     packer = Packer(model, quantization, deterministic)
-    for module in iter_modules(model):
+    for module in iter_modules(model, ("up",)):
         if isinstance(module, Linear | LatentAttention):
             packer.finish(module)
 
@@ -110,19 +114,18 @@ def _available() -> int:
 
 
 def linears(model: Any) -> Iterator[Linear]:
-    """Yield every `Linear` in a tree of dataclasses, except MoE routers."""
-    return (
-        module for module in iter_modules(model, without="router") if isinstance(module, Linear)
-    )
+    """Yield every `Linear` in a tree of dataclasses, except MoE routers and the `up` of MLA."""
+    unpacked = ("router", "up")
+    return (module for module in iter_modules(model, unpacked) if isinstance(module, Linear))
 
 
-def iter_modules(module: Any, without: str = "") -> Iterator[Any]:
-    """Yield every dataclass in a tree of dataclasses and tuples; skip fields named `without`."""
+def iter_modules(module: Any, without: Sequence[str] = ()) -> Iterator[Any]:
+    """Yield every dataclass in a tree of dataclasses and tuples; skip fields named in `without`."""
     if isinstance(module, tuple):
         for each in module:
             yield from iter_modules(each, without)
     elif dataclasses.is_dataclass(module):
         yield module
         for field in dataclasses.fields(module):
-            if field.name != without:
+            if field.name not in without:
                 yield from iter_modules(getattr(module, field.name), without)

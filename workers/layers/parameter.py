@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.workers.weights.regions import Region
+
+FLOATS = ("F32", "F16", "BF16")
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -18,6 +22,9 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: torch.dtype
     data: Callable[[], Tensor]  # returns the contiguous tensor of `shape` to be filled
+    accepts: tuple[str, ...] = FLOATS  # dtypes that the tensor may have in a safetensors file
+    region: Region | None = None  # part of the file's tensor; None: see `sharding.regions`
+    alternatives: tuple[tuple[int, ...], ...] = ()  # other shapes in the file, of the same items
 
     @property
     def num_items(self) -> int:

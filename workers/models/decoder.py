@@ -17,7 +17,7 @@ from penstock.workers.layers.vocab_parallel import gather_logits, vocab_parallel
 from penstock.workers.models.model_builder import ModelBuilder
 from penstock.workers.models.rotary_embedding import Rotary, make_rotary
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.models.weight_map import layer_parameters
+from penstock.workers.models.weight_map import NamedLinears, layer_linears, layer_parameters
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
 from penstock.workers.weights.sharding import local_spec
 
@@ -47,6 +47,7 @@ class Decoder:
     head: Linear | None  # None except on the last stage; if tied, its weight is `embeddings`
     rotaries: tuple[Rotary, ...]  # rotary tables; layers refer to a table by its index
     ranks: ParallelGroups
+    linear_methods: str = "float"  # names of the linear methods of the whole model; see `layout_of`
 
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
         """Run this stage's layers on T tokens and write their keys and values to the cache.
@@ -137,6 +138,16 @@ class Decoder:
         for number, block in enumerate(self.layers, self.first_layer):
             found |= layer_parameters(block, names, number)
         return found
+
+    def linears(self) -> NamedLinears:
+        """Yield every `Linear` with the names of its modules.
+
+        Stacked experts are left out, and so is a head that is tied to the embeddings.
+        """
+        if self.head is not None and not self.spec.tie_embeddings:
+            yield (self.spec.names.head,), self.head
+        for number, block in enumerate(self.layers, self.first_layer):
+            yield from layer_linears(block, self.spec.names, number)
 
     def tensors(self) -> dict[str, Tensor]:
         """Allocate all weights; return views of them by the tensors' names in the checkpoint."""

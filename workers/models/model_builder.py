@@ -175,7 +175,8 @@ class ModelBuilder:
             query_norm=self.latent_norm(latent.query_rank) if latent.query_rank else None,
             query_up=self.linear(sizes[0], (query_size,)) if latent.query_rank else None,
             row_norm=self.latent_norm(latent.rank),
-            up=self.empty(spec.num_heads, latent.up_dim, latent.rank),
+            up=self.linear(latent.rank, (spec.num_heads * latent.up_dim,)),
+            num_heads=spec.num_heads,
             output=self.row_parallel_linear(
                 spec.num_heads * latent.value_dim, spec.hidden_size, spec.output_bias
             ),
@@ -239,7 +240,8 @@ class ModelBuilder:
     def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], ExpertWeights | None]:
         """Create the experts; on a GPU, as views of stacked weights, which are returned as well."""
         spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
-        if not runs_kernels(self.device) or kind is None or spec.mlp_bias or not spec.gated:
+        is_plain = spec.gated and not spec.mlp_bias and spec.quantization is None
+        if not runs_kernels(self.device) or kind is None or not is_plain:
             return tuple(self.expert_mlp(inner) for _ in range(count)), None
         hidden, activation = spec.hidden_size, self.activation()
         gate_up, down = self.empty(count, 2 * inner, hidden), self.empty(count, hidden, inner)

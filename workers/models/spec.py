@@ -19,6 +19,7 @@ from penstock.workers.models.deepseek import (
 )
 from penstock.workers.models.family import Family
 from penstock.workers.models.family_registry import FAMILIES
+from penstock.workers.models.quantization import QuantizationSpec, read_quantization
 from penstock.workers.models.rope_config import RopeSpec, read_ropes, stretched_scores
 from penstock.workers.models.tensor_names import TensorNames
 
@@ -81,6 +82,7 @@ class ModelSpec:
     dtype: str  # dtype of the checkpoint: float32, bfloat16 or float16
     latent: LatentSpec | None  # sizes of MLA; None: other attention
     num_mtp_layers: int  # multi-token prediction layers in the checkpoint; they are not loaded
+    quantization: QuantizationSpec | None = None  # None: the checkpoint is not quantized
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -115,13 +117,13 @@ class ModelSpec:
 
 
 def read_config(folder: Path) -> Fields:
-    """Read the folder's `config.json`; check that it names one architecture and no quantization.
+    """Read the folder's `config.json`; check that it names one architecture.
 
     `folder` may also be a GGUF file: its metadata takes the place of `config.json`.
 
     Raises:
         BadCheckpoint: if the file is missing or invalid.
-        UnsupportedModel: if `architectures` does not have one entry, or if weights are quantized.
+        UnsupportedModel: if `architectures` does not have one entry.
     """
     if is_gguf(folder):
         return Fields(config_of(folder), folder)
@@ -133,12 +135,6 @@ def read_config(folder: Path) -> Fields:
     architectures = config.values.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise config.unsupported(f"must name exactly one architecture; {supported_architectures()}")
-    method = config.values.get("quantization_config")
-    if method:
-        name = method.get("quant_method") if isinstance(method, Mapping) else method
-        raise config.unsupported(
-            f"weights quantized by {name} are not served: use a bfloat16 checkpoint"
-        )
     return config
 
 
@@ -164,6 +160,11 @@ def check_config(folder: Path) -> None:
     config = read_config(folder)
     if is_native(config):
         read_spec(folder)
+    elif read_quantization(config) is not None:
+        raise config.unsupported(
+            f"quantized weights are supported for native architectures only, and "
+            f"{config.values['architectures'][0]} runs through transformers"
+        )
     else:
         require_transformers(config)
 
@@ -269,6 +270,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         dtype=read_dtype(config),
         latent=latent,
         num_mtp_layers=config.count("num_nextn_predict_layers"),
+        quantization=read_quantization(config),
     )
 
 

@@ -55,6 +55,7 @@ def layout_of(
     dtype: torch.dtype,
     cached: torch.dtype,
     deterministic: str = "",
+    linear_methods: str = "float",
 ) -> str:
     """Return the layout string of a worker's KV; only workers with equal strings exchange blocks.
 
@@ -66,11 +67,14 @@ def layout_of(
         model: Result of `model_fingerprint`.
         cached: Dtype of the KV cache.
         deterministic: Result of `numerics_of` in deterministic mode, otherwise empty.
+        linear_methods: Names of the linear methods of all weights; see `LinearMethod.name`.
     """
     shape = (spec.num_layers, *spec.kv_shape, spec.rope.divisors)
     described = f"{KV_TRANSFER_VERSION} {model} {dtype} {shape}"
     if deterministic:
         described += f" deterministic {deterministic}"
+    if linear_methods != "float":
+        described += f" weights {linear_methods}"
     digest = blake2b(described.encode(), digest_size=16).hexdigest()
     return f"{digest} {str(cached).removeprefix('torch.')}"
 
@@ -91,6 +95,6 @@ def layout_mismatch(theirs: str, ours: str) -> str:
     if of_them == of_us and their_dtype:
         return f"its KV cache is of {their_dtype}, ours of {our_dtype}: use the same kv_cache_dtype"
     return (
-        "the layouts differ: use the same model and dtype for both workers, and in deterministic "
-        "mode the same block size and the same kind of GPU or CPU"
+        "the layouts differ: use the same model, dtype and quantization for both workers, and in "
+        "deterministic mode the same block size and the same kind of GPU or CPU"
     )

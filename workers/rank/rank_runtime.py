@@ -20,6 +20,7 @@ from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model, ModelInfo
+from penstock.workers.models.spec import read_config
 from penstock.workers.parallel.communicator import Communicator
 from penstock.workers.parallel.mesh import MeshCoord
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, all_reduce_min, connect_ranks
@@ -92,7 +93,8 @@ class RankRuntime:
         dtypes, numerics = (self.decoder.dtype, self.cache.data.dtype), ""
         if self.config.deterministic:
             numerics = numerics_of(self.limits.block_size, self.decoder.device)
-        return layout_of(model, self.spec, *dtypes, numerics)
+        methods = self.decoder.linear_methods if isinstance(self.decoder, Decoder) else "float"
+        return layout_of(model, self.spec, *dtypes, numerics, methods)
 
     def expert_counts(self) -> list[Tensor]:
         """Return, for each MoE layer of this rank, how often each expert was chosen ([E] int64).
@@ -189,10 +191,12 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
     try:
         dtype = choose_dtype(config.dtype, "float32", device)
         cached = choose_cache_dtype(config.kv_cache_dtype, config.quantization, dtype, device)
+        is_packed = bool(read_config(config.model).values.get("quantization_config"))
     except ValueError:
         return []
     single_rank = config.coord.mesh.num_ranks == 1
-    return required_groups(device, dtype, cached, config.quantization != "none", single_rank)
+    is_int8 = is_packed or config.quantization != "none"
+    return required_groups(device, dtype, cached, is_int8, single_rank, is_packed)
 
 
 def _runs_asynchronously(config: WorkerConfig, decoder: Model) -> bool:

@@ -1,7 +1,8 @@
 """Loads a checkpoint folder, or a GGUF file, into a model."""
 
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from io import BufferedReader
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from penstock.common.gguf.checkpoint import is_gguf, open_gguf
+from penstock.kernels.linear.quantized import supports_dequantizing
 from penstock.workers.layers.packing import Packer, check_deterministic, check_quantization
 from penstock.workers.layers.parameter import Parameter
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, is_file_name, read_json
@@ -26,9 +28,17 @@ from penstock.workers.models.spec import (
 from penstock.workers.models.transformers_backend.loading import load_transformers_model
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
 from penstock.workers.weights.gguf.tensors import find_gguf_tensors, log_loading
+from penstock.workers.weights.quantized_layouts import QuantizedModule
+from penstock.workers.weights.quantized_method import (
+    UNUSED_SUFFIXES,
+    assign_methods,
+    log_weight_only,
+    method_names,
+    quantized_modules,
+)
+from penstock.workers.weights.regions import Region
 from penstock.workers.weights.safetensors import read_header
 from penstock.workers.weights.sharding import (
-    Region,
     check_native,
     check_shape,
     region_shape,
@@ -60,7 +70,8 @@ def load(
             folder, dtype, device, progress, max_model_len, quantization, deterministic, ranks
         )
     check_native(config, ranks.coord.mesh)
-    _check_transformers_options(folder, quantization, deterministic)
+    is_quantized = bool(config.values.get("quantization_config"))
+    _check_transformers_options(folder, quantization, deterministic, is_quantized)
     chosen = choose_dtype(dtype, read_dtype(config), device)
     num_bytes = sum(entry.num_bytes for entry in find_tensors(folder).values())
     eos_tokens = read_eos_tokens(folder, config)
@@ -69,10 +80,13 @@ def load(
     )
 
 
-def _check_transformers_options(folder: Path, quantization: str, deterministic: bool) -> None:
+def _check_transformers_options(
+    folder: Path, quantization: str, deterministic: bool, is_quantized: bool
+) -> None:
     options = {
         f"quantization {quantization}": quantization != "none",
         "deterministic": deterministic,
+        "a quantized checkpoint": is_quantized,
     }
     for what in (what for what, is_set in options.items() if is_set):
         raise UnsupportedModel(
@@ -116,17 +130,49 @@ def load_model(
     entries = _named_in_full(find_tensors(folder), spec.names.prefix)
     chosen = choose_dtype(dtype, spec.dtype, device)
     check_shape(spec, ranks.coord.mesh)
-    whole = empty_decoder(spec, chosen, torch.device("meta")).parameters()
-    _match(folder, spec, whole, entries)
+    whole = empty_decoder(spec, chosen, torch.device("meta"))
+    modules = quantized_modules(spec.quantization, whole, entries)
+    assign_methods(whole, modules, {})
+    _match(folder, spec, whole.parameters(), entries, modules)
     check_quantization(quantization, device, chosen)
+    _check_quantized(folder, modules, quantization, deterministic, device, chosen)
     if is_gguf(folder) and ranks.coord.rank == 0:
         log_loading(open_gguf(folder), chosen, quantization)
     if deterministic:
         check_deterministic(device, chosen)
-    decoder = empty_decoder(spec, chosen, device, deterministic, ranks)
+    methods = method_names(modules) if quantization == "none" else quantization
+    decoder = replace(
+        empty_decoder(spec, chosen, device, deterministic, ranks), linear_methods=methods
+    )
+    tensor_regions = regions(spec, ranks.coord)
+    assign_methods(decoder, modules, tensor_regions)
+    log_weight_only(modules, device, chosen)
     packer = Packer(decoder, quantization, deterministic)
-    _stream(entries, decoder.parameters(), regions(spec, ranks.coord), progress, packer.finish)
+    _stream(entries, decoder.parameters(), tensor_regions, progress, packer.finish)
     return spec, decoder
+
+
+def _check_quantized(
+    folder: Path,
+    modules: Mapping[str, QuantizedModule],
+    quantization: str,
+    deterministic: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Raise if an option cannot be used with the quantized modules of a checkpoint."""
+    if not modules:
+        return
+    if quantization != "none":
+        raise ValueError(
+            f"quantization {quantization} is not available: {folder} is quantized already "
+            f"({method_names(modules)}): use quantization none"
+        )
+    if deterministic and not supports_dequantizing(device, dtype):
+        raise ValueError(
+            "deterministic mode is not available: quantized checkpoints need a CPU with AVX-512, "
+            f"numba and float32 for it, not {device.type} and {str(dtype).removeprefix('torch.')}"
+        )
 
 
 def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
@@ -184,10 +230,13 @@ def _match(
     spec: ModelSpec,
     parameters: dict[str, Parameter],
     entries: dict[str, TensorEntry],
+    modules: Mapping[str, QuantizedModule],
 ) -> None:
     """Check that the checkpoint has exactly the tensors that the whole model needs."""
     tied = {f"{spec.names.head}.weight"} if spec.tie_embeddings else set()
-    extra = {name for name in entries if not _is_unused(spec, name)} - tied - parameters.keys()
+    extra = (
+        {name for name in entries if not _is_unused(spec, name, modules)} - tied - parameters.keys()
+    )
     problems = (("lacks", parameters.keys() - entries.keys()), ("has the unexpected", extra))
     for verb, names in problems:
         if names:
@@ -196,13 +245,15 @@ def _match(
                 f"{spec.num_layers} layers): the files do not belong together or are incomplete"
             )
     for name, each in parameters.items():
-        _check(entries[name], each.shape)
+        _check(entries[name], each)
 
 
-def _is_unused(spec: ModelSpec, name: str) -> bool:
+def _is_unused(spec: ModelSpec, name: str, modules: Mapping[str, QuantizedModule]) -> bool:
     """Return True if a checkpoint may contain this tensor although the tensor is not loaded."""
     further = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
     prefixes = tuple(f"{spec.names.layers}.{number}." for number in further)
+    if modules and name.rpartition(".")[2] in UNUSED_SUFFIXES:
+        return True
     return bool(_NOT_WEIGHTS.search(name)) or name.startswith(prefixes)
 
 
@@ -211,17 +262,17 @@ def _listed(names: Iterable[str]) -> str:
     return f"tensor {first}" + (f" and {len(others)} more" if others else "")
 
 
-def _check(entry: TensorEntry, shape: tuple[int, ...]) -> None:
-    served = entry.loadable_dtypes
+def _check(entry: TensorEntry, expected: Parameter) -> None:
+    served = entry.loadable_dtypes(expected.accepts)
     if entry.dtype not in served:
         raise UnsupportedModel(
             f"{entry.path}: tensor {entry.stored_name} is {entry.dtype}, not one of "
             + ", ".join(served)
         )
-    if entry.shape != shape:
+    if entry.shape not in (expected.shape, *expected.alternatives):
         raise BadCheckpoint(
             f"{entry.path}: tensor {entry.stored_name} has shape {list(entry.shape)}, but the "
-            f"configuration makes it {list(shape)}: they do not belong together"
+            f"configuration makes it {list(expected.shape)}: they do not belong together"
         )
 
 
@@ -249,11 +300,14 @@ def _stream(
         files: dict[Path, BufferedReader] = {}
         for owner, names in _by_owner(entries, parameters):
             for name in names:
-                entry, region = entries[name], tensor_regions.get(name, ())
+                entry, parameter = entries[name], parameters[name]
+                region = parameter.region
+                if region is None:
+                    region = tensor_regions.get(name, ())
                 if entry.path not in files:
                     files[entry.path] = stack.enter_context(entry.path.open("rb"))
-                target = parameters[name].data()
-                assert region_shape(entry.shape, region) == tuple(target.shape), name
+                target = parameter.data()
+                assert math.prod(region_shape(entry.shape, region)) == target.numel(), name
                 entry.load(target, files[entry.path], advance, region)
             finish(owner)
 

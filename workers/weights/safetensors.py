@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.workers.models.config import BadCheckpoint
-from penstock.workers.weights.sharding import Region
+from penstock.workers.weights.regions import Region
 from penstock.workers.weights.tensor_entry import TensorEntry
 
 MAX_HEADER_BYTES = 16 << 20
@@ -27,6 +27,16 @@ MAX_ITEMS = 1 << 48  # of one tensor; bounds the time of arithmetic on numbers f
 CHUNK_BYTES = 8 << 20
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes of weights that are not quantized."""
+
+STORED_DTYPES = DTYPES | {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""All dtypes that can be loaded."""
+
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
@@ -39,12 +49,11 @@ ITEM_BYTES = {
 class SafetensorsEntry(TensorEntry):
     """A tensor in a safetensors file; its region is read in the order of the file."""
 
-    @property
-    def loadable_dtypes(self) -> tuple[str, ...]:
-        return tuple(DTYPES)
+    def loadable_dtypes(self, accepted: tuple[str, ...]) -> tuple[str, ...]:
+        return accepted
 
     def bytes_of(self, num_items: int) -> int:
-        return num_items * DTYPES[self.dtype].itemsize
+        return num_items * STORED_DTYPES[self.dtype].itemsize
 
     def load(
         self,
@@ -144,11 +153,12 @@ def load_tensor(
     """Stream a tensor, or only a region of it, into `target`.
 
     Args:
-        target: Contiguous tensor with the shape of the region, of any float dtype.
+        target: Contiguous tensor with the shape of the region; its dtype is the file's, or both
+            are float dtypes that `copy_` converts.
         file: Open file that contains the tensor.
         progress: Called with the number of bytes of each piece that was read.
     """
-    dtype = DTYPES[entry.dtype]
+    dtype = STORED_DTYPES[entry.dtype]
     flat = target.view(-1)
     buffer = bytearray(min(CHUNK_BYTES, len(flat) * dtype.itemsize))
     num_filled = first = 0

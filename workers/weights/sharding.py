@@ -21,12 +21,7 @@ from penstock.workers.models.spec import (
     read_spec,
 )
 from penstock.workers.parallel.mesh import BadShape, Mesh, MeshCoord
-
-Ranges: TypeAlias = tuple[tuple[int, int], ...]
-"""Ranges [first, last) of one dimension, concatenated in this order."""
-
-Region: TypeAlias = tuple[Ranges | None, ...]
-"""Selected ranges per dimension; None, or a missing entry at the end, selects all."""
+from penstock.workers.weights.regions import Ranges, Region
 
 
 def check_folder(folder: Path, mesh: Mesh) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from penstock.workers.weights.sharding import Region
+from penstock.workers.weights.regions import Region
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry(ABC):
-    """A float tensor in a checkpoint: `num_bytes` bytes at offset `start` of the file `path`.
+    """A tensor in a checkpoint: `num_bytes` bytes at offset `start` of the file `path`.
 
     `name` is the tensor's name in a safetensors checkpoint of the same model, and `dtype` the
     format's own name of the type of the items. `shape` is the tensor's shape after loading.
@@ -31,10 +31,13 @@ class TensorEntry(ABC):
         """The tensor's name in the file, for error messages."""
         return self.name
 
-    @property
     @abstractmethod
-    def loadable_dtypes(self) -> tuple[str, ...]:
-        """The values of `dtype` with which `load` works."""
+    def loadable_dtypes(self, accepted: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the values of `dtype` that may be loaded into a parameter.
+
+        Args:
+            accepted: The dtypes that the parameter takes from a safetensors file.
+        """
 
     @abstractmethod
     def bytes_of(self, num_items: int) -> int:
@@ -51,7 +54,7 @@ class TensorEntry(ABC):
         """Load the tensor, or only a region of it, into `target`, piece by piece.
 
         Args:
-            target: Contiguous tensor with the shape of the region, of any float dtype.
+            target: Contiguous tensor with the shape of the region, of an accepted dtype.
             file: The open file `path`.
             progress: Called with the number of bytes of each piece; the sum over all pieces is
                 `bytes_of` the number of items in the region.

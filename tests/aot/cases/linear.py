@@ -1,6 +1,7 @@
 """Cases of `kernels/linear`."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -8,6 +9,7 @@ from penstock.kernels.linear.batch_invariant import (
     batch_invariant_bmm,
     batch_invariant_matmul,
 )
+from penstock.kernels.linear.quantized import Kind, quantized_matmul
 from tests.aot.case import AotCase, meta
 
 
@@ -35,4 +37,30 @@ def aot_cases() -> Iterator[AotCase]:
             meta(64, 16, 192)[:, :, :128], meta(16, 128, 512).transpose(1, 2)
         ),
         products=products,
+    )
+    quantized = ("_dequantizing_matmul_kernel",)
+    cases: tuple[tuple[Kind, int], ...] = (("int4", 16), ("int4", 4096), ("fp8", 64))
+    for kind, rows in cases:
+        yield AotCase(
+            f"4096 by 4096, {kind} in groups of 128, {rows} rows, bf16",
+            partial(_quantized, rows, kind, one_group=True),
+            products=quantized,
+        )
+    yield AotCase(
+        "4096 by 4096, int4 with act-order, 16 rows, bf16",
+        partial(_quantized, 16, "int4", one_group=False),
+        products=quantized,
+    )
+
+
+def _quantized(rows: int, kind: Kind, one_group: bool) -> None:
+    bytes_ = {"dtype": torch.uint8}
+    quantized_matmul(
+        meta(rows, 4096),
+        meta(4096, 2048 if kind == "int4" else 4096, **bytes_),
+        meta(4096, 32, dtype=torch.float32),
+        meta(4096, 0 if kind == "fp8" else 32, **bytes_),
+        meta(4096, dtype=torch.int32),
+        kind=kind,
+        one_group=one_group,
     )

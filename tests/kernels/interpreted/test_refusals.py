@@ -5,6 +5,7 @@ A kernel would read or write out of bounds with such a tensor.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, sca
 from penstock.kernels.kv_cache.checksum import checksum, sum_words
 from penstock.kernels.kv_cache.op import rope_and_cache, write_kv
 from penstock.kernels.linear.batch_invariant import batch_invariant_bmm, batch_invariant_matmul
+from penstock.kernels.linear.quantized import quantized_matmul
 from penstock.kernels.mla.op import (
     mla_attention,
     plan_mla,
@@ -243,6 +245,18 @@ LAUNCHERS = {
     ),
     "invariant heads": Launcher(
         batch_invariant_bmm, lambda: floats(x=(3, 2, 8), weight=(2, 5, 8)), {"x": REFERENCE}
+    ),
+    "quantized product": Launcher(
+        partial(quantized_matmul, kind="int4"),
+        lambda: (
+            floats(x=(3, 8), scales=(5, 2), bias=(5,))
+            | {
+                "codes": torch.zeros(5, 4, dtype=torch.uint8),
+                "zeros": torch.zeros(5, 2, dtype=torch.uint8),
+            }
+            | ints(torch.int32, groups=(8,))
+        ),
+        {"x": REFERENCE, "codes": ROWS},
     ),
     "sample": Launcher(
         lambda logits, **params: sample(logits, SamplingTensors(**params)),

@@ -302,4 +302,6 @@ def test_layout_depends_on_deterministic_mode_block_size_and_cpu(
     monkeypatch.undo()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
     others.append(layout_of(*given, numerics_of(BLOCK_SIZE, cpu)))
+    monkeypatch.undo()
+    others.append(layout_of(*given, numerics_of(BLOCK_SIZE, cpu), "int8"))
     assert engine.layout not in others

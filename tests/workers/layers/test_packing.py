@@ -7,6 +7,7 @@ import torch
 
 from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32
 from penstock.workers.layers import packing
+from penstock.workers.layers.mla import LatentAttention
 from penstock.workers.layers.packing import linears, pack
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.weights.loading import load_model
@@ -60,6 +61,16 @@ def test_int8_packing_frees_all_plain_weights_except_the_embeddings(decoder: Dec
     assert all(linear.weight.numel() == 0 for linear in linears(decoder))
     assert decoder.embeddings is not None
     assert decoder.embeddings.numel() > 0
+
+
+def test_up_projection_of_mla_stays_a_matrix_in_int8(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "deepseek-v2-lite")
+    decoder = load_model(tmp_path, "auto", CPU, quantization="int8")[1]
+    for layer in decoder.layers:
+        assert isinstance(layer.attention, LatentAttention)
+        assert layer.attention.up not in list(linears(layer))
+        assert layer.attention.up.packed is None
+        assert len(layer.attention.up_heads) == layer.attention.num_heads
 
 
 def test_moe_router_is_not_packed(tmp_path: Path) -> None:

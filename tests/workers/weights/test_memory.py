@@ -34,6 +34,11 @@ LARGEST = 2 * INNER * HIDDEN * 4
 BUFFERS = 12 << 20
 """Bytes for the buffer of the file, and for rows that are being converted."""
 
+PACKED = CONFIG | {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 16,
+                   "num_key_value_heads": 16}  # fmt: skip
+LARGEST_PACKED = 2 * 1024 * 8192 // 2
+"""Bytes of gate and up with codes of 4 bits; as float32, they have eight times as many."""
+
 LOAD = """
 import sys
 from pathlib import Path
@@ -68,6 +73,14 @@ def make(folder: Path, layers: int) -> Path:
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_peak_is_the_finished_size_plus_two_products(tmp_path: Path, quantization: str) -> None:
     folders = (make(tmp_path / "warm", 1), make(tmp_path / "model", LAYERS))
+    peak, finished = memory_of(folders, quantization)
+    assert peak <= finished + 2 * LARGEST + BUFFERS
+    if quantization == "int8":
+        assert finished < 0.5 * LAYERS * (4 * HIDDEN + 3 * INNER) * HIDDEN * 4
+
+
+def memory_of(folders: tuple[Path, Path], quantization: str) -> tuple[int, int]:
+    """Load both folders in a process; return peak and growth in bytes for the second."""
     found = subprocess.run(
         [sys.executable, "-c", LOAD, *map(str, folders), quantization],
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
@@ -76,6 +89,43 @@ def test_peak_is_the_finished_size_plus_two_products(tmp_path: Path, quantizatio
         text=True,
     )
     peak, finished = map(int, found.stdout.split())
-    assert peak <= finished + 2 * LARGEST + BUFFERS
-    if quantization == "int8":
-        assert finished < 0.5 * LAYERS * (4 * HIDDEN + 3 * INNER) * HIDDEN * 4
+    return peak, finished
+
+
+def make_packed(folder: Path, layers: int, method: str) -> Path:
+    """Write a model with codes of 4 bits; all codes and zero points are zero."""
+    config = {"quant_method": method, "bits": 4, "group_size": 128, "zero_point": True}
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(PACKED | {"num_hidden_layers": layers, "quantization_config": config})
+    )
+    shapes = empty_decoder(read_spec(folder), torch.float32, torch.device("meta")).parameters()
+    tensors = {}
+    for name, each in shapes.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = torch.full(each.shape, 0.01)
+            continue
+        (outputs, inputs), module = each.shape, name.removesuffix(".weight")
+        by_inputs = method == "gptq"
+        shape = (inputs // 8, outputs) if by_inputs else (inputs, outputs // 8)
+        tensors |= {
+            f"{module}.qweight": torch.zeros(shape, dtype=torch.int32),
+            f"{module}.qzeros": torch.zeros(inputs // 128, outputs // 8, dtype=torch.int32),
+            f"{module}.scales": torch.full((inputs // 128, outputs), 0.01, dtype=torch.float16),
+        }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_peak_of_quantized_weights_is_the_finished_size_plus_two_products(
+    tmp_path: Path, method: str
+) -> None:
+    folders = (
+        make_packed(tmp_path / "warm", 1, method),
+        make_packed(tmp_path / "model", 4, method),
+    )
+    peak, finished = memory_of(folders, "none")
+    assert peak <= finished + 2 * LARGEST_PACKED + BUFFERS
+    size = (folders[1] / "model.safetensors").stat().st_size
+    assert finished < 1.25 * size  # scales are held in float32

@@ -119,7 +119,7 @@ def test_mla_cache_rows_are_on_every_rank(models: dict[str, Path]) -> None:
     assert part.spec.kv_shape == spec.kv_shape
     attention = part.layers[0].attention
     assert isinstance(attention, LatentAttention)
-    assert len(attention.up) == 1
+    assert len(attention.up_heads) == 1
     assert kv_heads(spec, Mesh(4).coord(3)) == range(1)
 
 

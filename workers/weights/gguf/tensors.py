@@ -16,7 +16,7 @@ from penstock.workers.models.config import BadCheckpoint
 from penstock.workers.models.spec import ModelSpec, read_spec
 from penstock.workers.weights.gguf.dequantize import DEQUANTIZE, dequantize
 from penstock.workers.weights.gguf.tensor_names import NOT_WEIGHTS, checkpoint_names
-from penstock.workers.weights.sharding import Ranges, Region
+from penstock.workers.weights.regions import Ranges, Region
 from penstock.workers.weights.tensor_entry import TensorEntry
 
 log = logging.getLogger(__name__)
@@ -43,9 +43,8 @@ class GgufEntry(TensorEntry):
     def stored_name(self) -> str:
         return self.own_name
 
-    @property
-    def loadable_dtypes(self) -> tuple[str, ...]:
-        return tuple(DEQUANTIZE)
+    def loadable_dtypes(self, accepted: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(DEQUANTIZE)  # all become floats
 
     def bytes_of(self, num_items: int) -> int:
         kind = BY_NAME[self.dtype]

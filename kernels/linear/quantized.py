@@ -1,0 +1,273 @@
+"""Weight-only linear layers: y = x Wᵀ + b, with W stored as codes of 4 or 8 bits.
+
+W [N, K] is never held as a float matrix. Each weight is a code with the scale and the zero point of
+its group of inputs, W[n, k] = (code[n, k] - zero[n, g(k)]) * scale[n, g(k)]. One representation
+covers the published formats:
+
+- FP8 (e4m3) codes, with one scale per tensor, per output or per block of inputs, without zeros;
+- 8-bit integers, with one scale per output or per group;
+- 4-bit integers, two per byte, as GPTQ, AWQ and compressed-tensors store them. With act-order, the
+  groups are not ranges of inputs: g(k) is a table.
+
+On a GPU, `triton_quantized` converts a tile of W to the dtype of x in the product's main loop; on a
+CPU with AVX-512, `cpu_dequantizing` converts it to float32. Elsewhere, W is converted by tiles of
+at most `TILE_WEIGHTS` weights, then multiplied by torch. Activations are not quantized.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.kernels.checks import FLOATS, check, check_contiguous
+from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
+from penstock.kernels.fallback import record_fallback
+from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS, has_avx512
+from penstock.kernels.linear.triton_quantized import TILE_INPUTS, quantized_matmul_triton
+from penstock.kernels.triton_common.launch import runs_kernels, use_triton
+
+Kind = Literal["int4", "int8", "fp8"]
+
+TILE_WEIGHTS = 1 << 20
+"""Largest number of weights that are held as floats at a time, where torch multiplies."""
+
+_KINDS: dict[Kind, int] = {"int4": 0, "int8": 1, "fp8": 2}  # as in `cpu_dequantizing`
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """A matrix [N, K] as codes, scales and zero points; `kind` gives the meaning of a code.
+
+    "int4" and "int8" are unsigned: signed codes are stored with 8 or 128 added, which is then their
+    zero point. "fp8" has no zero points.
+    """
+
+    kind: Kind
+    codes: Tensor  # [N, K] uint8; "int4": [N, K / 2], inputs 2 i and 2 i + 1 in bits 0-3 and 4-7
+    scales: Tensor  # [N, G] float32
+    zeros: Tensor  # [N, G] uint8; [N, 0] for "fp8"
+    groups: Tensor  # [K] int32, the group of each input
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.codes), len(self.groups)
+
+    def dequantize(self, first: int = 0, last: int | None = None) -> Tensor:
+        """Return rows [first, last) as float32: each is exactly rounded from its product."""
+        rows = slice(first, last)
+        codes, groups = self.codes[rows], self.groups.long()
+        scales = self.scales[rows][:, groups]
+        if self.kind == "fp8":
+            return codes.view(torch.float8_e4m3fn).to(torch.float32).mul_(scales)
+        if self.kind == "int4":
+            codes = torch.stack((codes & 15, codes >> 4), -1).view(len(codes), -1)
+        return codes.to(torch.float32).sub_(self.zeros[rows][:, groups]).mul_(scales)
+
+    def take_rows(self, rows: Tensor) -> "QuantizedMatrix":
+        """Return the matrix of these rows, in this order."""
+        taken = self.codes[rows], self.scales[rows], self.zeros[rows]
+        return QuantizedMatrix(self.kind, *taken, self.groups)
+
+
+def concatenate(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+    """Concatenate the rows of matrices of one kind.
+
+    Raises:
+        ValueError: The matrices differ in their groups, for example by act-order.
+    """
+    first = matrices[0]
+    if len(matrices) == 1:
+        return first
+    for each in matrices[1:]:
+        if each.kind != first.kind or not torch.equal(each.groups, first.groups):
+            raise ValueError("matrices with different groups of inputs cannot be fused")
+    codes, scales, zeros = (
+        torch.cat([getattr(each, name) for each in matrices])
+        for name in ("codes", "scales", "zeros")
+    )
+    return QuantizedMatrix(first.kind, codes, scales, zeros, first.groups)
+
+
+def even_groups(num_inputs: int, size: int, device: torch.device) -> Tensor:
+    """Return the table [K] int32 of groups that are ranges of `size` inputs."""
+    return torch.arange(num_inputs, dtype=torch.int32, device=device) // size
+
+
+@dataclass(frozen=True, slots=True)
+class TiledLinear:
+    """Dequantizes a bounded tile of W at a time; torch multiplies."""
+
+    matrix: QuantizedMatrix
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        record_fallback("quantized linear", x.device, f"{self.matrix.kind} weights")
+        num_outputs, num_inputs = self.matrix.shape
+        y = x.new_empty(len(x), num_outputs)
+        count = max(1, TILE_WEIGHTS // num_inputs)
+        for first in range(0, num_outputs, count):
+            rows = slice(first, first + count)
+            weight = self.matrix.dequantize(first, first + count).to(x.dtype)
+            bias = None if self.bias is None else self.bias[rows]
+            y[:, rows] = functional.linear(x, weight, bias)
+        return y
+
+
+def quantized_matmul(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    groups: Tensor,
+    bias: Tensor | None = None,
+    *,
+    kind: Kind,
+    one_group: bool = False,
+) -> Tensor:
+    """Return y = x Wᵀ + b [T, N], computed by the Triton kernel.
+
+    Args:
+        x: [T, K] float32, float16 or bfloat16 with contiguous rows, on a GPU.
+        codes: as in `QuantizedMatrix`; so are `scales`, `zeros` and `groups`.
+        bias: [N] of the dtype of x, or None.
+        kind: meaning of the codes.
+        one_group: True if the groups are ranges of a multiple of `TILE_INPUTS` inputs.
+
+    Raises:
+        ValueError: a shape, dtype or stride is wrong, or x is on a CPU.
+    """
+    if not use_triton(x):
+        raise ValueError(f"x: tensor on a GPU expected, not on {x.device}")
+    check("x", x, ("T", "K"), FLOATS)
+    num_inputs, num_groups = x.shape[1], scales.shape[-1]
+    check("groups", groups, (num_inputs,), (torch.int32,), like=x)
+    width = num_inputs // 2 if kind == "int4" else num_inputs
+    check("codes", codes, ("N", width), (torch.uint8,), like=x)
+    check("scales", scales, (len(codes), "G"), (torch.float32,), like=x)
+    counts = 0 if kind == "fp8" else num_groups
+    check("zeros", zeros, (len(codes), counts), (torch.uint8,), like=x)
+    for name, tensor in (("codes", codes), ("scales", scales), ("zeros", zeros)):
+        check_contiguous(name, tensor)
+    if bias is not None:
+        check("bias", bias, (len(codes),), (x.dtype,), like=x)
+    return quantized_matmul_triton(
+        x, codes, scales, zeros, groups, bias, _KINDS[kind], one_group
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TritonQuantizedLinear:
+    """A weight-only linear layer computed by `quantized_matmul`."""
+
+    matrix: QuantizedMatrix
+    bias: Tensor | None
+    one_group: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x [T, K] to [T, N]."""
+        given = self.matrix
+        return quantized_matmul(
+            x, given.codes, given.scales, given.zeros, given.groups, self.bias,
+            kind=given.kind, one_group=self.one_group,
+        )  # fmt: skip
+
+
+def _has_one_group_per_tile(groups: Tensor) -> bool:
+    """Return whether each tile of inputs of the Triton kernel is in one group."""
+    tiles = groups[: len(groups) // TILE_INPUTS * TILE_INPUTS].view(-1, TILE_INPUTS)
+    rest = groups[tiles.numel() :]
+    return bool((tiles == tiles[:, :1]).all()) and bool((rest == rest[:1]).all())
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizingLinear:
+    """A weight-only linear layer for CPUs with AVX-512; W is stored in panels of 48 outputs.
+
+    Batch-invariant: the order of summation does not depend on the number of rows or threads.
+    """
+
+    kind: Kind
+    codes: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, K, 48], "int4": [P, K / 2, 48]
+    scales: npt.NDArray[np.float32] = field(repr=False)  # flat; [P, G, 48]
+    zeros: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, G, 48]; empty for "fp8"
+    groups: npt.NDArray[np.int32] = field(repr=False)  # [K]
+    bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48], zero past `num_outputs`
+    num_outputs: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""
+        num_rows, num_inputs = len(x), len(self.groups)
+        if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
+            expected = f"[T, {num_inputs}] float32"
+            raise ValueError(f"x: {expected} expected, not {list(x.shape)} {x.dtype}")
+        loops = _cpu_kernels()
+        rows = loops.padded_rows(num_rows)
+        if rows != num_rows:
+            x = functional.pad(x, (0, 0, 0, rows - num_rows))
+        y = torch.empty(rows, len(self.bias))
+        work = num_rows * num_inputs * len(self.bias)
+        loops.run(
+            x.contiguous().view(-1).numpy(), rows, _KINDS[self.kind], self.codes, self.scales,
+            self.zeros, self.groups, self.bias, y.view(-1).numpy(),
+            num_threads=1 if work < MIN_PARALLEL_MACS else torch.get_num_threads(),
+        )  # fmt: skip
+        return y[:num_rows, : self.num_outputs].contiguous()
+
+
+def supports_dequantizing(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether `pack_quantized` gives a `DequantizingLinear` for activations of `dtype`."""
+    if device.type != "cpu" or runs_kernels(device):
+        return False
+    return dtype == torch.float32 and has_avx512() and has_numba()
+
+
+def pack_quantized(
+    matrix: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype
+) -> TiledLinear | DequantizingLinear | TritonQuantizedLinear:
+    """Pack a weight-only linear layer for activations of `dtype`.
+
+    On CPUs with AVX-512, the result keeps no reference to `matrix`.
+    """
+    if runs_kernels(matrix.codes.device) and matrix.codes.numel():
+        return TritonQuantizedLinear(matrix, bias, _has_one_group_per_tile(matrix.groups))
+    if not supports_dequantizing(matrix.codes.device, dtype) or not matrix.codes.numel():
+        return TiledLinear(matrix, bias)
+    num_outputs = len(matrix.codes)
+    padded = torch.zeros(-(-num_outputs // _WIDTH) * _WIDTH)
+    if bias is not None:
+        padded[:num_outputs] = bias
+    return DequantizingLinear(
+        matrix.kind, _panels(matrix.codes), _panels(matrix.scales), _panels(matrix.zeros),
+        matrix.groups.numpy(), padded.numpy(), num_outputs,
+    )  # fmt: skip
+
+
+_WIDTH = 48  # `PANEL` of `cpu_f32_avx512`, which needs numba
+
+
+def _panels(rows: Tensor) -> Any:
+    """Rearrange [N, C] to [P, C, 48], flat; rows past N are zero."""
+    num_panels = -(-len(rows) // _WIDTH)
+    panels = torch.zeros(num_panels, rows.shape[1], _WIDTH, dtype=rows.dtype)
+    for panel, outputs in zip(panels, torch.split(rows, _WIDTH), strict=True):
+        panel[:, : len(outputs)] = outputs.T
+    return panels.view(-1).numpy()
+
+
+def load_cpu_kernels() -> None:
+    """Load the compiled loops, compiling them if they are not in the cache on disk."""
+    _cpu_kernels().load()
+
+
+@cache
+def _cpu_kernels() -> Any:
+    configure_numba()
+    from penstock.kernels.linear import cpu_dequantizing
+
+    return cpu_dequantizing

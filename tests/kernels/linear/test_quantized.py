@@ -1,0 +1,166 @@
+"""Weight-only products: within the error bound of float32 sums, and batch-invariant."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from penstock.kernels.linear import quantized
+from penstock.kernels.linear.cpu_packed_f32 import has_avx512, pack_f32
+from penstock.kernels.linear.quantized import (
+    DequantizingLinear,
+    Kind,
+    QuantizedMatrix,
+    TiledLinear,
+    concatenate,
+    even_groups,
+    pack_quantized,
+)
+from tests.support.threads import threads
+
+CPU = torch.device("cpu")
+KINDS: tuple[Kind, ...] = ("int4", "int8", "fp8")
+SHAPES = [(1, 32, 32), (47, 96, 32), (48, 384, 128), (49, 200, 100), (145, 578, 289)]
+"""Outputs, inputs, inputs per group. 192 inputs and 48 outputs are one tile of weights."""
+ROWS = (0, 1, 2, 7, 8, 9, 255, 257, 300)
+
+
+def matrix(kind: Kind, outputs: int, inputs: int, size: int, act_order: bool) -> QuantizedMatrix:
+    generator = torch.Generator().manual_seed(outputs)
+    groups = even_groups(inputs, size, CPU)
+    if act_order:
+        groups = groups[torch.randperm(inputs, generator=generator)]
+    count = inputs // size
+    width = inputs // 2 if kind == "int4" else inputs
+    codes = torch.randint(0, 256, (outputs, width), dtype=torch.uint8, generator=generator)
+    zeros = torch.randint(0, 16, (outputs, count), dtype=torch.uint8, generator=generator)
+    if kind == "fp8":
+        codes[codes & 127 == 127] = 3  # NaN
+        zeros = zeros[:, :0]
+    scales = torch.rand(outputs, count, generator=generator) + 0.1
+    return QuantizedMatrix(kind, codes, scales, zeros, groups)
+
+
+def e4m3(code: int) -> float:
+    """Return the value of an FP8 number from its definition."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+    return -size if code & 128 else size
+
+
+def weights(given: QuantizedMatrix) -> torch.Tensor:
+    """Dequantize in float64, one weight after the other."""
+    outputs, inputs = given.shape
+    groups = given.groups.tolist()
+    result = torch.zeros(outputs, inputs, dtype=torch.float64)
+    for n in range(outputs):
+        codes, scales, zeros = given.codes[n].tolist(), given.scales[n].tolist(), given.zeros[n]
+        for k, group in enumerate(groups):
+            if given.kind == "fp8":
+                value = e4m3(codes[k])
+            else:
+                code = codes[k // 2] >> 4 * (k % 2) & 15 if given.kind == "int4" else codes[k]
+                value = code - int(zeros[group])
+            result[n, k] = value * scales[group]
+    return result
+
+
+def bound(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Bound the error of float32 sums in any order, with weights rounded to float32.
+
+    A sum of K products and a bias has K + 1 terms. Each term has an error factor of at most
+    (1 + u)^(K + 3): the rounding of the weight, of the product and of at most K + 1 sums.
+    """
+    u = 2.0**-24
+    count = weight.shape[1] + 3
+    return (x.double().abs() @ weight.abs().T + bias.abs()) * (count * u / (1 - count * u))
+
+
+def tiled(given: QuantizedMatrix, bias: torch.Tensor, dtype: torch.dtype) -> TiledLinear:
+    return TiledLinear(given, bias)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("pack", [tiled, pack_quantized])
+def test_product_is_within_the_bound_of_float32_sums(
+    kind: Kind, act_order: bool, pack: Callable[..., TiledLinear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "TILE_WEIGHTS", 1000)
+    for outputs, inputs, size in SHAPES:
+        given, bias = matrix(kind, outputs, inputs, size, act_order), torch.randn(outputs)
+        weight = weights(given)
+        product = pack(given, bias, torch.float32)
+        for rows in ROWS:
+            x = torch.randn(rows, inputs)
+            found = product(x)
+            assert found.shape == (rows, outputs)
+            assert found.is_contiguous()
+            error = (found.double() - (x.double() @ weight.T + bias.double())).abs()
+            assert (error <= bound(x, weight, bias.double())).all()
+
+
+@pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_bits_are_those_of_float32_panels_for_any_rows_and_threads(kind: Kind) -> None:
+    given = matrix(kind, 145, 578, 289, act_order=True)
+    product = pack_quantized(given, None, torch.float32)
+    assert isinstance(product, DequantizingLinear)
+    x = torch.randn(40, 578)
+    whole = product(x)
+    panels = pack_f32(given.dequantize(), None)
+    assert torch.equal(whole[:1], panels(x[:1]))
+    for count, (first, last) in ((1, (0, 1)), (2, (3, 12)), (3, (39, 40))):
+        with threads(count), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quantized, "MIN_PARALLEL_MACS", 0)
+            assert torch.equal(product(x[first:last]), whole[first:last])
+
+
+@pytest.mark.parametrize("pack", [tiled, pack_quantized])
+def test_fp8_codes_have_the_values_of_torch(pack: Callable[..., TiledLinear]) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    scales, zeros = torch.ones(16, 1), torch.zeros(16, 0, dtype=torch.uint8)
+    given = QuantizedMatrix("fp8", codes, scales, zeros, even_groups(16, 16, CPU))
+    product = pack(given, None, torch.float32)
+    expected = codes.view(torch.float8_e4m3fn).float()
+    assert [e4m3(code) for code in range(127)] == expected.flatten()[:127].tolist()
+    for k in range(16):
+        one = torch.zeros(1, 16)
+        one[0, k] = 1
+        column = expected[:, k]
+        found = product(one)[0]
+        # A NaN elsewhere in a row makes its product NaN too.
+        sound = ~expected.isnan().any(1)
+        assert torch.equal(found[sound], column[sound])
+        assert found[~sound].isnan().all()
+
+
+def test_matrices_with_other_groups_are_not_fused() -> None:
+    one, other = (matrix("int4", 8, 64, size, False) for size in (32, 64))
+    assert concatenate([one, one]).shape == (16, 64)
+    with pytest.raises(ValueError, match="different groups"):
+        concatenate([one, other])
+
+
+@pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+def test_input_of_another_shape_or_dtype_is_refused() -> None:
+    product = pack_quantized(matrix("int8", 8, 64, 32, False), None, torch.float32)
+    for x in (torch.zeros(2, 63), torch.zeros(64), torch.zeros(2, 64, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"\[T, 64\] float32 expected"):
+            product(x)
+
+
+def test_bfloat16_activations_use_bounded_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = matrix("int4", 100, 64, 32, False)
+    tiles = []
+    dequantize = QuantizedMatrix.dequantize
+
+    def watch(self: QuantizedMatrix, first: int, last: int) -> torch.Tensor:
+        tiles.append(last - first)
+        return dequantize(self, first, last)
+
+    monkeypatch.setattr(quantized, "TILE_WEIGHTS", 640)
+    monkeypatch.setattr(QuantizedMatrix, "dequantize", watch)
+    product = pack_quantized(given, None, torch.bfloat16)
+    assert product(torch.zeros(3, 64, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert tiles == [10] * 10

@@ -1,0 +1,139 @@
+"""Quantized checkpoints of every form give the logits of their dequantized weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from penstock.kernels.linear.cpu_packed_f32 import has_avx512
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.layers import packing
+from penstock.workers.weights.loading import load_model
+from tests.support.answers import check, expected_answers
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.engines import greedy_sequence, run_out
+from tests.support.planner import generate
+from tests.support.quantized import (
+    FLOAT,
+    FORMS,
+    HIDDEN,
+    WEIGHT_ONLY,
+    make_quantized,
+    small,
+)
+
+CPU = torch.device("cpu")
+MAX_NEW, CHUNK = 4, 21
+
+
+def prompts() -> list[list[int]]:
+    numbers = np.random.default_rng(5)
+    return [numbers.integers(4, VOCAB_SIZE, length).tolist() for length in (12, 37)]
+
+
+@pytest.mark.parametrize("name", WEIGHT_ONLY)
+def test_logits_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) -> None:
+    reference = make_quantized(tmp_path, FORMS[name])
+    _, decoder = load_model(tmp_path, "auto", CPU)
+    assert all(linear.weight.numel() == 0 for _, linear in decoder.linears())
+    check(
+        generate(decoder, prompts(), MAX_NEW, CHUNK),
+        expected_answers(reference, prompts(), MAX_NEW),
+    )
+
+
+def make_engine(folder: Path, **other: Any) -> Engine:
+    sizes = {"kv_cache_mib": 1, "max_sequences": 8, "max_batched_tokens": 32}
+    engine = Engine(WorkerConfig("w", folder, **{**sizes, **other}))
+    engine.warm_up()
+    return engine
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    for number, prompt in enumerate(prompts()):
+        engine.submit(greedy_sequence(number, prompt, MAX_NEW))
+    found = run_out(engine)
+    return [found[number] for number in range(len(prompts()))]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_engine_serves_quantized_checkpoints(deterministic: bool, tmp_path: Path) -> None:
+    if deterministic and not has_avx512():
+        pytest.skip("needs AVX-512")
+    layouts = []
+    for name in ("fp8-blocks", "awq"):
+        reference = make_quantized(tmp_path / name, FORMS[name])
+        engine = make_engine(tmp_path / name, deterministic=deterministic)
+        assert answers(engine) == expected_answers(reference, prompts(), MAX_NEW)[0]
+        layouts.append(engine.layout)
+    assert len(set(layouts)) == 2
+
+
+def test_int8_products_are_those_of_quantization_while_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    make_quantized(tmp_path / "int8", FORMS["int8-products"])
+    stored = load_model(tmp_path / "int8", "auto", CPU)[1]
+    make_quantized(tmp_path / "float", FLOAT)
+    online = load_model(tmp_path / "float", "auto", CPU, quantization="int8")[1]
+    assert stored.head is not None
+    assert online.head is not None
+    stored.head.packed = online.head.packed  # the head is not quantized in the checkpoint
+    found, expected = (generate(each, prompts(), MAX_NEW, CHUNK) for each in (stored, online))
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def mixtral() -> Any:
+    return transformers.MixtralConfig(
+        **small(), num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False
+    )
+
+
+def deepseek() -> Any:
+    return transformers.DeepseekV3Config(
+        **small() | {"num_key_value_heads": 4},
+        q_lora_rank=64,
+        kv_lora_rank=96,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        moe_intermediate_size=160,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        tie_word_embeddings=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-4-act-order", "awq-32"])
+@pytest.mark.parametrize("config", [mixtral, deepseek])
+def test_experts_and_latent_attention_take_every_form(
+    name: str, config: Callable[[], Any], tmp_path: Path
+) -> None:
+    reference = make_quantized(tmp_path, FORMS[name], config())
+    _, decoder = load_model(tmp_path, "auto", CPU)
+    expected = expected_answers(reference, prompts(), MAX_NEW)
+    check(generate(decoder, prompts(), MAX_NEW, CHUNK), expected)
+
+
+def test_grouped_rows_of_falcon_are_reordered(tmp_path: Path) -> None:
+    config = transformers.FalconConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=6,
+        num_kv_heads=3, new_decoder_architecture=True, bias=False, ffn_hidden_size=256,
+        bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    reference = make_quantized(tmp_path, FORMS["packed-4-groups"], config)
+    _, decoder = load_model(tmp_path, "auto", CPU)
+    expected = expected_answers(reference, prompts(), MAX_NEW)
+    check(generate(decoder, prompts(), MAX_NEW, CHUNK), expected)

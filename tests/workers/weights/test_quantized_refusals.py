@@ -1,0 +1,205 @@
+"""Quantized checkpoints with wrong tensors or options: one line that names the tensor."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
+from penstock.workers.models.spec import check_config
+from penstock.workers.weights import loading
+from penstock.workers.weights.loading import SINGLE, load_model
+from penstock.workers.weights.safetensors import SafetensorsEntry
+from tests.support.checkpoints import make_checkpoint
+from tests.support.quantized import FORMS, make_quantized
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    names = ("fp8-blocks", "fp8-tensor-static", "gptq-4-act-order", "awq", "packed-4-groups")
+    folder = tmp_path_factory.mktemp("made")
+    for name in names:
+        make_quantized(folder / name, FORMS[name])
+    return {name: folder / name for name in names}
+
+
+def changed(source: Path, folder: Path, change: Callable[[Tensors], object], **config: Any) -> Path:
+    """Copy a checkpoint with other tensors and another `quantization_config`."""
+    tensors = load_file(source / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE)
+    values = json.loads((source / "config.json").read_text())
+    values["quantization_config"] |= config
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def same(tensors: Tensors) -> None:
+    pass
+
+
+def replaced(name: str, value: torch.Tensor) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: value})
+
+
+def removed(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fp8-blocks", removed(f"{Q}.weight_scale_inv"), f"lacks tensor {Q}.weight_scale_inv"),
+        ("fp8-blocks", removed(f"{Q}.weight"), f"lacks tensor {Q}.weight "),
+        (
+            "fp8-blocks",
+            replaced(f"{Q}.weight_scale_inv", torch.ones(2, 3)),
+            rf"{Q}.weight_scale_inv has shape \[2, 3\].*makes it \[2, 2\]",
+        ),
+        (
+            "fp8-blocks",
+            replaced(f"{Q}.weight_scale_inv", torch.ones(2, 2, dtype=torch.int8)),
+            f"{Q}.weight_scale_inv is I8, not one of F32",
+        ),
+        ("fp8-blocks", replaced(f"{Q}.zeros", torch.ones(2)), f"unexpected tensor {Q}.zeros"),
+        (
+            "fp8-tensor-static",
+            replaced(f"{Q}.weight_scale", torch.ones(2)),
+            rf"{Q}.weight_scale has shape \[2\].*makes it \[1\]",
+        ),
+        ("gptq-4-act-order", removed(f"{DOWN}.g_idx"), f"lacks tensor {DOWN}.g_idx"),
+        ("gptq-4-act-order", removed(f"{DOWN}.qzeros"), f"lacks tensor {DOWN}.qzeros"),
+        (
+            "gptq-4-act-order",
+            replaced(f"{DOWN}.g_idx", torch.full((320,), 10, dtype=torch.int32)),
+            f"tensor {DOWN}.g_idx names groups 10 to 10, but the module has groups 0 to 9",
+        ),
+        (
+            "gptq-4-act-order",
+            replaced(f"{Q}.g_idx", torch.zeros(192, dtype=torch.int32)),
+            f"{Q}, .*v_proj: matrices with different groups",
+        ),
+        (
+            "awq",
+            replaced(f"{DOWN}.qweight", torch.ones(320, 12, dtype=torch.int32)),
+            rf"{DOWN}.qweight has shape \[320, 12\].*makes it \[320, 24\]",
+        ),
+        (
+            "packed-4-groups",
+            replaced(f"{DOWN}.weight_packed", torch.ones(192, 40, dtype=torch.uint8)),
+            f"{DOWN}.weight_packed is U8, not one of I32",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(
+    made: dict[str, Path],
+    tmp_path: Path,
+    name: str,
+    change: Callable[[Tensors], object],
+    message: str,
+) -> None:
+    folder = changed(made[name], tmp_path, change)
+    with pytest.raises((BadCheckpoint, UnsupportedModel), match=message) as error:
+        load_model(folder, "auto", CPU)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        ("awq", {"group_size": 128}, "has 192 inputs, which groups of 128 .* do not divide"),
+        ("packed-4-groups", {"ignore": ["lm_head", Q]}, f"{Q} is not quantized, but other modules"),
+        (
+            "fp8-blocks",
+            {"modules_to_not_convert": [DOWN]},
+            f"has the unexpected tensor {DOWN}.weight_scale_inv",
+        ),
+    ],
+)
+def test_configuration_of_other_tensors_is_refused(
+    made: dict[str, Path], tmp_path: Path, name: str, config: dict[str, Any], message: str
+) -> None:
+    folder = changed(made[name], tmp_path, same, **config)
+    with pytest.raises((BadCheckpoint, UnsupportedModel), match=message):
+        load_model(folder, "auto", CPU)
+
+
+def test_all_tensors_are_checked_before_the_first_is_read(
+    made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise AssertionError("a tensor was read")
+
+    monkeypatch.setattr(SafetensorsEntry, "load", fail)
+    folder = changed(made["awq"], tmp_path, removed(f"{DOWN}.scales"))
+    with pytest.raises(BadCheckpoint, match=f"lacks tensor {DOWN}.scales"):
+        load_model(folder, "auto", CPU)
+
+
+def test_module_stored_as_floats_is_not_quantized(made: dict[str, Path], tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        for suffix in ("qweight", "qzeros", "scales"):
+            del tensors[f"{DOWN}.{suffix}"]
+        tensors[f"{DOWN}.weight"] = torch.randn(192, 320)
+
+    folder = changed(made["awq"], tmp_path, change)
+    decoder = load_model(folder, "auto", CPU)[1]
+    methods = {" ".join(names): linear.method.name for names, linear in decoder.linears()}
+    assert methods[DOWN] == "float"
+    assert methods[DOWN.replace("1", "0")] == "awq int4 groups of 64"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "int8"}, "int8 is not available: .* quantized already .awq int4"),
+        ({"dtype": "bfloat16", "deterministic": True}, "deterministic mode is not available"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    made: dict[str, Path], options: dict[str, Any], message: str
+) -> None:
+    given = {"dtype": "auto", **options}
+    with pytest.raises(ValueError, match=message):
+        load_model(made["awq"], device=CPU, **given)
+
+
+def test_products_that_the_device_lacks_are_logged_once(
+    made: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    load_model(made["fp8-tensor-static"], "auto", CPU)
+    load_model(made["awq"], "auto", CPU)
+    [record] = [each for each in caplog.records if "weight-only" in each.message]
+    assert "FP8 products are not available on cpu with float32" in record.message
+
+
+def test_bfloat16_products_are_within_the_rounding_of_their_operands(
+    made: dict[str, Path],
+) -> None:
+    wide, narrow = (load_model(made["awq"], dtype, CPU)[1] for dtype in ("float32", "bfloat16"))
+    x = torch.randn(3, 192).bfloat16()
+    for (_, one), (_, other) in zip(wide.linears(), narrow.linears(), strict=True):
+        if one.weight.shape[1] == 192:
+            weight = one(torch.eye(192)).T
+            error = (other(x).float() - x.float() @ weight.T).abs()
+            # Weights and results are rounded to 8 bits; float32 sums add far less than 2^-9.
+            assert (error <= 3 * 2.0**-9 * (x.float().abs() @ weight.abs().T)).all()
+
+
+def test_architecture_without_a_native_decoder_is_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gpt-neox")
+    path = tmp_path / "config.json"
+    values = json.loads(path.read_text()) | {"quantization_config": FORMS["awq"].config}
+    path.write_text(json.dumps(values))
+    with pytest.raises(UnsupportedModel, match="quantized weights are supported for native"):
+        check_config(tmp_path)
+    with pytest.raises(UnsupportedModel, match="a quantized checkpoint is supported for native"):
+        loading.load(tmp_path, "auto", CPU)

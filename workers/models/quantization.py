@@ -1,0 +1,295 @@
+"""Reads `quantization_config` of a `config.json`: how the checkpoint's weights are quantized.
+
+Needs no torch. Sources of the formats: the configuration classes of `transformers`
+(`FineGrainedFP8Config`, `GPTQConfig`, `AwqConfig`) and of `compressed-tensors`
+(`QuantizationConfig`), and the checkpoints that these write.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from penstock.workers.models.config import Config, Fields, UnsupportedModel
+
+Storage = Literal["fp8", "int8", "packed", "gptq", "awq"]
+"""Layout of a module's tensors; `workers/weights/quantized_layouts.py` defines the tensors."""
+
+PER_OUTPUT = 0
+"""Value of `WeightScheme.group_size`: the scales are per output, or one for the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """How the weights of some modules are quantized and stored."""
+
+    storage: Storage
+    bits: int
+    group_size: int = PER_OUTPUT  # inputs per group; PER_OUTPUT, -1: one group
+    block_rows: int = 1  # outputs that share a scale, for blocks
+    per_tensor: bool = False  # one scale for a whole module
+    symmetric: bool = True  # False: the checkpoint has zero points
+    act_order: bool = False  # the checkpoint has a table of each input's group
+    zero_offset: int = 0  # added to stored zero points ("gptq": 1, except in format gptq_v2)
+    scale_name: str = "weight_scale"
+    activations: str = ""  # dtype to which products quantize activations: "", "fp8" or "int8"
+
+    @property
+    def name(self) -> str:
+        """Description for messages, and part of the KV layout string."""
+        if self.block_rows > 1:
+            scales = f"blocks of {self.block_rows} x {self.group_size}"
+        elif self.group_size > 0:
+            scales = f"groups of {self.group_size}"
+        else:
+            scales = "per tensor" if self.per_tensor else "per channel"
+        kind = "fp8" if self.storage == "fp8" else f"int{self.bits}"
+        order = ", act-order" if self.act_order else ""
+        return f"{self.storage} {kind} {scales}{order}".replace("fp8 fp8", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    targets: tuple[str, ...]  # module names, "re:" and a regular expression, or "Linear" for all
+    scheme: WeightScheme
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSpec:
+    """How a checkpoint is quantized: the scheme of each module."""
+
+    method: str  # `quant_method`
+    rules: tuple[_Rule, ...]
+    ignore: tuple[str, ...]  # modules that are not quantized, as in `_Rule.targets`
+    by_component: bool  # True: an entry of `ignore` names any components of a module's dotted name
+
+    def scheme_of(self, module: str) -> WeightScheme | None:
+        """Return the scheme of a module, by its name in the checkpoint; None: not quantized."""
+        if any(self._is_ignored(module, entry) for entry in self.ignore):
+            return None
+        for rule in self.rules:
+            if any(_matches(module, target) for target in rule.targets):
+                return rule.scheme
+        return next((rule.scheme for rule in self.rules if "Linear" in rule.targets), None)
+
+    def _is_ignored(self, module: str, entry: str) -> bool:
+        if self.by_component:
+            return f".{entry}." in f".{module}."
+        return entry == "Linear" or _matches(module, entry)
+
+
+def _matches(module: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return target == module
+
+
+def read_quantization(config: Fields) -> QuantizationSpec | None:
+    """Read `quantization_config`; return None if the checkpoint is not quantized.
+
+    Raises:
+        UnsupportedModel: The method or one of its options is not served.
+        BadCheckpoint: A value is invalid.
+    """
+    found = config.values.get("quantization_config") or config.values.get("compression_config")
+    if not found:
+        return None
+    if not isinstance(found, Mapping):
+        raise config.bad("quantization_config", "an object")
+    method = str(found.get("quant_method", ""))
+    reader = _READERS.get(method)
+    if reader is None:
+        raise config.unsupported(
+            f"weights quantized by {method or 'an unnamed quant_method'} are not served: use a "
+            f"checkpoint in one of {', '.join(_READERS)}, or in bfloat16"
+        )
+    return reader(_Options(config, found, method))
+
+
+class _Options:
+    """Options of one `quantization_config`, or of an object in it; errors name the option."""
+
+    def __init__(self, config: Fields, values: Config, path: str) -> None:
+        self._config = config
+        self.values = values
+        self.path = path
+
+    def refuse(self, key: str, served: str) -> UnsupportedModel:
+        return self._config.unsupported(
+            f"quantization_config of {self.path}: {key} {self.values.get(key)!r} is not served, "
+            f"only {served}"
+        )
+
+    def only(self, key: str, *served: Any) -> Any:
+        """Return the value at `key`; raise UnsupportedModel unless it is one of `served`."""
+        value = self.values.get(key, served[0])
+        # bool is a subclass of int: True must not pass for 1
+        if not any(value == each and type(value) is type(each) for each in served):
+            raise self.refuse(key, " or ".join(map(repr, served)))
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return a positive integer, or -1 if that is the value."""
+        value = self.values.get(key, default)
+        if type(value) is not int or not (value == -1 or 0 < value <= 1 << 16):
+            raise self.refuse(key, "a positive whole number, or -1")
+        return value
+
+    def names(self, key: str) -> tuple[str, ...]:
+        found = self.values.get(key) or []
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise self.refuse(key, "a list of module names")
+        for each in found:
+            try:
+                re.compile(each.removeprefix("re:"))
+            except re.error:
+                raise self.refuse(key, "names and valid regular expressions") from None
+        return tuple(found)
+
+    def inner(self, key: str) -> "_Options | None":
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.refuse(key, "an object")
+        return _Options(self._config, value, f"{self.path}, {key}")
+
+
+def _for_all(options: _Options, scheme: WeightScheme, ignore: str) -> QuantizationSpec:
+    rules = (_Rule(("Linear",), scheme),)
+    return QuantizationSpec(options.path, rules, options.names(ignore), by_component=True)
+
+
+def _read_fp8(options: _Options) -> QuantizationSpec:
+    """FP8 of DeepSeek V3 (blocks, `weight_scale_inv`) or with one scale per module."""
+    options.only("fmt", "e4m3", "float8_e4m3fn")
+    options.only("scale_fmt", "float", None)
+    options.only("expert_dtype", "fp8", None)
+    options.only("activation_scheme", "dynamic", "static")
+    options.only("modules_to_convert", None)
+    ignore = "modules_to_not_convert"
+    if options.values.get(ignore) is None and "ignored_layers" in options.values:
+        ignore = "ignored_layers"
+    block = options.values.get("weight_block_size")
+    if block is None:
+        scheme = WeightScheme("fp8", 8, per_tensor=True, activations="fp8")
+        return _for_all(options, scheme, ignore)
+    rows, columns = _block(options, "weight_block_size")
+    scheme = WeightScheme(
+        "fp8", 8, columns, rows, scale_name="weight_scale_inv", activations="fp8"
+    )  # fmt: skip
+    return _for_all(options, scheme, ignore)
+
+
+def _block(options: _Options, key: str) -> tuple[int, int]:
+    block = options.values.get(key)
+    if not isinstance(block, list) or len(block) != 2:
+        raise options.refuse(key, "two positive whole numbers")
+    if not all(type(size) is int and 0 < size <= 1 << 16 for size in block):
+        raise options.refuse(key, "two positive whole numbers")
+    return block[0], block[1]
+
+
+def _read_gptq(options: _Options) -> QuantizationSpec:
+    bits = options.only("bits", 4, 8)
+    form = options.only("checkpoint_format", "gptq", "gptq_v2")
+    options.only("pack_dtype", "int32")
+    if options.values.get("dynamic"):
+        raise options.refuse("dynamic", "the same settings for all modules")
+    options.only("is_marlin_format", False)
+    scheme = WeightScheme(
+        "gptq",
+        bits,
+        options.size("group_size", 128),
+        symmetric=options.only("sym", True, False),
+        act_order=options.only("desc_act", False, True),
+        zero_offset=0 if form == "gptq_v2" else 1,
+    )
+    return _for_all(options, scheme, "modules_to_not_convert")
+
+
+def _read_awq(options: _Options) -> QuantizationSpec:
+    for key in ("bits", "w_bit"):
+        options.only(key, 4)
+    for key in ("version", "format"):
+        if str(options.values.get(key, "gemm")).lower() != "gemm":
+            raise options.refuse(key, "'gemm'")
+    options.only("zero_point", True)
+    size = options.size("group_size", options.values.get("q_group_size", 128))
+    scheme = WeightScheme("awq", 4, size, symmetric=False)
+    return _for_all(options, scheme, "modules_to_not_convert")
+
+
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+
+
+def _read_compressed_tensors(options: _Options) -> QuantizationSpec:
+    options.only("quantization_status", "compressed", None)
+    sparsity = options.inner("sparsity_config")
+    if sparsity is not None:
+        sparsity.only("format", "dense", None)
+    if options.values.get("transform_config"):
+        raise options.refuse("transform_config", "none")
+    groups = options.inner("config_groups")
+    if groups is None or not groups.values:
+        raise options.refuse("config_groups", "an object with at least one group")
+    rules = []
+    for name in groups.values:
+        group = groups.inner(name)
+        if group is None:
+            raise groups.refuse(name, "an object")
+        stored = group if group.values.get("format") is not None else options
+        targets = group.names("targets") or ("Linear",)
+        rules.append(_Rule(targets, _read_group(group, stored.only("format", *_FORMATS))))
+    return QuantizationSpec(options.path, tuple(rules), options.names("ignore"), by_component=False)
+
+
+def _read_group(group: _Options, form: str) -> WeightScheme:
+    """Read the scheme of one entry of `config_groups`."""
+    weights = group.inner("weights")
+    if weights is None:
+        raise group.refuse("weights", "an object")
+    group.only("output_activations", None)
+    kind, bits = weights.only("type", "int", "float"), weights.only("num_bits", 8, 4)
+    weights.only("dynamic", False)
+    symmetric = weights.only("symmetric", True, False)
+    strategy = weights.only("strategy", "channel", "tensor", "group", "block")
+    order = weights.only("actorder", None, "group", "weight", "static", "dynamic", False, True)
+    storage: Storage = (
+        "fp8" if kind == "float" else "packed" if form == "pack-quantized" else "int8"
+    )
+    if bits == 4 and storage != "packed":
+        raise weights.refuse("num_bits", "8, or 4 in the format 'pack-quantized'")
+    if storage == "fp8" and not symmetric:
+        raise weights.refuse("symmetric", "True for FP8")
+    size, rows = PER_OUTPUT, 1
+    if strategy == "group":
+        size = weights.size("group_size")
+    elif strategy == "block":
+        rows, size = _block(weights, "block_structure")
+    return WeightScheme(
+        storage,
+        bits,
+        size,
+        rows,
+        per_tensor=strategy == "tensor",
+        symmetric=symmetric,
+        act_order=order in ("group", "dynamic", True),
+        activations=_activations(group),
+    )
+
+
+def _activations(group: _Options) -> str:
+    given = group.inner("input_activations")
+    if given is None:
+        return ""
+    given.only("num_bits", 8)
+    return {"float": "fp8", "int": "int8"}[given.only("type", "int", "float")]
+
+
+_READERS = {
+    "compressed-tensors": _read_compressed_tensors,
+    "fp8": _read_fp8,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+}

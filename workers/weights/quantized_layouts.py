@@ -1,0 +1,306 @@
+"""The tensors of quantized modules: their names, shapes, cuts among ranks and codes.
+
+Sources of the layouts: the packing functions of AutoGPTQ, AutoAWQ and compressed-tensors, and the
+checkpoints of DeepSeek V3.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.linear.quantized import Kind, QuantizedMatrix, even_groups
+from penstock.workers.layers.parameter import FLOATS
+from penstock.workers.models.config import BadCheckpoint
+from penstock.workers.models.quantization import WeightScheme
+from penstock.workers.parallel.mesh import BadShape
+from penstock.workers.weights.regions import Ranges, Region
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Column, among eight, that AWQ stores in the i-th lowest four bits of a word."""
+
+_ROWS_AT_ONCE = 512  # bounds the memory for unpacked codes of AWQ
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedModule:
+    """A module of the checkpoint, [outputs, inputs] for the whole model, and its scheme."""
+
+    name: str
+    scheme: WeightScheme
+    outputs: int
+    inputs: int
+    has_group_table: bool  # the checkpoint has `g_idx`, the group of each input
+
+    @property
+    def num_groups(self) -> int:
+        size = self.scheme.group_size
+        return -(-self.inputs // size) if size > 0 else 1
+
+    @property
+    def per_word(self) -> int:
+        """Number of codes in a word of 32 bits."""
+        return 32 // self.scheme.bits
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a module: its name is the module's, a dot and `suffix`."""
+
+    suffix: str
+    shape: tuple[int, ...]  # for the whole model
+    dtype: torch.dtype  # in which it is held until the module is finished
+    accepts: tuple[str, ...]  # dtypes in the file
+    region: Region = ()  # the part that a rank loads
+    alternatives: tuple[tuple[int, ...], ...] = ()  # other shapes in the file, of the same items
+
+
+def check_module(module: QuantizedModule) -> None:
+    """Raise `BadCheckpoint` if groups or words do not divide the module."""
+    scheme, name = module.scheme, module.name
+    size = scheme.group_size
+    if scheme.block_rows == 1 and size > 0 and module.inputs % size:
+        raise BadCheckpoint(
+            f"{name} has {module.inputs} inputs, which groups of {size} (quantization_config) do "
+            "not divide: the files do not belong together"
+        )
+    word = module.per_word
+    packed_inputs = scheme.storage in ("packed", "gptq")
+    if packed_inputs and module.inputs % word:
+        raise BadCheckpoint(f"{name} has {module.inputs} inputs, not a multiple of {word}")
+    packed_outputs = scheme.storage in ("gptq", "awq")
+    if packed_outputs and module.outputs % word:
+        raise BadCheckpoint(f"{name} has {module.outputs} outputs, not a multiple of {word}")
+
+
+def stored_tensors(module: QuantizedModule, region: Region) -> Iterator[StoredTensor]:
+    """Yield the tensors of a module.
+
+    Args:
+        region: the rank's part of the weights [outputs, inputs].
+
+    Raises:
+        BadShape: The region cuts a group, a block or a word.
+    """
+    rows, columns = (*region, None, None)[:2]
+    match module.scheme.storage:
+        case "fp8":
+            yield StoredTensor(
+                "weight", (module.outputs, module.inputs), torch.float8_e4m3fn, ("F8_E4M3",),
+                (rows, columns),
+            )  # fmt: skip
+            yield from _row_scales(module, rows, columns)
+        case "int8":
+            yield StoredTensor(
+                "weight", (module.outputs, module.inputs), torch.int8, ("I8",), (rows, columns)
+            )
+            yield from _row_scales(module, rows, columns)
+            if not module.scheme.symmetric:
+                yield from _row_zeros(module, rows, columns)
+        case "packed":
+            yield from _packed(module, rows, columns)
+        case "gptq" | "awq":
+            yield from _by_inputs(module, rows, columns)
+
+
+def _row_scales(
+    module: QuantizedModule, rows: Ranges | None, columns: Ranges | None
+) -> Iterator[StoredTensor]:
+    shape, region, alternatives = _scale_shape(module, rows, columns)
+    yield StoredTensor(
+        module.scheme.scale_name, shape, torch.float32, FLOATS, region, alternatives
+    )  # fmt: skip
+
+
+def _row_zeros(
+    module: QuantizedModule, rows: Ranges | None, columns: Ranges | None
+) -> Iterator[StoredTensor]:
+    shape, region, alternatives = _scale_shape(module, rows, columns)
+    yield StoredTensor("weight_zero_point", shape, torch.int8, ("I8",), region, alternatives)
+
+
+def _scale_shape(
+    module: QuantizedModule, rows: Ranges | None, columns: Ranges | None
+) -> tuple[tuple[int, ...], Region, tuple[tuple[int, ...], ...]]:
+    scheme, outputs = module.scheme, module.outputs
+    if scheme.per_tensor:
+        return (1,), (), ((),)
+    groups = _group_cut(module, columns)
+    if scheme.block_rows > 1:
+        blocks = _divided(module, rows, scheme.block_rows, outputs, "outputs")
+        return (-(-outputs // scheme.block_rows), module.num_groups), (blocks, groups), ()
+    flat: tuple[tuple[int, ...], ...] = ((outputs,),) if module.num_groups == 1 else ()
+    return (outputs, module.num_groups), (rows, groups), flat
+
+
+def _packed(
+    module: QuantizedModule, rows: Ranges | None, columns: Ranges | None
+) -> Iterator[StoredTensor]:
+    word = module.per_word
+    words = _divided(module, columns, word, module.inputs, "inputs")
+    shape = module.outputs, module.inputs // word
+    yield StoredTensor("weight_packed", shape, torch.int32, ("I32",), (rows, words))
+    yield from _row_scales(module, rows, columns)
+    if not module.scheme.symmetric:
+        words = _divided(module, rows, word, module.outputs, "outputs")
+        shape = -(-module.outputs // word), module.num_groups
+        region = words, _group_cut(module, columns)
+        yield StoredTensor("weight_zero_point", shape, torch.int32, ("I32",), region)
+    if module.has_group_table:
+        yield _group_table(module, "weight_g_idx", columns)
+
+
+def _by_inputs(
+    module: QuantizedModule, rows: Ranges | None, columns: Ranges | None
+) -> Iterator[StoredTensor]:
+    """Yield the tensors of GPTQ and AWQ, whose first dimension is the inputs or their groups."""
+    word, groups = module.per_word, _group_cut(module, columns)
+    row_words = _divided(module, rows, word, module.outputs, "outputs")
+    if module.scheme.storage == "gptq":
+        words = _divided(module, columns, word, module.inputs, "inputs")
+        shape, region = (module.inputs // word, module.outputs), (words, rows)
+    else:
+        shape, region = (module.inputs, module.outputs // word), (columns, row_words)
+    yield StoredTensor("qweight", shape, torch.int32, ("I32",), region)
+    shape = module.num_groups, module.outputs // word
+    yield StoredTensor("qzeros", shape, torch.int32, ("I32",), (groups, row_words))
+    shape = module.num_groups, module.outputs
+    yield StoredTensor("scales", shape, torch.float32, FLOATS, (groups, rows))
+    if module.has_group_table:
+        yield _group_table(module, "g_idx", columns)
+
+
+def _group_table(module: QuantizedModule, suffix: str, columns: Ranges | None) -> StoredTensor:
+    return StoredTensor(suffix, (module.inputs,), torch.int32, ("I32",), (columns,))
+
+
+def _group_cut(module: QuantizedModule, columns: Ranges | None) -> Ranges | None:
+    """Return a rank's groups; with a table, all groups, because any input may be in any group."""
+    if module.num_groups == 1 or module.has_group_table:
+        return None
+    return _divided(module, columns, module.scheme.group_size, module.inputs, "inputs")
+
+
+def _divided(
+    module: QuantizedModule, ranges: Ranges | None, unit: int, size: int, what: str
+) -> Ranges | None:
+    """Return ranges in units of `unit` items; only the end of the dimension may cut a unit."""
+    if ranges is None or ranges == ((0, size),):
+        return None if ranges is None else ((0, -(-size // unit)),)
+    for bound in (bound for each in ranges for bound in each):
+        if bound % unit and bound != size:
+            raise BadShape(
+                f"{module.name}: a rank's {what} end at {bound}, inside a unit of {unit} {what} "
+                f"({module.scheme.name}): use fewer tensor-parallel ranks"
+            )
+    return tuple((first // unit, -(-last // unit)) for first, last in ranges)
+
+
+def read_matrix(module: QuantizedModule, tensors: dict[str, Tensor]) -> QuantizedMatrix:
+    """Return the codes and scales of a rank's part of a module.
+
+    Args:
+        tensors: those of `stored_tensors`, by suffix; they are removed from the dictionary.
+
+    Raises:
+        BadCheckpoint: The table of groups names a group that does not exist.
+    """
+    match module.scheme.storage:
+        case "fp8":
+            codes = tensors.pop("weight").view(torch.uint8)
+        case "int8":
+            codes = tensors.pop("weight").view(torch.uint8).bitwise_xor_(128)
+        case "packed":
+            codes = tensors.pop("weight_packed").view(torch.uint8)
+        case "gptq":
+            codes = tensors.pop("qweight").T.contiguous().view(torch.uint8)
+        case "awq":
+            codes = _awq_codes(tensors.pop("qweight"))
+    is_wide = module.scheme.bits == 8
+    outputs, inputs = len(codes), codes.shape[1] if is_wide else 2 * codes.shape[1]
+    scales = _scales(module, tensors, outputs)
+    kind: Kind = "fp8" if module.scheme.storage == "fp8" else "int8" if is_wide else "int4"
+    zeros = _zeros(module, tensors, scales)
+    return QuantizedMatrix(kind, codes, scales, zeros, _groups(module, tensors, inputs, codes))
+
+
+def _groups(
+    module: QuantizedModule, tensors: Mapping[str, Tensor], inputs: int, codes: Tensor
+) -> Tensor:
+    if not module.has_group_table:
+        size = module.scheme.group_size if module.num_groups > 1 else inputs
+        return even_groups(inputs, size, codes.device)
+    suffix = "weight_g_idx" if module.scheme.storage == "packed" else "g_idx"
+    table = tensors[suffix]
+    if int(table.min()) < 0 or int(table.max()) >= module.num_groups:
+        raise BadCheckpoint(
+            f"tensor {module.name}.{suffix} names groups {int(table.min())} to "
+            f"{int(table.max())}, but the module has groups 0 to {module.num_groups - 1}"
+        )
+    return table
+
+
+def _scales(module: QuantizedModule, tensors: Mapping[str, Tensor], outputs: int) -> Tensor:
+    scheme = module.scheme
+    if scheme.storage in ("gptq", "awq"):
+        return tensors["scales"].T.contiguous()
+    return _per_row(scheme, tensors[scheme.scale_name], outputs)
+
+
+def _per_row(scheme: WeightScheme, values: Tensor, outputs: int) -> Tensor:
+    """Repeat the values of tensors or blocks, so that each output has its own."""
+    if scheme.per_tensor:
+        return values.view(1, 1).repeat(outputs, 1)
+    return values.repeat_interleave(scheme.block_rows, 0)[:outputs].contiguous()
+
+
+def _zeros(module: QuantizedModule, tensors: Mapping[str, Tensor], scales: Tensor) -> Tensor:
+    scheme = module.scheme
+    if scheme.storage == "fp8":
+        return torch.zeros(len(scales), 0, dtype=torch.uint8, device=scales.device)
+    if scheme.storage == "awq":
+        return _awq_nibbles(tensors["qzeros"]).T.contiguous()
+    if scheme.storage == "gptq":
+        # The format "gptq" stores each zero point minus 1, modulo the number of codes.
+        stored = _unpacked(tensors["qzeros"], scheme.bits).T.contiguous()
+        return stored.add_(scheme.zero_offset).bitwise_and_(2**scheme.bits - 1)
+    if scheme.symmetric:
+        return torch.full(
+            scales.shape, 2 ** (scheme.bits - 1), dtype=torch.uint8, device=scales.device
+        )
+    stored = tensors["weight_zero_point"]
+    if scheme.storage == "packed":
+        return _unpacked(stored.T.contiguous(), scheme.bits).T[: len(scales)].contiguous()
+    return _per_row(scheme, stored.view(torch.uint8) ^ 128, len(scales))
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """Return the codes [R, C * 32 / bits] uint8 of words [R, C], lowest bits first."""
+    codes = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return codes
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+
+
+def _awq_nibbles(words: Tensor) -> Tensor:
+    """Return the codes [R, 8 C] uint8 of words [R, C] in AWQ's order."""
+    found = torch.empty(len(words), words.shape[1], 8, dtype=torch.uint8, device=words.device)
+    for position, column in enumerate(_AWQ_ORDER):
+        found[:, :, column] = (words >> 4 * position) & 15
+    return found.flatten(1)
+
+
+def _awq_codes(words: Tensor) -> Tensor:
+    """Return the codes [outputs, inputs / 2] of `QuantizedMatrix`, of words [inputs, outputs / 8].
+
+    An odd number of inputs does not occur: groups of AWQ have an even number.
+    """
+    codes = torch.empty(
+        8 * words.shape[1], len(words) // 2, dtype=torch.uint8, device=words.device
+    )  # fmt: skip
+    for first in range(0, len(words), _ROWS_AT_ONCE):
+        found = _awq_nibbles(words[first : first + _ROWS_AT_ONCE])
+        packed = found[0::2] | (found[1::2] << 4)
+        codes[:, first // 2 : first // 2 + len(packed)] = packed.T
+    return codes

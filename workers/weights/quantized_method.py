@@ -1,0 +1,210 @@
+"""Linear method of checkpoints that are quantized already, and its choice for each layer."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.linear.op import int8_unsupported_reason, pack_int8_codes
+from penstock.kernels.linear.quantized import QuantizedMatrix, concatenate, pack_quantized
+from penstock.workers.layers.linear import Linear, PackingOptions
+from penstock.workers.layers.parameter import FLOATS, Parameter
+from penstock.workers.models.config import UnsupportedModel
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.quantization import QuantizationSpec, WeightScheme
+from penstock.workers.weights.quantized_layouts import (
+    QuantizedModule,
+    check_module,
+    read_matrix,
+    stored_tensors,
+)
+from penstock.workers.weights.regions import Region
+from penstock.workers.weights.safetensors import TensorEntry
+from penstock.workers.weights.sharding import region_shape
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class QuantizedMethod:
+    """Method of one `Linear` whose modules are quantized in the checkpoint.
+
+    INT8 weights with INT8 activations use the INT8 product, if the device has one; activations
+    then have one scale per token, computed at run time, even if the checkpoint has static ones.
+    All other products are weight-only: activations are not quantized.
+    """
+
+    modules: tuple[QuantizedModule, ...]
+    regions: Mapping[str, Region]  # a rank's part of the weights, by the names of `FloatMethod`
+    _loaded: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.modules[0].scheme.name
+
+    def parameters(self, linear: Linear, names: Sequence[str]) -> dict[str, Parameter]:
+        self._loaded = [{} for _ in self.modules]
+        device = linear.device or linear.weight.device
+        found = {}
+        for module, tensors in zip(self.modules, self._loaded, strict=True):
+            region = self.regions.get(f"{module.name}.weight", ())
+            for each in stored_tensors(module, region):
+                shape = region_shape(each.shape, each.region)
+                allocate = partial(_allocate, tensors, each.suffix, shape, each.dtype, device)
+                found[f"{module.name}.{each.suffix}"] = Parameter(
+                    linear, shape, each.dtype, allocate, each.accepts, each.region,
+                    each.alternatives,
+                )  # fmt: skip
+        return found | linear.bias_parameters(names, linear.module_sizes(names))
+
+    def finish(self, linear: Linear, packing: PackingOptions) -> None:
+        matrix = self._matrix(linear)
+        dtype, inputs = linear.weight.dtype, linear.weight.shape[1]
+        if self._uses_int8_product(matrix, dtype):
+            codes = matrix.codes.bitwise_xor_(128).view(torch.int8)
+            linear.packed = pack_int8_codes(codes, matrix.scales.flatten(), linear.bias)
+        else:
+            linear.packed = pack_quantized(matrix, linear.bias, dtype)
+        linear.weight = torch.empty(0, inputs, dtype=dtype, device=matrix.codes.device)
+
+    def finish_dense(self, linear: Linear) -> None:
+        linear.weight = self._matrix(linear).dequantize().to(linear.weight.dtype)
+
+    def _matrix(self, linear: Linear) -> QuantizedMatrix:
+        """Return the fused matrix; free the loaded tensors."""
+        matrices = []
+        for module, tensors in zip(self.modules, self._loaded, strict=True):
+            matrices.append(read_matrix(module, tensors))
+            tensors.clear()
+        try:
+            matrix = concatenate(matrices)
+        except ValueError as error:
+            names = ", ".join(module.name for module in self.modules)
+            raise UnsupportedModel(f"{names}: {error}") from None
+        if linear.row_order is not None:
+            matrix = matrix.take_rows(linear.row_order)
+            linear.bias = None if linear.bias is None else linear.bias[linear.row_order]
+            linear.row_order = None
+        return matrix
+
+    def _uses_int8_product(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> bool:
+        scheme = self.modules[0].scheme
+        return (
+            matrix.kind == "int8"
+            and scheme.activations == "int8"
+            and scheme.symmetric
+            and matrix.scales.shape[1] == 1
+            and not int8_unsupported_reason(matrix.codes.device, dtype)
+        )
+
+
+def _allocate(
+    tensors: dict[str, Tensor], suffix: str, shape: tuple[int, ...], dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """Return the memory for a tensor of the checkpoint; allocate it at the first call."""
+    if suffix not in tensors:
+        tensors[suffix] = torch.empty(shape, dtype=dtype, device=device)
+    return tensors[suffix]
+
+
+def quantized_modules(
+    spec: QuantizationSpec | None, whole: Decoder, entries: Mapping[str, TensorEntry]
+) -> dict[str, QuantizedModule]:
+    """Return the quantized modules of a checkpoint by name.
+
+    A module whose only weight in the checkpoint is a float matrix is not quantized, whatever the
+    configuration says: heads and MoE routers often are not, and not all configurations list them.
+
+    Args:
+        whole: the decoder of the whole model, on the `meta` device.
+        entries: the tensors of the checkpoint.
+
+    Raises:
+        BadCheckpoint: Groups do not divide a module.
+        UnsupportedModel: Modules that are fused have different schemes.
+    """
+    found: dict[str, QuantizedModule] = {}
+    if spec is None:
+        return found
+    for names, linear in whole.linears():
+        sizes = linear.module_sizes(names)
+        schemes = [_scheme_of(spec, name, entries) for name in names]
+        if len(set(schemes)) > 1:
+            raise UnsupportedModel(
+                f"{names[0]} is {_described(schemes[0])}, but other modules of the same product "
+                f"({', '.join(names[1:])}) are not: they must be quantized alike"
+            )
+        for name, size, scheme in zip(names, sizes, schemes, strict=True):
+            if scheme is not None:
+                table = "weight_g_idx" if scheme.storage == "packed" else "g_idx"
+                has_table = scheme.act_order or f"{name}.{table}" in entries
+                inputs = linear.weight.shape[1]
+                found[name] = QuantizedModule(name, scheme, size, inputs, has_table)
+                check_module(found[name])
+    return found
+
+
+def _described(scheme: WeightScheme | None) -> str:
+    return "not quantized" if scheme is None else scheme.name
+
+
+def _scheme_of(
+    spec: QuantizationSpec, module: str, entries: Mapping[str, TensorEntry]
+) -> WeightScheme | None:
+    scheme = spec.scheme_of(module)
+    weight = entries.get(f"{module}.weight")
+    if scheme is None or (weight is not None and weight.dtype in FLOATS):
+        return None
+    if scheme.per_tensor and f"{module}.weight_scale_inv" in entries:
+        return replace(scheme, scale_name="weight_scale_inv")
+    return scheme
+
+
+UNUSED_SUFFIXES = (
+    *("input_scale", "input_zero_point", "activation_scale", "weight_shape"),
+    *("k_scale", "v_scale", "q_scale", "output_scale"),
+)
+"""Tensors of quantized checkpoints that are not loaded: activations are not quantized, or at run
+time; the KV cache has no static scales; shapes are known."""
+
+
+def assign_methods(
+    decoder: Decoder, modules: Mapping[str, QuantizedModule], regions: Mapping[str, Region]
+) -> None:
+    """Give each quantized `Linear` of a decoder its method.
+
+    Args:
+        regions: this rank's regions of tensors; see `sharding.regions`.
+    """
+    for names, linear in decoder.linears():
+        if names[0] in modules:
+            linear.method = QuantizedMethod(tuple(modules[name] for name in names), regions)
+
+
+def method_names(modules: Mapping[str, QuantizedModule]) -> str:
+    """Return the names of all methods of a model, as one string."""
+    return ", ".join(sorted({module.scheme.name for module in modules.values()})) or "float"
+
+
+def log_weight_only(
+    modules: Mapping[str, QuantizedModule], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Log once how products differ from those that the checkpoint asks for."""
+    schemes = {module.scheme for module in modules.values()}
+    has_int8 = not int8_unsupported_reason(device, dtype)
+    lacking = sorted(
+        each.activations
+        for each in schemes
+        if each.activations and not (each.activations == "int8" and has_int8 and each.bits == 8)
+    )
+    if lacking:
+        log.warning(
+            "%s products are not available on %s with %s: weights stay quantized, and activations "
+            "are not quantized (weight-only)",
+            " and ".join(dict.fromkeys(lacking)).upper(), device.type,
+            str(dtype).removeprefix("torch."),
+        )  # fmt: skip
