@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 from penstock.kernels.attention import triton as attention_kernels
 from penstock.kernels.attention import triton_launch
 from penstock.kernels.norm.op import rms_norm
-from penstock.kernels.triton_common.launch import INTERPRETED, record_launches
-from tests.aot.case import SM_80, SM_89, SM_90, SM_100, DeviceInfo, meta
+from penstock.kernels.triton_common.launch import INTERPRETED, DeviceInfo, record_launches
+from tests.aot.case import SM_80, SM_89, SM_90, SM_100, meta
 from tests.aot.compiling import compiled
 from tests.aot.jobs import Report, cases_of, forgotten, jobs_of, reports, run
 from tests.aot.pipelining import Loop
