@@ -40,8 +40,8 @@ def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
 
     The sum of the time limits of a stage and of the bounds section is at most STAGE_SECONDS.
     """
-    common = ("--device", device, "--bounds", str(folder / "bounds.json"), "--folder", str(folder))
-    common += ("--small",) if small else ()
+    files = ("--bounds", str(folder / "bounds.json"), "--folder", str(folder))
+    common = ("--device", device, *files, *(["--small"] if small else []))
 
     def section(name: str, module: str, seconds: float, *others: str) -> Section:
         return Section(name, f"penstock.loadtests.gpu.{module}", seconds, (*common, *others))

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -96,7 +96,7 @@ def files_of_tests(root: Path, folders: Sequence[str]) -> list[Path]:
 
 def run_pytest(
     files: Sequence[Path], device: str, lines: Path, ends: float, num_processes: int
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     """Run pytest on files until time `ends` (of `time.monotonic`).
 
     While pytest runs, "" is yielded about once per second. If pytest did not end as expected, the

@@ -122,7 +122,8 @@ def watch(
         if not reason:
             return
         lines = read_lines(path)
-        last = lines[-1] if lines else {"number": skipped - 1, "outcome": "none"}
+        nothing: dict[str, Any] = {"number": skipped - 1, "outcome": "none"}
+        last = lines[-1] if lines else nothing
         if last["outcome"] != "started":  # it crashed outside of a case
             line = {"case": f"{group}: process", "dtype": dtype, "number": last["number"]}
             _append(path, line | {"outcome": "failed", "why": f"{reason}: {words[-500:]}"})

@@ -6,6 +6,7 @@ of tiles. The exact results are computed on the host, from the inputs as the ker
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -233,7 +234,7 @@ def products(inputs: Inputs) -> Iterator[Case]:
 def moe(inputs: Inputs) -> Iterator[Case]:
     """Yield mixtures of experts with few and with many rows per expert."""
     for num_tokens in (3, 40) if inputs.small else (3, 130, 2000):
-        yield f"SiLU, {num_tokens} tokens", lambda n=num_tokens: _mix(inputs, n, False)
+        yield f"SiLU, {num_tokens} tokens", partial(_mix, inputs, num_tokens, False)
     yield "clamped with biases", lambda: _mix(inputs, 9, True)
 
 
@@ -272,9 +273,9 @@ def _move(inputs: Inputs) -> Result:
     sources, targets = [7, 0, 3], [1, 8, 2]
     layers, heads = slice(1, 3), slice(1, 3)
     expected[layers, :, targets, heads] = expected[layers, :, sources, heads]
-    at = {"dtype": torch.int32, "device": inputs.device}
-    staged = gather_blocks(kv, torch.tensor(sources, **at), layers, heads)
-    scatter_blocks(kv, torch.tensor(targets, **at), layers, heads, staged)
+    from_blocks, to_blocks = torch.tensor([sources, targets], dtype=torch.int32).to(inputs.device)
+    staged = gather_blocks(kv, from_blocks, layers, heads)
+    scatter_blocks(kv, to_blocks, layers, heads, staged)
     return kv, expected
 
 
