@@ -26,7 +26,7 @@ FOLDERS = ("tests/kernels", "tests/workers/gpu")
 MARKS = "interpreted or gpu"
 SECONDS = 215.0  # time limit of the section
 MARGIN_SECONDS = 8.0  # part of SECONDS reserved for writing the results
-ALONE_SECONDS = 45.0  # part of SECONDS reserved for SEPARATE_FILES
+SEPARATE_SECONDS = 45.0  # part of SECONDS reserved for SEPARATE_FILES
 TEST_SECONDS = 60  # time limit of one test, if pytest-timeout is installed
 LONGEST = ("test_deterministic.py", "test_attention.py", "test_moe.py")  # collected first
 SEPARATE_FILES = ("test_on_gpu.py",)  # files that need all device memory
@@ -144,14 +144,14 @@ def measure(options: Options, ends: float) -> Iterator[dict[str, Any]]:
         yield {"failures": ["pytest is not installed: see `make gpu-carry` in docs/gpu.md"]}
         return
     files = files_of_tests(ROOT, FOLDERS[1:] if options.small else FOLDERS)
-    alone = [path for path in files if path.name in SEPARATE_FILES]
-    together = [path for path in files if path not in alone]
+    separate = [path for path in files if path.name in SEPARATE_FILES]
+    together = [path for path in files if path not in separate]
     with tempfile.TemporaryDirectory() as temporary:
         lines = (options.folder or Path(temporary)) / LINES
         results = Results()
         for group, num_processes, until in (
-            (together, NUM_PROCESSES, ends - ALONE_SECONDS),
-            (alone, 1, ends),
+            (together, NUM_PROCESSES, ends - SEPARATE_SECONDS),
+            (separate, 1, ends),
         ):
             for problem in run_pytest(group, options.device.type, lines, until, num_processes):
                 results.read(lines)
