@@ -53,7 +53,7 @@ def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
         "1": [
             section(BOUNDS, "bounds", 35),
             section("smoke", "smoke", 140 if device == "cuda" else 410),
-            section("tests of kernels", "kernel_tests", kernel_tests.SECONDS),
+            section("tests of kernels", "kernel_tests", kernel_tests.seconds_on(device)),
         ],
         "2": [
             section("operations", "operations", 170),

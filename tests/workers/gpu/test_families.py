@@ -72,7 +72,8 @@ def reference_logits(model: Any, texts: Sequence[Sequence[int]], dtype: torch.dt
 
 def errors(found: Tensor, exact: Tensor) -> Tensor:
     """Return the relative error of each position."""
-    return (found - exact).norm(dim=-1) / exact.norm(dim=-1)
+    relative: Tensor = (found - exact).norm(dim=-1) / exact.norm(dim=-1)
+    return relative
 
 
 @pytest.mark.parametrize("family", FAMILIES if ON_GPU else FAMILIES[:1])
