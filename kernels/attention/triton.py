@@ -160,13 +160,19 @@ def attend_kernel(  # noqa: C901
                 start, stop = all_low, all_high
             else:
                 start, stop = all_high, high
+            # An iteration loads the block numbers of the next one: Triton's pipeliner copies a
+            # tile ahead only if no load in the same iteration gives its address.
+            ahead = start + tl.arange(0, BLOCK_N)
+            next_block = tl.load(table + ahead // S, mask=ahead < high, other=0)
             for at in tl.range(start, stop, BLOCK_N):
                 columns = at + tl.arange(0, BLOCK_N)
+                block = next_block.to(tl.int64)
+                ahead = columns + BLOCK_N
+                next_block = tl.load(table + ahead // S, mask=ahead < high, other=0)
                 if stretch == 1:
                     inside = tl.full((BLOCK_N,), True, tl.int1)
                 else:
                     inside = (columns >= low) & (columns < high)
-                block = tl.load(table + columns // S, mask=inside, other=0).to(tl.int64)
                 kv_at = ((block * H + head) * S + columns % S) * (D + TAIL)
                 loaded = inside[:, None] & wide[None, :]
                 k = tl.load(layer + kv_at[:, None] + features[None, :], mask=loaded, other=0.0)

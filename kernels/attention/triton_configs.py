@@ -1,8 +1,9 @@
 """Tile sizes of the attention kernels, by chip and head size.
 
 The sizes are fixed in tables, not autotuned, so that a captured CUDA graph runs the kernels that
-were tested. The sizes were chosen so that the kernels compile without register spills; their speed
-has not been measured yet.
+were tested. The sizes were chosen so that the kernels compile without register spills, and with
+three stages so that the copies of one tile overlap the computation of another (`tests/aot/rules`);
+their speed has not been measured yet.
 """
 
 from typing import NamedTuple
@@ -22,42 +23,47 @@ class Tiles(NamedTuple):
 _CHUNKS = {
     # key: largest padded head size for which the tiles are used
     "ample": {
-        64: Tiles(128, 128, 8, 2),
-        128: Tiles(128, 64, 8, 2),
-        256: Tiles(128, 32, 8, 2),
-        1024: Tiles(64, 32, 8, 2),
+        64: Tiles(128, 128, 8, 3),
+        128: Tiles(128, 64, 8, 3),
+        256: Tiles(128, 32, 8, 3),
     },
     "some": {
         64: Tiles(128, 64, 8, 3),
         128: Tiles(128, 32, 8, 3),
-        256: Tiles(64, 32, 8, 2),
-        1024: Tiles(32, 32, 8, 2),
-    },
-    "little": {
-        64: Tiles(128, 64, 8, 2),
-        128: Tiles(64, 32, 4, 3),
-        256: Tiles(64, 32, 8, 2),
-        1024: Tiles(32, 32, 8, 2),
+        256: Tiles(64, 16, 8, 3),
     },
     "amd": {
         64: Tiles(128, 64, 4, 1),
         128: Tiles(128, 64, 8, 1),
         256: Tiles(64, 32, 4, 1),
-        1024: Tiles(32, 16, 8, 1),
     },
 }
 
 
 def _chip_family(chip: DeviceInfo) -> str:
-    """Return the key of `_CHUNKS` for this chip.
+    """Return the family of a chip.
 
-    The key is "amd" for AMD GPUs. For NVIDIA GPUs, the key depends on the size of shared memory:
+    The family of AMD GPUs is "amd". For NVIDIA GPUs, it depends on the size of shared memory:
     "ample" for Hopper and later, "some" for the A100, "little" for graphics cards.
     """
     if not chip.is_cuda and chip.name != "interpreter":
         return "amd"
     kib = chip.shared_bytes >> 10
     return "ample" if kib > 200 else "some" if kib > 128 else "little"
+
+
+def _mla_tiles(chip: DeviceInfo, rows: int) -> Tiles:
+    """Return the tiles for rows of more than 256 features, which only MLA caches.
+
+    A tile has at most `rows` rows.
+    """
+    family = _chip_family(chip)
+    if family == "amd":
+        return Tiles(min(rows, 32), 16, 8, 1)
+    rows = min(rows, 64 if family == "ample" else 32)
+    # Products of 64 rows on sm_100 keep two more copies of a key tile, in another layout.
+    narrow = family == "little" or (rows == 64 and chip.name.startswith("sm_10"))
+    return Tiles(rows, 16 if narrow else 32, 8, 3)
 
 
 def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
@@ -67,7 +73,10 @@ def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
     """
     if itemsize == 4:  # float32 does not use tensor cores
         return Tiles(32, 32, 4, 1)
-    table = _CHUNKS[_chip_family(chip)]
+    if width > 256:
+        return _mla_tiles(chip, 64)
+    family = _chip_family(chip)
+    table = _CHUNKS["some" if family == "little" else family]
     return table[next(widest for widest in table if width <= widest)]
 
 
@@ -84,14 +93,15 @@ def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cach
     rows = min(64, max(16, 1 << (group - 1).bit_length()))
     if itemsize == 4:
         return Tiles(min(rows, 32), 32, 4, 1)
-    if width > 256:  # only MLA cache rows are this wide
-        widest = chunk_tiles(chip, width, itemsize)
-        return widest._replace(rows=min(rows, widest.rows))
+    if width > 256:
+        return _mla_tiles(chip, rows)
+    # On graphics cards, tiles are half as large, so that two programs share a multiprocessor.
+    columns = 32 if _chip_family(chip) == "little" and width > 64 else 64
     if width > 128:
-        return Tiles(rows, 32, 4, 2)
-    if cached == 1:  # FP8: 128 columns have as many bytes as 64 columns of 16 bits
-        return Tiles(rows, 128, 4, 2)
-    return Tiles(rows, 64, 4, 2 if _chip_family(chip) == "little" else 3)
+        columns //= 2
+    if cached == 1:  # FP8: twice as many columns have as many bytes
+        columns *= 2
+    return Tiles(rows, columns, 4, 3)
 
 
 def batch_invariant_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
@@ -102,8 +112,10 @@ def batch_invariant_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
     """
     if itemsize == 4:
         return chunk_tiles(chip, width, itemsize)
-    if width > 256:  # only MLA cache rows are this wide
-        return chunk_tiles(chip, width, itemsize)._replace(rows=16)
-    if width > 128:
-        return Tiles(32, 32 if _chip_family(chip) == "amd" else 64, 8, 2)
-    return Tiles(32, 64, 4, 2)
+    if width > 256:
+        return _mla_tiles(chip, 16)
+    family = _chip_family(chip)
+    if family == "amd":
+        return Tiles(32, 32, 8, 2) if width > 128 else Tiles(32, 64, 4, 2)
+    columns = 32 if family == "little" and width > 64 else 64
+    return Tiles(32, columns, 8 if width > 128 else 4, 3)

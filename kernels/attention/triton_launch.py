@@ -215,8 +215,9 @@ class TiledPlan:
 
     def _prefix(self, num_tokens: int, tiles: Tiles) -> _Prefix:
         device = self.batch.tables.device
-        starts = torch.tensor([0, num_tokens], dtype=torch.int32)
-        number = torch.tensor([self.prefix // SPLIT], dtype=torch.int32)
+        # On the host, whatever the default device, because the number of items is read there.
+        starts = torch.tensor([0, num_tokens], dtype=torch.int32, device="cpu")
+        number = torch.tensor([self.prefix // SPLIT], dtype=torch.int32, device="cpu")
         batch = Batch(starts.to(device), (starts[1:] + self.prefix).to(device), self.batch.tables)
         return _Prefix(
             batch, make_work_items(number, torch.zeros_like(number), 0).to(device), tiles

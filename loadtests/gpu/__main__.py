@@ -1,8 +1,12 @@
 """GPU tests and benchmarks: `make gpu`, or `python -m penstock.loadtests.gpu`.
 
-The run takes less than ten minutes and does not need Ray. Its sections measure the device's limits,
-run a KV transfer between two processes and the kernel tests, time every operation against other
+The run does not need Ray. Its sections measure the device's limits, compute every kernel once, run
+the kernel tests and a KV transfer between two processes, time every operation against other
 implementations, time decode steps of the engine, and measure the cost of deterministic mode.
+
+The sections form stages, each of which takes less than eight minutes: `make gpu ARGS=1` runs the
+first. Without arguments, all stages run. The results are one JSON file, and an archive with that
+file, the report and the files that the sections wrote.
 
 The run fails if a section fails, or if a fallback was used instead of a kernel. A missed
 performance goal is not a failure.
@@ -11,6 +15,7 @@ performance goal is not a failure.
 import argparse
 import json
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -23,55 +28,74 @@ import torch
 
 import penstock
 from penstock.loadtests.gpu import kernel_tests
-from penstock.loadtests.gpu.models import SHAPES
 from penstock.loadtests.gpu.sections import Outcome, Section, run_section
 from penstock.loadtests.gpu.table import report
 
-ALL_SECONDS = 590.0
+STAGE_SECONDS = 465.0  # so that a stage, with the start of its processes, takes eight minutes
+CPU_FACTOR = 3.0  # time limits on a CPU, where the command is only tested, relative to a GPU
 BOUNDS = "bounds"
 
 
-def sections(bounds: Path, device: str, small: bool) -> list[Section]:
-    """Return all sections in order; the sum of their time limits is at most ALL_SECONDS."""
-    common = ("--device", device, "--bounds", str(bounds), *(["--small"] if small else []))
+def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
+    """Return the sections of each stage, by the name of the stage.
+
+    The sum of the time limits of a stage and of the bounds section is at most STAGE_SECONDS.
+    """
+    files = ("--bounds", str(folder / "bounds.json"), "--folder", str(folder))
+    common = ("--device", device, *files, *(["--small"] if small else []))
 
     def section(name: str, module: str, seconds: float, *others: str) -> Section:
-        return Section(name, f"penstock.loadtests.gpu.{module}", seconds, (*common, *others))
+        limit = seconds if device == "cuda" else CPU_FACTOR * seconds
+        return Section(name, f"penstock.loadtests.gpu.{module}", limit, (*common, *others))
 
-    engine_seconds = {"1b": 55.0, "8b": 85.0, "moe": 65.0}
+    def engine(name: str, seconds: float) -> Section:
+        return section(f"engine, {name}", "steps", seconds, "--model", name)
+
+    return {
+        "1": [
+            section(BOUNDS, "bounds", 35),
+            section("smoke", "smoke", 140),
+            section("tests of kernels", "kernel_tests", kernel_tests.SECONDS),
+        ],
+        "2": [
+            section("operations", "operations", 170),
+            engine("8b", 110),
+            engine("moe", 90),
+        ],
+        "3": [
+            engine("1b", 90),
+            section("deterministic, 1b", "deterministic", 80, "--model", "1b"),
+            section("KV transfer of two processes", "kv_transfer", 60),
+        ],
+    }
+
+
+def chosen_sections(wanted: Sequence[str], by_stage: dict[str, list[Section]]) -> list[Section]:
+    """Return the sections whose stage or start of name is in `wanted`; all if it is empty.
+
+    The bounds section is always chosen, because other sections use its results.
+    """
     return [
-        section(BOUNDS, "bounds", 35),
-        section("KV transfer of two processes", "kv_transfer", 40),
-        section("tests of kernels", "kernel_tests", kernel_tests.SECONDS),
-        section("operations", "operations", 110),
-        *(
-            section(f"engine, {name}", "steps", engine_seconds[name], "--model", name)
-            for name in SHAPES
-        ),
-        section("deterministic, 1b", "deterministic", 50, "--model", "1b"),
+        section
+        for stage, sections in by_stage.items()
+        for section in sections
+        if not wanted
+        or stage in wanted
+        or section.name == BOUNDS
+        or section.name.startswith(tuple(wanted))
     ]
 
 
-def run(
-    wanted: Sequence[str], device: str, small: bool, seconds: float = ALL_SECONDS
-) -> Iterator[Outcome]:
-    """Run sections and yield their outcomes.
-
-    A section runs if its name starts with an entry of `wanted`, or if `wanted` is empty. The bounds
-    section always runs, because other sections use its results.
-    """
-    ends = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as folder:
-        bounds = Path(folder) / "bounds.json"
-        for section in sections(bounds, device, small):
-            chosen = not wanted or section.name.startswith(tuple(wanted))
-            if not chosen and section.name != BOUNDS:
-                continue
-            print(f"{section.name} ...", file=sys.stderr, flush=True)
-            outcome = run_section(section, ends - time.monotonic())
-            if section.name == BOUNDS and outcome.figures:
-                bounds.write_text(json.dumps(outcome.figures))
-            yield outcome
+def run(wanted: Sequence[str], device: str, small: bool, folder: Path) -> Iterator[Outcome]:
+    """Run sections and yield their outcomes; the sections write further files to `folder`."""
+    sections = chosen_sections(wanted, stages(folder, device, small))
+    ends = time.monotonic() + sum(section.seconds for section in sections)
+    for section in sections:
+        print(f"{section.name} ...", file=sys.stderr, flush=True)
+        outcome = run_section(section, ends - time.monotonic())
+        if section.name == BOUNDS and outcome.figures:
+            (folder / "bounds.json").write_text(json.dumps(outcome.figures))
+        yield outcome
 
 
 def triton_version() -> str:
@@ -102,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 (a section failed) or 2 (no CUDA device)."""
     program = "python -m penstock.loadtests.gpu"
     parser = argparse.ArgumentParser(prog=program, description="GPU tests and benchmarks.")
-    parser.add_argument("sections", nargs="*", help="section names or prefixes; default: all")
+    parser.add_argument(
+        "sections", nargs="*", help="stages, section names or prefixes of names; default: all"
+    )
     parser.add_argument("--save-json", type=Path, default=Path("build/gpu.json"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to test the command")
@@ -111,12 +137,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{program}: torch finds no CUDA device; see --device", file=sys.stderr)
         return 2
     outcomes: list[Outcome] = []
-    for outcome in run(given.sections, given.device, given.small):
-        outcomes.append(outcome)
-        _save(given.save_json, about(given.device), outcomes)  # saved in case a later one fails
+    archive = given.save_json.with_suffix(".tar.gz")
+    with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as temporary:
+        folder = Path(temporary)
+        for outcome in run(given.sections, given.device, given.small, folder):
+            outcomes.append(outcome)
+            # Saved in case a later section fails.
+            _save(given.save_json, about(given.device), outcomes)
+            (folder / "report.txt").write_text(report(outcomes))
+            _write_archive(archive, folder, given.save_json)
     print(report(outcomes))
-    print(f"figures: {given.save_json}")
+    print(f"figures: {given.save_json}; all files: {archive}")
     return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+def _write_archive(path: Path, folder: Path, figures: Path) -> None:
+    """Write an archive of the files in `folder` and of the figures, in place of an older one."""
+    part = path.with_suffix(".part")
+    with tarfile.open(part, "w:gz") as archive:
+        archive.add(figures, figures.name)
+        for file in sorted(folder.iterdir()):
+            archive.add(file, file.name)
+    part.replace(path)
 
 
 def _save(path: Path, on: dict[str, Any], outcomes: Sequence[Outcome]) -> None:

@@ -1,16 +1,19 @@
-"""Runs the kernel tests on the device, with one process per file.
+"""Runs the kernel tests on the device with pytest, in parallel processes if xdist is installed.
 
-Several files run in parallel, because compiling takes long. Files that need all device memory run
-one at a time.
+Every test appends a JSON line to a file when it ends (`pytest_lines`), so the results of a run that
+is stopped are kept. Files that need all device memory run alone, after the others.
 """
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,106 +24,153 @@ from penstock.loadtests.gpu.sections import write_figures
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = ("tests/kernels", "tests/workers/gpu")
 MARKS = "interpreted or gpu"
-SECONDS = 150.0  # time limit of the section
+SECONDS = 215.0  # time limit of the section
+INTERPRETED_SECONDS = 400.0  # the same under Triton's interpreter
 MARGIN_SECONDS = 8.0  # part of SECONDS reserved for writing the results
-LONGEST = ("test_deterministic.py", "test_attention.py", "test_moe.py")  # started first
+SEPARATE_SECONDS = 45.0  # part of SECONDS reserved for SEPARATE_FILES
+TEST_SECONDS = 60  # time limit of one test on a GPU, if pytest-timeout is installed
+LONGEST = ("test_deterministic.py", "test_attention.py", "test_moe.py")  # collected first
 SEPARATE_FILES = ("test_on_gpu.py",)  # files that need all device memory
-NUM_PROCESSES = max(2, min(12, (os.cpu_count() or 2) - 2))
-_NOTHING_CHOSEN = 5  # exit code of pytest if no test was selected
+NUM_PROCESSES = max(2, min(14, (os.cpu_count() or 2) - 2))
+LINES = "kernel-tests.jsonl"
+MAX_FAILURES = 30  # number of failed tests whose traceback is in the results; the file has all
+_NOTHING_CHOSEN, _TESTS_FAILED = 5, 1  # exit codes of pytest
 _LAST_LINES = 15
 
 
-@dataclass(frozen=True, slots=True)
-class FileRun:
-    """Result of running pytest on one file."""
+@dataclass(slots=True)
+class Results:
+    """Results of the tests that ended, by test; and problems that are not those of one test."""
 
-    name: str
-    code: int  # exit code; -1: not started or timed out
-    seconds: float
-    words: str  # output of pytest, or the reason why pytest did not finish
+    lines: dict[str, dict[str, Any]] = field(default_factory=dict)  # the worst line of each test
+    running: list[str] = field(default_factory=list)  # tests that started and did not end
+    problems: list[str] = field(default_factory=list)
 
-    @property
-    def chosen(self) -> bool:
-        """True if the file has tests for a device."""
-        return self.code != _NOTHING_CHOSEN
+    def read(self, path: Path) -> None:
+        """Read the lines that were written so far."""
+        self.lines, started = {}, dict[str, None]()
+        for text in path.read_text().splitlines() if path.exists() else ():
+            with suppress(ValueError):  # the last line may be incomplete
+                line = json.loads(text)
+                started[line["test"]] = None
+                if line["outcome"] != "started" and not self._failed(line["test"]):
+                    self.lines[line["test"]] = line
+        self.running = [test for test in started if test not in self.lines]
 
-    @property
-    def summary(self) -> str:
-        """Last line of pytest's output."""
-        return self.words.strip().splitlines()[-1] if self.words.strip() else "no output"
+    def _failed(self, test: str) -> bool:
+        return test in self.lines and self.lines[test]["outcome"] == "failed"
+
+    def figures(self) -> dict[str, Any]:
+        """Return the results as JSON values. Without a passed test, the section fails, too."""
+        failed = [line for line in self.lines.values() if line["outcome"] == "failed"]
+        failures = [
+            f"{line['test']}: " + "\n".join(line["why"].strip().splitlines()[-_LAST_LINES:])
+            for line in failed[:MAX_FAILURES]
+        ]
+        if len(failed) > MAX_FAILURES:
+            failures.append(f"{len(failed) - MAX_FAILURES} more failed tests: see {LINES}")
+        if not any(line["outcome"] == "passed" for line in self.lines.values()):
+            failures.append("no kernel test passed")
+        return {"files": self._files(), "failures": self.problems + failures}
+
+    def _files(self) -> dict[str, Any]:
+        files: dict[str, list[dict[str, Any]]] = {}
+        for test, line in sorted(self.lines.items()):
+            files.setdefault(test.partition("::")[0], []).append(line)
+        return {
+            name: {
+                "seconds": sum(line["seconds"] for line in lines),
+                "said": ", ".join(
+                    f"{number} {outcome}"
+                    for outcome, number in Counter(line["outcome"] for line in lines).items()
+                ),
+            }
+            for name, lines in files.items()
+        }
+
+
+def seconds_on(device: str) -> float:
+    """Return the time limit of the section."""
+    return SECONDS if device == "cuda" else INTERPRETED_SECONDS
 
 
 def files_of_tests(root: Path, folders: Sequence[str]) -> list[Path]:
-    return sorted(path for folder in folders for path in (root / folder).rglob("test_*.py"))
+    """Return the files of tests, those with the longest tests first."""
+    files = [path for folder in folders for path in sorted((root / folder).rglob("test_*.py"))]
+    return sorted(files, key=lambda path: path.name not in LONGEST)
 
 
-def run_file(path: Path, device: str, ends: float) -> FileRun:
-    """Run pytest on one file; stop pytest at time `ends` (of `time.monotonic`)."""
-    environment = {**os.environ, "PENSTOCK_TEST_DEVICE": device}
+def run_pytest(
+    files: Sequence[Path], device: str, lines: Path, ends: float, num_processes: int
+) -> Generator[str, None, None]:
+    """Run pytest on files until time `ends` (of `time.monotonic`).
+
+    While pytest runs, "" is yielded about once per second. If pytest did not end as expected, the
+    reason is yielded last.
+    """
+    environment = {
+        **os.environ,
+        "PENSTOCK_TEST_DEVICE": device,
+        "PENSTOCK_TEST_LINES": str(lines),
+    }
     # Triton reads TRITON_INTERPRET when a kernel's module is imported.
     environment.pop("TRITON_INTERPRET", None)
     if device == "cpu":
         environment["TRITON_INTERPRET"] = "1"
-    name, began = str(path.relative_to(ROOT)), time.monotonic()
-    if (seconds := ends - began) <= 0:
-        return FileRun(name, -1, 0.0, "not started: no time left")
-    command = (sys.executable, "-m", "pytest", name, "-q", "-m", MARKS, "-p", "no:cacheprovider")
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
+    command = [sys.executable, "-m", "pytest", "-q", "-m", MARKS, "-p", "no:cacheprovider"]
+    command += ["-p", "penstock.loadtests.gpu.pytest_lines"]
+    if find_spec("xdist") and num_processes > 1:
+        command += ["-n", str(num_processes), "--dist", "worksteal"]
+    if device == "cuda" and find_spec("pytest_timeout"):
+        # A thread ends the process, because a signal does not interrupt a wait for the GPU.
+        command += ["--timeout", str(TEST_SECONDS), "--timeout-method", "thread"]
+    command += [str(path.relative_to(ROOT)) for path in files]
+    with tempfile.TemporaryFile("w+") as words:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=words, stderr=subprocess.STDOUT
         )
-    except subprocess.TimeoutExpired:
-        return FileRun(name, -1, seconds, f"stopped after {seconds:.0f} s")
-    return FileRun(name, done.returncode, time.monotonic() - began, done.stdout + done.stderr)
-
-
-def figures_of(runs: Sequence[FileRun]) -> dict[str, Any]:
-    """Summarize the runs; ignore files that have no tests for a device.
-
-    If no test passed in any file, this is a failure, too.
-    """
-    chosen = [run for run in runs if run.chosen]
-    failures = [
-        f"{run.name}: " + "\n".join(run.words.strip().splitlines()[-_LAST_LINES:])
-        for run in chosen
-        if run.code
-    ]
-    if not any(" passed" in run.summary for run in chosen):
-        failures.append("no kernel test passed")
-    in_order = sorted(chosen, key=lambda run: run.name)
-    return {
-        "files": {run.name: {"seconds": run.seconds, "said": run.summary} for run in in_order},
-        "failures": failures,
-    }
+        try:
+            while process.poll() is None and time.monotonic() < ends:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(min(1.0, max(0.0, ends - time.monotonic())))
+                yield ""
+            if process.poll() is None:
+                yield "stopped: no time left"
+            elif process.returncode not in (0, _TESTS_FAILED, _NOTHING_CHOSEN):
+                words.seek(0)
+                last = "\n".join(words.read().strip().splitlines()[-_LAST_LINES:])
+                yield f"pytest exited with code {process.returncode}:\n{last}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 def measure(options: Options, ends: float) -> Iterator[dict[str, Any]]:
-    """Run all files until time `ends` (of `time.monotonic`); yield results after each file."""
+    """Run all files until time `ends` (of `time.monotonic`); yield the results so far."""
     if find_spec("pytest") is None:
         yield {"failures": ["pytest is not installed: see `make gpu-carry` in docs/gpu.md"]}
         return
     files = files_of_tests(ROOT, FOLDERS[1:] if options.small else FOLDERS)
-    runs: list[FileRun] = []
-
-    def run(path: Path) -> FileRun:
-        return run_file(path, options.device.type, ends)
-
-    together = [path for path in files if path.name not in SEPARATE_FILES]
-    together.sort(key=lambda path: path.name not in LONGEST)
-    with ThreadPoolExecutor(NUM_PROCESSES) as pool:
-        futures = [pool.submit(run, path) for path in together]
-        for future in as_completed(futures):
-            runs.append(future.result())
-            yield figures_of(runs)
-    for path in files:
-        if path.name in SEPARATE_FILES:
-            runs.append(run(path))
-            yield figures_of(runs)
+    separate = [path for path in files if path.name in SEPARATE_FILES]
+    together = [path for path in files if path not in separate]
+    with tempfile.TemporaryDirectory() as temporary:
+        lines = (options.folder or Path(temporary)) / LINES
+        results = Results()
+        for group, num_processes, until in (
+            (together, NUM_PROCESSES, ends - SEPARATE_SECONDS),
+            (separate, 1, ends),
+        ):
+            for problem in run_pytest(group, options.device.type, lines, until, num_processes):
+                results.read(lines)
+                if problem:
+                    running = f"; running: {', '.join(results.running)}" if results.running else ""
+                    results.problems.append(problem + running)
+                yield results.figures()
 
 
 def main() -> int:
-    ends = time.monotonic() + SECONDS - MARGIN_SECONDS
-    options = read_options("kernel_tests")
+    began, options = time.monotonic(), read_options("kernel_tests")
+    ends = began + seconds_on(options.device.type) - MARGIN_SECONDS
     for figures in measure(options, ends):
         write_figures(options.json, figures)
     return 0

@@ -17,6 +17,7 @@ class Options:
     bounds: Path | None  # result file of the bounds section; None: limits are unknown
     model: str  # key of SHAPES; used by the engine sections
     small: bool  # use tiny sizes, with which a CPU can test the command itself
+    folder: Path | None = None  # existing folder for further files of results, such as lines
 
     @property
     def dtype(self) -> torch.dtype:
@@ -32,5 +33,6 @@ def read_options(section: str, arguments: Sequence[str] | None = None) -> Option
     parser.add_argument("--bounds", type=Path)
     parser.add_argument("--model", default="")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--folder", type=Path)
     given = parser.parse_args(arguments)
-    return Options(given.device, given.json, given.bounds, given.model, given.small)
+    return Options(given.device, given.json, given.bounds, given.model, given.small, given.folder)

@@ -21,6 +21,10 @@ def _section(outcome: Outcome) -> Iterator[str]:
     figures = outcome.figures
     if "rows" in figures:
         yield from columns(OPERATION, [_operation(row) for row in figures["rows"]])
+    if "cases" in figures:
+        yield f"    {figures['compiled']} kernels compiled"
+        yield from (f"    rule of make aot: {complaint}" for complaint in figures["complaints"])
+        yield from columns(CASE, [_case(row) for row in figures["cases"]])
     if "batches" in figures:
         yield f"    {figures['about']}"
         yield from columns(BATCH, [_batch(n, row) for n, row in figures["batches"].items()])
@@ -33,6 +37,15 @@ def _section(outcome: Outcome) -> Iterator[str]:
     for name, each in figures.get("files", {}).items():
         yield f"    {name}: {each['said']}"
     yield ""
+
+
+CASE = ("case", "dtype", "outcome", "error", "limit", "s")
+
+
+def _case(row: Mapping[str, Any]) -> Row:
+    errors = (f"{row[key]:.1e}" if key in row else "" for key in ("error", "limit"))
+    seconds = f"{row['seconds']:.1f}" if "seconds" in row else ""
+    return (row["case"], row["dtype"], row["outcome"], *errors, seconds)
 
 
 OPERATION = ("operation", "µs", "of bound", "TFLOP/s", "goal", "met", "best peer", "of its speed")

@@ -21,7 +21,11 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 from tests.aot.jobs import Report, forgotten, jobs_of, run  # noqa: E402
 
-COLUMNS = ("kernel", "case", "chip", "regs", "spill", "shared", "warps", "tensor core", "wide")
+COLUMNS = (
+    *("kernel", "case", "chip", "regs", "spill", "shared", "warps", "tensor core", "wide"),
+    "buffers",  # of a copied tile, for each innermost loop with matrix products
+    "in flight",  # copies that still run after a wait in that loop
+)
 
 
 def kernel_modules() -> dict[str, list[str]]:
@@ -50,7 +54,11 @@ def row(report: Report) -> tuple[str, ...]:
     if found is None:
         return (*head, *"-" * (len(COLUMNS) - len(head)))
     numbers = ("registers", "spilled", "shared_bytes", "num_warps", "tensor_core")
-    return (*head, *(str(found[name]) for name in numbers), f"{found['wide_share']:.0%}")
+    loops = [
+        ",".join(str(loop[name]) for loop in found["loops"]) or "-"
+        for name in ("buffers", "in_flight")
+    ]
+    return (*head, *(str(found[name]) for name in numbers), f"{found['wide_share']:.0%}", *loops)
 
 
 def table(reports: list[Report]) -> str:

@@ -23,11 +23,19 @@ from triton.compiler.compiler import (
 from triton.runtime.jit import create_function_from_signature
 
 from penstock.kernels.triton_common.launch import DeviceInfo, Launch
+from tests.aot import pipelining
+from tests.aot.pipelining import Loop, product_loops
 
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 TENSOR_CORE = re.compile(r"[HIQB]MMA|[HIQ]GMMA|UTC\w*MMA|v_s?mfma\w*")
 LOCAL_MEMORY = re.compile(r"(?:LDL|STL)\b")
+
+REGISTERS = 1 << 16
+"""Registers of a multiprocessor."""
+
+RESERVED = 1 << 10
+"""Bytes of shared memory that a multiprocessor reserves per program."""
 
 CUDA_READS = re.compile(r"(?:LDG|LDGSTS|UTMALDG|UBLKCP)\b")
 HIP_READS = re.compile(r"(?:buffer|global|flat)_load_")
@@ -50,12 +58,20 @@ class Artefact:
     num_warps: int
     tensor_core: int  # number of tensor core instructions
     read_bytes: dict[int, int]  # bytes that load instructions read, by bytes per load
+    loops: list[Loop]  # innermost loops with matrix products; on NVIDIA GPUs only
 
     @property
     def wide_share(self) -> float:
         """Share of `read_bytes` that is read by loads of 16 bytes or more."""
         wide = sum(total for width, total in self.read_bytes.items() if width >= 16)
         return wide / max(1, sum(self.read_bytes.values()))
+
+    def resident_warps(self, chip: DeviceInfo) -> int:
+        """Return the number of warps that a multiprocessor of an NVIDIA GPU can hold at a time."""
+        threads = self.num_warps * chip.warp_size
+        by_registers = REGISTERS // max(1, -(-self.registers // 8) * 8 * threads)
+        by_memory = (chip.shared_bytes + RESERVED) // (self.shared_bytes + RESERVED)
+        return min(by_registers, by_memory) * self.num_warps
 
 
 def compiled(launch: Launch, chip: DeviceInfo) -> Artefact:
@@ -104,11 +120,14 @@ def _source(launch: Launch, chip: DeviceInfo) -> tuple[ASTSource, GPUTarget, dic
 
 def _from_json(text: str) -> Artefact:
     fields = json.loads(text)
-    return Artefact(**fields | {"read_bytes": {int(k): v for k, v in fields["read_bytes"].items()}})
+    read_bytes = {int(width): total for width, total in fields["read_bytes"].items()}
+    loops = [Loop(**each) for each in fields["loops"]]
+    return Artefact(**fields | {"read_bytes": read_bytes, "loops": loops})
 
 
-_VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-"""Hash of this file, which computes the cached measures."""
+_SOURCES = b"".join(Path(file).read_bytes() for file in (__file__, str(pipelining.__file__)))
+_VERSION = hashlib.sha256(_SOURCES).hexdigest()[:16]
+"""Hash of the files that compute the cached measures."""
 
 
 def _cuda(result: Any) -> Artefact:
@@ -127,6 +146,7 @@ def _cuda(result: Any) -> Artefact:
         num_warps=result.metadata.num_warps,
         tensor_core=_count(code, TENSOR_CORE),
         read_bytes=_reads(code, CUDA_READS),
+        loops=product_loops(result.asm["ttgir"]),
     )
 
 
@@ -141,6 +161,7 @@ def _hip(result: Any) -> Artefact:
         num_warps=result.metadata.num_warps,
         tensor_core=_count(code, TENSOR_CORE),
         read_bytes=_reads(code, HIP_READS),
+        loops=[],
     )
 
 

@@ -1,4 +1,4 @@
-"""Rules for compiled kernels: spills, shared memory, use of tensor cores, and wide loads."""
+"""Rules for compiled kernels: resources, tensor cores, wide loads, and loads ahead of time."""
 
 from penstock.kernels.triton_common.launch import DeviceInfo
 from tests.aot.case import AotCase
@@ -6,6 +6,12 @@ from tests.aot.compiling import Artefact
 
 MIN_WIDE_SHARE = 0.5
 """Share of a streaming kernel's reads that must be 16-byte loads; the rest are offsets, scalars."""
+
+MIN_RESIDENT_WARPS = 8
+"""Warps that a multiprocessor must hold at a time: two for each of its four schedulers."""
+
+DEEP = 4
+"""Copies in flight that replace more warps: two tiles ahead, with two copies per tile."""
 
 
 def complaints(artefact: Artefact, kernel: str, case: AotCase, chip: DeviceInfo) -> list[str]:
@@ -21,4 +27,27 @@ def complaints(artefact: Artefact, kernel: str, case: AotCase, chip: DeviceInfo)
         found.append("does not use tensor cores")
     if kernel in case.streams and artefact.wide_share < MIN_WIDE_SHARE:
         found.append(f"reads only {artefact.wide_share:.0%} of its bytes with 16-byte loads")
+    if kernel in case.products and chip.is_cuda:
+        found += _unhidden_latency(artefact, chip)
+    return found
+
+
+def _unhidden_latency(artefact: Artefact, chip: DeviceInfo) -> list[str]:
+    """Return messages for loads that nothing hides: no other warps, and no copies ahead."""
+    found = []
+    for loop in artefact.loops:
+        if loop.buffers < 2:
+            found.append(
+                f"copies not pipelined: {loop.buffers} buffers of a tile in a loop, at least 2 "
+                "expected (more stages, or an address that the same iteration loads?)"
+            )
+        elif loop.in_flight < 1:
+            found.append("copies not pipelined: a loop waits for all copies in every iteration")
+    deep = all(loop.in_flight >= DEEP for loop in artefact.loops)
+    if not deep and (warps := artefact.resident_warps(chip)) < MIN_RESIDENT_WARPS:
+        found.append(
+            f"{warps} warps on a multiprocessor of {chip.name}, at least {MIN_RESIDENT_WARPS} "
+            f"expected: {artefact.registers} registers and {artefact.shared_bytes} bytes of "
+            f"shared memory with {artefact.num_warps} warps"
+        )
     return found

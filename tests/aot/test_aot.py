@@ -7,13 +7,17 @@ import pytest
 
 pytest.importorskip("triton")
 
+from penstock.kernels.attention import triton as attention_kernels
+from penstock.kernels.attention import triton_launch
 from penstock.kernels.norm.op import rms_norm
-from penstock.kernels.triton_common.launch import INTERPRETED, record_launches
-from tests.aot.case import SM_90, meta
+from penstock.kernels.triton_common.launch import INTERPRETED, DeviceInfo, record_launches
+from tests.aot.case import SM_80, SM_89, SM_90, SM_100, meta
 from tests.aot.compiling import compiled
 from tests.aot.jobs import Report, cases_of, forgotten, jobs_of, reports, run
+from tests.aot.pipelining import Loop
 from tests.aot.rules import complaints
 from tests.support import broken_kernels
+from tests.support.mutants import NOTHING, Change, mutant_of, replaced
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,6 +82,51 @@ def test_too_much_shared_memory_is_reported() -> None:
     assert complaints(artefact, "_multiplier", case, chip) == []
     (found,) = complaints(artefact, "_multiplier", case, small)
     assert found.startswith(f"shared memory: {artefact.shared_bytes} bytes")
+
+
+LOADS_ITS_BLOCK: Change = (
+    "block = next_block.to",
+    "block = tl.load(table + columns // S, mask=columns < high, other=0).to",
+)
+"""Makes the address of a tile depend on a load of the same iteration."""
+
+DECODE = 1  # index of the launch for split KV
+
+
+@pytest.mark.parametrize("chip", [SM_80, SM_89, SM_90, SM_100], ids=lambda chip: chip.name)
+def test_attention_that_loads_its_own_block_numbers_is_not_pipelined(
+    chip: DeviceInfo, tmp_path: Path
+) -> None:
+    """Compile the decode kernel as it is, with that load, and with too few stages."""
+    case = cases_of("tests.aot.cases.attention")[0]
+
+    def found(change: Change, **options: int) -> list[str]:
+        mutant = mutant_of(attention_kernels, change, tmp_path)
+        with replaced(triton_launch, mutant, "attend_kernel"), record_launches(chip) as launches:
+            case.call()
+        decode = launches[DECODE]
+        decode = replace(decode, options={**decode.options, **options})
+        return complaints(compiled(decode, chip), "attend_kernel", case, chip)
+
+    assert found(NOTHING) == []
+    for kept in (found(LOADS_ITS_BLOCK), found(NOTHING, num_stages=2)):
+        assert [text.partition(":")[0] for text in kept] == ["copies not pipelined"]
+
+
+def test_too_few_resident_warps_are_reported() -> None:
+    job = JOBS["tensor cores", "sm_90"]
+    case, chip = cases_of(job.module)[job.case], job.chip
+    with record_launches(chip) as launches:
+        case.call()
+    artefact = compiled(launches[0], chip)
+    four_warps = replace(artefact, num_warps=4, registers=128, shared_bytes=120 << 10, loops=[])
+    (found,) = complaints(replace(four_warps, loops=[Loop(2, 2, 2)]), "_multiplier", case, chip)
+    assert found.startswith("4 warps on a multiprocessor of sm_90, at least 8 expected")
+    assert complaints(replace(four_warps, loops=[Loop(2, 3, 4)]), "_multiplier", case, chip) == []
+    two_programs = replace(four_warps, shared_bytes=100 << 10, loops=[Loop(2, 2, 2)])
+    assert complaints(two_programs, "_multiplier", case, chip) == []
+    many_registers = replace(two_programs, registers=255, num_warps=8)
+    assert complaints(many_registers, "_multiplier", case, chip) == []
 
 
 def test_a_kernel_named_by_a_case_and_not_launched_is_reported() -> None:

@@ -1,5 +1,6 @@
 """Kernels are in files of their own, so that the other files read as the operations' contracts."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,6 +10,20 @@ FILES = {
     for path in sorted(KERNELS.rglob("*.py"))
 }
 OPERATIONS = sorted(path.parent.name for path in KERNELS.glob("*/op.py"))
+
+
+CREATORS = {
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randn",
+    "tensor",
+    "zeros",
+}
 
 
 def files_with(pattern: str) -> set[str]:
@@ -26,3 +41,22 @@ def test_numba_loops_of_operations_are_only_in_files_named_cpu() -> None:
     assert len(found) > len(OPERATIONS)
     operations = {name for name in found if name.split("/")[0] in OPERATIONS}
     assert not {name for name in operations if not name.split("/")[1].startswith("cpu")}
+
+
+def test_launchers_name_the_device_of_each_new_tensor() -> None:
+    """Without a name, the default device decides, and a launcher might read a GPU's tensor."""
+    creators = {f"torch.{name}" for name in CREATORS}
+    created = [
+        (name, call)
+        for name, text in FILES.items()
+        if "/triton" in name
+        for call in ast.walk(ast.parse(text))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in creators
+    ]
+    assert len(created) > 5
+    unnamed = [
+        f"{name}:{call.lineno}"
+        for name, call in created
+        if "device" not in {keyword.arg for keyword in call.keywords}
+    ]
+    assert unnamed == []

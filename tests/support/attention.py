@@ -84,13 +84,14 @@ def exactly(
 def within_bounds(batch: Batch, num_blocks: int) -> Batch:
     """Return the batch with valid block tables, for tests of broken kernels.
 
-    Unused entries, and one additional column, are set to a block that belongs to no sequence. A
-    broken kernel that reads such an entry gets NaN instead of accessing memory out of bounds.
+    Unused entries, and one additional column, are set to block 0, which belongs to no sequence: the
+    sequence that had block 0 gets another. A broken kernel that reads such an entry, or a block
+    number that it masked, gets NaN instead of accessing memory out of bounds.
     """
     starts, contexts, tables = batch
     spare = np.setdiff1d(np.arange(num_blocks), tables)[0]
-    tables = np.where(tables < num_blocks, tables, spare).astype(np.int32)
-    return starts, contexts, np.pad(tables, ((0, 0), (0, 1)), constant_values=spare)
+    tables = np.where(tables == 0, spare, np.where(tables < num_blocks, tables, 0))
+    return starts, contexts, np.pad(tables.astype(np.int32), ((0, 0), (0, 1)))
 
 
 def check(

@@ -17,7 +17,3 @@ def close(found: Tensor, expected: Tensor, scale: float = 1.0) -> None:
     torch.testing.assert_close(
         found.double(), expected.double(), rtol=4 * eps, atol=4 * eps * scale
     )
-
-
-DTYPES = (torch.float32, torch.float16)
-"""Dtypes in which the interpreter's results are correct."""

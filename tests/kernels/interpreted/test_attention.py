@@ -29,7 +29,7 @@ from tests.support.attention import (
     small_tiles,
 )
 from tests.support.batches import Batch
-from tests.support.devices import DEVICE, exact_products
+from tests.support.devices import DEVICE, ON_GPU, exact_products
 
 pytestmark = pytest.mark.interpreted
 
@@ -289,6 +289,7 @@ def test_arguments_that_would_read_out_of_bounds_are_refused(message: str) -> No
         refusals()[message](query, layer, batch)
 
 
+@pytest.mark.skipif(ON_GPU, reason="a GPU computes bfloat16")
 def test_bfloat16_is_refused_in_the_interpreter() -> None:
     query, layer, batch = make_case([(1, 40), (9, 20)], (2, 3, 16), 16, torch.bfloat16)
     with pytest.raises(TypeError, match="bfloat16"):

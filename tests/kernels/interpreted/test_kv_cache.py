@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from penstock.kernels.kv_cache.op import rope_and_cache, slot_rows, write_kv, write_kv_reference
 from penstock.kernels.rope.op import rotary_table, rotate_reference
-from tests.support.kernels import DTYPES, close, poisoned
+from tests.support.devices import DTYPES
+from tests.support.kernels import close, poisoned
 
 pytestmark = pytest.mark.interpreted
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.rope.op import rotary_table, rotate_, rotate_reference
-from tests.support.kernels import DTYPES, close
+from tests.support.devices import DTYPES
+from tests.support.kernels import close
 
 pytestmark = pytest.mark.interpreted
 

@@ -1,12 +1,14 @@
 """Sections: every failure is reported, and figures measured before a failure are kept."""
 
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from penstock.loadtests.gpu import __main__ as gpu
 from penstock.loadtests.gpu import sections
+from penstock.loadtests.gpu.models import SHAPES
 from penstock.loadtests.gpu.sections import Outcome, Section, read_figures, run_section
 from tests.support.serving import wait_for
 
@@ -96,16 +98,37 @@ def test_sections_after_a_failed_one_still_run(
     assert gpu.main(["--device", "cpu", "--save-json", str(target)]) == 1
     found = json.loads(target.read_text())["sections"]
     assert [name for name, each in found.items() if not each["passed"]] == ["operations"]
-    assert list(found) == [each.name for each in gpu.sections(Path(), "cpu", small=True)]
-    assert "operations: FAILED in 1 s\n    it broke\n" in capsys.readouterr().out
+    assert list(found) == [each.name for each in all_sections()]
+    said = capsys.readouterr().out
+    assert "operations: FAILED in 1 s\n    it broke\n" in said
+    with tarfile.open(tmp_path / "folder" / "gpu.tar.gz") as archive:
+        assert archive.getnames() == ["gpu.json", "bounds.json", "report.txt"]
+        kept = archive.extractfile("report.txt")
+        assert kept is not None
+        assert kept.read().decode() in said
     assert gpu.main(["engine", "--device", "cpu", "--save-json", str(target)]) == 0
     found = json.loads(target.read_text())["sections"]
-    assert list(found) == ["bounds", "engine, 1b", "engine, 8b", "engine, moe"]
+    assert list(found) == ["bounds", "engine, 8b", "engine, moe", "engine, 1b"]
 
 
-def test_all_sections_together_take_less_than_ten_minutes() -> None:
-    all_sections = gpu.sections(Path(), "cuda", small=False)
-    assert sum(section.seconds for section in all_sections) <= gpu.ALL_SECONDS < 600
+def all_sections() -> list[Section]:
+    return [each for stage in gpu.stages(Path(), "cuda", False).values() for each in stage]
+
+
+def test_a_stage_takes_less_than_eight_minutes() -> None:
+    by_stage = gpu.stages(Path(), "cuda", small=False)
+    bounds = by_stage["1"][0]
+    assert bounds.name == gpu.BOUNDS
+    for stage in by_stage:
+        sections = gpu.chosen_sections([stage], by_stage)
+        assert sections == ([] if stage == "1" else [bounds]) + by_stage[stage]
+        assert sum(section.seconds for section in sections) <= gpu.STAGE_SECONDS < 480
+
+
+def test_every_model_has_an_engine_section() -> None:
+    names = {each.name for each in all_sections()}
+    assert {f"engine, {model}" for model in SHAPES} <= names
+    assert gpu.chosen_sections([], gpu.stages(Path(), "cuda", False)) == all_sections()
 
 
 def test_missing_gpu_gives_a_one_line_error(capsys: pytest.CaptureFixture[str]) -> None:

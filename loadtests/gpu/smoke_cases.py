@@ -1,0 +1,302 @@
+"""Cases of the smoke section: each computes one operation once, and the exact result in float64.
+
+The cases of a group run in one process. Their inputs are random, with lengths that are no multiples
+of tiles. The exact results are computed on the host, from the inputs as the kernels get them.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.activation.op import (
+    gelu_tanh_and_mul,
+    gelu_tanh_and_mul_reference,
+    silu_and_mul,
+    silu_and_mul_reference,
+    swiglu_oai,
+    swiglu_oai_reference,
+)
+from penstock.kernels.attention.op import (
+    paged_attention,
+    paged_attention_reference,
+    plan_attention,
+)
+from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
+from penstock.kernels.checks import E4M3
+from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
+from penstock.kernels.kv_cache.checksum import checksum, checksum_reference
+from penstock.kernels.linear.batch_invariant import (
+    batch_invariant_bmm,
+    batch_invariant_bmm_reference,
+    batch_invariant_matmul,
+    batch_invariant_matmul_reference,
+)
+from penstock.kernels.mla.op import mla_attention, mla_attention_reference, plan_mla
+from penstock.kernels.moe.op import (
+    ExpertWeights,
+    GatedActivation,
+    grouped_moe_forward,
+    grouped_moe_forward_reference,
+)
+from penstock.kernels.norm.op import (
+    gemma_rms_norm,
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from penstock.kernels.rope.op import rotary_table, rotate_, rotate_reference
+
+Result: TypeAlias = tuple[Tensor, Tensor]  # what a kernel computed, and the exact result
+Case: TypeAlias = tuple[str, Callable[[], Result]]
+Ints: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int32]]"
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Makes random inputs of one dtype on the device, the same ones in every run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    small: bool  # few and short sequences, for Triton's interpreter
+
+    def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+        return (values * scale).to(self.device, self.dtype)
+
+    def batch(self, lengths: list[tuple[int, int]]) -> tuple[tuple[Ints, Ints, Ints], int]:
+        """Return query starts, context lengths and block tables, and the number of blocks.
+
+        `lengths` has the number of query tokens and the context length of each sequence.
+        """
+        contexts = np.array([context for _, context in lengths], np.int32)
+        starts = np.cumsum([0, *(query for query, _ in lengths)]).astype(np.int32)
+        width = -(-int(contexts.max()) // BLOCK_SIZE)
+        num_blocks = width * len(lengths)
+        tables = np.random.default_rng(len(lengths)).permutation(num_blocks).astype(np.int32)
+        return (starts, contexts, tables.reshape(len(lengths), width)), num_blocks
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.cpu().double()
+
+
+DECODES = [(1, 1), (1, 700), (1, 513), (1, 64), (1, 1025)]
+MIXED = [(1, 1), (150, 300), (1, 600), (9, 9), (2, 530)]
+SHORT_DECODES, SHORT_MIXED = [(1, 1), (1, 70)], [(1, 33), (20, 40)]
+
+
+def attention(inputs: Inputs) -> Iterator[Case]:
+    """Yield paged attention of decodes and chunks, in the shapes of common models."""
+    decodes, mixed = (SHORT_DECODES, SHORT_MIXED) if inputs.small else (DECODES, MIXED)
+    eight, few = (1, 4, 64) if inputs.small else (8, 4, 128), (1, 2, 64)
+    yield "decode, 8 x 4 heads of 128", lambda: _attend(inputs, decodes, eight)
+    yield "mixed, 8 x 4 heads of 128", lambda: _attend(inputs, mixed, eight)
+    sinks = ScoreMod(sinks=inputs.randn(2).float(), cap=30.0)
+    yield "window, sinks and cap, heads of 64", lambda: _attend(inputs, mixed, few, 37, sinks)
+    slopes = ScoreMod(slopes=inputs.randn(2).float().abs() / 8)
+    yield "slopes, heads of 64", lambda: _attend(inputs, mixed, few, 0, slopes)
+    yield "heads of 256", lambda: _attend(inputs, mixed, (1, 2, 256), 50)
+    yield "batch-invariant", lambda: _attend(inputs, mixed, eight, one_path=True)
+    yield "FP8 cache", lambda: _attend(inputs, decodes, eight, narrow=True)
+    prefixed = [(1, 520 + number) for number in range(8)]
+    yield "shared prefix", lambda: _attend(inputs, prefixed, few, shared=512)
+
+
+def _attend(
+    inputs: Inputs,
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    window: int = 0,
+    scores: ScoreMod = PLAIN,
+    one_path: bool = False,
+    narrow: bool = False,
+    shared: int = 0,
+) -> Result:
+    num_heads, group, dim = heads
+    batch, num_blocks = inputs.batch(lengths)
+    batch[2][:, : shared // BLOCK_SIZE] = batch[2][0, : shared // BLOCK_SIZE]
+    layer = inputs.randn(2, num_blocks, num_heads, BLOCK_SIZE, dim)
+    scales = None
+    if narrow:
+        layer, scales = layer.to(E4M3), torch.full((2, num_heads), 0.5, device=inputs.device)
+    query = inputs.randn(int(batch[0][-1]), num_heads * group, dim)
+    plan = plan_attention(*batch, layer, window, one_path, use_cascade=bool(shared))
+    found = paged_attention(query, layer, plan, scores, scales)
+    exact = replace(
+        scores,
+        sinks=None if scores.sinks is None else _wide(scores.sinks),
+        slopes=None if scores.slopes is None else _wide(scores.slopes),
+    )
+    wide_scales = None if scales is None else _wide(scales)
+    wide_layer = _wide(layer.float())
+    return found, paged_attention_reference(
+        _wide(query), wide_layer, *batch, window, exact, wide_scales
+    )
+
+
+def mla(inputs: Inputs) -> Iterator[Case]:
+    """Yield MLA of decodes and chunks."""
+    decodes, mixed = (SHORT_DECODES, SHORT_MIXED) if inputs.small else (DECODES, MIXED)
+    yield "decode", lambda: _attend_latent(inputs, decodes, False)
+    yield "mixed", lambda: _attend_latent(inputs, mixed, False)
+    yield "batch-invariant", lambda: _attend_latent(inputs, mixed, True)
+
+
+def _attend_latent(inputs: Inputs, lengths: list[tuple[int, int]], one_path: bool) -> Result:
+    num_heads, query_dim, rope_dim, value_dim, rank = (
+        (2, 16, 8, 16, 32) if inputs.small else (16, 128, 64, 128, 512)
+    )
+    batch, num_blocks = inputs.batch(lengths)
+    layer = inputs.randn(1, num_blocks, 1, BLOCK_SIZE, rank + rope_dim)
+    query = inputs.randn(int(batch[0][-1]), num_heads, query_dim + rope_dim)
+    up = inputs.randn(num_heads, query_dim + value_dim, rank, scale=rank**-0.5)
+    scale = (query_dim + rope_dim) ** -0.5
+    plan = plan_mla(*batch, layer, rank, query_dim + value_dim, one_path)
+    found = mla_attention(query, layer, up, plan, scale)
+    return found, mla_attention_reference(_wide(query), _wide(layer), _wide(up), *batch, scale)
+
+
+def rows(inputs: Inputs) -> Iterator[Case]:
+    """Yield norms, gates and rotary embeddings."""
+    size = 200 if inputs.small else 4096
+    x, weight, bias = inputs.randn(37, size), inputs.randn(size), inputs.randn(1, size)[0]
+    wide_x, wide_weight, wide_bias = _wide(x), _wide(weight), _wide(bias)
+    above_one = 1 + wide_weight
+    yield (
+        "RMS norm",
+        lambda: (rms_norm(x, weight, 1e-5), rms_norm_reference(wide_x, wide_weight, 1e-5)),
+    )
+    yield (
+        "RMS norm of Gemma",
+        lambda: (
+            gemma_rms_norm(x, weight, 1e-5),
+            rms_norm_reference(wide_x, above_one, 1e-5),
+        ),
+    )
+    yield (
+        "layer norm",
+        lambda: (
+            layer_norm(x, weight, bias, 1e-5),
+            layer_norm_reference(wide_x, wide_weight, wide_bias, 1e-5),
+        ),
+    )
+    yield "SiLU", lambda: (silu_and_mul(x), silu_and_mul_reference(wide_x))
+    yield "GELU", lambda: (gelu_tanh_and_mul(x), gelu_tanh_and_mul_reference(wide_x))
+    yield (
+        "clamped gate",
+        lambda: (swiglu_oai(x, 1.702, 7.0), swiglu_oai_reference(wide_x, 1.702, 7.0)),
+    )
+    yield "rotary embedding", lambda: _rotate(inputs)
+
+
+def _rotate(inputs: Inputs) -> Result:
+    positions, frequencies = torch.arange(5, 26), 10000.0 ** -(torch.arange(32) / 32)
+    table = rotary_table(frequencies, 26, torch.float32)[positions]
+    x = inputs.randn(len(positions), 5, 64)
+    # The reference returns the dtype of its input.
+    exact = rotate_reference(_wide(x), positions, frequencies)
+    table = table.to(inputs.device, torch.float32 if x.is_cuda else inputs.dtype)
+    rotate_(x, table)
+    return x, exact
+
+
+def products(inputs: Inputs) -> Iterator[Case]:
+    """Yield batch-invariant products."""
+    rows, outputs, size = (5, 40, 70) if inputs.small else (130, 1100, 4096)
+    x, weight = inputs.randn(rows, size), inputs.randn(outputs, size, scale=size**-0.5)
+    bias = inputs.randn(outputs)
+    yield (
+        "batch-invariant product",
+        lambda: (
+            batch_invariant_matmul(x, weight, bias),
+            batch_invariant_matmul_reference(x.cpu(), weight.cpu(), bias.cpu()),
+        ),
+    )
+    heads = inputs.randn(rows, 3, size)
+    weights = inputs.randn(3, 24, size, scale=size**-0.5)
+    yield (
+        "batch-invariant product of heads",
+        lambda: (
+            batch_invariant_bmm(heads, weights),
+            batch_invariant_bmm_reference(heads.cpu(), weights.cpu()),
+        ),
+    )
+
+
+def moe(inputs: Inputs) -> Iterator[Case]:
+    """Yield mixtures of experts with few and with many rows per expert."""
+    for num_tokens in (3, 40) if inputs.small else (3, 130, 2000):
+        yield f"SiLU, {num_tokens} tokens", partial(_mix, inputs, num_tokens, False)
+    yield "clamped with biases", lambda: _mix(inputs, 9, True)
+
+
+def _mix(inputs: Inputs, num_tokens: int, clamped: bool) -> Result:
+    num_experts, size, inner, top_k = (4, 40, 24, 2) if inputs.small else (16, 512, 384, 4)
+    gate = GatedActivation("clamped", 1.702, 7.0) if clamped else GatedActivation("silu")
+    gate_up = inputs.randn(num_experts, size, 2 * inner, scale=size**-0.5)
+    down = inputs.randn(num_experts, inner, size, scale=inner**-0.5)
+    biases = (
+        (inputs.randn(num_experts, 2 * inner), inputs.randn(num_experts, size))
+        if clamped
+        else (None, None)
+    )
+    x = inputs.randn(num_tokens, size)
+    order = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(1))
+    experts = order.argsort(-1)[:, :top_k].to(torch.int32)
+    weights = torch.full((num_tokens, top_k), 1 / top_k)
+    stacks = ExpertWeights(gate_up, down, gate, *biases)
+    on_host = ExpertWeights(
+        gate_up.cpu(), down.cpu(), gate, *(None if b is None else b.cpu() for b in biases)
+    )
+    found = grouped_moe_forward(x, experts.to(inputs.device), weights.to(inputs.device), stacks)
+    return found, grouped_moe_forward_reference(x.cpu(), experts, weights, on_host)
+
+
+def blocks(inputs: Inputs) -> Iterator[Case]:
+    """Yield copies of KV blocks and their checksum, which must be exact."""
+    yield "gather and scatter", lambda: _move(inputs)
+    data = inputs.randn(1001)
+    yield "checksum", lambda: (_integer(checksum(data)), _integer(_expected_checksum(data)))
+
+
+def _move(inputs: Inputs) -> Result:
+    kv = inputs.randn(3, 2, 9, 4, BLOCK_SIZE, 64)
+    expected = _wide(kv)
+    sources, targets = [7, 0, 3], [1, 8, 2]
+    layers, heads = slice(1, 3), slice(1, 3)
+    expected[layers, :, targets, heads] = expected[layers, :, sources, heads]
+    from_blocks, to_blocks = torch.tensor([sources, targets], dtype=torch.int32).to(inputs.device)
+    staged = gather_blocks(kv, from_blocks, layers, heads)
+    scatter_blocks(kv, to_blocks, layers, heads, staged)
+    return kv, expected
+
+
+def _expected_checksum(data: Tensor) -> int:
+    return checksum_reference(data.cpu().view(torch.uint8).numpy().tobytes())
+
+
+def _integer(value: int) -> Tensor:
+    """Return an integer below 2^64 as two floats, without rounding."""
+    return torch.tensor([value >> 32, value & 0xFFFFFFFF], dtype=torch.float64)
+
+
+GROUPS: dict[str, Callable[[Inputs], Iterator[Case]]] = {
+    "attention": attention,
+    "mla": mla,
+    "rows": rows,
+    "products": products,
+    "moe": moe,
+    "blocks": blocks,
+}
+"""Groups of cases, by name."""
+
+EXACT = ("blocks",)
+"""Groups whose results must have no error."""
