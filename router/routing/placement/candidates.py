@@ -1,0 +1,125 @@
+"""The workers among which a request is placed, behind an interface that hides the comparison.
+
+`RolePolicy` chooses roles and asks for the best worker of a role. `ListCandidates` compares all
+workers with a ranking. `ArrayCandidates` gives the same answers for `CostRanking` in less time.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias
+
+from penstock.router.routing.placement.demand import Demand
+from penstock.router.routing.placement.disaggregation import DisaggregationPolicy, single_worker
+from penstock.router.routing.placement.ranking import Ranking, with_capacity, with_prefill_slot
+from penstock.router.routing.worker_view import WorkerView
+
+Group: TypeAlias = Literal["all", "prompt", "answer", "prefill"]
+"""All workers; those that compute prompts (prefill, mixed); those that generate answers (decode,
+mixed); those of the role prefill."""
+
+
+class Candidates(Protocol):
+    """The usable workers of a router that are not unfit for one request."""
+
+    def has(self, group: Group) -> bool:
+        """Return whether a group has workers, with or without room."""
+        ...
+
+    def count(self, group: Group) -> int:
+        """Return the number of workers of a group, with or without room."""
+        ...
+
+    def view(self, name: str) -> WorkerView:
+        """Return a worker by its name."""
+        ...
+
+    def prompt_worker(self, group: Group, needs_capacity: bool = True) -> WorkerView | None:
+        """Return the best worker of a group for the prompt.
+
+        Args:
+            group: the group.
+            needs_capacity: if False, workers without room are candidates too.
+        """
+        ...
+
+    def answer_worker(self, group: Group, layout: str | None = None) -> WorkerView | None:
+        """Return the best worker of a group for the answer; with a `layout`, of those with it."""
+        ...
+
+    def single_worker(self) -> WorkerView | None:
+        """Return the worker with room that should generate all answers of its machine, or None."""
+        ...
+
+    def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
+        """Return the worker that generates answers and computes the prompt at the lowest cost."""
+        ...
+
+    def kept_worker(self) -> WorkerView | None:
+        """Return the prefill worker with the fewest sequences that may generate an answer."""
+        ...
+
+
+class ListCandidates:
+    """Compares all workers, with any ranking.
+
+    Args:
+        ranking: orders the workers of a group.
+        demand: the request.
+        workers: all workers.
+        now: clock seconds.
+    """
+
+    def __init__(
+        self, ranking: Ranking, demand: Demand, workers: Sequence[WorkerView], now: float
+    ) -> None:
+        unfit = demand.unfit_workers
+        live = [view for view in workers if view.is_usable and not (unfit and view.name in unfit)]
+        self._ranking, self._demand, self._now = ranking, demand, now
+        self._groups: dict[Group, list[WorkerView]] = {
+            "all": live,
+            "prompt": [view for view in live if view.role != "decode"],
+            "answer": [view for view in live if view.role != "prefill"],
+            "prefill": [view for view in live if view.role == "prefill"],
+        }
+
+    def has(self, group: Group) -> bool:
+        return bool(self._groups[group])
+
+    def count(self, group: Group) -> int:
+        return len(self._groups[group])
+
+    def view(self, name: str) -> WorkerView:
+        return next(view for view in self._groups["all"] if view.name == name)
+
+    def prompt_worker(self, group: Group, needs_capacity: bool = True) -> WorkerView | None:
+        views: Sequence[WorkerView] = self._groups[group]
+        if needs_capacity:
+            views = with_prefill_slot(views)
+        return self._ranking.prompt_worker(views, self._demand, self._now, needs_capacity)
+
+    def answer_worker(self, group: Group, layout: str | None = None) -> WorkerView | None:
+        views: Sequence[WorkerView] = self._groups[group]
+        if layout is not None:
+            views = [view for view in views if view.info.layout == layout]
+        if self._demand.is_pinned and not self._demand.has_source:
+            views = with_prefill_slot(views)
+        return self._ranking.answer_worker(views, self._demand, self._now)
+
+    def single_worker(self) -> WorkerView | None:
+        single = single_worker(self._groups["all"], self._now)
+        return None if single is None else next(iter(self._able([single])), None)
+
+    def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
+        num_tokens = self._demand.num_tokens
+        return min(
+            self._able(self._groups["answer"]),
+            key=lambda view: (costs.colocated_seconds(num_tokens, view), view.name),
+            default=None,
+        )
+
+    def kept_worker(self) -> WorkerView | None:
+        # Answers move away from a prefill worker whose role an operator assigned.
+        views = [view for view in self._groups["prefill"] if not view.is_shedding]
+        return min(self._able(views), key=lambda view: (view.num_busy, view.name), default=None)
+
+    def _able(self, views: Sequence[WorkerView]) -> Sequence[WorkerView]:
+        return with_prefill_slot(with_capacity(views, self._demand))
