@@ -13,7 +13,6 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulator.model.timing import TimedModel, Timing
 from penstock.loadtests.simulator.scaling.call import Call, RecordingClient
-from penstock.loadtests.simulator.scaling.indexed_policy import IndexedLeastLoaded
 from penstock.loadtests.simulator.scaling.scalers import (
     INTERVAL_SECONDS,
     PoolView,
@@ -30,11 +29,13 @@ from penstock.loadtests.simulator.world.worker import HEARTBEAT_SECONDS, Worker,
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import DispatcherLimits as RouterLimits
 from penstock.router.routing.placement.policy import Policy
+from penstock.router.routing.placement.routing_strategies import DEFAULT_STRATEGY, policy_of
 from penstock.router.routing.worker_registry import LivenessBounds
 from penstock.workers.kv_transfer.protocol.messages import WorkerId
 from penstock.workers.scheduling.config import SchedulerConfig
 
 LATENCY_SECONDS = 0.0003
+HASH_KEY = b"key of the block hashes"
 BANDWIDTH = 40e9
 """Bytes per second between two workers."""
 
@@ -62,6 +63,7 @@ class ClusterPlan:
     # Whether routers learn the times of steps. Results then depend slightly on fast-forwards,
     # because a fast-forward reports the mean of its steps.
     reports_step_seconds: bool = False
+    routing: str = DEFAULT_STRATEGY  # placement strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,8 @@ class _Pool:
 class Cluster:
     """A simulated cluster: call `run`, then read `calls`, `samples` and `worker_seconds`.
 
-    `tenants` holds the tenant of each request of the load; empty: all have the same.
+    `policy` places requests; None: the strategy of the plan. `tenants` holds the tenant of each
+    request of the load; empty: all have the same.
     """
 
     def __init__(
@@ -110,7 +113,6 @@ class Cluster:
         self.busy_seconds = 0.0
         self.num_steps = 0
         self.num_scalings = 0
-        self._plan = replace(plan, limits=_fitting(plan.limits, load))
         self._scaler = scaler
         bandwidth = plan.timing.bandwidth or plan.bandwidth
         self._network = Network(self.clock, LATENCY_SECONDS, bandwidth)
@@ -130,17 +132,20 @@ class Cluster:
         )
         # No fault is injected: nothing is ever silent, and heartbeats would be most of the events.
         limits = replace(limits, bounds=LivenessBounds(math.inf, math.inf, stuck_after=math.inf))
-        indexed = IndexedLeastLoaded()
+        # Without prompts that share blocks, nothing can be cached.
+        hash_key = HASH_KEY if any(planned.blocks for planned in load) else b""
+        plan_limits = replace(_fitting(plan.limits, load), hash_key=hash_key)
+        self._plan = replace(plan, limits=plan_limits)
         self._clients: dict[int, RecordingClient] = {}
         self.router = Router(
             "router",
             self._network,
-            indexed if policy is None else policy,
+            policy_of(plan.routing) if policy is None else policy,
             limits,
             self._live.get,
-            before_event=indexed.note if policy is None else None,
             heartbeats=False,
             run_clients=self._clients,
+            hash_key=hash_key,
         )
         self._pools = {name: _Pool() for name in plan.pools}
         for name, count in plan.pools.items():
