@@ -43,7 +43,7 @@ from penstock.router.routing.queue.fair_queue import FairQueue
 from penstock.router.routing.queue.tenant_quotas import Amount
 from penstock.router.routing.queue.timeouts import DEADLINE_PASSED, RequestTimeouts
 from penstock.router.routing.request_state import Phase, RequestState, phase_of
-from penstock.router.routing.token_log import TokenRun
+from penstock.router.routing.token_runs import TokenRun, append_runs
 from penstock.router.routing.worker_events import Counters, WorkerEventHandler
 from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
 
@@ -155,7 +155,7 @@ class Dispatcher:
         Returns:
             False, without any change, if a token might change more than the log of its request.
         """
-        return self._worker_events.append_runs(worker, runs)
+        return append_runs(worker, runs, self._placer.states, self._queue.charge_output)
 
     # -------------------------------------------------------------- clients and time
 

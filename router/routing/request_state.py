@@ -19,7 +19,7 @@ from penstock.router.routing.events import (
     WorkerInfo,
 )
 from penstock.router.routing.submission import Submission, Submissions
-from penstock.router.routing.token_log import AppendResult, TokenRun
+from penstock.router.routing.token_log import AppendResult
 
 MAX_LOSSES = 2
 """A request fails after this many workers were lost while they ran it."""
@@ -68,16 +68,6 @@ class RequestState(Submissions):
         return is_movable and self.running is not None and self.running.started
 
     # -------------------------------------------------------------- tokens
-
-    def is_next(self, worker: str, run: TokenRun) -> bool:
-        """Return whether a run of tokens from a worker changes nothing but the token log."""
-        here = self.running
-        return (
-            here is not None
-            and here.started
-            and (here.worker, here.attempt) == (worker, run.attempt)
-            and self.token_log.is_next(run)
-        )
 
     def append(
         self,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import NamedTuple
 
 from penstock.router.routing.events import (
     Command,
@@ -21,16 +20,6 @@ class AppendResult(Enum):
     MOVED = 2  # the request's state changed; no token, but perhaps prompt logprobs were appended
     DUPLICATE = 3  # ignored: the token is already known or of an old attempt
     GAP = 4  # refused: earlier positions are missing, or the choice does not exist
-
-
-class TokenRun(NamedTuple):
-    """Tokens at consecutive positions of one choice, none of which ends it."""
-
-    request: int
-    attempt: int
-    choice: int
-    position: int  # of the first token in the answer, from 0
-    tokens: Sequence[int]
 
 
 class TokenLog:
@@ -61,17 +50,6 @@ class TokenLog:
             return AppendResult.APPENDED
         self.finished[choice] = True
         return AppendResult.STATE_CHANGED
-
-    def is_next(self, run: TokenRun) -> bool:
-        """Return whether the tokens of a run are the next ones of their choice."""
-        choice = run.choice
-        if choice >= len(self.answers) or self.finished[choice]:
-            return False
-        return len(self.answers[choice]) == run.position
-
-    def extend(self, run: TokenRun) -> None:
-        """Append the tokens of a run, which must be the next ones."""
-        self.answers[run.choice].extend(run.tokens)
 
     def append_prompt_logprobs(self, scored: ScoredPrompt, out: list[Command]) -> AppendResult:
         """Append the prompt logprobs that are not yet known, and deliver them to the client."""

@@ -1,6 +1,5 @@
 """Handles worker events: updates requests and worker views, and creates the resulting commands."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -26,7 +25,7 @@ from penstock.router.routing.placement.placer import Placer
 from penstock.router.routing.queue.fair_queue import FairQueue
 from penstock.router.routing.queue.timeouts import RequestTimeouts
 from penstock.router.routing.request_state import RequestState
-from penstock.router.routing.token_log import AppendResult, TokenRun
+from penstock.router.routing.token_log import AppendResult
 from penstock.router.routing.worker_registry import WorkerRegistry
 from penstock.router.routing.worker_view import WorkerView, has_busy_peer
 
@@ -174,23 +173,6 @@ class WorkerEventHandler:
         if tokens:
             out.append(Deliver(tokens))
         out += after
-
-    def append_runs(self, worker: str, runs: Sequence[TokenRun]) -> bool:
-        """See `Dispatcher.append_runs`."""
-        states = [self._states.get(run.request) for run in runs]
-        if not all(
-            state is not None and state.is_next(worker, run)
-            for state, run in zip(states, runs, strict=True)
-        ):
-            return False
-        counts: dict[str, int] = {}
-        for state, run in zip(states, runs, strict=True):
-            assert state is not None
-            state.token_log.extend(run)
-            tenant = state.request.tenant
-            counts[tenant] = counts.get(tenant, 0) + len(run.tokens)
-        self._charge(counts)
-        return True
 
     def _charge(self, counts: dict[str, int]) -> None:
         """Charge generated tokens to their tenants, and clear `counts`."""

@@ -11,7 +11,7 @@ from penstock.common.worker_load import WorkerLoad
 from penstock.loadtests.simulator.world.messages import NewTokens
 from penstock.router.routing.dispatcher import Dispatcher
 from penstock.router.routing.events import Stepped
-from penstock.router.routing.token_log import TokenRun
+from penstock.router.routing.token_runs import TokenRun
 
 
 class RunClient(Protocol):

@@ -25,7 +25,7 @@ from penstock.router.routing.events import (
     WorkerUp,
     Yielded,
 )
-from penstock.router.routing.token_log import TokenRun
+from penstock.router.routing.token_runs import TokenRun
 from tests.support.columns import NewToken, columns_of
 from tests.support.router_harness import AT, D, M, N, P, Router, ends, submits
 from tests.support.router_world import info_of
