@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from penstock.cluster.autoscaling.autoscaler import PoolInputs, ServingWorker
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.workload import Planned
-from penstock.loadtests.simulator.model.timing import TimedModel, Timing
+from penstock.loadtests.simulator.model.timed_model import TimedModel
+from penstock.loadtests.simulator.model.timing import Timing
 from penstock.loadtests.simulator.scaling.call import Call, RecordingClient
 from penstock.loadtests.simulator.scaling.scalers import (
     INTERVAL_SECONDS,
@@ -64,6 +65,7 @@ class ClusterPlan:
     # because a fast-forward reports the mean of its steps.
     reports_step_seconds: bool = False
     routing: str = DEFAULT_STRATEGY  # placement strategy
+    seed: int = 0  # of the jitter of steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,7 @@ class Cluster:
         )
         # No fault is injected: nothing is ever silent, and heartbeats would be most of the events.
         limits = replace(limits, bounds=LivenessBounds(math.inf, math.inf, stuck_after=math.inf))
-        # Without prompts that share blocks, nothing can be cached.
-        hash_key = HASH_KEY if any(planned.blocks for planned in load) else b""
-        plan_limits = replace(_fitting(plan.limits, load), hash_key=hash_key)
-        self._plan = replace(plan, limits=plan_limits)
+        self._plan = replace(plan, limits=_fitting(plan.limits, load))
         self._clients: dict[int, RecordingClient] = {}
         self.router = Router(
             "router",
@@ -145,7 +144,7 @@ class Cluster:
             self._live.get,
             heartbeats=False,
             run_clients=self._clients,
-            hash_key=hash_key,
+            hash_key=self._plan.limits.hash_key,
         )
         self._pools = {name: _Pool() for name in plan.pools}
         for name, count in plan.pools.items():
@@ -226,7 +225,7 @@ class Cluster:
         leaps = not self._plan.single_steps
         worker = Worker(
             shape,
-            TimedModel(timing),
+            TimedModel(timing, self._plan.seed, name),
             self._network,
             self._by_name.get,
             fast_forwards=leaps,
@@ -347,9 +346,14 @@ class Cluster:
 
 
 def _fitting(limits: SchedulerConfig, load: Sequence[Planned]) -> SchedulerConfig:
-    """Limit `max_model_len` to the longest sequence, to save memory in thousands of workers."""
+    """Limit `max_model_len` to the longest sequence, to save memory in thousands of workers.
+
+    Blocks are hashed only if prompts share blocks: nothing can be cached otherwise.
+    """
     longest = max((one.input_len + one.output_len for one in load), default=1)
-    return replace(limits, max_model_len=min(limits.max_model_len, longest + 1))
+    hash_key = HASH_KEY if any(planned.blocks for planned in load) else b""
+    longest = min(limits.max_model_len, longest + 1)
+    return replace(limits, max_model_len=longest, hash_key=hash_key)
 
 
 def _serving(worker: Worker, now: float) -> ServingWorker:

@@ -194,6 +194,7 @@ def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
         ttft_slo_seconds=serving.promised,
         single_steps=serving.single_steps,
         routing=serving.routing,
+        seed=arriving.seed,
     )
 
 
