@@ -207,6 +207,7 @@ class WorkerView:
         if load.num_steps != self.load.num_steps:
             self.last_progress = now
             self.stuck = False
+        has_prompts = load.prompt_seconds != self.load.prompt_seconds
         self.load = load
         self.prefill_rate.add(load)
         self.answer_rate.add(load, now, is_shared)
@@ -218,8 +219,9 @@ class WorkerView:
         self.new_sequences = 0
         self._update_foreign()
         self._update_sort_keys()
-        if self._load_table is not None:
-            self._update_speeds(self._load_table)
+        table = self._load_table
+        if table is not None and (has_prompts or self._position < table.first_with_steps):
+            self._update_speeds(table)
 
     def _update_sort_keys(self) -> None:
         """Precompute the sort keys, since each placement compares all workers."""

@@ -99,14 +99,12 @@ class ArrayCandidates:
         row = self._fleet.row(best.name)
         limit = self._loads.utilization.item(row) + SIMILAR_UTILIZATION
         num_tokens = self._saved[row]
-        rows = self._saved.rows_above(num_tokens)
-        if not rows:
-            return None
-        similar = np.array(rows)
-        similar = similar[used[similar] <= limit]
-        if bar is not None:
-            similar = similar[bar[similar] == 0.0]
-        ordered = sorted(((self._saved[row], row) for row in similar.tolist()), reverse=True)
+        similar = [
+            (self._saved[row], row)
+            for row in self._saved.rows_above(num_tokens)
+            if used.item(row) <= limit and (bar is None or not bar.item(row))
+        ]
+        ordered = sorted(similar, reverse=True)
         return next((self._fleet.by_row[row] for _, row in ordered if self._fits(row)), None)
 
     def single_worker(self) -> WorkerView | None:
