@@ -37,7 +37,8 @@ states = st.fixed_dictionaries(
         "assigned": st.integers(0, 3),
         "depth": st.integers(0, 30),
         "recent": st.integers(0, 30),
-        "blocks": st.integers(0, 6),
+        "sequences": st.integers(0, 4),
+        "blocks": st.integers(0, 6) | st.integers(50, 64),
         "rate": st.sampled_from([0, 0, 900, 1000]),
         "steps": st.sampled_from([0, 0, 10]),
         "lost": st.sampled_from([None] * 6 + [1.0, 10.0]),
@@ -70,9 +71,8 @@ def registry_of(workers: Sequence[dict[str, Any]], is_mixed: bool) -> WorkerRegi
             load = load._replace(num_steps=step + 1, step_seconds=0.1 * (step + 1))
         view.note_assigned(state["assigned"], 0)
         view.update_load(load._replace(queued_tokens=state["queued"]), NOW)
-        view.set_usage(
-            1, ResourceUsage(view.info.max_sequences * (kind == "full"), state["blocks"], 1)
-        )
+        num = view.info.max_sequences if kind == "full" else state["sequences"]
+        view.set_usage(1, ResourceUsage(num, state["blocks"], 1))
         view.suspect, view.draining = kind == "suspect", kind == "draining"
         view.backed_off_at = NOW if kind == "backed off" else None
     return registry
