@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 from penstock.router.observability.event_log import is_client_safe
 from penstock.router.observability.request_metrics import FinishedRequest
 from penstock.router.routing import events as ev
-from penstock.router.routing.placement.candidates import Candidate
+from penstock.router.routing.placement.candidate_report import Candidate
 from penstock.router.routing.placement.policy import Placement
 from penstock.router.routing.request_state import Phase, RequestState, phase_of
 

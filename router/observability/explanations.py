@@ -13,7 +13,7 @@ from penstock.router.observability.explained_request import ExplainedRequest
 from penstock.router.observability.request_metrics import OTHER_TENANT, FinishedRequest
 from penstock.router.routing import events as ev
 from penstock.router.routing.decisions import DecisionListener
-from penstock.router.routing.placement.candidates import candidates_of
+from penstock.router.routing.placement.candidate_report import candidates_of
 from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.policy import Placement
 from penstock.router.routing.request_state import RequestState

@@ -2,12 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.events import WorkerInfo
 from penstock.router.routing.placement.answer_cost import AnswerRate
 from penstock.router.routing.placement.cost_model import PrefillRate
-from penstock.router.routing.placement.fleet import LoadTable
+from penstock.router.routing.placement.fleet import (
+    KV_READ_COST,
+    MAX_READS,
+    TIE_SCALE,
+    Fleet,
+    LoadTable,
+)
 
 PENALTY_SECONDS = 30.0
 """Seconds in which the placement penalty of a worker that was lost decays to 0."""
@@ -71,8 +78,8 @@ class WorkerView:
         self.unseen_tokens = 0  # placed before the last load report, but not counted in it
         self.num_foreign_sequences = 0  # sequences of other routers; estimated from load reports
         self.num_foreign_blocks = 0  # blocks in use by other routers; estimated from load reports
-        self._load_table: LoadTable | None = None  # gets a copy of `by_cost`
-        self._row = 0
+        self._load_table: LoadTable | None = None  # gets a copy of the load
+        self._row = self._position = 0  # in the table, and in order of connection
         self._update_foreign()
         self._update_sort_keys()
 
@@ -131,10 +138,11 @@ class WorkerView:
         reported = self.load.running + self.load.queued + self.new_sequences
         return max(self.num_sequences, reported)
 
-    def set_load_table(self, table: LoadTable | None, row: int) -> None:
-        """Copy `by_cost` to a row of a table from now on."""
-        self._load_table, self._row = table, row
+    def set_load_table(self, table: LoadTable, row: int, position: int) -> None:
+        """Copy the load to a row of a table from now on; `position`: of this view in its fleet."""
+        self._load_table, self._row, self._position = table, row, position
         self._update_sort_keys()
+        self._update_speeds(table)
 
     def resource_usage(self, num_tokens: int, num_sequences: int) -> ResourceUsage:
         """Return the capacity that a request with `num_tokens` tokens so far takes here."""
@@ -199,6 +207,7 @@ class WorkerView:
         if load.num_steps != self.load.num_steps:
             self.last_progress = now
             self.stuck = False
+        has_prompts = load.prompt_seconds != self.load.prompt_seconds
         self.load = load
         self.prefill_rate.add(load)
         self.answer_rate.add(load, now, is_shared)
@@ -210,6 +219,9 @@ class WorkerView:
         self.new_sequences = 0
         self._update_foreign()
         self._update_sort_keys()
+        table = self._load_table
+        if table is not None and (has_prompts or self._position < table.first_with_steps):
+            self._update_speeds(table)
 
     def _update_sort_keys(self) -> None:
         """Precompute the sort keys, since each placement compares all workers."""
@@ -221,7 +233,32 @@ class WorkerView:
         reads = in_use + SEQUENCE_READS * busy
         self.by_cost = (self.backlog_tokens, reads, busy, self.assigned_tokens, self.name)
         if self._load_table is not None:
-            self._load_table.set(self._row, self.by_cost)
+            self._update_row(self._load_table)
+
+    def _update_row(self, table: LoadTable) -> None:
+        row = self._row
+        queued, reads, busy, assigned, _ = self.by_cost
+        table.queued[row] = queued
+        table.reads[row] = reads
+        table.cost[row] = queued + KV_READ_COST * MAX_READS * reads
+        table.busy[row] = busy
+        table.ties[row] = busy * TIE_SCALE + assigned
+        table.utilization[row], table.filled[row], table.num_assigned[row], _ = self.by_utilization
+        if self.num_sequences:
+            info = self.info
+            taken = self.num_sequences + self.num_foreign_sequences
+            table.free_sequences[row] = info.max_sequences - taken
+            table.free_blocks[row] = info.num_blocks - self.num_blocks - self.num_foreign_blocks
+        else:
+            table.free_sequences[row] = table.free_blocks[row] = inf
+
+    def _update_speeds(self, table: LoadTable) -> None:
+        rate = self.prefill_rate
+        if rate.is_calibrated:
+            table.speed[self._row] = rate.tokens_per_second
+        table.uncached[self._row] = rate.uncached_fraction
+        if self.answer_rate.is_calibrated:
+            table.first_with_steps = min(table.first_with_steps, self._position)
 
     def _update_foreign(self) -> None:
         """Estimate the capacity that other routers use, from the last load report.
@@ -245,7 +282,10 @@ class WorkerView:
 
 def has_busy_peer(view: WorkerView, workers: Iterable[WorkerView]) -> bool:
     """Return whether another worker that shares the cores of `view` has sequences."""
-    return bool(view.info.machine) and any(
-        other.num_busy and other is not view and other.info.machine == view.info.machine
-        for other in workers
+    machine = view.info.machine
+    if not machine:
+        return False
+    peers = workers.on_machine(machine) if isinstance(workers, Fleet) else workers
+    return any(
+        other.num_busy and other is not view and other.info.machine == machine for other in peers
     )

@@ -1,4 +1,4 @@
-"""A served cluster shows its API keys nowhere, and gets no secrets of the shell."""
+"""A served cluster shows its API keys and hash key nowhere, and gets no secrets of the shell."""
 
 import json
 import os
@@ -25,6 +25,20 @@ OPERATOR = "operator-7d3e8a61c0b9"
 BY_VARIABLE = "variable-5b8c2e4f7a90"
 KEYS = (USER, OPERATOR, BY_VARIABLE)
 SECRET = "cloud-0f9e8d7c6b5a"
+HASH_KEY = "hash-key-2b7e151628aed2a6abf7158809cf4f3c762e7160f38b4da56a"
+PROGRAM = f"""
+import sys
+from pathlib import Path
+from penstock.cli import main
+from penstock.cluster import configs
+
+def known_key():
+    Path(__file__).with_suffix(".used").touch()
+    return {HASH_KEY.encode()!r}
+
+configs.new_hash_key = known_key
+sys.exit(main())
+"""
 ENVIRONMENT = {"PENSTOCK_API_KEY": BY_VARIABLE, "PENSTOCK_OPERATOR": OPERATOR}
 ENVIRONMENT |= {"MY_CLOUD_SECRET": SECRET, "PASSED_ON": "yes"}
 GCS_TABLES = """
@@ -50,8 +64,12 @@ def running() -> Iterator[Serving]:
         arguments += ["--mixed", "1", "--config", str(config), "--log-format", "json"]
         arguments += ["--pass-env", "PASSED_ON"]
         arguments += ["--api-key-file", str(key_file(folder, USER))]
-        with serving(arguments, free_ports(2), folder, ENVIRONMENT) as running:
+        program = folder / "serve_with_known_key.py"
+        program.write_text(PROGRAM)
+        command = (sys.executable, str(program))
+        with serving(arguments, free_ports(2), folder, ENVIRONMENT, command) as running:
             running.wait_for_output('"event": "serving"')
+            assert program.with_suffix(".used").exists(), "the cluster has the known hash key"
             call(running)
             running.wait_for_output('"by": "ops"')
             yield running
@@ -74,7 +92,7 @@ def call(running: Serving) -> None:
 
 
 def shown_in(text: str) -> list[str]:
-    return [secret for secret in (*KEYS, SECRET) if secret in text]
+    return [secret for secret in (*KEYS, HASH_KEY, SECRET) if secret in text]
 
 
 def test_log_names_the_operator_who_changed_a_role_and_shows_no_key(running: Serving) -> None:

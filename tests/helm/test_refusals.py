@@ -65,6 +65,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"models": {" ": {}}}, "/models': additional properties ' ' not allowed"),
     ({"router": {"httpPort": 65536}}, "/router/httpPort': maximum"),
     ({"router": {"replicas": 65}}, "/router/replicas': maximum"),
+    ({"router": {"routing": "random"}}, "/router/routing': value must be one of"),
     ({"cluster": {"mode": "kubray"}}, "/cluster/mode': value must be one of"),
     ({"probes": {"startupSeconds": 5}}, "/probes/startupSeconds': minimum"),
     ({"monitoring": {"serviceMonitor": {"interval": "15"}}}, "/serviceMonitor/interval': '15'"),

@@ -1,8 +1,10 @@
 """A rendered chart satisfies the Kubernetes schemas and our own rules; a mutated chart does not."""
 
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
@@ -12,6 +14,7 @@ pytest.importorskip("kubernetes_validate", reason="it is in the dependency group
 
 from helm_python import lint
 
+from penstock.cluster.spec.router_spec import RouterSpec
 from tests.support import chart
 
 HAS_SCHEMAS = any(folder.is_dir() for folder in chart.CRD_FOLDERS)
@@ -177,6 +180,18 @@ def test_operators_have_a_port_and_a_service_of_their_own(mode: str) -> None:
     container = router["spec"]["containers"][0]
     assert {"name": "admin", "containerPort": 8001} in container["ports"]
     assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+
+
+def test_chart_knows_every_routing_strategy_and_passes_it_to_the_routers() -> None:
+    schema = json.loads((chart.CHART / "values.schema.json").read_text())
+    strategies = schema["properties"]["router"]["properties"]["routing"]["enum"]
+    assert tuple(strategies) == get_args(get_type_hints(RouterSpec)["routing"])
+    for strategy in strategies:
+        rendered = chart.objects(chart.render({"router": {"routing": strategy}}))
+        assert (
+            f"routing: {strategy}\n"
+            in chart.one(rendered, "ConfigMap", "rel-penstock")["data"]["cluster.yaml"]
+        )
 
 
 def test_notes_show_the_next_commands() -> None:

@@ -30,6 +30,7 @@ def wait_for(condition: Callable[[], bool], what: str, timeout: float = TIMEOUT_
 # Command prefix that resets SIGINT, because shells start background jobs with SIGINT ignored. A
 # `preexec_fn` would need a fork, and a fork can abort in a process with gRPC's threads.
 INTERRUPTIBLE = ("env", "--default-signal=INT")
+PENSTOCK = (sys.executable, "-m", "penstock.cli")
 
 
 class Serving:
@@ -41,6 +42,7 @@ class Serving:
         folder: folder for output and temporary files; its path must be short, because Unix sockets
             are created below it.
         environment: variables to add to those of this process.
+        program: the command `penstock`.
     """
 
     def __init__(
@@ -49,13 +51,14 @@ class Serving:
         ports: Sequence[int],
         folder: Path,
         environment: Mapping[str, str],
+        program: Sequence[str] = PENSTOCK,
     ) -> None:
         self.http, self.grpc = ports
         self.admin = _admin_port(ports)
         self.output = folder / "output"
         self.temp = folder / "t"
         self.temp.mkdir(exist_ok=True)
-        command = [*INTERRUPTIBLE, sys.executable, "-m", "penstock.cli", "serve", *arguments]
+        command = [*INTERRUPTIBLE, *program, "serve", *arguments]
         command += ["--http-port", str(self.http), "--grpc-port", str(self.grpc)]
         command += ["--admin-port", str(self.admin)]
         with self.output.open("w") as file:
@@ -129,9 +132,10 @@ def serving(
     ports: Sequence[int],
     folder: Path,
     environment: Mapping[str, str] = NO_VARIABLES,
+    program: Sequence[str] = PENSTOCK,
 ) -> Iterator[Serving]:
     """Run `penstock serve`; kill it at the end of the block if it still runs."""
-    running = Serving(arguments, ports, folder, environment)
+    running = Serving(arguments, ports, folder, environment, program)
     try:
         yield running
     finally:

@@ -18,6 +18,7 @@ router:
   admin_host: 0.0.0.0
   admin_port: {{ .Values.router.adminPort }}
   max_queued: {{ .Values.router.maxQueued }}
+  routing: {{ .Values.router.routing }}
   {{- if not (kindIs "invalid" .Values.router.maxWaitSeconds) }}
   max_wait_seconds: {{ .Values.router.maxWaitSeconds }}
   {{- end }}

@@ -115,6 +115,24 @@ def fit_steps(steps: Steps, base: Timing) -> StepFit:
     return _result(steps, best[1] * slowdown(steps, best[1]), base)
 
 
+def jitter_of(steps: Steps, predicted: Floats) -> float:
+    """Return the standard deviation of log(measured / predicted) within groups of equal steps.
+
+    Deviations between groups are errors of the model and do not count. A step counts as at most
+    MOST_MEDIANS times the median of its group; see `grouped`.
+
+    Args:
+        steps: the measured steps.
+        predicted: [n] their durations by the fitted model.
+    """
+    group, capped = _groups(steps)
+    logs = np.log(capped / predicted)
+    counts = np.bincount(group)
+    means = np.bincount(group, weights=logs) / counts
+    freedom = len(steps) - len(counts)
+    return float(np.sqrt(((logs - means[group]) ** 2).sum() / freedom)) if freedom else 0.0
+
+
 def slowdown(steps: Steps, values: Floats) -> float:
     """Return the factor from the predicted to the measured total time.
 
@@ -133,15 +151,21 @@ def grouped(steps: Steps) -> tuple[Steps, Floats]:
     A step counts as at most MOST_MEDIANS times the median of its group, for the pauses of a
     machine.
     """
+    group, seconds = _groups(steps)
+    capped = replace(steps, seconds=seconds)
+    counts = np.bincount(group).astype(np.float64)
+    columns = (np.bincount(group, weights=column) / counts for column in capped._columns())
+    return Steps(*columns), counts
+
+
+def _groups(steps: Steps) -> tuple[npt.NDArray[np.intp], Floats]:
+    """Return for each step [n] the number of its group, and its capped seconds."""
     keys = np.stack((steps.tokens, steps.sequences, np.rint(2 * np.log2(steps.positions + 1))))
     _, group = np.unique(keys, axis=1, return_inverse=True)
     group = group.reshape(-1)
     num_groups = int(group.max()) + 1
     medians = np.array([np.median(steps.seconds[group == one]) for one in range(num_groups)])
-    capped = replace(steps, seconds=np.minimum(steps.seconds, MOST_MEDIANS * medians[group]))
-    counts = np.bincount(group).astype(np.float64)
-    columns = (np.bincount(group, weights=column) / counts for column in capped._columns())
-    return Steps(*columns), counts
+    return group, np.minimum(steps.seconds, MOST_MEDIANS * medians[group])
 
 
 def predicted_seconds(steps: Steps, timing: Timing) -> Floats:
@@ -162,7 +186,7 @@ def _result(steps: Steps, values: Floats, base: Timing) -> StepFit:
     errors = np.abs(predicted / steps.seconds - 1)
     ratio = float(predicted.sum() / steps.seconds.sum())
     return StepFit(
-        replace(base, **fitted),
+        replace(base, **fitted, jitter=jitter_of(steps, predicted)),
         len(steps),
         float(errors.mean()),
         float(np.median(errors)),

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from penstock.workers.scheduling.sequence import Ints, StepPlan
+from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.scheduling.step_work import step_work
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -44,6 +44,7 @@ class Timing:
     request: float = 0.0  # of each request outside of the engine: client, network, router
     request_token: float = 0.0  # the same, per prompt token
     router: float = 0.0  # of each request at the router, which handles one at a time
+    jitter: float = 0.0  # standard deviation of the logarithm of a step's time
 
     def prefill(self, num_tokens: int, chunk: int) -> float:
         """Return the seconds to prefill a single prompt in chunks of `chunk` tokens."""
@@ -98,32 +99,3 @@ def _number(path: Path, name: object, value: Any, names: list[str]) -> float:
     if isinstance(value, bool) or not 0 <= number < math.inf:
         raise BadTiming(f"{path}: {name} must be a finite number of at least 0, not {value!r}")
     return number
-
-
-class TimedModel:
-    """A model of which only step times are simulated; every sampled token is 0."""
-
-    def __init__(self, timing: Timing) -> None:
-        self.slowness = 1.0
-        self._timing = timing
-
-    def seconds(self, plan: StepPlan) -> float:
-        return self.slowness * self._timing.step(plan)
-
-    def seconds_of(self, plan: StepPlan, num: int) -> Floats:
-        return self.slowness * self._timing.decodes(plan, num)
-
-    def run(self, plan: StepPlan, choices: Ints) -> Ints:
-        return np.zeros(len(plan.sampling_rows), np.int32)
-
-    def predict(self, plan: StepPlan, num: int) -> Ints:
-        return np.zeros((num, len(plan.rows)), np.int32)
-
-    def read(self, blocks: Ints) -> tuple[int, ...]:
-        return ()
-
-    def write(self, blocks: Ints, content: object) -> None:
-        pass
-
-    def poison(self, blocks: Ints) -> None:
-        pass

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from penstock.cluster.autoscaling.autoscaler import PoolInputs, ServingWorker
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.bench.workload import Planned
-from penstock.loadtests.simulator.model.timing import TimedModel, Timing
+from penstock.loadtests.simulator.model.timed_model import TimedModel
+from penstock.loadtests.simulator.model.timing import Timing
 from penstock.loadtests.simulator.scaling.call import Call, RecordingClient
-from penstock.loadtests.simulator.scaling.indexed_policy import IndexedLeastLoaded
 from penstock.loadtests.simulator.scaling.scalers import (
     INTERVAL_SECONDS,
     PoolView,
@@ -30,11 +30,13 @@ from penstock.loadtests.simulator.world.worker import HEARTBEAT_SECONDS, Worker,
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import DispatcherLimits as RouterLimits
 from penstock.router.routing.placement.policy import Policy
+from penstock.router.routing.placement.routing_strategies import DEFAULT_STRATEGY, policy_of
 from penstock.router.routing.worker_registry import LivenessBounds
 from penstock.workers.kv_transfer.protocol.messages import WorkerId
 from penstock.workers.scheduling.config import SchedulerConfig
 
 LATENCY_SECONDS = 0.0003
+HASH_KEY = b"key of the block hashes"
 BANDWIDTH = 40e9
 """Bytes per second between two workers."""
 
@@ -62,6 +64,8 @@ class ClusterPlan:
     # Whether routers learn the times of steps. Results then depend slightly on fast-forwards,
     # because a fast-forward reports the mean of its steps.
     reports_step_seconds: bool = False
+    routing: str = DEFAULT_STRATEGY  # placement strategy
+    seed: int = 0  # of the jitter of steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class _Pool:
 class Cluster:
     """A simulated cluster: call `run`, then read `calls`, `samples` and `worker_seconds`.
 
-    `tenants` holds the tenant of each request of the load; empty: all have the same.
+    `policy` places requests; None: the strategy of the plan. `tenants` holds the tenant of each
+    request of the load; empty: all have the same.
     """
 
     def __init__(
@@ -110,7 +115,6 @@ class Cluster:
         self.busy_seconds = 0.0
         self.num_steps = 0
         self.num_scalings = 0
-        self._plan = replace(plan, limits=_fitting(plan.limits, load))
         self._scaler = scaler
         bandwidth = plan.timing.bandwidth or plan.bandwidth
         self._network = Network(self.clock, LATENCY_SECONDS, bandwidth)
@@ -130,17 +134,17 @@ class Cluster:
         )
         # No fault is injected: nothing is ever silent, and heartbeats would be most of the events.
         limits = replace(limits, bounds=LivenessBounds(math.inf, math.inf, stuck_after=math.inf))
-        indexed = IndexedLeastLoaded()
+        self._plan = replace(plan, limits=_fitting(plan.limits, load))
         self._clients: dict[int, RecordingClient] = {}
         self.router = Router(
             "router",
             self._network,
-            indexed if policy is None else policy,
+            policy_of(plan.routing) if policy is None else policy,
             limits,
             self._live.get,
-            before_event=indexed.note if policy is None else None,
             heartbeats=False,
             run_clients=self._clients,
+            hash_key=self._plan.limits.hash_key,
         )
         self._pools = {name: _Pool() for name in plan.pools}
         for name, count in plan.pools.items():
@@ -221,7 +225,7 @@ class Cluster:
         leaps = not self._plan.single_steps
         worker = Worker(
             shape,
-            TimedModel(timing),
+            TimedModel(timing, self._plan.seed, name),
             self._network,
             self._by_name.get,
             fast_forwards=leaps,
@@ -342,9 +346,14 @@ class Cluster:
 
 
 def _fitting(limits: SchedulerConfig, load: Sequence[Planned]) -> SchedulerConfig:
-    """Limit `max_model_len` to the longest sequence, to save memory in thousands of workers."""
+    """Limit `max_model_len` to the longest sequence, to save memory in thousands of workers.
+
+    Blocks are hashed only if prompts share blocks: nothing can be cached otherwise.
+    """
     longest = max((one.input_len + one.output_len for one in load), default=1)
-    return replace(limits, max_model_len=min(limits.max_model_len, longest + 1))
+    hash_key = HASH_KEY if any(planned.blocks for planned in load) else b""
+    longest = min(limits.max_model_len, longest + 1)
+    return replace(limits, max_model_len=longest, hash_key=hash_key)
 
 
 def _serving(worker: Worker, now: float) -> ServingWorker:

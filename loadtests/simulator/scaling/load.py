@@ -38,6 +38,7 @@ from penstock.loadtests.simulator.scaling.workloads import (
     steps,
     varying,
 )
+from penstock.router.routing.placement.routing_strategies import Strategy
 from penstock.workers.scheduling.config import SchedulerConfig
 
 Kind = Literal["static", "penstock", "queue", "cpu", "clairvoyant"]
@@ -75,6 +76,7 @@ class Serving:
     mixed: int = option(2, "mixed workers at the start")
     prefill: int = option(0, "prefill workers at the start (with --decode, instead of --mixed)")
     decode: int = option(0, "decode workers at the start")
+    routing: Strategy = option("cost", "placement strategy")  # noqa: RUF009
     scaler: Kind = option("static", "scaler that sets the number of workers")  # noqa: RUF009
     compare: bool = option(False, "compare all scalers and static peak capacity (--mixed)")
     most: int = option(64, "most workers in a pool")
@@ -184,14 +186,15 @@ def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
     pools = {"mixed": serving.mixed}
     if serving.prefill:
         pools = {"prefill": serving.prefill, "decode": serving.decode}
-    single = serving.single_steps
     return ClusterPlan(
         pools,
         limits,
         timing,
         serving.cold_start,
         ttft_slo_seconds=serving.promised,
-        single_steps=single,
+        single_steps=serving.single_steps,
+        routing=serving.routing,
+        seed=arriving.seed,
     )
 
 

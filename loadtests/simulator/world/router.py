@@ -169,7 +169,6 @@ class Router:
         find: returns a worker by name, or None if the worker is not running.
         on_event: called with the router's name, each event, and the resulting commands.
         check: check the dispatcher's invariants after each event.
-        before_event: called with each event before it is handled.
         heartbeats: send heartbeats to workers.
         run_clients: the clients, if all can take several tokens at once; None: they cannot.
         hash_key: secret that keys the block hashes. Prompts are then hashed, and workers report
@@ -185,14 +184,12 @@ class Router:
         find: Callable[[str], Worker | None],
         on_event: Callable[[str, ev.Event, list[ev.Command]], None] | None = None,
         check: bool = False,
-        before_event: Callable[[ev.Event], None] | None = None,
         heartbeats: bool = True,
         run_clients: Mapping[int, RunClient] | None = None,
         hash_key: bytes = b"",
     ) -> None:
         self._run_clients = run_clients
         self.heartbeats = heartbeats
-        self._before_event = before_event
         self.name = name
         self.hash_key = hash_key
         self.block_sizes: set[int] = set()  # of all workers since the router's start
@@ -260,8 +257,6 @@ class Router:
             event = self._events.popleft()
             if isinstance(event, ev.ChoiceStopped) and event.request in self.clients:
                 self.clients[event.request].on_choice_stopped(event.choice)
-            if self._before_event is not None:
-                self._before_event(event)
             commands = self.dispatcher.handle(event, self.process.clock.now)
             if self._check:
                 self.dispatcher.check()

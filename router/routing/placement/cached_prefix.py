@@ -5,42 +5,63 @@ an entry for each of them would take longer than the rest of a decision.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex, Workers, bits
+from penstock.router.routing.prefix_cache.worker_slots import Workers, WorkerSlots, bits
 
 Levels: TypeAlias = Sequence[tuple[int, Workers]]
+"""Pairs of a depth and the workers that have at least this depth, by rising depth; each set of
+workers contains the next one."""
 
 
 class CachedPrefix(Mapping[str, int]):
     """Maps workers to numbers of tokens; workers without such tokens are absent.
 
     Args:
-        sources: for each source of knowledge, its index and its levels: pairs of a number of tokens
-            and the workers that have at least this number. If a worker is in several levels, the
-            largest number counts. The indexes must not change while this object is in use.
+        slots: the workers' numbers in `levels`, which must not change while this object is in use.
+        levels: the workers by depth.
+        unit: number of tokens of one depth.
     """
 
-    def __init__(self, sources: Sequence[tuple[PrefixIndex, Levels]]) -> None:
-        self.sources = [source for source in sources if source[1]]
+    __slots__ = ("_tokens", "levels", "slots", "unit")
+
+    def __init__(self, slots: WorkerSlots, levels: Levels, unit: int = 1) -> None:
+        self.slots = slots
+        self.levels = levels
+        self.unit = unit
         self._tokens: dict[str, int] | None = None
 
     def as_dict(self) -> dict[str, int]:
         """Return this mapping as a dict, which is computed once."""
         if self._tokens is None:
             found: dict[str, int] = {}
-            for index, levels in self.sources:
-                names = index.workers
-                for num_tokens, workers in levels:
-                    for slot in bits(workers):
-                        name = names[slot]
-                        if num_tokens > found.get(name, 0):
-                            found[name] = num_tokens
+            names, above = self.slots.names, 0
+            for depth, workers in reversed(self.levels):
+                num_tokens = depth * self.unit
+                for slot in bits(workers & ~above):
+                    found[names[slot]] = num_tokens
+                above = workers
             self._tokens = found
         return self._tokens
 
+    def of_slot(self, slot: int) -> int:
+        """Return the number of tokens of the worker with a slot; 0 if it has none."""
+        for depth, workers in reversed(self.levels):
+            if workers >> slot & 1:
+                return depth * self.unit
+        return 0
+
     def __getitem__(self, worker: str) -> int:
-        return self.as_dict()[worker]
+        slot = self.slots.find(worker)
+        num_tokens = 0 if slot is None else self.of_slot(slot)
+        if not num_tokens:
+            raise KeyError(worker)
+        return num_tokens
+
+    def get(self, worker: str, default: Any = None) -> Any:
+        """Return the number of tokens of a worker, or `default`."""
+        slot = self.slots.find(worker)
+        return (0 if slot is None else self.of_slot(slot)) or default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.as_dict())
@@ -49,4 +70,27 @@ class CachedPrefix(Mapping[str, int]):
         return len(self.as_dict())
 
     def __bool__(self) -> bool:
-        return bool(self.sources)
+        return bool(self.levels)
+
+
+def merge_levels(sources: Sequence[tuple[int, Levels]]) -> Levels:
+    """Return one list of levels, in tokens, for levels of several sources.
+
+    Args:
+        sources: pairs of the tokens of one depth, and levels. If several sources contain a worker,
+            its largest number of tokens counts.
+    """
+    found = [(unit * depth, workers) for unit, levels in sources for depth, workers in levels]
+    found.sort(reverse=True)
+    merged: list[tuple[int, Workers]] = []
+    deeper = 0
+    for num_tokens, workers in found:
+        those = deeper | workers
+        if those == deeper:
+            continue
+        if merged and merged[-1][0] == num_tokens:
+            merged.pop()
+        merged.append((num_tokens, those))
+        deeper = those
+    merged.reverse()
+    return merged

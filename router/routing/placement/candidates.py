@@ -1,103 +1,125 @@
-"""The workers that a placement decision compared, with the numbers that it used."""
+"""The workers among which a request is placed, behind an interface that hides the comparison.
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from operator import attrgetter
-from typing import NamedTuple
+`RolePolicy` chooses roles and asks for the best worker of a role. `ListCandidates` compares all
+workers with a ranking. `ArrayCandidates` gives the same answers for `CostRanking` in less time.
+"""
 
-import numpy as np
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias
 
 from penstock.router.routing.placement.demand import Demand
-from penstock.router.routing.placement.fleet import Fleet
-from penstock.router.routing.placement.policy import Placement
-from penstock.router.routing.placement.rankings.cost import PROMPT_WEIGHT, read_cost_of
-from penstock.router.routing.placement.rankings.least_loaded import PENALTY_TOKENS
-from penstock.router.routing.worker_view import PENALTY_SECONDS, WorkerView
+from penstock.router.routing.placement.disaggregation import DisaggregationPolicy, single_worker
+from penstock.router.routing.placement.ranking import Ranking, with_capacity, with_prefill_slot
+from penstock.router.routing.worker_view import WorkerView
 
-MAX_CANDIDATES = 8
-"""Number of workers that are kept of a decision, besides the chosen ones."""
-
-
-class Candidate(NamedTuple):
-    """One worker at the time of a decision.
-
-    Attributes:
-        worker: name of the worker.
-        role: prefill, decode or mixed.
-        state: ready, suspect, stuck or draining.
-        cost: work of the prompt there in tokens of prompt computation, see `rankings.cost`; lower
-            is better. Only `--routing cost` compares this number.
-        queued_tokens: prompt tokens that the worker must compute before.
-        num_sequences: sequences on the worker, those of other routers included.
-        cached_tokens: leading tokens of the prompt that the worker has cached.
-        has_capacity: whether the worker had room for the request.
-    """
-
-    worker: str
-    role: str
-    state: str
-    cost: float
-    queued_tokens: int
-    num_sequences: int
-    cached_tokens: int
-    has_capacity: bool
+Group: TypeAlias = Literal["all", "prompt", "answer", "prefill"]
+"""All workers; those that compute prompts (prefill, mixed); those that generate answers (decode,
+mixed); those of the role prefill."""
 
 
-def candidates_of(
-    workers: Sequence[WorkerView], demand: Demand, placement: Placement, now: float
-) -> list[Candidate]:
-    """Return the workers of least cost and the chosen workers, in order of cost.
+class Candidates(Protocol):
+    """The usable workers of a router that are not unfit for one request."""
 
-    With many workers, the least loaded ones are returned instead: the cached tokens of all workers
-    are not compared again.
+    def has(self, group: Group) -> bool:
+        """Return whether a group has workers, with or without room."""
+        ...
+
+    def count(self, group: Group) -> int:
+        """Return the number of workers of a group, with or without room."""
+        ...
+
+    def view(self, name: str) -> WorkerView:
+        """Return a worker by its name."""
+        ...
+
+    def prompt_worker(self, group: Group, needs_capacity: bool = True) -> WorkerView | None:
+        """Return the best worker of a group for the prompt.
+
+        Args:
+            group: the group.
+            needs_capacity: if False, workers without room are candidates too.
+        """
+        ...
+
+    def answer_worker(self, group: Group, layout: str | None = None) -> WorkerView | None:
+        """Return the best worker of a group for the answer; with a `layout`, of those with it."""
+        ...
+
+    def single_worker(self) -> WorkerView | None:
+        """Return the worker with room that should generate all answers of its machine, or None."""
+        ...
+
+    def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
+        """Return the worker that generates answers and computes the prompt at the lowest cost."""
+        ...
+
+    def kept_worker(self) -> WorkerView | None:
+        """Return the prefill worker with the fewest sequences that may generate an answer."""
+        ...
+
+
+class ListCandidates:
+    """Compares all workers, with any ranking.
 
     Args:
-        workers: all connected workers.
-        demand: the properties of the request.
-        placement: the chosen workers.
+        ranking: orders the workers of a group.
+        demand: the request.
+        workers: all workers.
         now: clock seconds.
     """
-    chosen = (placement.worker, placement.decode_target)
-    cached: Mapping[str, int] = demand.cached_tokens or {}
-    read_cost, most = read_cost_of(demand), demand.num_tokens - 1
-    since = now - PENALTY_SECONDS
-    ranked = []
-    for view in _considered(workers, read_cost, chosen):
-        queued, reads, busy, assigned, name = view.by_cost
-        cost = queued + read_cost * reads
-        if name in cached:
-            cost -= PROMPT_WEIGHT * min(cached[name], most)
-        if view.lost_at > since:
-            cost += PENALTY_TOKENS * view.penalty(now)
-        ranked.append((cost, busy, assigned, name, view))
-    ranked.sort()  # names differ, so views are not compared
-    kept = ranked[:MAX_CANDIDATES]
-    kept += [row for row in ranked[MAX_CANDIDATES:] if row[3] in chosen]
-    return [
-        Candidate(
-            name,
-            view.role,
-            view.state,
-            cost,
-            view.by_cost[0],
-            busy,
-            cached.get(name, 0),
-            view.has_capacity(demand.num_tokens, demand.num_sequences),
+
+    def __init__(
+        self, ranking: Ranking, demand: Demand, workers: Sequence[WorkerView], now: float
+    ) -> None:
+        unfit = demand.unfit_workers
+        live = [view for view in workers if view.is_usable and not (unfit and view.name in unfit)]
+        self._ranking, self._demand, self._now = ranking, demand, now
+        self._groups: dict[Group, list[WorkerView]] = {
+            "all": live,
+            "prompt": [view for view in live if view.role != "decode"],
+            "answer": [view for view in live if view.role != "prefill"],
+            "prefill": [view for view in live if view.role == "prefill"],
+        }
+
+    def has(self, group: Group) -> bool:
+        return bool(self._groups[group])
+
+    def count(self, group: Group) -> int:
+        return len(self._groups[group])
+
+    def view(self, name: str) -> WorkerView:
+        return next(view for view in self._groups["all"] if view.name == name)
+
+    def prompt_worker(self, group: Group, needs_capacity: bool = True) -> WorkerView | None:
+        views: Sequence[WorkerView] = self._groups[group]
+        if needs_capacity:
+            views = with_prefill_slot(views)
+        return self._ranking.prompt_worker(views, self._demand, self._now, needs_capacity)
+
+    def answer_worker(self, group: Group, layout: str | None = None) -> WorkerView | None:
+        views: Sequence[WorkerView] = self._groups[group]
+        if layout is not None:
+            views = [view for view in views if view.info.layout == layout]
+        if self._demand.is_pinned and not self._demand.has_source:
+            views = with_prefill_slot(views)
+        return self._ranking.answer_worker(views, self._demand, self._now)
+
+    def single_worker(self) -> WorkerView | None:
+        single = single_worker(self._groups["all"], self._now)
+        return None if single is None else next(iter(self._able([single])), None)
+
+    def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
+        num_tokens = self._demand.num_tokens
+        return min(
+            self._able(self._groups["answer"]),
+            key=lambda view: (costs.colocated_seconds(num_tokens, view), view.name),
+            default=None,
         )
-        for cost, busy, _, name, view in kept
-    ]
 
+    def kept_worker(self) -> WorkerView | None:
+        # Answers move away from a prefill worker whose role an operator assigned.
+        views = [view for view in self._groups["prefill"] if not view.is_shedding]
+        return min(self._able(views), key=lambda view: (view.num_busy, view.name), default=None)
 
-def _considered(
-    workers: Sequence[WorkerView], read_cost: float, chosen: Sequence[str | None]
-) -> Sequence[WorkerView]:
-    """Return all of a few workers; of many, the chosen ones and the least loaded ones."""
-    if not isinstance(workers, Fleet) or workers.loads is None:
-        return workers
-    load = workers.loads.queued[:-1] + read_cost * workers.loads.reads[:-1]
-    last = min(MAX_CANDIDATES, len(load) - 1)
-    rows = set(np.argpartition(load, last)[:MAX_CANDIDATES].tolist())
-    for name in chosen:
-        if name is not None:
-            rows.add(bisect_left(workers.by_row, name, key=attrgetter("name")))
-    return [workers.by_row[row] for row in rows]
+    def _able(self, views: Sequence[WorkerView]) -> Sequence[WorkerView]:
+        return with_prefill_slot(with_capacity(views, self._demand))

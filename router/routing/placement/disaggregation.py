@@ -18,8 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from penstock.router.routing.placement.answer_cost import prefers_one_worker
 from penstock.router.routing.placement.cost_model import TransferCostModel
+from penstock.router.routing.placement.fleet import Fleet, mean_speed
 from penstock.router.routing.worker_view import WorkerView, has_busy_peer
 
 MAX_COST_RATIO = 0.9
@@ -91,17 +94,22 @@ class DisaggregationPolicy:
         cached_tokens: Mapping[str, int] | None = None,
     ) -> None:
         self._cached_tokens = cached_tokens
-        speeds = [
-            view.prefill_rate.tokens_per_second
-            for view in workers
-            if view.prefill_rate.is_calibrated
-        ]
         self._workers = workers
-        self._steps = next(
-            (view.answer_rate for view in workers if view.answer_rate.is_calibrated), None
-        )
-        self._mean_rate = sum(speeds) / len(speeds) if speeds else 0.0
+        if isinstance(workers, Fleet):
+            first = workers.first_with_steps
+            self._mean_rate = workers.mean_speed
+        else:
+            first = next((view for view in workers if view.answer_rate.is_calibrated), None)
+            rates = [view.prefill_rate for view in sorted(workers, key=lambda view: view.name)]
+            speeds = [rate.tokens_per_second if rate.is_calibrated else 0.0 for rate in rates]
+            self._mean_rate = mean_speed(np.array([*speeds, 0.0]))
+        self._steps = None if first is None else first.answer_rate
         self._transfer_costs = transfer_costs
+
+    @property
+    def mean_rate(self) -> float:
+        """Mean prefill rate of the workers with a measured rate; 0: there are none."""
+        return self._mean_rate
 
     @property
     def is_measured(self) -> bool:
@@ -193,8 +201,11 @@ class DisaggregationPolicy:
             worker: the worker that would compute the prompt.
             slo_seconds: bound of the time per token; 0: none.
             now: clock seconds.
+
+        Returns:
+            True also if no prefill rate has been measured.
         """
-        if not slo_seconds or not worker.num_answers:
+        if not slo_seconds or not worker.num_answers or not self._mean_rate:
             return True
         prompt = self._prompt_cost(num_tokens, worker)
         stall = prompt.wait + prompt.compute

@@ -4,15 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
+from penstock.router.routing.placement.candidates import Candidates, ListCandidates
 from penstock.router.routing.placement.cost_model import TransferCostModel
 from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.disaggregation import (
     DisaggregationPolicy,
     PrefillDecision,
     Reason,
-    single_worker,
 )
-from penstock.router.routing.placement.ranking import Ranking, with_capacity, with_prefill_slot
+from penstock.router.routing.placement.ranking import Ranking
 from penstock.router.routing.placement.rankings.least_loaded import LeastLoadedRanking
 from penstock.router.routing.worker_view import WorkerView
 
@@ -81,56 +81,50 @@ class RolePolicy:
         transfer_costs: TransferCostModel,
         now: float,
     ) -> Placement | None:
-        unfit = demand.unfit_workers
-        live = [view for view in workers if view.is_usable and not (unfit and view.name in unfit)]
-        decoders = [view for view in live if view.role != "prefill"]
+        candidates = self._candidates(demand, workers, now)
         # A request with several choices cannot move once it decodes, so it stays on one worker.
         # A beam search is not pinned, because only its prompt moves.
         if demand.has_source or demand.is_pinned:
-            able = decoders or live
-            whole = self._ranking.answer_worker(
-                able if demand.has_source else with_prefill_slot(able), demand, now
-            )
+            whole = candidates.answer_worker("answer" if candidates.has("answer") else "all")
             return None if whole is None else Placement(whole.name)
-        prefillers = [view for view in live if view.role != "decode"]
-        first = self._ranking.prompt_worker(with_prefill_slot(prefillers or live), demand, now)
+        first = candidates.prompt_worker("prompt" if candidates.has("prompt") else "all")
         if first is not None and (
-            first.role != "prefill" or not decoders or demand.num_remaining == 1
+            first.role != "prefill" or not candidates.has("answer") or demand.num_remaining == 1
         ):
             return Placement(first.name)
-        single = single_worker(live, now)
-        if single is not None and with_prefill_slot(with_capacity([single], demand)):
+        single = candidates.single_worker()
+        if single is not None:
             return Placement(single.name, None, PrefillDecision(False, Reason.CORES))
         costs = self._disaggregation(workers, transfer_costs, demand.cached_tokens)
-        chosen = self._choose_disaggregated(demand, prefillers, decoders, costs, first, now)
-        return self._choose_kept(demand, prefillers, costs, chosen, live, now) or chosen
+        chosen = self._choose_disaggregated(demand, candidates, costs, first, now)
+        return self._choose_kept(demand, candidates, costs, chosen, now) or chosen
+
+    def _candidates(self, demand: Demand, workers: Sequence[WorkerView], now: float) -> Candidates:
+        return ListCandidates(self._ranking, demand, workers, now)
 
     def _choose_disaggregated(
         self,
         demand: Demand,
-        prefillers: Sequence[WorkerView],
-        decoders: Sequence[WorkerView],
+        candidates: Candidates,
         disaggregation: DisaggregationPolicy,
         first: WorkerView | None,
         now: float,
     ) -> Placement | None:
         """Choose among prefill and decode workers; `first`: a prefill worker with room, or None."""
-        prefill_workers = [view for view in prefillers if view.role == "prefill"]
-        second = self._ranking.answer_worker(decoders, demand, now)
-        if not prefill_workers or second is None:
+        if not candidates.has("prefill"):
             return None
-        fitting = with_prefill_slot(with_capacity(decoders, demand))
-        if not fitting:
+        second = candidates.answer_worker("answer")
+        if second is None:
+            return None
+        whole = candidates.colocated_worker(disaggregation)
+        if whole is None:
             decision = PrefillDecision(True, Reason.DECODE_QUEUE)
             return None if first is None else Placement(first.name, second.name, decision)
-        whole = min(
-            fitting, key=lambda view: disaggregation.colocated_seconds(demand.num_tokens, view)
-        )
-        busy = first or self._ranking.prompt_worker(
-            prefill_workers, demand, now, needs_capacity=False
-        )
+        busy = first or candidates.prompt_worker("prefill", needs_capacity=False)
         assert busy is not None
-        line = demand.router_queue_tokens / len(prefill_workers)
+        line = float(demand.router_queue_tokens)
+        if line:
+            line /= candidates.count("prefill")
         decision = disaggregation.decide(demand.num_tokens, busy, whole, line)
         if (
             not decision.is_disaggregated
@@ -145,8 +139,7 @@ class RolePolicy:
         if first is None:
             return None
         if second.info.layout != first.info.layout:  # `second` cannot use its blocks
-            alike = [view for view in decoders if view.info.layout == first.info.layout]
-            second = self._ranking.answer_worker(alike, demand, now)
+            second = candidates.answer_worker("answer", first.info.layout)
             if second is None:
                 return Placement(whole.name)
         return Placement(first.name, second.name, decision)
@@ -154,36 +147,26 @@ class RolePolicy:
     def _choose_kept(
         self,
         demand: Demand,
-        prefillers: Sequence[WorkerView],
+        candidates: Candidates,
         costs: DisaggregationPolicy,
         chosen: Placement | None,
-        live: Sequence[WorkerView],
         now: float,
     ) -> Placement | None:
         """Return a prefill worker that also generates the answer, if that is better than `chosen`.
 
         Only the prefill worker with the fewest sequences is considered.
         """
-        # Answers move away from a prefill worker whose role an operator assigned.
-        candidates = [
-            view for view in prefillers if view.role == "prefill" and not view.is_shedding
-        ]
-        able = with_prefill_slot(with_capacity(candidates, demand))
-        if not able or (chosen is not None and chosen.decision is None):
+        worker = candidates.kept_worker()
+        if worker is None or (chosen is not None and chosen.decision is None):
             return None
-        worker = min(able, key=lambda view: (view.num_busy, view.name))
         if not costs.keeps_tpot(demand.num_tokens, worker, demand.tpot_slo_seconds, now):
             return None
-        decoder = None
-        if chosen is not None:
-            name = chosen.decode_target or chosen.worker
-            decoder = next(view for view in live if view.name == name)
         decision = costs.kept_decision(
             demand.num_tokens,
             demand.num_remaining,
             worker,
             None if chosen is None else chosen.decision,
-            decoder,
+            None if chosen is None else candidates.view(chosen.decode_target or chosen.worker),
             now,
         )
         return None if decision is None else Placement(worker.name, None, decision)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from penstock.router.routing.events import Request
-from penstock.router.routing.placement.cached_prefix import CachedPrefix, Levels
+from penstock.router.routing.placement.cached_prefix import CachedPrefix, Levels, merge_levels
 from penstock.router.routing.placement.recent_prompts import RecentPrompts
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
 
@@ -20,7 +20,7 @@ class PrefixKnowledge:
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
-        self._recent = RecentPrompts()
+        self._recent = RecentPrompts(index.slots)
 
     def cached_tokens(self, request: Request, now: float) -> Mapping[str, int] | None:
         """Return how many leading prompt tokens each worker has cached or is about to compute.
@@ -33,22 +33,25 @@ class PrefixKnowledge:
         if request.params.prompt_logprobs is not None:
             return {}  # cached blocks do not give logprobs: the whole prompt is computed
         self._recent.expire(now)
-        sources: list[tuple[PrefixIndex, Levels]] = []
+        sources: list[tuple[int, Levels]] = []
         for block_size, hashes in request.prompt_hashes.items():
-            for index, levels in (
-                (self._index, self._index.levels(hashes)),
-                (self._recent.index, self._recent.levels(hashes)),
-            ):
-                sources.append((index, [(block_size * depth, found) for depth, found in levels]))
-        return CachedPrefix(sources)
+            levels: Levels = self._index.levels(hashes)
+            sources.append((block_size, levels))
+            if self._recent.exceeds(hashes, levels):
+                sources.append((block_size, self._recent.levels(hashes)))
+        if len(sources) == 1:
+            ((block_size, levels),) = sources
+            return CachedPrefix(self._index.slots, levels, block_size)
+        return CachedPrefix(self._index.slots, merge_levels(sources))
 
     def prefix_key(self, request: Request) -> int | None:
         """Return a number that is equal for prompts that begin alike; None if there are no hashes.
 
         A prompt without a full block has no key either.
         """
-        for block_size, hashes in sorted(request.prompt_hashes.items()):
-            if hashes:
+        by_size = request.prompt_hashes
+        for block_size in sorted(by_size) if len(by_size) > 1 else by_size:
+            if hashes := by_size[block_size]:
                 return hashes[min(len(hashes), max(KEY_TOKENS // block_size, 1)) - 1]
         return None
 

@@ -1,6 +1,7 @@
 """The placement strategies by their names in `--routing`."""
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from penstock.router.routing.placement.cost_policy import CostPolicy
 from penstock.router.routing.placement.policy import Policy, RolePolicy
@@ -18,6 +19,9 @@ RANKINGS: Mapping[str, Callable[[], Ranking]] = {
     "power_of_two": PowerOfTwoRanking,
     "consistent_hash": ConsistentHashRanking,
 }
+
+Strategy = Literal["cost", "round_robin", "least_loaded", "power_of_two", "consistent_hash"]
+DEFAULT_STRATEGY: Strategy = "cost"
 
 
 def policy_of(strategy: str) -> Policy:

@@ -8,56 +8,45 @@ unknown. `levels` checks for loose blocks where a set shrinks, and links those t
 prompt. The result is therefore exact for stores and evictions in any order.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+
+from penstock.router.routing.prefix_cache.worker_slots import Workers, WorkerSlots, bits
 
 PRUNED_CHILDREN = 16
 """Size at which a set of children is searched for unreachable ones, and again at each doubling."""
 START = 0
 """The parent of the first block of a prompt. No block has this hash."""
 
-Workers: TypeAlias = int
-"""A set of workers as a bit mask: bit i is the worker with slot i."""
-
 
 class PrefixIndex:
     """The set of cached blocks of each worker.
 
     Hashes are unsigned 64-bit integers: see `short_hash` of `penstock.common.block_hash`.
+
+    Args:
+        slots: the numbers of workers in sets; None: numbers of this index only.
     """
 
-    def __init__(self) -> None:
-        self.version = 0  # changes with the slots of workers
-        self._slots: dict[str, int] = {}  # slot by worker
-        self._names: list[str] = []  # worker by slot; "" if the slot is free
-        self._bits: list[Workers] = []  # 1 << slot, by slot: one int object for many blocks
-        self._blocks: list[set[int]] = []  # all blocks of a worker, by slot
+    def __init__(self, slots: WorkerSlots | None = None) -> None:
+        self.slots = WorkerSlots() if slots is None else slots
+        self._slots: dict[str, int] = {}  # slot by worker of this index
+        self._bits: dict[int, Workers] = {}  # 1 << slot, by slot: one int object for many blocks
+        self._blocks: dict[int, set[int]] = {}  # all blocks of a worker, by slot
         self._reachable: dict[int, Workers] = {}
         self._loose: dict[int, Workers] = {}
         self._children = _Children(self._reachable)
-        # By the first block of a level: the depth at which the level ended in the last match. A
-        # look-up of a cold block costs several cache misses, so a good guess saves most of them.
+        # By the first block of a level: the length of the level in the last match, or of the chain
+        # that was stored. A look-up of a cold block costs several cache misses, so a good guess
+        # saves most of them.
         self._hints: dict[int, int] = {}
-
-    @property
-    def workers(self) -> list[str]:
-        """Worker by slot; "" for a free slot. `version` changes with this list."""
-        return self._names
 
     def slot(self, worker: str) -> int:
         """Return the number of the worker's bit; a new worker gets a free number."""
         slot = self._slots.get(worker)
         if slot is None:
-            self.version += 1
-            if "" in self._names:
-                slot = self._names.index("")
-                self._names[slot] = worker
-            else:
-                slot = len(self._names)
-                self._names.append(worker)
-                self._bits.append(1 << slot)
-                self._blocks.append(set())
-            self._slots[worker] = slot
+            slot = self._slots[worker] = self.slots.acquire(worker)
+            self._bits[slot] = 1 << slot
+            self._blocks[slot] = set()
         return slot
 
     def store(self, worker: str, hashes: Sequence[int], parent: int | None = None) -> None:
@@ -78,6 +67,8 @@ class PrefixIndex:
                     _add(self._loose, block, bit)
             return
         is_linked = parent == START or bool(self._reachable.get(parent, 0) & bit)
+        if is_linked and hashes:
+            self._hints.setdefault(hashes[0], len(hashes))
         for block in hashes:
             if block not in blocks:
                 blocks.add(block)
@@ -120,9 +111,8 @@ class PrefixIndex:
                 self._unlink(block, bit)
             else:
                 _remove(self._loose, block, bit)
-        self._blocks[slot] = set()
-        self._names[slot] = ""
-        self.version += 1
+        del self._blocks[slot], self._bits[slot]
+        self.slots.release(worker)
 
     @property
     def is_empty(self) -> bool:
@@ -139,6 +129,10 @@ class PrefixIndex:
         slot = self._slots.get(worker)
         return slot is not None and block in self._blocks[slot]
 
+    def holders(self, block: int) -> Workers:
+        """Return the workers that are known to have a block and all blocks before it."""
+        return self._reachable.get(block, 0)
+
     def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
         """Return how many leading blocks of a prompt each worker has; absent workers have none.
 
@@ -148,7 +142,7 @@ class PrefixIndex:
         found: dict[str, int] = {}
         for depth, workers in self.levels(hashes):
             for slot in bits(workers):
-                found[self._names[slot]] = depth
+                found[self.slots.names[slot]] = depth
         return found
 
     def levels(self, hashes: Sequence[int]) -> list[tuple[int, Workers]]:
@@ -174,13 +168,14 @@ class PrefixIndex:
         workers, low = get(hashes[0], 0), 0
         known = [(len(hashes), 0)]  # larger positions with their sets, the nearest last
         while workers:
-            first = hashes[low]
+            start, first = low, hashes[low]
             while known[-1][1] & workers == workers:
                 low, _ = known.pop()
             high, others = known[-1]
             # Look first on both sides of the position where the set changed last time.
-            hint = self._hints.get(first, 0)
-            middle = max(hint - 1, low + 1)
+            length = self._hints.get(first, 0)
+            hint = start + length
+            middle = max(hint - 1, low + 1) if length else 0
             while high - low > 1:
                 if not low < middle < high:
                     middle = (low + high) >> 1
@@ -192,7 +187,7 @@ class PrefixIndex:
                     known.append((high, others))
                 middle = hint
             if high != hint:
-                self._hints[first] = high
+                self._hints[first] = high - start
             levels.append((high, workers))
             workers, low = others & workers, high
         return levels
@@ -287,14 +282,6 @@ class _Children:
         kept = {child for child in children if child in self._reachable}
         self._of[block] = kept
         self._limits[block] = max(2 * len(kept), PRUNED_CHILDREN)
-
-
-def bits(workers: Workers) -> Iterator[int]:
-    """Yield the slots of a set of workers, in ascending order."""
-    while workers:
-        lowest = workers & -workers
-        yield lowest.bit_length() - 1
-        workers ^= lowest
 
 
 def _add(sets: dict[int, Workers], block: int, workers: Workers) -> None:

@@ -1,9 +1,11 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.loadtests.micro.placement import BLOCK, NEW_BLOCKS, Fixture, Load, main
+from penstock.router.routing.placement.disaggregation import DisaggregationPolicy
 
 SMALL = Load(("3",), blocks=600, depth=120, decisions=5)
 
@@ -39,3 +41,12 @@ def test_command_prints_and_saves_the_figures(
     assert [each["workers"] for each in written["figures"]] == [2, 3]
     assert all(each["bytes_per_block"] > 0 for each in written["figures"])
     assert "hashing 120 blocks" in capsys.readouterr().out
+
+
+def test_split_pools_have_measured_speeds_so_that_both_places_of_a_prompt_are_compared() -> None:
+    fixture = Fixture(replace(SMALL, split=True), 4)
+    views = fixture.registry.views()
+    assert [view.role for view in views] == ["prefill", "decode"] * 2
+    costs = DisaggregationPolicy(views, fixture.registry.transfer_costs)
+    assert costs.is_measured
+    assert fixture.decide(fixture.request(1)) in fixture.names

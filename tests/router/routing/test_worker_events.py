@@ -25,6 +25,7 @@ from penstock.router.routing.events import (
     WorkerUp,
     Yielded,
 )
+from penstock.router.routing.token_runs import TokenRun
 from tests.support.columns import NewToken, columns_of
 from tests.support.router_harness import AT, D, M, N, P, Router, ends, submits
 from tests.support.router_world import info_of
@@ -202,6 +203,28 @@ def test_status_has_role_requests_and_load_of_each_worker() -> None:
     (status,) = router.dispatcher.workers()
     assert (status.worker, status.incarnation, status.role) == ("m", "1", "mixed")
     assert (status.num_requests, status.load.running) == (1, 3)
+
+
+def test_run_of_tokens_is_appended_as_a_whole_or_not_at_all() -> None:
+    router = Router(M)
+    append = router.dispatcher.append_runs
+    router.arrive(1)
+    router.arrive(2)
+    assert not append("m", [TokenRun(1, 1, 0, 0, [5, 6])]), "the first token starts the attempt"
+    router(Stepped("m", columns_of([NewToken(1, 1, 0, 0, 5), NewToken(2, 1, 0, 0, 6)])))
+    for wrong in (
+        ("n", TokenRun(2, 1, 0, 1, [7])),  # another worker
+        ("m", TokenRun(2, 2, 0, 1, [7])),  # another attempt
+        ("m", TokenRun(2, 1, 1, 1, [7])),  # no such choice
+        ("m", TokenRun(2, 1, 0, 2, [7])),  # a gap
+        ("m", TokenRun(9, 1, 0, 1, [7])),  # no such request
+    ):
+        assert not append(wrong[0], [TokenRun(1, 1, 0, 1, [6, 7]), wrong[1]])
+    assert append("m", [TokenRun(1, 1, 0, 1, [6, 7]), TokenRun(2, 1, 0, 1, [7, 8])])
+    router(WorkerUp(N))
+    submit, _ = router(WorkerLost("m"))
+    assert isinstance(submit, Submit)
+    assert submit.log == ((5, 6, 7),)
 
 
 def test_refused_tokens_of_a_step_are_not_delivered() -> None:

@@ -11,6 +11,7 @@ could be evicted.
 from collections.abc import Sequence
 
 from penstock.router.routing.placement.demand import Demand
+from penstock.router.routing.placement.fleet import KV_READ_COST, MAX_READS
 from penstock.router.routing.placement.ranking import least, with_capacity
 from penstock.router.routing.placement.rankings.least_loaded import (
     PENALTY_TOKENS,
@@ -19,10 +20,6 @@ from penstock.router.routing.placement.rankings.least_loaded import (
 from penstock.router.routing.worker_view import WorkerView
 
 PROMPT_WEIGHT = 2.5
-KV_READ_COST = 4e-4
-"""Cost of reading one token of KV in one decode step, relative to computing one prompt token."""
-MAX_READS = 256
-"""Decode steps of an answer that count at most: answers are usually shorter than allowed."""
 SIMILAR_UTILIZATION = 0.05
 """A decode worker may have this much more of its capacity in use if it saves a KV transfer."""
 

@@ -12,6 +12,7 @@ from penstock.loadtests.simulator.calibration.fit import (
     Steps,
     fit_line,
     fit_steps,
+    jitter_of,
     predicted_seconds,
     with_engine_time,
 )
@@ -96,3 +97,19 @@ def test_line_has_no_negative_parameters() -> None:
     fixed, slope = fit_line(x, 10 - x)
     assert slope == 0
     assert fixed == pytest.approx(7.5, rel=0.1)
+
+
+@pytest.mark.parametrize("deviation", [0.0, 0.02, 0.2])
+def test_jitter_is_the_deviation_of_equal_steps(deviation: float) -> None:
+    """The estimate of a deviation from n values has a relative standard error of 1 / sqrt(2 n)."""
+    steps = Steps.joined([grid()] * 8)
+    random = np.random.Generator(np.random.Philox(key=1))
+    factors = np.exp(deviation * random.standard_normal(len(steps)))
+    fitted = fit_steps(replace(steps, seconds=steps.seconds * factors), Timing()).timing
+    bound = 5 / np.sqrt(2 * len(steps))
+    assert fitted.jitter == pytest.approx(deviation, rel=bound, abs=1e-3)
+
+
+def test_errors_of_the_model_are_not_jitter() -> None:
+    steps = grid()
+    assert jitter_of(steps, predicted_seconds(steps, TIMING) * (1 + steps.tokens)) < 1e-6

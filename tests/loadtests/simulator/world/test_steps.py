@@ -57,6 +57,26 @@ def assert_same_results(
     assert fast.clock.num_events < 0.5 * stepwise.clock.num_events
 
 
+def test_jittered_steps_have_the_same_times_in_a_fast_forward() -> None:
+    plan = ClusterPlan({"mixed": 2}, LIMITS, Timing(jitter=0.2), seed=3)
+    assert_same_results(plan, load_of(20.0, 1.0), (Static(plan.pools), Static(plan.pools)))
+
+
+def test_seed_determines_the_jitter_and_the_mean_stays() -> None:
+    load = load_of(20.0, 1.0)
+    jittered = ClusterPlan({"mixed": 2}, LIMITS, Timing(jitter=0.2), seed=3)
+    plans = [jittered, jittered, replace(jittered, seed=4), replace(jittered, timing=Timing())]
+    runs = [simulated(plan, load, Static(plan.pools)) for plan in plans]
+    first, again, other = ([call.last for call in run.calls] for run in runs[:3])
+    assert first == again
+    assert first != other
+    means = [run.busy_seconds / run.num_steps for run in (runs[0], runs[3])]
+    # The standard error of the mean of n factors is 0.2 / sqrt(n). Batches also differ slightly,
+    # because requests meet other requests in them.
+    assert runs[0].num_steps > 400
+    assert means[0] == pytest.approx(means[1], rel=5 * 0.2 / 400**0.5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pools", [{"mixed": 2}, {"prefill": 1, "decode": 2}])
 def test_same_results_with_and_without_disaggregation(pools: dict[str, int]) -> None:

@@ -187,7 +187,7 @@ def test_prompt_is_computed_where_most_of_it_is_known_to_be_cached() -> None:
         ({"d0": 995}, "together: prompt"),
         ({"p0": 995, "d0": 500}, "apart: harm"),
     ):
-        placement = place(*views, demand=replace(long, cached_tokens=cached))
+        placement = place(*views, demand=long._replace(cached_tokens=cached))
         assert placement is not None
         assert str(placement.decision) == expected
 
@@ -204,7 +204,7 @@ def test_long_router_queue_sends_prompts_to_decode_workers() -> None:
         with_router_queue(worker("d", "decode")),
     )
     full_decode = with_router_queue(worker("d", "decode", queued=500))
-    long_queue = replace(FRESH, router_queue_tokens=9000)
+    long_queue = FRESH._replace(router_queue_tokens=9000)
     assert place(busy, idle) == Placement("d"), "the prefill worker's own queue takes half a second"
     assert place(busy, with_router_queue(worker("d", "decode", running=9))) is None
     assert place(
@@ -356,7 +356,14 @@ def test_prompt_is_not_computed_where_answers_would_miss_their_time_per_token() 
 
     assert place(*fleet()) == Placement("d")
     # The prompt takes 0.1 s there: 1.6 ms for each of 64 tokens.
-    assert place(*fleet(), demand=replace(FRESH, tpot_slo_seconds=0.023)) == Placement("d")
-    placement = place(*fleet(), demand=replace(FRESH, tpot_slo_seconds=0.021))
+    assert place(*fleet(), demand=FRESH._replace(tpot_slo_seconds=0.023)) == Placement("d")
+    placement = place(*fleet(), demand=FRESH._replace(tpot_slo_seconds=0.021))
     assert placement == Placement("p", "d")
     assert str(placement.decision) == "apart: tpot slo"
+
+
+def test_bound_of_the_time_per_token_does_not_apply_before_a_prefill_rate_is_measured() -> None:
+    decode = worker("d", "decode", running=2, rate=0)
+    decode.set_usage(1, ResourceUsage(1, 1, num_answers=1))
+    policy = DisaggregationPolicy([decode], transfer_cost())
+    assert policy.keeps_tpot(1000, decode, 0.01, now=100.0)

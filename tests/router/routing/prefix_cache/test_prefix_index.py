@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex, bits
+from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex
+from penstock.router.routing.prefix_cache.worker_slots import WorkerSlots, bits
 
 WORKERS = ["a", "b", "c"]
 
@@ -156,3 +157,24 @@ def test_a_match_looks_up_few_blocks_of_a_long_prompt() -> None:
     table.num_lookups = 0
     assert index.match(prompt) == {"w0": 1, "w1": 100, "w2": 500, "w3": 750}
     assert table.num_lookups < 10  # the depths of the last match are tried first
+
+
+def test_slot_is_free_again_when_all_indexes_have_released_it() -> None:
+    slots = WorkerSlots()
+    first, second = PrefixIndex(slots), PrefixIndex(slots)
+    first.store("a", [1], START)
+    second.store("b", [1], START)
+    second.store("a", [2], START)
+    assert first.levels([1]) == [(1, 1 << slots.acquire("a"))]
+    slots.release("a")
+    first.clear("a")
+    assert slots.names == ["a", "b"]
+    assert second.match([1]) == {"b": 1}
+    version = slots.version
+    second.clear("a")
+    assert slots.names == ["", "b"]
+    assert slots.version > version
+    first.store("c", [7], START)
+    assert slots.names == ["c", "b"]
+    assert first.match([7]) == {"c": 1}
+    assert second.match([1]) == {"b": 1}

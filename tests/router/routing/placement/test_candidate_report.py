@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.common.worker_load import WorkerLoad
-from penstock.router.routing.placement import fleet
-from penstock.router.routing.placement.candidates import MAX_CANDIDATES, candidates_of
+from penstock.router.routing.placement.candidate_report import MAX_CANDIDATES, candidates_of
 from penstock.router.routing.placement.cost_model import TransferCostModel
 from penstock.router.routing.placement.cost_policy import CostPolicy
 from penstock.router.routing.placement.demand import Demand
@@ -63,7 +62,6 @@ def test_number_of_candidates_is_bounded_and_the_chosen_ones_are_among_them(
     num_workers: int,
 ) -> None:
     registry, _ = registry_of([(number, 0, 0, 0) for number in range(num_workers)])
-    assert (registry.views().loads is not None) == (num_workers >= fleet.MIN_ARRAY_WORKERS)  # type: ignore[attr-defined]
     last, other = f"w{num_workers - 1:03}", f"w{num_workers - 2:03}"
     found = candidates_of(registry.views(), Demand(1, 50, 1, 8), Placement(last, other), NOW)
     names = [each.worker for each in found]

@@ -13,7 +13,8 @@ from penstock.loadtests.simulator.scaling.workloads import sinusoid, varying
 from penstock.loadtests.simulator.world import router as router_module
 from penstock.loadtests.simulator.world.token_runs import SteppedRuns, append_runs
 from penstock.router.routing.events import Event, Stepped
-from penstock.router.routing.placement.policy import LeastLoaded, Policy
+from penstock.router.routing.placement.policy import Policy, RolePolicy
+from penstock.router.routing.placement.rankings.cost import CostRanking
 from penstock.workers.scheduling.config import SchedulerConfig
 
 LIMITS = SchedulerConfig(
@@ -40,13 +41,32 @@ def run(plan: ClusterPlan, load: list[Planned], policy: Policy | None) -> Cluste
 
 @pytest.mark.parametrize("rate", [2.0, 12.0, 60.0])
 @pytest.mark.parametrize("pools", [{"mixed": 7}, {"mixed": 2}, {"prefill": 1, "decode": 2}])
-def test_indexed_policy_decides_like_least_loaded(pools: dict[str, int], rate: float) -> None:
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_default_placement_decides_like_the_plain_comparison(
+    pools: dict[str, int], rate: float, shares_prompts: bool
+) -> None:
     """The highest rate fills all workers, so that requests wait and some do not fit."""
     plan = ClusterPlan(pools, LIMITS, Timing())
     load = load_of(4.0, rate, seed=int(rate))
-    indexed, compared = run(plan, load, None), run(plan, load, LeastLoaded())
-    assert indexed.calls == compared.calls
-    assert indexed.num_steps == compared.num_steps
+    if shares_prompts:
+        load = [replace(one, blocks=(one.number % 3, one.number)) for one in load]
+    default, compared = run(plan, load, None), run(plan, load, RolePolicy(CostRanking()))
+    assert default.calls == compared.calls
+    assert default.num_steps == compared.num_steps
+
+
+def test_requests_go_where_their_prefix_is_cached() -> None:
+    """Each prompt begins with one of three documents of 512 tokens."""
+    plan = ClusterPlan({"mixed": 4}, replace(LIMITS, num_blocks=400), Timing())
+    load = [
+        Planned(number, 0.5 * number, 1000, 2, (number % 3, 10 + number)) for number in range(40)
+    ]
+    cached = {}
+    for routing in ("cost", "round_robin"):
+        cluster = run(replace(plan, routing=routing), load, None)
+        loads = [worker.batcher.load() for worker in cluster._live.values()]
+        cached[routing] = sum(each.prompt_tokens_cached for each in loads)
+    assert cached["cost"] >= 36 * 512 > 28 * 512 >= cached["round_robin"]
 
 
 def test_runs_of_tokens_are_those_of_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
