@@ -21,6 +21,11 @@ class RequestBounds(SamplingLimits):
     max_request_cost: int = 1_000_000  # of one call: see `requests.cost`
     max_messages: int = 4096  # of a chat
     max_content_pieces: int = 4096  # content parts of all messages of a chat
+    max_tool_calls: int = 4096  # of all messages of a chat
+    max_tools: int = 512
+    max_tools_bytes: int = 512 << 10  # largest size of all tools, in bytes of JSON
+    max_documents: int = 1024
+    max_json_depth: int = 64  # of tools and documents
     max_template_kwargs: int = 16 << 10  # largest size of chat_template_kwargs, in bytes of JSON
     max_detokenize_contexts: int = 64  # tokens per call to Detokenize, in contexts of the model
     max_encoding_chars: int = 64 << 20  # characters of all texts that wait to be tokenized

@@ -7,8 +7,8 @@ from typing import Any
 from penstock.common.sampling_params import SamplingParams
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import worker_pb2
+from penstock.router.api.grpc_chat import chat_sizes
 from penstock.router.errors import invalid
-from penstock.router.requests.chat import check_role
 from penstock.router.requests.cost import CallSizes
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.request import GenerationRequest, ResumeState, safe_request_id
@@ -74,7 +74,7 @@ def call_sizes(request: pb.GenerateRequest) -> CallSizes:
     """Return the numbers of entries in the lists of a request."""
     wire = request.sampling
     return CallSizes(
-        messages=len(request.chat.messages),
+        **chat_sizes(request.chat),
         logit_bias=len(wire.logit_bias),
         stop=len(request.stop),
         stop_token_ids=len(wire.stop_tokens),
@@ -143,11 +143,3 @@ def _logprob(entry: worker_pb2.TokenLogprobs) -> pb.TokenLogprob:
     pairs = zip(entry.tokens, entry.values, strict=True)
     top = [pb.Alternative(token=token, logprob=value) for token, value in pairs]
     return pb.TokenLogprob(chosen=entry.chosen, top=top, rank=entry.rank)
-
-
-def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
-    if not chat.messages:
-        raise invalid("messages is empty: send at least one", "messages")
-    for message in chat.messages:
-        check_role(message.role)
-    return [{"role": message.role, "content": message.content} for message in chat.messages]

@@ -103,7 +103,7 @@ CHAT_REFUSED: list[tuple[str, object]] = [
     ("messages", []),
     ("messages", None),
     ("messages", "hello"),
-    ("messages", [{"role": "tool", "content": "x", "tool_call_id": "1"}]),
+    ("messages", [{"role": "tool", "content": "x"}]),
     ("messages", [{"role": "function", "content": "x", "name": "f"}]),
     ("messages", [{"role": "robot", "content": "x"}]),
     ("messages", [{"role": "user", "content": None}]),
@@ -114,6 +114,8 @@ CHAT_REFUSED: list[tuple[str, object]] = [
     ("response_format", {"type": "json_object"}),
     ("tool_choice", "required"),
     ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),  # this template reads no tools
+    ("documents", [{"text": "x"}]),  # nor documents
     ("verbosity", "high"),
     ("web_search_options", {}),
 ]

@@ -14,6 +14,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.router.api.openai.messages import Conversation, Ids, StrictModel, Texts
 from penstock.router.errors import invalid
 from penstock.router.requests.generation_defaults import GenerationDefaults
+from penstock.router.requests.tools import ToolChoice, read_tool_choice
 
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -207,6 +208,22 @@ class ChatCompletionRequest(Conversation, BaseRequest):
     top_logprobs: int | None = None
     reasoning_effort: ReasoningEffort | None = None
     echo: bool | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        chosen = self.tools_choice()
+        if chosen.mode not in ("none", "auto"):
+            raise invalid(f"tool_choice {chosen.mode} is not served: send auto", "tool_choice")
+
+    def tools_choice(self) -> ToolChoice:
+        """Return whether tools may be called."""
+        return read_tool_choice(self.tool_choice, self.tools or ())
+
+    def template_tools(self) -> Sequence[Mapping[str, Any]]:
+        # A model that does not see the tools does not try to call them.
+        return () if self.tools_choice().mode == "none" else super().template_tools()
 
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
