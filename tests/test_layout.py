@@ -39,6 +39,7 @@ DECIDING = {
     "penstock.workers.kv_transfer.protocol": {
         *("penstock.workers.kv_transfer.shards", "penstock.workers.scheduling.sequence"),
     },
+    "penstock.router.parsers": set(),
     "penstock.router.routing": {"numpy", *SHARED_RECORDS},
     "penstock.cluster.spec.labels": set(),
     "penstock.cluster.spec.records": set(),
