@@ -40,6 +40,7 @@ class Reader:
         self._text = ""  # unread
         self._is_ended = False
         self._num_calls = 0
+        self._follows_call = False  # no content has followed the last call
         self._space = ""  # white space that is content only if more content follows
         self._pieces: list[Piece] = []
         self._state: State = self._start
@@ -121,12 +122,14 @@ class Reader:
         end = len(text.rstrip())
         self._space = text[end:]
         if end:
-            start = 0 if not self._num_calls else len(text) - len(text.lstrip())
+            start = len(text) - len(text.lstrip()) if self._follows_call else 0
+            self._follows_call = False
             self._add(CONTENT, text[start:end])
 
     def _add_call(self, name: str) -> None:
         """Begin a call; `_add_arguments` continues it."""
         self._space = ""
+        self._follows_call = True
         self._add(CALL, name, self._num_calls)
         self._num_calls += 1
 

@@ -36,7 +36,7 @@ HERMES: list[tuple[str, Answer]] = [
     ("a < b <tool> <tool_calm> </tool_call> <", Answer("a < b <tool> <tool_calm> </tool_call> <")),
     (hermes(*BOTH), Answer("", BOTH)),
     (f"I add.\n\n{hermes(BOTH[0])}\n", Answer("I add.", BOTH[:1])),
-    (f"{hermes(BOTH[0])}\nDone.", Answer("Done.", BOTH[:1])),
+    (f"{hermes(BOTH[0])}\nAll is done. Yes.", Answer("All is done. Yes.", BOTH[:1])),
     (f"<tool_call>{call(*BOTH[0])}<tool_call>{call(*BOTH[1])}", Answer("", BOTH)),
     (
         '<tool_call>{"arguments": {"a": 1}, "id": [1], "name": "add"}</tool_call>',
