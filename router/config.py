@@ -84,6 +84,8 @@ class RouterConfig:
     max_model_len: int | None = None
     no_special_in_completions: bool = False  # prompts given as text contain no control tokens
     generation_config: Literal["auto", "none"] = "auto"  # whether to use the model's defaults
+    tool_call_parser: str = "auto"  # see `parsers.parser_names`; auto: by the chat template
+    reasoning_parser: str = "auto"
     timeout: float = 600.0  # seconds
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 << 20  # prompt tokens

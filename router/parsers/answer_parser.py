@@ -137,6 +137,10 @@ class AnswerParsers:
         """Whether tool calls of the model can be parsed."""
         return self.tools != NONE
 
+    def may_find(self, options: ParsingOptions) -> bool:
+        """Return whether answers with these options have anything to find but content."""
+        return self.new("", options) is not None
+
     def markers(self, options: ParsingOptions) -> Sequence[str]:
         """Return the texts of special tokens that the parser of an answer reads."""
         is_read = options.reads_calls and self.reads_tools

@@ -96,7 +96,7 @@ class RequestAdmission:
     ) -> tuple[ev.Request, RequestOutput]:
         check_resume_state(generation, params, model)
         timeout, num_choices = self._timeout(generation), params.num_generated
-        options = stop_options(params)
+        options = stop_options(params, generation.shown_tokens)
         texts = [self._tokenizer.detokenizer(options) for _ in range(num_choices)]
         past = await resume(generation, params, model, texts, slices)
         await slices.pause()

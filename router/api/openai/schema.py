@@ -13,6 +13,8 @@ from pydantic import ConfigDict
 from penstock.common.sampling_params import SamplingParams
 from penstock.router.api.openai.messages import Conversation, Ids, StrictModel, Texts
 from penstock.router.errors import invalid
+from penstock.router.parsers.answer_parser import ParsingOptions
+from penstock.router.requests.chat import Chat
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.tools import ToolChoice, read_tool_choice
 
@@ -210,6 +212,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
     echo: bool | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None  # an extension of vLLM
 
     def check(self) -> None:
         super().check()
@@ -220,6 +223,14 @@ class ChatCompletionRequest(Conversation, BaseRequest):
     def tools_choice(self) -> ToolChoice:
         """Return whether tools may be called."""
         return read_tool_choice(self.tool_choice, self.tools or ())
+
+    def parsing_options(self, chat: Chat) -> ParsingOptions:
+        """Return the options for the parsing of the answers to the body's `chat`."""
+        return ParsingOptions(
+            reads_calls=bool(chat.tools),
+            is_parallel=self.parallel_tool_calls is not False,
+            shows_reasoning=self.include_reasoning is not False,
+        )
 
     def template_tools(self) -> Sequence[Mapping[str, Any]]:
         # A model that does not see the tools does not try to call them.
