@@ -48,6 +48,7 @@ DECIDING = {
         "penstock.cluster.spec.labels",
         "penstock.cluster.spec.records",
         "penstock.cluster.spec.router_spec",
+        "penstock.router.parsers",
     },
     "penstock.cluster.placement.packing": {
         "penstock.cluster.spec.labels",

@@ -195,7 +195,8 @@ async def test_logprobs_and_token_ids_cover_all_tokens(model: Model) -> None:
     body = {**TOOLS, "logprobs": True, "extra_body": {"return_token_ids": True}}
     (choice,) = await model(FULL, **body)
     assert choice.token_ids[:-1] == tokens
-    entries, ids = [], []
+    entries: list[Any] = []
+    ids: list[int] = []
     stream = await model.client.chat.completions.create(
         model="stub", messages=HELLO, stream=True, **body
     )
