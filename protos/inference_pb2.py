@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fpenstock/protos/inference.proto\x12\x0bpenstock.v1\"\x8c\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.penstock.v1.TokensH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.penstock.v1.ChatH\x00\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x07 \x01(\x08\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\x12\x1a\n\x12\x65\x63ho_prompt_tokens\x18\n \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x0b \x01(\x08\x12-\n\x0bresume_from\x18\x0c \x03(\x0b\x32\x18.penstock.v1.ResumeState\x12\x10\n\x08priority\x18\r \x01(\x05\x12\x12\n\ncache_salt\x18\x0e \x01(\tB\x08\n\x06prompt\"D\n\x0bResumeState\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\"\x15\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xd2\x07\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\t\x88\x01\x01\x12\x13\n\x0bstop_tokens\x18\x0b \x03(\r\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\r \x01(\rH\x0b\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\x0c\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x0f \x03(\x0b\x32$.penstock.v1.Sampling.LogitBiasEntry\x12\x16\n\ttypical_p\x18\x10 \x01(\x02H\r\x88\x01\x01\x12\x11\n\tbad_words\x18\x11 \x03(\t\x12\x16\n\x0e\x61llowed_tokens\x18\x12 \x03(\r\x12\x14\n\x07\x62\x65st_of\x18\x13 \x01(\rH\x0e\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\x0f\x88\x01\x01\x12\x1c\n\x0fuse_beam_search\x18\x15 \x01(\x08H\x10\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x16 \x01(\x01H\x11\x88\x01\x01\x12\x37\n\x0e\x65\x61rly_stopping\x18\x17 \x01(\x0e\x32\x1a.penstock.v1.EarlyStoppingH\x12\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x04\n\x02_nB\x0c\n\n_typical_pB\n\n\x08_best_ofB\x12\n\x10_prompt_logprobsB\x12\n\x10_use_beam_searchB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"\xb8\x02\n\rGenerateReply\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.penstock.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x13\n\x0bstop_reason\x18\x07 \x01(\t\x12!\n\x05usage\x18\x08 \x01(\x0b\x32\x12.penstock.v1.Usage\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0b \x03(\r\x12\x32\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\x19.penstock.v1.TokenLogprob\"S\n\x0cTokenLogprob\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.penstock.v1.Alternative\x12\x0c\n\x04rank\x18\x03 \x01(\r\"-\n\x0b\x41lternative\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"\x94\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.penstock.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"6\n\rTokenizeReply\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"O\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"5\n\x0fListModelsReply\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"t\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\x17\n\x0f\x63reated_seconds\x18\x05 \x01(\x03*\\\n\rEarlyStopping\x12\x18\n\x14\x45\x41RLY_STOPPING_FALSE\x10\x00\x12\x17\n\x13\x45\x41RLY_STOPPING_TRUE\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02\x32\xef\x02\n\tInference\x12\x46\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1a.penstock.v1.GenerateReply0\x01\x12\x44\n\x08Tokenize\x12\x1c.penstock.v1.TokenizeRequest\x1a\x1a.penstock.v1.TokenizeReply\x12J\n\nDetokenize\x12\x1e.penstock.v1.DetokenizeRequest\x1a\x1c.penstock.v1.DetokenizeReply\x12J\n\nListModels\x12\x1e.penstock.v1.ListModelsRequest\x1a\x1c.penstock.v1.ListModelsReply\x12<\n\x08GetModel\x12\x1c.penstock.v1.GetModelRequest\x1a\x12.penstock.v1.Modelb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fpenstock/protos/inference.proto\x12\x0bpenstock.v1\"\x8c\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.penstock.v1.TokensH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.penstock.v1.ChatH\x00\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x07 \x01(\x08\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\x12\x1a\n\x12\x65\x63ho_prompt_tokens\x18\n \x01(\x08\x12\x1b\n\x13keep_special_tokens\x18\x0b \x01(\x08\x12-\n\x0bresume_from\x18\x0c \x03(\x0b\x32\x18.penstock.v1.ResumeState\x12\x10\n\x08priority\x18\r \x01(\x05\x12\x12\n\ncache_salt\x18\x0e \x01(\tB\x08\n\x06prompt\"D\n\x0bResumeState\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\"\x15\n\x06Tokens\x12\x0b\n\x03ids\x18\x01 \x03(\r\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xfc\x08\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x07\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\t \x01(\rH\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\n \x01(\rH\n\x88\x01\x01\x12\x13\n\x0bstop_tokens\x18\x0b \x03(\r\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\x0b\x88\x01\x01\x12\x15\n\x08logprobs\x18\r \x01(\rH\x0c\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\r\x88\x01\x01\x12\x38\n\nlogit_bias\x18\x0f \x03(\x0b\x32$.penstock.v1.Sampling.LogitBiasEntry\x12\x16\n\ttypical_p\x18\x10 \x01(\x02H\x0e\x88\x01\x01\x12\x11\n\tbad_words\x18\x11 \x03(\t\x12\x16\n\x0e\x61llowed_tokens\x18\x12 \x03(\r\x12\x14\n\x07\x62\x65st_of\x18\x13 \x01(\rH\x0f\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x14 \x01(\rH\x10\x88\x01\x01\x12\x1c\n\x0fuse_beam_search\x18\x15 \x01(\x08H\x11\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x16 \x01(\x01H\x12\x88\x01\x01\x12\x37\n\x0e\x65\x61rly_stopping\x18\x17 \x01(\x0e\x32\x1a.penstock.v1.EarlyStoppingH\x13\x88\x01\x01\x12\x15\n\x0bjson_object\x18\x18 \x01(\x08H\x00\x12\x15\n\x0bjson_schema\x18\x19 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x1a \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x1b \x01(\x0b\x32\x14.penstock.v1.ChoicesH\x00\x12\x11\n\x07grammar\x18\x1c \x01(\tH\x00\x12\x18\n\x0estructural_tag\x18\x1d \x01(\tH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x14\n\x12structured_outputsB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x04\n\x02_nB\x0c\n\n_typical_pB\n\n\x08_best_ofB\x12\n\x10_prompt_logprobsB\x12\n\x10_use_beam_searchB\x11\n\x0f_length_penaltyB\x11\n\x0f_early_stopping\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"\xb8\x02\n\rGenerateReply\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12+\n\x08logprobs\x18\x05 \x03(\x0b\x32\x19.penstock.v1.TokenLogprob\x12\x15\n\rfinish_reason\x18\x06 \x01(\t\x12\x13\n\x0bstop_reason\x18\x07 \x01(\t\x12!\n\x05usage\x18\x08 \x01(\x0b\x32\x12.penstock.v1.Usage\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0b \x03(\r\x12\x32\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\x19.penstock.v1.TokenLogprob\"S\n\x0cTokenLogprob\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.penstock.v1.Alternative\x12\x0c\n\x04rank\x18\x03 \x01(\r\"-\n\x0b\x41lternative\x12\r\n\x05token\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"\x94\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12!\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x11.penstock.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"6\n\rTokenizeReply\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"O\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x1b\n\x13keep_special_tokens\x18\x03 \x01(\x08\"\x1f\n\x0f\x44\x65tokenizeReply\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"5\n\x0fListModelsReply\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Model\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"t\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08\x12\x17\n\x0f\x63reated_seconds\x18\x05 \x01(\x03*\\\n\rEarlyStopping\x12\x18\n\x14\x45\x41RLY_STOPPING_FALSE\x10\x00\x12\x17\n\x13\x45\x41RLY_STOPPING_TRUE\x10\x01\x12\x18\n\x14\x45\x41RLY_STOPPING_NEVER\x10\x02\x32\xef\x02\n\tInference\x12\x46\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1a.penstock.v1.GenerateReply0\x01\x12\x44\n\x08Tokenize\x12\x1c.penstock.v1.TokenizeRequest\x1a\x1a.penstock.v1.TokenizeReply\x12J\n\nDetokenize\x12\x1e.penstock.v1.DetokenizeRequest\x1a\x1c.penstock.v1.DetokenizeReply\x12J\n\nListModels\x12\x1e.penstock.v1.ListModelsRequest\x1a\x1c.penstock.v1.ListModelsReply\x12<\n\x08GetModel\x12\x1c.penstock.v1.GetModelRequest\x1a\x12.penstock.v1.Modelb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_EARLYSTOPPING']._serialized_start=2703
-  _globals['_EARLYSTOPPING']._serialized_end=2795
+  _globals['_EARLYSTOPPING']._serialized_start=2899
+  _globals['_EARLYSTOPPING']._serialized_end=2991
   _globals['_GENERATEREQUEST']._serialized_start=49
   _globals['_GENERATEREQUEST']._serialized_end=445
   _globals['_RESUMESTATE']._serialized_start=447
@@ -46,33 +46,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATMESSAGE']._serialized_start=592
   _globals['_CHATMESSAGE']._serialized_end=636
   _globals['_SAMPLING']._serialized_start=639
-  _globals['_SAMPLING']._serialized_end=1617
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1280
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1328
-  _globals['_GENERATEREPLY']._serialized_start=1620
-  _globals['_GENERATEREPLY']._serialized_end=1932
-  _globals['_TOKENLOGPROB']._serialized_start=1934
-  _globals['_TOKENLOGPROB']._serialized_end=2017
-  _globals['_ALTERNATIVE']._serialized_start=2019
-  _globals['_ALTERNATIVE']._serialized_end=2064
-  _globals['_USAGE']._serialized_start=2066
-  _globals['_USAGE']._serialized_end=2153
-  _globals['_TOKENIZEREQUEST']._serialized_start=2156
-  _globals['_TOKENIZEREQUEST']._serialized_end=2304
-  _globals['_TOKENIZEREPLY']._serialized_start=2306
-  _globals['_TOKENIZEREPLY']._serialized_end=2360
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2362
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2441
-  _globals['_DETOKENIZEREPLY']._serialized_start=2443
-  _globals['_DETOKENIZEREPLY']._serialized_end=2474
-  _globals['_LISTMODELSREQUEST']._serialized_start=2476
-  _globals['_LISTMODELSREQUEST']._serialized_end=2495
-  _globals['_LISTMODELSREPLY']._serialized_start=2497
-  _globals['_LISTMODELSREPLY']._serialized_end=2550
-  _globals['_GETMODELREQUEST']._serialized_start=2552
-  _globals['_GETMODELREQUEST']._serialized_end=2583
-  _globals['_MODEL']._serialized_start=2585
-  _globals['_MODEL']._serialized_end=2701
-  _globals['_INFERENCE']._serialized_start=2798
-  _globals['_INFERENCE']._serialized_end=3165
+  _globals['_SAMPLING']._serialized_end=1787
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1428
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1476
+  _globals['_CHOICES']._serialized_start=1789
+  _globals['_CHOICES']._serialized_end=1813
+  _globals['_GENERATEREPLY']._serialized_start=1816
+  _globals['_GENERATEREPLY']._serialized_end=2128
+  _globals['_TOKENLOGPROB']._serialized_start=2130
+  _globals['_TOKENLOGPROB']._serialized_end=2213
+  _globals['_ALTERNATIVE']._serialized_start=2215
+  _globals['_ALTERNATIVE']._serialized_end=2260
+  _globals['_USAGE']._serialized_start=2262
+  _globals['_USAGE']._serialized_end=2349
+  _globals['_TOKENIZEREQUEST']._serialized_start=2352
+  _globals['_TOKENIZEREQUEST']._serialized_end=2500
+  _globals['_TOKENIZEREPLY']._serialized_start=2502
+  _globals['_TOKENIZEREPLY']._serialized_end=2556
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2558
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2637
+  _globals['_DETOKENIZEREPLY']._serialized_start=2639
+  _globals['_DETOKENIZEREPLY']._serialized_end=2670
+  _globals['_LISTMODELSREQUEST']._serialized_start=2672
+  _globals['_LISTMODELSREQUEST']._serialized_end=2691
+  _globals['_LISTMODELSREPLY']._serialized_start=2693
+  _globals['_LISTMODELSREPLY']._serialized_end=2746
+  _globals['_GETMODELREQUEST']._serialized_start=2748
+  _globals['_GETMODELREQUEST']._serialized_end=2779
+  _globals['_MODEL']._serialized_start=2781
+  _globals['_MODEL']._serialized_end=2897
+  _globals['_INFERENCE']._serialized_start=2994
+  _globals['_INFERENCE']._serialized_end=3361
 # @@protoc_insertion_point(module_scope)

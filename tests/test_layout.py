@@ -25,14 +25,20 @@ MAY_IMPORT = {
 
 SHARED_RECORDS = {
     "penstock.common.block_hash",
+    "penstock.common.invalid_parameter",
     "penstock.common.sampling_params",
+    "penstock.common.structured_outputs",
     "penstock.common.worker_load",
 }
 """Modules of `common` without I/O, which deciding code may import."""
 
 DECIDING = {
     "penstock.common.block_hash": {"numpy"},
-    "penstock.common.sampling_params": set(),
+    "penstock.common.invalid_parameter": set(),
+    "penstock.common.sampling_params": {
+        *("penstock.common.invalid_parameter", "penstock.common.structured_outputs"),
+    },
+    "penstock.common.structured_outputs": {"penstock.common.invalid_parameter"},
     "penstock.common.worker_load": set(),
     "penstock.workers.scheduling": {"numpy", *SHARED_RECORDS},
     "penstock.workers.kv_transfer.shards": {"penstock.workers.scheduling.sequence"},
