@@ -64,9 +64,16 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> StructuredOutputs:
     """Return the constraint to a JSON Schema, given as a value or as JSON text.
 
     Properties are generated in the order in which the schema lists them.
+
+    Raises:
+        InvalidParameterError: the schema is nested too deeply.
     """
-    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    return StructuredOutputs("json", text)
+    if isinstance(schema, str):
+        return StructuredOutputs("json", schema)
+    try:
+        return StructuredOutputs("json", json.dumps(schema, ensure_ascii=False))
+    except RecursionError as error:
+        raise invalid("has a schema that is nested too deeply") from error
 
 
 def choice(options: Sequence[str]) -> StructuredOutputs:
