@@ -422,6 +422,6 @@ def test_allowed_origin_must_be_an_origin(origin: str) -> None:
 def test_unknown_parsers_are_refused_with_the_list(name: str) -> None:
     assert getattr(parse({"models": {"m": {name: "mistral"}}}).model, name) == "mistral"
     with pytest.raises(
-        SpecError, match=rf"models\.m: {name}: 'x' is none of auto, none, .*mistral"
+        SpecError, match=rf"models\.m: {name}: 'x' is none of auto, none,"
     ):
         parse({"models": {"m": {name: "x"}}})
