@@ -42,15 +42,15 @@ class ParsingOptions:
 
     Attributes:
         reads_calls: whether the model may call tools.
-        forced_name: the whole answer is the arguments of this function.
-        is_forced: the whole answer is a JSON array of calls.
+        is_forced: a grammar forces the whole answer to be calls.
+        forced_name: a forced answer is the arguments of this function; empty: an array of calls.
         is_parallel: whether calls after the first one are kept.
         shows_reasoning: whether reasoning is kept.
     """
 
     reads_calls: bool = False
-    forced_name: str = ""
     is_forced: bool = False
+    forced_name: str = ""
     is_parallel: bool = True
     shows_reasoning: bool = True
 
@@ -153,18 +153,16 @@ class AnswerParsers:
             prompt_end: text of the prompt's last `PROMPT_END_TOKENS` tokens, with special tokens.
             options: options of the request.
         """
-        first: OutputParser | None = None
-        second: OutputParser | None = None
-        if options.forced_name:
-            second = NamedCallParser(options.forced_name)
-        elif options.is_forced:
-            second = RequiredCallsParser()
-        elif options.reads_calls and self.reads_tools and self.tools != HARMONY_TOOLS:
-            second = new_tool_parser(self.tools)
-        if self._is_harmony or (self.tools == HARMONY_TOOLS and options.reads_calls):
-            first = HarmonyParser()
-        elif self._tags is not None:
+        if options.is_forced:  # a grammar leaves no room for reasoning
+            name = options.forced_name
+            return AnswerParser(
+                NamedCallParser(name) if name else RequiredCallsParser(), None, options
+            )
+        reads_calls = options.reads_calls and self.reads_tools
+        if self._is_harmony or (reads_calls and self.tools == HARMONY_TOOLS):
+            return AnswerParser(HarmonyParser(), None, options)
+        calls = new_tool_parser(self.tools) if reads_calls else None
+        if self._tags is not None:
             first = ThinkParser(self._tags, self._tags.are_open(prompt_end))
-        if first is None:
-            return None if second is None else AnswerParser(second, None, options)
-        return AnswerParser(first, second, options)
+            return AnswerParser(first, calls, options)
+        return None if calls is None else AnswerParser(calls, None, options)

@@ -51,6 +51,7 @@ class Chat:
             else empty.
         tools: a JSON array of the tools for the template, or empty.
         documents: a JSON array of the documents for the template, or empty.
+        forced_schema: JSON schema that forces the answer to be tool calls, or empty.
     """
 
     messages: bytes
@@ -58,6 +59,7 @@ class Chat:
     final_text: str = ""
     tools: bytes = b""
     documents: bytes = b""
+    forced_schema: str = ""
 
 
 async def chat_of(

@@ -125,6 +125,10 @@ class Conversation(StrictModel):
         """Return the tools that the chat template gets."""
         return self.tools or ()
 
+    def forced_schema(self) -> str:
+        """Return the JSON schema that forces the answer to be tool calls, or an empty text."""
+        return ""
+
     def conversation(self) -> list[dict[str, Any]]:
         """Return all messages, in the form for chat templates."""
         if not self.messages:

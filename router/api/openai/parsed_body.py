@@ -142,7 +142,7 @@ def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
     if parsed.chat is not None:
         chat = parsed.chat
         head: list[object] = [type(body).__name__, None, chat.num_chars, chat.final_text]
-        content = [chat.messages, chat.tools, chat.documents]
+        content = [chat.messages, chat.tools, chat.documents, chat.forced_schema.encode()]
     else:
         fragments = [list(_fragments(prompt)) for prompt in parsed.prompts]
         head = [type(body).__name__, list(map(len, fragments))]
@@ -156,9 +156,10 @@ async def read_parsed(items: Sequence[bytes]) -> ParsedBody[Any]:
     name, counts, *sizes = from_json(head)
     body = MODELS[name].model_validate_json(fields)
     if counts is None:
-        messages, tools, documents = content
+        messages, tools, documents, forced = content
         num_chars, text = sizes
-        return ParsedBody(body, chat=Chat(messages, num_chars, text, tools, documents))
+        chat = Chat(messages, num_chars, text, tools, documents, forced.decode())
+        return ParsedBody(body, chat=chat)
     slices = Slices()
     prompts: list[Prompt] = []
     fragments = iter(content)
@@ -192,7 +193,8 @@ def _chat(body: Conversation) -> Chat:
     is_repeated = isinstance(body, ChatCompletionRequest) and bool(body.echo)
     text = final_text(messages) if is_repeated else ""
     found = dumps(messages).encode()
-    return Chat(found, count, text, array_of(tools), array_of(body.documents))
+    forced = body.forced_schema()
+    return Chat(found, count, text, array_of(tools), array_of(body.documents), forced)
 
 
 def _check_free_json(body: Conversation, bounds: RequestBounds) -> None:

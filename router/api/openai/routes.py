@@ -15,7 +15,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import penstock
+from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.structured_outputs import StructuredOutputs
 from penstock.router.api.auth import ApiKeys
 from penstock.router.api.connection import BODY_WRITER, BodyWriter
 from penstock.router.api.http import (
@@ -133,12 +135,14 @@ class OpenAiApi:
         body: ChatCompletionRequest = parsed.body
         self._frontend.check_model(body.model)
         sampling = self._sampling_params(body, 1)
+        if schema := parsed.messages.forced_schema:
+            sampling = _forced(sampling, schema)
         options = body.template_options(self._frontend.helpers.template_variables)
         encoding = self._frontend.prompts.encode_chat(
             parsed.messages, request.state.tenant, options
         )
         prompt = await while_connected(request, encoding)
-        if parsed.messages.tools:
+        if parsed.messages.tools and not schema:
             self._frontend.parsers.check_tools()
         return await self._respond(request, parsed, [prompt], sampling)
 
@@ -261,6 +265,22 @@ class OpenAiApi:
                 texts.append(await decode(token_bytes, tokens, skip_special))
             await slices.pause()
         return texts
+
+
+def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
+    """Return sampling parameters whose answers are tool calls that fit `schema`."""
+    if sampling.structured_outputs is not None:
+        raise invalid(
+            "a tool_choice that forces calls leaves no room for another form of the answer: leave "
+            "out one of them",
+            "tool_choice",
+        )
+    forced = StructuredOutputs("json", schema)
+    try:
+        forced.validate()
+    except InvalidParameterError as error:
+        raise invalid(f"the schema of the calls: {error}", "tools") from error
+    return replace(sampling, structured_outputs=forced)
 
 
 def _check_stream(body: BaseRequest, sampling: SamplingParams) -> None:

@@ -15,6 +15,7 @@ from penstock.router.api.openai.messages import Conversation, Ids, StrictModel, 
 from penstock.router.errors import invalid
 from penstock.router.parsers.answer_parser import ParsingOptions
 from penstock.router.requests.chat import Chat
+from penstock.router.requests.forced_calls import forced_schema
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.tools import ToolChoice, read_tool_choice
 
@@ -216,25 +217,33 @@ class ChatCompletionRequest(Conversation, BaseRequest):
 
     def check(self) -> None:
         super().check()
-        chosen = self.tools_choice()
-        if chosen.mode not in ("none", "auto"):
-            raise invalid(f"tool_choice {chosen.mode} is not served: send auto", "tool_choice")
+        if self._chosen().mode in ("required", "named") and self.continue_final_message:
+            name = "continue_final_message"
+            raise invalid(f"{name} cannot be combined with a tool_choice that forces calls", name)
 
-    def tools_choice(self) -> ToolChoice:
+    def _chosen(self) -> ToolChoice:
         """Return whether tools may be called."""
         return read_tool_choice(self.tool_choice, self.tools or ())
 
+    def forced_schema(self) -> str:
+        is_parallel = self.parallel_tool_calls is not False
+        return forced_schema(self._chosen(), self.tools or (), is_parallel)
+
     def parsing_options(self, chat: Chat) -> ParsingOptions:
         """Return the options for the parsing of the answers to the body's `chat`."""
+        # The tools themselves are in `chat`, if a helper process has parsed the body.
+        is_forced, named = bool(chat.forced_schema), isinstance(self.tool_choice, dict)
         return ParsingOptions(
             reads_calls=bool(chat.tools),
+            is_forced=is_forced,
+            forced_name=self.tool_choice["function"]["name"] if is_forced and named else "",
             is_parallel=self.parallel_tool_calls is not False,
             shows_reasoning=self.include_reasoning is not False,
         )
 
     def template_tools(self) -> Sequence[Mapping[str, Any]]:
         # A model that does not see the tools does not try to call them.
-        return () if self.tools_choice().mode == "none" else super().template_tools()
+        return () if self._chosen().mode == "none" else super().template_tools()
 
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -58,8 +58,9 @@ def test_forced_answers_are_calls() -> None:
     text = '[{"name": "add", "parameters": {"a": 1}}, {"name": "now", "parameters": {}}]'
     calls = (("add", '{"a": 1}'), ("now", "{}"))
     assert answer(AnswerParsers(), text, ParsingOptions(is_forced=True)) == Answer("", calls)
-    named = ParsingOptions(forced_name="add")
-    assert answer(AnswerParsers(), '{"a": 1}', named) == Answer("", calls[:1])
+    named = ParsingOptions(is_forced=True, forced_name="add")
+    for parsers in (AnswerParsers(), QWEN, AnswerParsers(reasoning=HARMONY_REASONING)):
+        assert answer(parsers, '{"a": 1}', named, "<think>\n") == Answer("", calls[:1])
 
 
 def test_answers_without_anything_to_find_have_no_parser() -> None:
