@@ -21,7 +21,6 @@ from penstock.router.observability.request_metrics import RequestMetrics
 from penstock.router.observability.role_recorder import RoleRecorder
 from penstock.router.observability.role_registry import Assignments
 from penstock.router.requests.admission import RequestAdmission
-from penstock.router.requests.answer_parsing import ModelParsers
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.open_requests import OpenRequests
 from penstock.router.requests.prompt_encoder import PromptEncoder
@@ -68,7 +67,6 @@ class Frontend:
         self.defaults = defaults
         self.tokenizer = tokenizer
         self.helpers = helpers
-        self.parsers = ModelParsers(tokenizer, config)
         self.prompts = PromptEncoder(tokenizer, config, lambda: self.model, helpers)
         self.metrics = RequestMetrics(tenants)
         self.is_draining = False

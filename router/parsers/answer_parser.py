@@ -98,6 +98,8 @@ class AnswerParser:
 
     def _kept(self, pieces: Sequence[Piece]) -> list[Piece]:
         options = self._options
+        if len(pieces) < 2 and options.is_parallel and options.shows_reasoning:
+            return list(pieces)
         return merged(
             piece
             for piece in pieces

@@ -1,7 +1,7 @@
 """A base of parsers: unread text, and a state that reads it."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
 
@@ -18,8 +18,19 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, markers)))
 
 
-def held_length(text: str, markers: Sequence[str]) -> int:
+@cache
+def _starts(markers: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    """Return how many characters may be held, and the first characters of the markers."""
+    firsts = {marker[0] for marker in markers if len(marker) > 1}
+    return max(map(len, markers)) - 1, tuple(sorted(firsts))
+
+
+def held_length(text: str, markers: tuple[str, ...]) -> int:
     """Return the length of the longest end of `text` that may be the start of a marker."""
+    most, firsts = _starts(markers)
+    end = text[-most:] if most else ""
+    if not any(first in end for first in firsts):  # the usual case
+        return 0
     longest = 0
     for marker in markers:
         for length in range(min(len(marker) - 1, len(text)), longest, -1):

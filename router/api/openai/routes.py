@@ -51,6 +51,7 @@ from penstock.router.api.openai.tokens import TokenApi
 from penstock.router.errors import ServingError, invalid, renamed
 from penstock.router.frontend import Frontend
 from penstock.router.parsers.answer_parser import ParsingOptions
+from penstock.router.requests.answer_parsing import ModelParsers
 from penstock.router.requests.cost import check_least_cost
 from penstock.router.requests.request import GenerationRequest, safe_request_id
 from penstock.router.requests.response_stream import ClientDisconnectedError, Delta, ResponseStream
@@ -96,6 +97,7 @@ class OpenAiApi:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
+        self._parsers = ModelParsers(frontend.tokenizer, frontend.config)
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -143,7 +145,7 @@ class OpenAiApi:
         )
         prompt = await while_connected(request, encoding)
         if parsed.messages.tools and not schema:
-            self._frontend.parsers.check_tools()
+            self._parsers.check_tools()
         return await self._respond(request, parsed, [prompt], sampling)
 
     def _model_info(self, name: str) -> Json:
@@ -190,7 +192,7 @@ class OpenAiApi:
         options: ParsingOptions | None = None
         if isinstance(body, ChatCompletionRequest):
             options = body.parsing_options(parsed.messages)
-        shown = frontend.parsers.shown_tokens(options) if options is not None else frozenset()
+        shown = self._parsers.shown_tokens(options) if options is not None else frozenset()
         requests = [
             GenerationRequest(
                 prompt,
@@ -242,7 +244,7 @@ class OpenAiApi:
         """Return the formatter of a call; `options` are None for completions."""
         if options is None:
             return CompletionFormatter(call)
-        parsing = self._frontend.parsers.parsing(call.prompts[0], request_id, options)
+        parsing = self._parsers.parsing(call.prompts[0], request_id, options)
         return ChatFormatter(call) if parsing is None else ParsedChatFormatter(call, parsing)
 
     async def _echo(
