@@ -8,6 +8,7 @@ from typing import Literal
 from penstock.common.api_key import ApiKey
 from penstock.common.block_hash import check_hash_key, new_hash_key
 from penstock.common.sampling_params import SamplingLimits
+from penstock.router.parsers.parser_names import check_reasoning_parser, check_tool_parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,8 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_hash_key(self.hash_key)
+        check_tool_parser(self.tool_call_parser)
+        check_reasoning_parser(self.reasoning_parser)
 
     @property
     def model_names(self) -> Sequence[str]:

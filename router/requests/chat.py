@@ -92,10 +92,12 @@ def num_chars_of(message: Mapping[str, Any]) -> int:
     """Return the number of characters of a message: content, reasoning and tool calls."""
     content = message["content"]
     count = len(content) if isinstance(content, str) else _num_chars_of_list(content)
-    if len(message) > 2:
-        extra = {key: each for key, each in message.items() if key not in ("role", "content")}
-        count += num_chars(extra)
-    return count
+    return count if len(message) == 2 else count + _num_chars_of_structure(message)
+
+
+def _num_chars_of_structure(message: Mapping[str, Any]) -> int:
+    members = (value for name, value in message.items() if name not in ("role", "content"))
+    return sum(map(num_chars, members))
 
 
 def _num_chars_of_list(content: Sequence[Mapping[str, Any]] | None) -> int:

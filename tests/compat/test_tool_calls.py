@@ -275,6 +275,12 @@ async def test_special_tokens_of_the_format_are_read_and_not_shown(
         assert found(choice) == (f"I add.add{SUM}", None, [], "stop")
 
 
+async def test_unknown_parsers_are_refused_with_the_list(tmp_path: Path) -> None:
+    for field in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(ValueError, match="'gpt9' is none of auto, none, deepseek"):
+            RouterConfig(tmp_path, "stub", **{field: "gpt9"})
+
+
 async def test_parsers_can_be_named(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", TOKENIZER, TEMPLATE)
     config = RouterConfig(folder, "stub", tool_call_parser="pythonic", reasoning_parser="none")

@@ -74,7 +74,8 @@ class Message(StrictModel):
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form for chat templates."""
-        if (self.model_extra or {}).get("function_call"):
+        extra = self.model_extra
+        if extra and extra.get("function_call"):
             raise invalid("function_call is not served: send tool_calls", "messages")
         check_role(self.role)
         if self.role == "tool" and self.tool_call_id is None:
@@ -119,7 +120,8 @@ class Conversation(StrictModel):
 
     def check(self) -> None:
         super().check()
-        check_tools(self.tools or ())
+        if self.tools:
+            check_tools(self.tools)
 
     def template_tools(self) -> Sequence[Mapping[str, Any]]:
         """Return the tools that the chat template gets."""

@@ -12,7 +12,7 @@ from typing import Any, Generic
 
 from pydantic_core import from_json
 
-from penstock.router.api.openai.messages import Conversation, StrictModel
+from penstock.router.api.openai.messages import Conversation, Message, StrictModel
 from penstock.router.api.openai.parsing import Body, keys, parse
 from penstock.router.api.openai.schema import (
     ChatCompletionRequest,
@@ -99,7 +99,7 @@ def parse_body(
     if len(data) > INLINE_BYTES:
         _check_raw(data, bounds)
     body = parse(BODIES[name](data), data)
-    check_sizes(_sizes(dict(body)), bounds)
+    check_sizes(_sizes(vars(body)), bounds)  # the declared fields
     if isinstance(body, Conversation):
         _check_free_json(body, bounds)
     match body:
@@ -222,12 +222,12 @@ def _check_raw(data: bytes, bounds: RequestBounds) -> None:
 def _sizes(body: Mapping[str, Any]) -> CallSizes:
     """Return the sizes of the lists of a body that may be invalid."""
     messages = body.get("messages")
-    known = messages if isinstance(messages, list) else ()
+    content_pieces, tool_calls = _message_sizes(messages)
     return CallSizes(
         prompts=_num_prompts(body.get("prompt")),
         messages=_length(messages),
-        content_pieces=sum(_length(_member(each, "content")) for each in known),
-        tool_calls=sum(_length(_member(each, "tool_calls")) for each in known),
+        content_pieces=content_pieces,
+        tool_calls=tool_calls,
         tools=_length(body.get("tools")),
         documents=_length(body.get("documents")),
         logit_bias=_length(body.get("logit_bias")),
@@ -242,9 +242,21 @@ def _length(value: object) -> int:
     return len(value) if isinstance(value, list | dict) else 0
 
 
-def _member(message: object, name: str) -> object:
-    """Return a member of a message, which may not have been parsed yet."""
-    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
+def _message_sizes(messages: object) -> tuple[int, int]:
+    """Return the numbers of content parts and tool calls of messages, perhaps not yet parsed."""
+    content_pieces = tool_calls = 0
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, Message):
+            content, calls = message.content, message.tool_calls
+        elif isinstance(message, dict):
+            content, calls = message.get("content"), message.get("tool_calls")
+        else:
+            continue
+        if isinstance(content, list):
+            content_pieces += len(content)
+        if isinstance(calls, list):
+            tool_calls += len(calls)
+    return content_pieces, tool_calls
 
 
 def _num_prompts(prompt: object) -> int:

@@ -217,6 +217,8 @@ class ChatCompletionRequest(Conversation, BaseRequest):
 
     def check(self) -> None:
         super().check()
+        if not self.tools and self.tool_choice is None:
+            return
         if self._chosen().mode in ("required", "named") and self.continue_final_message:
             name = "continue_final_message"
             raise invalid(f"{name} cannot be combined with a tool_choice that forces calls", name)
@@ -226,6 +228,8 @@ class ChatCompletionRequest(Conversation, BaseRequest):
         return read_tool_choice(self.tool_choice, self.tools or ())
 
     def forced_schema(self) -> str:
+        if not self.tools:
+            return ""
         is_parallel = self.parallel_tool_calls is not False
         return forced_schema(self._chosen(), self.tools or (), is_parallel)
 
@@ -243,7 +247,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
 
     def template_tools(self) -> Sequence[Mapping[str, Any]]:
         # A model that does not see the tools does not try to call them.
-        return () if self._chosen().mode == "none" else super().template_tools()
+        return () if not self.tools or self._chosen().mode == "none" else super().template_tools()
 
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
