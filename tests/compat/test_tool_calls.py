@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,7 @@ async def test_special_tokens_of_the_format_are_read_and_not_shown(
 async def test_unknown_parsers_are_refused_with_the_list(tmp_path: Path) -> None:
     for field in ("tool_call_parser", "reasoning_parser"):
         with pytest.raises(ValueError, match="'gpt9' is none of auto, none, deepseek"):
-            RouterConfig(tmp_path, "stub", **{field: "gpt9"})
+            replace(RouterConfig(tmp_path, "stub"), **{field: "gpt9"})  # type: ignore[arg-type]
 
 
 async def test_parsers_can_be_named(tmp_path: Path) -> None:
