@@ -11,7 +11,8 @@ from penstock.router.parsers.reader import Reader
 from penstock.router.parsers.tools.python_value import PythonSpan, value_as_json
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
-NAME = re.compile(r"[A-Za-z_][\w.-]*")
+NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")  # bounded, since it is matched at every token
+MAX_KEY_CHARS = 300  # of an argument's name, with white space
 
 
 class PythonicParser(Reader):
@@ -88,7 +89,7 @@ class PythonicParser(Reader):
                 return True
         end = self._text.find("=")
         key = self._key + (self._text if end < 0 else self._text[:end])
-        if not NAME.fullmatch(key.strip()):
+        if len(key) > MAX_KEY_CHARS or not NAME.fullmatch(key.strip()):
             return self._fail()
         self._key = key
         self._take_raw(len(self._text) if end < 0 else end + 1)

@@ -106,6 +106,7 @@ PYTHONIC: list[tuple[str, Answer]] = [
     ("\n[a.b(x=1)]\nDone.", Answer("Done.", [("a.b", '{"x": 1}')])),
     ("[see(x)]", Answer("[see(x)]")),
     ("[see(", Answer("[see(")),
+    (f"[{'f' * 300}(a=1)]", Answer(f"[{'f' * 300}(a=1)]")),
     ("[f(a=1, b", Answer("", [("f", '{"a": 1')])),
     ("<|python_start|>print(1)<|python_end|>", Answer("print(1)")),
 ]
