@@ -31,7 +31,6 @@ CHANGES_THE_ANSWER = {
     "verbosity": "low",
     "vllm_xargs": {"a": 1},
     "detokenize": False,
-    "include_reasoning": False,
     "modalities": ["text", "audio"],
     "audio": {"voice": "alloy", "format": "wav"},
     "web_search_options": {},
