@@ -1,11 +1,11 @@
 """Samples the next tokens of a whole batch at once.
 
 A row of logits belongs to one sequence. Logits are changed in this order, and only in rows that
-need it: logit bias, penalties, allowed tokens, bad words, and stop tokens (excluded until
-`min_tokens`). Then, greedy rows choose the largest logit. For other rows, temperature, top-k,
-top-p, min-p and typical-p are applied and noise is added; then the largest logit is chosen. For
-beams, the same changes apply to log probabilities instead of logits (as in `transformers`), and the
-most likely tokens become candidates of the beam search.
+need it: logit bias, penalties, and the masks of `token_masks`, which exclude tokens. Then, greedy
+rows choose the largest logit. For other rows, temperature, top-k, top-p, min-p and typical-p are
+applied and noise is added; then the largest logit is chosen. For beams, the same changes apply to
+log probabilities instead of logits (as in `transformers`), and the most likely tokens become
+candidates of the beam search.
 """
 
 from collections.abc import Callable
@@ -16,14 +16,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.common.grammar.matcher import CompiledGrammar
 from penstock.common.sampling_params import UINT64_MAX, SamplingParams
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import SamplingTensors, finite_rows, greedy, sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
+from penstock.kernels.sampling.token_mask import apply_token_mask_
 from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.gpu.pinned import put
 from penstock.workers.sampling.beam_search import Candidates
-from penstock.workers.sampling.token_filter import History, TokenFilter
+from penstock.workers.sampling.token_masks import History, StepMasks, TokenMasks
 from penstock.workers.scheduling.sequence import BeamRows, Bools, Ints, Key
 
 GREEDY_BELOW = 1e-5
@@ -46,9 +48,7 @@ ROW = np.dtype(
         ("prompt_logprobs", np.int64),  # the same for each prompt token that is scored
         ("penalized", np.bool_),
         ("biased", np.bool_),
-        ("has_token_filter", np.bool_),  # has allowed tokens or bad words
-        ("modified", np.bool_),  # penalized, biased or has_token_filter
-        ("stops", np.bool_),  # has stop tokens
+        ("modified", np.bool_),  # penalized or biased
         ("candidates", np.int64),  # number of candidates of a beam; 0: the row is not a beam
     ]
 )
@@ -94,23 +94,33 @@ class Sampler:
     """Samples tokens, and holds the sampling parameters of every row of the sequence table.
 
     The token sampled for a row depends only on the row's logits, parameters and previous tokens.
+
+    Attributes:
+        masks: the tokens that each row may sample.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._params = np.zeros(num_rows, ROW)
-        self._token_filter = TokenFilter(num_rows, vocab_size, device)
+        self.masks = TokenMasks(num_rows, vocab_size)
         # Per row, on the device: token ids and values of the logit bias. An entry of an earlier
         # sequence stays when a sequence without bias gets the row; "biased" is then False.
         self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
         self._vocab_size = vocab_size
         self._device = device
 
-    def admit(self, row: int, params: SamplingParams, choice: int) -> None:
+    def admit(
+        self,
+        row: int,
+        params: SamplingParams,
+        choice: int,
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
         """Set the parameters of a row of the sequence table for a new sequence.
 
-        Token ids in `params`, except stop tokens, must be within the vocabulary.
+        Token ids in `params`, except stop tokens, must be within the vocabulary. `grammar` is the
+        compiled form of `params.structured_outputs`.
         """
-        self._token_filter.admit(row, params)
+        self.masks.admit(row, params, grammar)
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         bias = params.logit_bias
         if bias:
@@ -118,11 +128,7 @@ class Sampler:
                 self._put(np.array(list(bias), np.int64)),
                 self._put(np.array(list(bias.values()), np.float32)),
             )
-        changes = (
-            penalties != (0, 0, 1),
-            bool(bias),
-            bool(params.allowed_token_ids or params.bad_words_token_ids),
-        )
+        changes = (penalties != (0, 0, 1), bool(bias))
         self._params[row] = (
             0 if params.temperature < GREEDY_BELOW else params.temperature,
             params.top_p,
@@ -137,7 +143,6 @@ class Sampler:
             params.prompt_logprobs or 0,
             *changes,
             any(changes),
-            self._token_filter.can_stop(row),
             # Enough candidates for every beam even if all stop tokens are among the candidates.
             params.num_sequences + len(params.stop_token_ids) if params.use_beam_search else 0,
         )
@@ -158,7 +163,9 @@ class Sampler:
         is_beam = params["candidates"] > 0
         beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
         scores = self._normalized(logits, beams) if len(beams) else logits
-        shaped = self._modified(scores, rows, params, indices, history)
+        shaped = self._modified(
+            scores, rows, params, history, self.masks.take(rows, indices, history)
+        )
         tokens, finite = self._sample_rows(logits, shaped, params, indices, others)
         entries = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
         if not len(beams):
@@ -178,7 +185,8 @@ class Sampler:
         """Return whether `sample_on_device` supports these rows: no operation needs the host."""
         params = self._params[rows]
         host = params["modified"] | (params["logprobs"] >= 0) | (params["candidates"] > 0)
-        host |= params["stops"] & (indices < params["min_tokens"])
+        if self.masks.reads_log(rows) or self.masks.is_masked(rows, indices).any():
+            return False
         return not host.any()
 
     @torch.inference_mode()
@@ -226,15 +234,14 @@ class Sampler:
         logits: Tensor,
         rows: Ints,
         params: npt.NDArray[np.void],
-        indices: Ints,
         history: History,
+        masks: StepMasks | None,
     ) -> Tensor:
         """Return logits with biases and penalties, and -inf for excluded tokens.
 
         If no row needs a change, return `logits` itself, otherwise a new tensor.
         """
-        held_back = np.flatnonzero(params["stops"] & (indices < params["min_tokens"]))
-        if not (len(held_back) or params["modified"].any()):
+        if masks is None and not params["modified"].any():
             return logits
         shaped = logits.clone()
         biased = np.flatnonzero(params["biased"])
@@ -242,16 +249,11 @@ class Sampler:
             tokens, values = zip(*(self._biases[row] for row in rows[biased]), strict=True)
             owners = self._put(np.repeat(biased, [len(each) for each in tokens]))
             add_logit_bias_(shaped, owners, torch.cat(tokens), torch.cat(values))
-        penalized, choosy = (
-            np.flatnonzero(params["penalized"]),
-            np.flatnonzero(params["has_token_filter"]),
-        )
+        penalized = np.flatnonzero(params["penalized"])
         if len(penalized):
             self._penalize(shaped, rows, params, penalized, history)
-        if len(choosy):
-            self._token_filter.apply_(shaped, rows, choosy, history)
-        if len(held_back):
-            self._token_filter.mask_stop_tokens_(shaped, rows, held_back)
+        if masks is not None:
+            apply_token_mask_(shaped, self._put(masks.at), self._put(masks.words))
         return shaped
 
     def _penalize(
