@@ -181,22 +181,32 @@ class Sampler:
         """Return [S] the number of most likely tokens to report for each scored prompt token."""
         return self._params["prompt_logprobs"][rows]
 
-    def can_sample_on_device(self, rows: Ints, indices: Ints) -> bool:
+    def can_sample_on_device(self, rows: Ints) -> bool:
         """Return whether `sample_on_device` supports these rows: no operation needs the host."""
         params = self._params[rows]
         host = params["modified"] | (params["logprobs"] >= 0) | (params["candidates"] > 0)
-        if self.masks.reads_log(rows) or self.masks.is_masked(rows, indices).any():
-            return False
         return not host.any()
 
     @torch.inference_mode()
-    def sample_on_device(self, logits: Tensor, rows: Ints, indices: Ints) -> tuple[Tensor, Tensor]:
+    def sample_on_device(
+        self, logits: Tensor, rows: Ints, indices: Ints, history: History
+    ) -> tuple[Tensor, Tensor]:
         """Sample tokens without waiting for the device; requires `can_sample_on_device`.
+
+        The arguments are those of `sample`, except that masked rows of the logits are modified. The
+        history may lack the tokens of the previous step if no mask reads the log.
 
         Return tokens [S] int32, and whether each row is valid, [S] bool, on the device.
         """
-        tokens, finite = sample(logits, self._sampling_tensors(self._params[rows], indices))
-        return tokens.to(torch.int32), finite
+        tensors = self._sampling_tensors(self._params[rows], indices)
+        masks = self.masks.take(rows, indices, history)
+        if masks is None:
+            tokens, finite = sample(logits, tensors)
+            return tokens.to(torch.int32), finite
+        finite = finite_rows(logits)
+        apply_token_mask_(logits, self._put(masks.at), self._put(masks.words))
+        tokens, left = sample(logits, tensors, bans=True)
+        return tokens.to(torch.int32), finite & left
 
     @torch.inference_mode()
     def score(

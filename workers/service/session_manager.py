@@ -24,7 +24,7 @@ from penstock.workers.health.canary import LivenessMonitor, make_canary
 from penstock.workers.health.watchdog import ProgressTimer
 from penstock.workers.kv_transfer.coordinator import KvTransfer
 from penstock.workers.kv_transfer.staging import WorkerIdentity
-from penstock.workers.scheduling.sequence import NeverFits
+from penstock.workers.scheduling.sequence import NeverFits, NewSequence
 from penstock.workers.service.cache_stream import CacheStream
 from penstock.workers.service.codec import (
     BadSubmit,
@@ -35,6 +35,7 @@ from penstock.workers.service.codec import (
     sequence_key,
     step_messages,
 )
+from penstock.workers.service.pending_grammars import EngineCommand, PendingGrammars
 from penstock.workers.service.session import HeldSequence, Session
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class SessionManager:
         self._engine = EngineThread(engine, self._deliver, self._fail, timer)
         self.kv_transfer = KvTransfer(identity, address, engine.movers, self._engine, seconds)
         self._cache_stream = CacheStream(identity.incarnation, self._engine)
+        self._grammars = PendingGrammars(engine.grammars, engine.limits.max_queued)
         self.load = self._load_message(engine.load())
 
     # ------------------------------------------------------------ sessions
@@ -126,6 +128,7 @@ class SessionManager:
         for session in list(self._sessions.values()):
             session.end(code, reason)
         self.kv_transfer.stop()
+        self._grammars.stop()
         self._engine.stop()
 
     async def stopped(self) -> None:
@@ -153,7 +156,7 @@ class SessionManager:
             case "yield":
                 request = getattr(message, "yield")  # `yield` is a keyword of Python
                 key = session.key(request.request, request.attempt)
-                self._engine.post(lambda engine: engine.request_yield(key))
+                self._post(key, lambda engine: engine.request_yield(key))
             case "send":
                 self.kv_transfer.send(session, message.send)
             case "drop":
@@ -181,14 +184,35 @@ class SessionManager:
         except BadSubmit as error:
             reject(str(error), True)
             return
+        if new.params.structured_outputs is not None and self._grammars.is_full:
+            reject("too many sequences wait for their grammars", False)
+            return
         log.info("sequence", extra={"fields": _log_fields(submit)})
         # This attempt replaces earlier attempts. Leases are kept, because one of them may be the KV
         # source of this attempt.
         self._release(session, [other for other in others if not session.held[other].kv_len])
         source = (submit.source.worker, submit.source.incarnation)
         session.held[key] = HeldSequence(source if new.source_len else None)
+        post = partial(self._post_new, session, key)
+        if (wanted := new.params.structured_outputs) is None:
+            post(new)
+            return
+        refused = partial(self._refused, session, key)
+        self._grammars.start(key, new, wanted, post, refused, self._engine.post)
+
+    def _post_new(self, session: Session, key: SequenceKey, new: NewSequence) -> None:
         answer = self._engine.call(lambda engine: engine.submit(new))
         answer.add_done_callback(partial(self._submitted, session, key))
+
+    def _refused(self, session: Session, key: SequenceKey, reason: str) -> None:
+        """Reject a held sequence whose constraint no grammar can follow."""
+        if session.held.pop(key, None) is not None:
+            self._reject(session, key, reason, True)
+
+    def _post(self, key: SequenceKey, command: EngineCommand) -> None:
+        """Post a command for a sequence, after the submission of the sequence."""
+        if not self._grammars.defer(key, command):
+            self._engine.post(command)
 
     def _submitted(self, session: Session, key: SequenceKey, answer: asyncio.Future[None]) -> None:
         error = answer.exception()
@@ -206,7 +230,7 @@ class SessionManager:
         if key not in session.held:
             return
         if drop.HasField("choice"):
-            self._engine.post(lambda engine: engine.drop_choice(key, drop.choice))
+            self._post(key, lambda engine: engine.drop_choice(key, drop.choice))
         else:
             self._release(session, [key])
 
@@ -216,6 +240,7 @@ class SessionManager:
             return
         self._engine.post(partial(_drop_all, keys))
         for key in keys:
+            self._grammars.cancel(key)
             held = session.held.pop(key)
             if held.epoch:
                 self.kv_transfer.receiver.close(held.epoch)
