@@ -8,7 +8,6 @@ log probabilities instead of logits (as in `transformers`), and the most likely 
 candidates of the beam search.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -261,31 +260,10 @@ class Sampler:
             add_logit_bias_(shaped, owners, torch.cat(tokens), torch.cat(values))
         penalized = np.flatnonzero(params["penalized"])
         if len(penalized):
-            self._penalize(shaped, rows, params, penalized, history)
+            _penalize_(shaped, rows[penalized], params[penalized], penalized, history)
         if masks is not None:
             apply_token_mask_(shaped, self._put(masks.at), self._put(masks.words))
         return shaped
-
-    def _penalize(
-        self,
-        shaped: Tensor,
-        rows: Ints,
-        params: npt.NDArray[np.void],
-        at: npt.NDArray[np.intp],
-        history: History,
-    ) -> None:
-        rows, params = rows[at], params[at]
-        num_tokens = history.num_tokens[rows]
-        tokens = history.tokens[rows, : num_tokens.max()].astype(np.int64)
-        token_ids = self._put(tokens)
-        starts = self._put(history.num_prompt[rows].astype(np.int64))
-        ends = self._put(num_tokens.astype(np.int64))
-        penalties = Penalties(
-            *(self._put(params[name]) for name in ("repetition", "presence", "frequency"))
-        )
-        self._update_rows_(
-            shaped, at, lambda picked: apply_penalties_(picked, token_ids, starts, ends, penalties)
-        )
 
     def _sample_rows(
         self,
@@ -336,17 +314,32 @@ class Sampler:
                 found[index] = TokenLogprobs(value, rank, names, values)
         return found
 
-    def _update_rows_(
-        self, tensor: Tensor, at: npt.NDArray[np.intp], change_: Callable[[Tensor], None]
-    ) -> None:
-        """Apply `change_` to rows `at` of a tensor, in place."""
-        picked = _rows(tensor, at)
-        change_(picked)
-        if picked is not tensor:
-            tensor[self._put(at)] = picked
-
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
         return put(array.copy(), self._device)
+
+
+def _penalize_(
+    shaped: Tensor,
+    rows: Ints,
+    params: npt.NDArray[np.void],
+    at: npt.NDArray[np.intp],
+    history: History,
+) -> None:
+    """Apply the penalties of P sequences to the rows `at` of the logits, in place."""
+
+    def on_device(array: npt.NDArray[np.generic]) -> Tensor:
+        return put(array.copy(), shaped.device)
+
+    num_tokens = history.num_tokens[rows]
+    tokens = on_device(history.tokens[rows, : num_tokens.max()].astype(np.int64))
+    starts = on_device(history.num_prompt[rows].astype(np.int64))
+    ends = on_device(num_tokens.astype(np.int64))
+    names = ("repetition", "presence", "frequency")
+    penalties = Penalties(*(on_device(params[name]) for name in names))
+    picked = _rows(shaped, at)
+    apply_penalties_(picked, tokens, starts, ends, penalties)
+    if picked is not shaped:
+        shaped[on_device(at)] = picked
 
 
 def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
