@@ -25,7 +25,7 @@ from penstock.kernels.kv_cache import op as cache
 from penstock.kernels.linear import cpu_packed_f32, quantize_rows
 from penstock.kernels.linear import cpu_packed_int8 as cpu_packed_int8
 from penstock.kernels.norm import op as norm
-from penstock.kernels.sampling import philox
+from penstock.kernels.sampling import philox, token_mask
 from penstock.kernels.step_graph import graph
 
 MAX_LOCK_SECONDS = 180.0
@@ -79,6 +79,7 @@ def required_groups(
     if cpu_plan.supports_cpu_paged(device, kv_cache):
         groups.append(KernelGroup(f"attention-{kept}", lambda: cpu_plan.load_cpu_kernels(kv_cache)))
     groups.append(KernelGroup("noise", philox.load_cpu_kernels))
+    groups.append(KernelGroup("token-masks", token_mask.load_cpu_kernels))
     if weights == torch.float32:
         if quantized and cpu_packed_f32.has_amx():
             groups.append(KernelGroup("level-products", cpu_packed_int8.load_cpu_kernels))

@@ -82,7 +82,7 @@ class Frontend:
         self.step_records = self._links.step_records
         self._requests = OpenRequests(self.metrics)
         hasher = PromptHasher(config.hash_key, self._links.block_sizes, self.prompts.run_in_line)
-        self._admission = RequestAdmission(config, tokenizer, self.post, hasher)
+        self._admission = RequestAdmission(config, tokenizer, self.post, hasher, helpers)
         self._events: deque[ev.Event] = deque()
         self._is_handling = False
         self._readiness = Readiness(config.waits_for_both, config.wakes_workers)

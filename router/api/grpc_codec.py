@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.structured_outputs import StructuredOutputs, choice
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import worker_pb2
 from penstock.router.api.grpc_chat import chat_sizes
@@ -66,8 +67,24 @@ def sampling_params(
         "stop": tuple(request.stop),
         "include_stop_str_in_output": request.include_stop,
         "skip_special_tokens": not request.keep_special_tokens,
+        "structured_outputs": structured_outputs(wire),
     }
     return defaults.sampling_params(given)
+
+
+def structured_outputs(wire: pb.Sampling) -> StructuredOutputs | None:
+    """Return the form that a request's answers must have; None: any."""
+    match wire.WhichOneof("structured_outputs"):
+        case None:
+            return None
+        case "json_object":
+            return StructuredOutputs("json_object") if wire.json_object else None
+        case "json_schema":
+            return StructuredOutputs("json", wire.json_schema)
+        case "choice":
+            return choice(wire.choice.texts)
+        case kind:
+            return StructuredOutputs(kind, getattr(wire, kind))
 
 
 def call_sizes(request: pb.GenerateRequest) -> CallSizes:

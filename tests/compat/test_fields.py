@@ -111,7 +111,7 @@ CHAT_REFUSED: list[tuple[str, object]] = [
     ("messages", [{"role": "assistant", "tool_calls": [{"id": "1"}]}]),
     ("modalities", []),
     ("moderation", {"mode": "block"}),
-    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema"}),
     ("tool_choice", "required"),
     ("tools", [{"type": "function"}]),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),  # this template reads no tools

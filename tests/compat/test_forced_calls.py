@@ -86,6 +86,21 @@ async def test_forced_calls_are_refused_by_name(
     assert refusal.value.param == param
 
 
+async def test_schema_that_cannot_be_followed_is_refused_as_a_tool(model: Model) -> None:
+    parameters = {"type": "object", "properties": {"a": {"not": {}}}}
+    tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
+    with pytest.raises(openai.BadRequestError, match="/properties/a/not") as refusal:
+        await model(SUM, **{**NAMED, "tools": [tool]})
+    assert refusal.value.param == "tools"
+
+
+async def test_forced_calls_exclude_another_form_of_the_answer(model: Model) -> None:
+    body = {**NAMED, "response_format": {"type": "json_object"}}
+    with pytest.raises(openai.BadRequestError, match="no room for another form") as refusal:
+        await model(SUM, **body)
+    assert refusal.value.param == "tool_choice"
+
+
 async def test_schema_that_is_too_long_is_refused(model: Model) -> None:
     parameters = {"type": "object", "description": "x" * (65 << 10)}
     tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}

@@ -67,11 +67,11 @@ class CompiledGrammar:
     def __init__(self, wanted: StructuredOutputs, start: LLMatcher, num_words: int) -> None:
         self.wanted = wanted
         self._start = start
-        self._num_words = num_words
+        self.num_words = num_words
 
     def matcher(self) -> "Matcher":
         """Return a matcher at the start of an answer."""
-        return Matcher(self._start.deep_copy(), self._num_words)
+        return Matcher(self._start.deep_copy(), self.num_words)
 
     def check_answer(self, tokens: Sequence[int]) -> None:
         """Check that the grammar allows an answer so far.

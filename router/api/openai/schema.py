@@ -12,6 +12,7 @@ from pydantic import ConfigDict
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.router.api.openai.messages import Conversation, Ids, StrictModel, Texts
+from penstock.router.api.openai.structured_fields import StructuredFields
 from penstock.router.errors import invalid
 from penstock.router.parsers.answer_parser import ParsingOptions
 from penstock.router.requests.chat import Chat
@@ -31,7 +32,7 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None  # an extension of vLLM
 
 
-class BaseRequest(StrictModel):
+class BaseRequest(StructuredFields):
     """Fields of both completions and chat completions."""
 
     model: str | None = None
@@ -99,7 +100,8 @@ class BaseRequest(StrictModel):
 
     def client_names(self) -> Mapping[str, str]:
         """Return our names of fields for which the client sent another name, with that name."""
-        return {}
+        form = self.form()
+        return {} if form is None else {"structured_outputs": form[0]}
 
     def num_logprobs(self) -> int | None:
         """Return the number of alternatives per token; None: no logprobs."""
@@ -114,7 +116,9 @@ class BaseRequest(StrictModel):
 
         Absent fields get the `defaults`.
         """
+        form = self.form()
         named = {
+            "structured_outputs": None if form is None else form[1],
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -253,7 +257,9 @@ class ChatCompletionRequest(Conversation, BaseRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def client_names(self) -> Mapping[str, str]:
-        names = {"prompt": "messages"}
+        names = {**super().client_names(), "prompt": "messages"}
+        if self.tool_choice not in (None, "none", "auto"):
+            names["structured_outputs"] = "tools"
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         if self.top_logprobs is not None:
