@@ -12,13 +12,18 @@ from penstock.router.errors import invalid
 from penstock.router.requests.chat import Chat, chat_of, check_role, check_variables
 from penstock.router.requests.tools import check_json, check_tools
 
+MAX_READ = RequestBounds().max_messages
+"""Number of messages above which the lists of single messages are not counted."""
+
 
 def chat_sizes(chat: pb.Chat) -> dict[str, int]:
     """Return the numbers of entries in the lists of a chat, as arguments of `CallSizes`."""
+    # A chat of a million messages is refused for their number, which is fast.
+    messages = chat.messages if len(chat.messages) <= MAX_READ else ()
     return {
         "messages": len(chat.messages),
-        "content_pieces": sum(len(message.content_list) for message in chat.messages),
-        "tool_calls": sum(len(message.tool_calls) for message in chat.messages),
+        "content_pieces": sum(len(message.content_list) for message in messages),
+        "tool_calls": sum(len(message.tool_calls) for message in messages),
         "tools": len(chat.tools),
         "documents": len(chat.documents),
     }
