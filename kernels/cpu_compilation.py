@@ -27,7 +27,7 @@ from penstock.kernels.linear import cpu_packed_f32, quantize_rows
 from penstock.kernels.linear import cpu_packed_int8 as cpu_packed_int8
 from penstock.kernels.linear import quantized as quantized_linear
 from penstock.kernels.norm import op as norm
-from penstock.kernels.sampling import philox
+from penstock.kernels.sampling import philox, token_mask
 from penstock.kernels.step_graph import graph
 
 MAX_LOCK_SECONDS = 180.0
@@ -86,6 +86,7 @@ def required_groups(
         groups.append(KernelGroup(f"attention-{kept}", lambda: cpu_plan.load_cpu_kernels(kv_cache)))
     groups.append(KernelGroup("noise", philox.load_cpu_kernels))
     groups.append(KernelGroup("checksum", checksum.load_cpu_kernels))
+    groups.append(KernelGroup("token-masks", token_mask.load_cpu_kernels))
     if weights == torch.float32:
         if quantized and cpu_packed_f32.has_amx():
             groups.append(KernelGroup("level-products", cpu_packed_int8.load_cpu_kernels))

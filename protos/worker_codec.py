@@ -6,6 +6,7 @@ Routers and workers both use this module. Decoding does not validate the values;
 from typing import Any
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.structured_outputs import StructuredOutputs
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 
@@ -26,6 +27,7 @@ def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
             length_penalty=params.length_penalty,
             early_stopping=EARLY_STOPPING[params.early_stopping],
         )
+    wanted = params.structured_outputs
     return pb.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -47,6 +49,9 @@ def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
         allowed_tokens=params.allowed_token_ids,
         prompt_logprobs=params.prompt_logprobs,
         beams=beams,
+        structured_outputs=(
+            None if wanted is None else pb.StructuredOutputs(kind=wanted.kind, text=wanted.text)
+        ),
     )
 
 
@@ -57,6 +62,10 @@ def decode_sampling_params(message: pb.SamplingParams) -> SamplingParams:
     float32 precision. An unknown `early_stopping` becomes a string that validation refuses.
     """
     search: dict[str, Any] = {"seed": message.seed}
+    wanted = None
+    if message.HasField("structured_outputs"):
+        form = message.structured_outputs
+        wanted = StructuredOutputs(form.kind, form.text)
     if message.HasField("beams"):
         beams = message.beams
         search = {
@@ -86,6 +95,7 @@ def decode_sampling_params(message: pb.SamplingParams) -> SamplingParams:
         ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        structured_outputs=wanted,
         **search,
     )
 

@@ -8,6 +8,7 @@ from typing import Literal
 from penstock.common.api_key import ApiKey
 from penstock.common.block_hash import check_hash_key, new_hash_key
 from penstock.common.sampling_params import SamplingLimits
+from penstock.router.parsers.parser_names import check_reasoning_parser, check_tool_parser
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,11 @@ class RequestBounds(SamplingLimits):
     max_request_cost: int = 1_000_000  # of one call: see `requests.cost`
     max_messages: int = 4096  # of a chat
     max_content_pieces: int = 4096  # content parts of all messages of a chat
+    max_tool_calls: int = 4096  # of all messages of a chat
+    max_tools: int = 512
+    max_tools_bytes: int = 512 << 10  # largest size of all tools, in bytes of JSON
+    max_documents: int = 1024
+    max_json_depth: int = 64  # of tools and documents
     max_template_kwargs: int = 16 << 10  # largest size of chat_template_kwargs, in bytes of JSON
     max_detokenize_contexts: int = 64  # tokens per call to Detokenize, in contexts of the model
     max_encoding_chars: int = 64 << 20  # characters of all texts that wait to be tokenized
@@ -79,6 +85,8 @@ class RouterConfig:
     max_model_len: int | None = None
     no_special_in_completions: bool = False  # prompts given as text contain no control tokens
     generation_config: Literal["auto", "none"] = "auto"  # whether to use the model's defaults
+    tool_call_parser: str = "auto"  # see `parsers.parser_names`; auto: by the chat template
+    reasoning_parser: str = "auto"
     timeout: float = 600.0  # seconds
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 << 20  # prompt tokens
@@ -98,6 +106,8 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check_hash_key(self.hash_key)
+        check_tool_parser(self.tool_call_parser)
+        check_reasoning_parser(self.reasoning_parser)
 
     @property
     def model_names(self) -> Sequence[str]:

@@ -87,7 +87,7 @@ class Frontend:
         dispatcher.listen(self.explanations)
         self._requests = OpenRequests(self.metrics, self.explanations)
         hasher = PromptHasher(config.hash_key, self._links.block_sizes, self.prompts.run_in_line)
-        self._admission = RequestAdmission(config, tokenizer, self.post, hasher)
+        self._admission = RequestAdmission(config, tokenizer, self.post, hasher, helpers)
         self._events: deque[ev.Event] = deque()
         self._is_handling = False
         self._readiness = Readiness(config.waits_for_both, config.wakes_workers)

@@ -25,20 +25,27 @@ MAY_IMPORT = {
 
 SHARED_RECORDS = {
     "penstock.common.block_hash",
+    "penstock.common.invalid_parameter",
     "penstock.common.sampling_params",
+    "penstock.common.structured_outputs",
     "penstock.common.worker_load",
 }
 """Modules of `common` without I/O, which deciding code may import."""
 
 DECIDING = {
     "penstock.common.block_hash": {"numpy"},
-    "penstock.common.sampling_params": set(),
+    "penstock.common.invalid_parameter": set(),
+    "penstock.common.sampling_params": {
+        *("penstock.common.invalid_parameter", "penstock.common.structured_outputs"),
+    },
+    "penstock.common.structured_outputs": {"penstock.common.invalid_parameter"},
     "penstock.common.worker_load": set(),
     "penstock.workers.scheduling": {"numpy", *SHARED_RECORDS},
     "penstock.workers.kv_transfer.shards": {"penstock.workers.scheduling.sequence"},
     "penstock.workers.kv_transfer.protocol": {
         *("penstock.workers.kv_transfer.shards", "penstock.workers.scheduling.sequence"),
     },
+    "penstock.router.parsers": set(),
     "penstock.router.routing": {"numpy", *SHARED_RECORDS},
     "penstock.cluster.spec.labels": set(),
     "penstock.cluster.spec.records": set(),
@@ -47,6 +54,7 @@ DECIDING = {
         "penstock.cluster.spec.labels",
         "penstock.cluster.spec.records",
         "penstock.cluster.spec.router_spec",
+        "penstock.router.parsers",
     },
     "penstock.cluster.placement.packing": {
         "penstock.cluster.spec.labels",
@@ -192,11 +200,11 @@ def test_only_helper_processes_compile_chat_templates() -> None:
 
 def test_common_imports_only_allowed_packages() -> None:
     allowed = {*sys.stdlib_module_names, "penstock.common", "numpy"}
-    text = {*allowed, "tokenizers", "jinja2"}
+    more = {"text": {"tokenizers", "jinja2"}, "grammar": {"llguidance"}}
     for module in TREES:
         if package_of(module) == "common":
-            is_text = module.startswith("penstock.common.text.")
-            assert not outside(module, text if is_text else allowed), module
+            folder = module.split(".")[2]
+            assert not outside(module, allowed | more.get(folder, set())), module
 
 
 def test_deciding_code_imports_no_io_clock_or_threads() -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from penstock.cluster.spec import labels
 from penstock.cluster.spec.records import SpecError, knob, record
 from penstock.cluster.spec.router_spec import KeySpec, RouterSpec
+from penstock.router.parsers.parser_names import check_reasoning_parser, check_tool_parser
 
 ROLES = ("prefill", "decode", "mixed")
 BUNDLED = "demo"
@@ -42,11 +43,27 @@ class ModelSpec:
         "auto",
         "defaults of sampling parameters; auto: those of the model's generation_config.json",
     )
+    tool_call_parser: str = knob(
+        "auto",
+        "format of the model's tool calls, by vLLM's name; auto: by its chat template; none: text",
+    )
+    reasoning_parser: str = knob(
+        "auto",
+        "format of the model's reasoning, by vLLM's name; auto: by its chat template; none: text",
+    )
     deterministic: bool = knob(
         False, "equal requests get bitwise equal answers, whatever else is served (CPU)"
     )
 
     def __post_init__(self) -> None:
+        for name, check in (
+            ("tool_call_parser", check_tool_parser),
+            ("reasoning_parser", check_reasoning_parser),
+        ):
+            try:
+                check(getattr(self, name))
+            except ValueError as error:
+                raise SpecError(f"{name}: {error}") from None
         cached, dtype = self.kv_cache_dtype, self.dtype
         if dtype in ("bfloat16", "float16") and cached not in ("auto", dtype):
             raise SpecError(

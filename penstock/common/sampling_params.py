@@ -10,6 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from penstock.common.invalid_parameter import InvalidParameterError as InvalidParameterError
+from penstock.common.structured_outputs import StructuredOutputs
+
 UINT64_MAX = 2**64 - 1
 
 
@@ -44,19 +47,6 @@ BEAM_SEARCH_VALUES: Mapping[str, Collection[object]] = {
     "seed": (None,),
 }
 """Parameters that a beam search ignores, because it does not sample, and their allowed values."""
-
-
-class InvalidParameterError(ValueError):
-    """A parameter of a request is invalid.
-
-    Args:
-        message: one line for the client: what was wrong and what is allowed.
-        param: name of the parameter, as in the OpenAI API.
-    """
-
-    def __init__(self, message: str, param: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 class ContextLengthError(InvalidParameterError):
@@ -117,6 +107,7 @@ class SamplingParams:
         use_beam_search: use a beam search instead of sampling.
         length_penalty: for beam search: scores are divided by length ** `length_penalty`.
         early_stopping: for beam search, as in transformers: False, True or "never".
+        structured_outputs: form that every answer must have; None: any.
     """
 
     n: int = 1
@@ -145,6 +136,7 @@ class SamplingParams:
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -192,6 +184,8 @@ class SamplingParams:
             _check_count("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.stop:
             _check_stop_strings(self, limits)
+        if self.structured_outputs is not None:
+            _check_structured_outputs(self, self.structured_outputs)
 
     # ------------------------------------------------------------ derived parameters
 
@@ -388,3 +382,12 @@ def _check_stop_strings(params: SamplingParams, limits: SamplingLimits) -> None:
         raise InvalidParameterError(
             f"a stop string must have 1 to {limits.max_stop_chars} characters", "stop"
         )
+
+
+def _check_structured_outputs(params: SamplingParams, wanted: StructuredOutputs) -> None:
+    wanted.validate()
+    for name in ("use_beam_search", "ignore_eos"):
+        if getattr(params, name):
+            raise InvalidParameterError(
+                f"structured_outputs cannot be combined with {name}: leave out one of them", name
+            )

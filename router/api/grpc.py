@@ -12,6 +12,7 @@ from penstock.protos import inference_pb2 as pb
 from penstock.router.api.auth import ApiKeys, Caller
 from penstock.router.api.explain import FORWARDED, Explainer
 from penstock.router.api.grpc_calls import INLINE_BYTES, CallHandlers, Context, abort
+from penstock.router.api.grpc_chat import chat_sizes, check_chat, template_options, to_chat
 from penstock.router.api.grpc_check import (
     GRPC_KIND,
     KINDS,
@@ -19,11 +20,7 @@ from penstock.router.api.grpc_check import (
     check_tokens,
     job_items,
 )
-from penstock.router.api.grpc_codec import (
-    chat_messages,
-    sampling_params,
-    to_generation_request,
-)
+from penstock.router.api.grpc_codec import sampling_params, to_generation_request
 from penstock.router.api.grpc_replies import ReplyStream
 from penstock.router.api.grpc_standard import (
     HealthService,
@@ -33,7 +30,6 @@ from penstock.router.api.grpc_standard import (
 from penstock.router.config import RouterConfig
 from penstock.router.errors import ServingError, invalid
 from penstock.router.frontend import Frontend
-from penstock.router.requests.chat import chat_of
 from penstock.router.requests.cost import CallSizes, check_least_cost, check_sizes
 from penstock.router.requests.slices import Slices
 from penstock.router.requests.text_decoding import decode
@@ -243,10 +239,12 @@ class InferenceApi:
         raise invalid("the prompt is empty: set text, tokens or chat", "prompt")
 
     async def _encode_chat(self, chat: pb.Chat, tenant: str) -> list[int]:
-        sizes = CallSizes(messages=len(chat.messages))
-        check_sizes(sizes, self._frontend.config.bounds)
-        messages = await chat_of(chat_messages(chat))
-        return await self._frontend.prompts.encode_chat(messages, tenant)
+        bounds = self._frontend.config.bounds
+        check_sizes(CallSizes(**chat_sizes(chat)), bounds)
+        if chat.ByteSize() <= INLINE_BYTES:  # else a helper process has checked the message
+            check_chat(chat, bounds)
+        options = template_options(chat)
+        return await self._frontend.prompts.encode_chat(await to_chat(chat), tenant, options)
 
     async def check_large(self, kind: type[Message], data: bytes, context: Context) -> bytes:
         """Check a large message in a helper process; return it serialized, without unknown fields.

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from google.protobuf.message import DecodeError, Message
 
 from penstock.protos import inference_pb2 as pb
+from penstock.router.api.grpc_chat import chat_sizes, check_chat
 from penstock.router.api.grpc_codec import call_sizes
 from penstock.router.config import RequestBounds
 from penstock.router.errors import invalid
@@ -59,8 +60,10 @@ def check_message(message: Message, bounds: RequestBounds, model: ModelLimits) -
     match message:
         case pb.GenerateRequest():
             check_generate(message, bounds, model)
+            check_chat(message.chat, bounds)
         case pb.TokenizeRequest():
-            check_sizes(CallSizes(messages=len(message.chat.messages)), bounds)
+            check_sizes(CallSizes(**chat_sizes(message.chat)), bounds)
+            check_chat(message.chat, bounds)
         case pb.DetokenizeRequest():
             check_tokens(message, bounds, model)
 

@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.structured_outputs import StructuredOutputs, choice
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import worker_pb2
+from penstock.router.api.grpc_chat import chat_sizes
 from penstock.router.errors import invalid
-from penstock.router.requests.chat import check_role
 from penstock.router.requests.cost import CallSizes
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.request import GenerationRequest, ResumeState, safe_request_id
@@ -66,15 +67,31 @@ def sampling_params(
         "stop": tuple(request.stop),
         "include_stop_str_in_output": request.include_stop,
         "skip_special_tokens": not request.keep_special_tokens,
+        "structured_outputs": structured_outputs(wire),
     }
     return defaults.sampling_params(given)
+
+
+def structured_outputs(wire: pb.Sampling) -> StructuredOutputs | None:
+    """Return the form that a request's answers must have; None: any."""
+    match wire.WhichOneof("structured_outputs"):
+        case None:
+            return None
+        case "json_object":
+            return StructuredOutputs("json_object") if wire.json_object else None
+        case "json_schema":
+            return StructuredOutputs("json", wire.json_schema)
+        case "choice":
+            return choice(wire.choice.texts)
+        case kind:
+            return StructuredOutputs(kind, getattr(wire, kind))
 
 
 def call_sizes(request: pb.GenerateRequest) -> CallSizes:
     """Return the numbers of entries in the lists of a request."""
     wire = request.sampling
     return CallSizes(
-        messages=len(request.chat.messages),
+        **chat_sizes(request.chat),
         logit_bias=len(wire.logit_bias),
         stop=len(request.stop),
         stop_token_ids=len(wire.stop_tokens),
@@ -143,11 +160,3 @@ def _logprob(entry: worker_pb2.TokenLogprobs) -> pb.TokenLogprob:
     pairs = zip(entry.tokens, entry.values, strict=True)
     top = [pb.Alternative(token=token, logprob=value) for token, value in pairs]
     return pb.TokenLogprob(chosen=entry.chosen, top=top, rank=entry.rank)
-
-
-def chat_messages(chat: pb.Chat) -> list[dict[str, str]]:
-    if not chat.messages:
-        raise invalid("messages is empty: send at least one", "messages")
-    for message in chat.messages:
-        check_role(message.role)
-    return [{"role": message.role, "content": message.content} for message in chat.messages]

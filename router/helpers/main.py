@@ -21,6 +21,8 @@ from penstock.router.helpers.serving import Work, serve_jobs
 from penstock.router.helpers.settings import HelperSettings
 from penstock.router.requests.chat_rendering import KIND as CHAT_KIND
 from penstock.router.requests.render_job import render_job
+from penstock.router.requests.structured_check import KIND as STRUCTURED_KIND
+from penstock.router.requests.structured_job import structured_job
 
 
 def set_up(settings: HelperSettings) -> tuple[Work, list[bytes]]:
@@ -45,6 +47,8 @@ def set_up(settings: HelperSettings) -> tuple[Work, list[bytes]]:
                 return parse_job(settings.bounds, rest)
             case name if name == GRPC_KIND:
                 return check_job(settings.bounds, rest)
+            case name if name == STRUCTURED_KIND:
+                return structured_job(rest)
         raise ValueError(f"there is no job of kind {kind!r}")
 
     variables = renderer.variables if renderer is not None else ()

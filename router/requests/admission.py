@@ -30,6 +30,7 @@ from penstock.router.requests.request_output import RequestOutput
 from penstock.router.requests.response_stream import ResponseStream
 from penstock.router.requests.resume import check_resume_state, resume
 from penstock.router.requests.slices import Slices
+from penstock.router.requests.structured_check import Helpers, StructuredOutputsChecker
 from penstock.router.routing import events as ev
 
 
@@ -41,6 +42,7 @@ class RequestAdmission:
         tokenizer: makes the detokenizers.
         on_stop_string: called with `ChoiceStopped` when a stop string ends a choice.
         hasher: hashes the prompts.
+        helpers: check the forms that answers must have.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class RequestAdmission:
         tokenizer: ModelTokenizer,
         on_stop_string: Callable[[ev.ChoiceStopped], None],
         hasher: PromptHasher,
+        helpers: Helpers,
     ) -> None:
+        self._checker = StructuredOutputsChecker(helpers)
         self._hasher = hasher
         self._config = config
         self._tokenizer = tokenizer
@@ -79,6 +83,7 @@ class RequestAdmission:
             params.append(_resolve(each, len(requests), model, bounds))
             await slices.pause()
         check_cost(requests, params, bounds)
+        await self._checker.check(requests)
         return [
             await self._admit(generation, one, index, stream, model, now, slices)
             for index, (generation, one) in enumerate(zip(requests, params, strict=True))
@@ -96,7 +101,7 @@ class RequestAdmission:
     ) -> tuple[ev.Request, RequestOutput]:
         check_resume_state(generation, params, model)
         timeout, num_choices = self._timeout(generation), params.num_generated
-        options = stop_options(params)
+        options = stop_options(params, generation.shown_tokens)
         texts = [self._tokenizer.detokenizer(options) for _ in range(num_choices)]
         past = await resume(generation, params, model, texts, slices)
         await slices.pause()

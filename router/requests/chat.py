@@ -1,14 +1,37 @@
 """The messages of a chat, and rules for them that hold for every API."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.common.text.chat_source import SPECIAL_TOKEN_NAMES
 from penstock.router.errors import invalid
 from penstock.router.requests.json_text import dumps, string
 from penstock.router.requests.slices import Slices
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+RESERVED_VARIABLES = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+        "tokenize",
+        *SPECIAL_TOKEN_NAMES,
+    }
+)
+"""Variables and arguments of chat templates that a request sets otherwise, or not at all."""
+
+
+def check_variables(variables: Collection[str], field: str) -> None:
+    """Refuse variables of the chat template that a request cannot set in `field`."""
+    for name in variables:
+        if name in RESERVED_VARIABLES:
+            raise invalid(f"{name} cannot be set in {field}", field)
 
 
 def check_role(role: str) -> None:
@@ -22,20 +45,30 @@ class Chat:
     """The messages of a chat as JSON, which only helper processes read.
 
     Attributes:
-        messages: a JSON array of objects, each with a role and a content: a string or a list of
-            text parts.
-        num_chars: number of characters of all contents.
+        messages: a JSON array of objects; `common.text.template_messages` describes them.
+        num_chars: number of characters of all strings in messages, tools and documents.
         final_text: text of the last message if it is the assistant's and the answer repeats it,
             else empty.
+        tools: a JSON array of the tools for the template, or empty.
+        documents: a JSON array of the documents for the template, or empty.
+        forced_schema: JSON schema that forces the answer to be tool calls, or empty.
     """
 
     messages: bytes
     num_chars: int
     final_text: str = ""
+    tools: bytes = b""
+    documents: bytes = b""
+    forced_schema: str = ""
 
 
-async def chat_of(messages: Sequence[Mapping[str, Any]]) -> Chat:
-    """Return the chat with these messages, each with a role and a content."""
+async def chat_of(
+    messages: Sequence[Mapping[str, Any]], tools: bytes = b"", documents: bytes = b""
+) -> Chat:
+    """Return the chat with these messages, each with a role and a content.
+
+    Tools and documents are JSON arrays, or empty.
+    """
     slices = Slices()
     fragments: list[str] = []
     separator = "["
@@ -46,15 +79,29 @@ async def chat_of(messages: Sequence[Mapping[str, Any]]) -> Chat:
             await slices.pause()
         separator = ","
     text = "".join((*fragments, "]"))
-    num_chars = sum(num_chars_of(message["content"]) for message in messages)
-    return Chat(text.encode(), num_chars)
+    count = sum(map(num_chars_of, messages)) + len(tools) + len(documents)
+    return Chat(text.encode(), count, tools=tools, documents=documents)
 
 
-def num_chars_of(content: str | Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of characters of a message's content."""
-    if isinstance(content, str):
-        return len(content)
-    return sum(len(part["text"]) for part in content)
+def array_of(values: Sequence[Any] | None) -> bytes:
+    """Return values as a JSON array; empty bytes if there are none."""
+    return dumps(values).encode() if values else b""
+
+
+def num_chars_of(message: Mapping[str, Any]) -> int:
+    """Return the number of characters of a message: content, reasoning and tool calls."""
+    content = message["content"]
+    count = len(content) if isinstance(content, str) else _num_chars_of_list(content)
+    return count if len(message) == 2 else count + _num_chars_of_structure(message)
+
+
+def _num_chars_of_structure(message: Mapping[str, Any]) -> int:
+    members = (value for name, value in message.items() if name not in ("role", "content"))
+    return sum(map(num_chars, members))
+
+
+def _num_chars_of_list(content: Sequence[Mapping[str, Any]] | None) -> int:
+    return sum(len(part["text"]) for part in content or ())
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -62,7 +109,7 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
     last = messages[-1]
     if last["role"] != "assistant":
         return ""
-    content = last["content"]
+    content = last["content"] or ""
     if isinstance(content, str):
         return content
     return "\n".join(part["text"] for part in content)
@@ -75,4 +122,19 @@ def _message(message: Mapping[str, Any]) -> Iterator[str]:
         yield from string(content)
     else:
         yield dumps(content)
+    for name, value in message.items():
+        if name not in ("role", "content"):
+            yield f",{dumps(name)}:{dumps(value)}"
     yield "}"
+
+
+def num_chars(value: Mapping[str, Any] | Sequence[Any] | str | None) -> int:
+    """Return the number of characters of all strings in a value, without the keys of mappings."""
+    match value:
+        case str():
+            return len(value)
+        case Mapping():
+            return sum(map(num_chars, value.values()))
+        case Sequence():
+            return sum(map(num_chars, value))
+    return 0

@@ -34,6 +34,6 @@ async def render_chat(
             options.variables,
         ]
     )
-    job = [head.encode(), chat.messages]
+    job = [head.encode(), chat.messages, chat.tools, chat.documents]
     flags, *texts = await helpers.run(KIND, job, tenant, TEMPLATE, "messages")
     return [Segment(text.decode(), bool(flag)) for flag, text in zip(flags, texts, strict=True)]

@@ -24,6 +24,9 @@ class CallSizes:
     prompts: int = 1
     messages: int = 0
     content_pieces: int = 0  # content parts of all messages
+    tool_calls: int = 0  # of all messages
+    tools: int = 0
+    documents: int = 0
     logit_bias: int = 0
     stop: int = 0
     stop_token_ids: int = 0
@@ -36,6 +39,9 @@ def check_sizes(sizes: CallSizes, bounds: RequestBounds) -> None:
     limits: Mapping[str, tuple[int, int, str]] = {
         "messages": (sizes.messages, bounds.max_messages, "messages"),
         "messages.content": (sizes.content_pieces, bounds.max_content_pieces, "content parts"),
+        "messages.tool_calls": (sizes.tool_calls, bounds.max_tool_calls, "tool calls"),
+        "tools": (sizes.tools, bounds.max_tools, "tools"),
+        "documents": (sizes.documents, bounds.max_documents, "documents"),
         "logit_bias": (sizes.logit_bias, bounds.max_logit_bias, "entries"),
         "stop": (sizes.stop, bounds.max_stop_strings, "strings"),
         "stop_token_ids": (sizes.stop_token_ids, bounds.max_stop_tokens, "entries"),

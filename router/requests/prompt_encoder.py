@@ -108,6 +108,8 @@ class PromptEncoder:
         self._check(chat.num_chars, "messages")
         if self._tokenizer.chat_template is None:
             raise invalid(NO_TEMPLATE, "messages")
+        self._check_is_read("tools", chat.tools)
+        self._check_is_read("documents", chat.documents)
         max_chars = self._model().max_model_len * self._tokenizer.longest_token
         segments = await render_chat(self._helpers, chat, options, max_chars, tenant)
         num_chars = sum(len(segment.text) for segment in segments)
@@ -121,6 +123,11 @@ class PromptEncoder:
     def close(self) -> None:
         """Drop waiting texts and stop the threads."""
         self._line.close()
+
+    def _check_is_read(self, name: str, value: bytes) -> None:
+        """Refuse a field that the model's chat template would leave out."""
+        if value and name not in self._helpers.template_variables:
+            raise invalid(f"this model's chat template does not read {name}: leave it out", name)
 
     def _check(self, num_chars: int, name: str) -> None:
         check_text(num_chars, self._model(), self._tokenizer.longest_token, name)

@@ -14,7 +14,8 @@ def render_job(renderer: ChatRenderer | None, items: Sequence[bytes]) -> list[by
     if renderer is None:
         raise invalid(NO_TEMPLATE, "messages")
     max_chars, add_prompt, continues, variables = json.loads(items[0])
-    options = TemplateOptions(add_prompt, continues, variables)
+    tools, documents = (json.loads(item) if item else None for item in items[2:4])
+    options = TemplateOptions(add_prompt, continues, variables, tools, documents)
     try:
         segments = renderer.render(json.loads(items[1]), options)
     except ChatTemplateError as error:

@@ -38,6 +38,7 @@ class GenerationRequest:
     request_id: str = ""
     resume_from: Mapping[int, ResumeState] = field(default_factory=dict)  # known tokens by choice
     cache_salt: str = ""  # KV is shared only with requests of the same tenant and salt
+    shown_tokens: frozenset[int] = frozenset()  # special tokens that the text contains
     prompt_copies: int = 0  # how often the answer contains the prompt: see `cost`
 
     @property
@@ -140,11 +141,12 @@ def resolve_sampling(
         raise invalid(str(error), error.param) from error
 
 
-def stop_options(params: SamplingParams) -> StopOptions:
+def stop_options(params: SamplingParams, shown_tokens: frozenset[int] = frozenset()) -> StopOptions:
     """Return the parameters that the detokenizer needs."""
     return StopOptions(
         params.stop,
         params.include_stop_str_in_output,
         params.skip_special_tokens,
         params.min_tokens,
+        shown_tokens,
     )

@@ -18,6 +18,7 @@ from penstock.common.sampling_params import (
     SamplingParams,
     check_token_ids,
 )
+from penstock.common.structured_outputs import StructuredOutputs, choice
 
 LIMITS = SamplingLimits()
 VOCAB_SIZE = 50
@@ -38,6 +39,10 @@ def float32(value: float) -> float:
 
 def changed(name: str, value: Any) -> SamplingParams:
     return replace(SamplingParams(), **{name: value})
+
+
+def formed(kind: str, text: str) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputs(kind, text))
 
 
 BEAMS = SamplingParams(n=2, best_of=4, use_beam_search=True)
@@ -79,6 +84,16 @@ INVALID: list[tuple[SamplingParams, str, str]] = [
     (replace(BEAMS, length_penalty=math.nan), "length_penalty", "from -5 to 5"),
     (replace(BEAMS, early_stopping="soon"), "early_stopping", '"never"'),
     (replace(BEAMS, max_tokens=4097), "max_tokens", "at most 4096"),
+    (formed("yaml", "x"), "structured_outputs", "kind 'yaml'; known are json, "),
+    (formed("regex", ""), "structured_outputs", "takes a regular expression"),
+    (formed("json_object", "x"), "structured_outputs", "takes an empty text"),
+    (formed("regex", "é" * (1 << 15) + "x"), "structured_outputs", "65537 bytes; at most 65536"),
+    (replace(formed("regex", "x"), ignore_eos=True), "ignore_eos", "cannot be combined"),
+    (
+        replace(BEAMS, structured_outputs=StructuredOutputs("json_object")),
+        "use_beam_search",
+        "cannot be combined",
+    ),
 ]
 
 
@@ -93,6 +108,7 @@ def test_invalid_parameter_is_refused_by_name(
 
 def test_defaults_and_beam_searches_are_valid() -> None:
     validate(SamplingParams())
+    validate(SamplingParams(n=2, best_of=3, structured_outputs=choice(["a", "b"])))
     for early_stopping in EARLY_STOPPING:
         validate(
             replace(BEAMS, early_stopping=early_stopping, length_penalty=-5.0, max_tokens=4096)

@@ -103,7 +103,7 @@ CHAT_REFUSED: list[tuple[str, object]] = [
     ("messages", []),
     ("messages", None),
     ("messages", "hello"),
-    ("messages", [{"role": "tool", "content": "x", "tool_call_id": "1"}]),
+    ("messages", [{"role": "tool", "content": "x"}]),
     ("messages", [{"role": "function", "content": "x", "name": "f"}]),
     ("messages", [{"role": "robot", "content": "x"}]),
     ("messages", [{"role": "user", "content": None}]),
@@ -111,9 +111,11 @@ CHAT_REFUSED: list[tuple[str, object]] = [
     ("messages", [{"role": "assistant", "tool_calls": [{"id": "1"}]}]),
     ("modalities", []),
     ("moderation", {"mode": "block"}),
-    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema"}),
     ("tool_choice", "required"),
     ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),  # this template reads no tools
+    ("documents", [{"text": "x"}]),  # nor documents
     ("verbosity", "high"),
     ("web_search_options", {}),
 ]

@@ -21,6 +21,7 @@ from penstock.kernels.linear import op as products
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
+from penstock.kernels.sampling.token_mask import apply_token_mask_
 from penstock.kernels.triton_common.launch import INTERPRETED
 from penstock.loadtests.gpu.models import SHAPES
 from penstock.workers.engine.warm_up import warm_up_block_moves, warm_up_sequences
@@ -81,6 +82,9 @@ CALLS: dict[str, Callable[[int], object]] = {
     "draw": draw_tokens,
     "penalties": penalize,
     "biases": lambda n: add_logit_bias_(floats(n, 1000), ints(3 * n), ints(3 * n), floats(3 * n)),
+    "token masks": lambda n: apply_token_mask_(
+        floats(n, 1000), ints(n), ints(n, 32, dtype=torch.int32)
+    ),
     "logprobs": lambda n: logprobs(floats(n, 1000), ints(n), n),
     "KV transfer": lambda n: transfer(n, meta(4, 2, 99, 8, 16, 128), slice(4, 8)),
 }

@@ -16,6 +16,7 @@ from penstock.common.sampling_params import (
     SamplingLimits,
     SamplingParams,
 )
+from penstock.common.structured_outputs import KINDS, StructuredOutputs
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 from penstock.protos.worker_codec import (
@@ -30,7 +31,7 @@ VOCAB_SIZE = 100
 MESSAGE_PARAMS = {
     *(*RANGES, "top_k", "n", "best_of", "logprobs", "stop_token_ids", "logit_bias"),
     *("bad_words", "allowed_token_ids", "max_tokens", "min_tokens", "length_penalty"),
-    "early_stopping",
+    *("early_stopping", "structured_outputs", "ignore_eos", "use_beam_search"),
 }
 TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4).map(tuple)
 COUNTS = st.none() | st.integers(0, 20)
@@ -72,6 +73,17 @@ SAMPLED = st.builds(
     seed=st.none() | st.integers(-(2**63), 2**64 - 1),
     stop=st.lists(st.text(min_size=1, max_size=5), max_size=3).map(tuple),
 )
+FORMS = st.builds(
+    StructuredOutputs,
+    st.sampled_from(sorted({*KINDS} - {"json_object"})),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
+)
+CONSTRAINED = st.builds(
+    replace,
+    SAMPLED,
+    ignore_eos=st.just(False),
+    structured_outputs=FORMS | st.just(StructuredOutputs("json_object")),
+)
 BEAM_SEARCHES = st.builds(
     SamplingParams,
     **{**COMMON, "n": st.integers(2, 4)},
@@ -96,7 +108,7 @@ def leaves_a_token(params: SamplingParams) -> bool:
     return error is None
 
 
-@given((SAMPLED | BEAM_SEARCHES).filter(leaves_a_token))
+@given((SAMPLED | CONSTRAINED | BEAM_SEARCHES).filter(leaves_a_token))
 def test_worker_decodes_what_the_router_resolved(params: SamplingParams) -> None:
     sent = params.resolve(10, 100, LIMITS, seed=3).for_worker()
     message = encode_sampling_params(sent)
@@ -127,6 +139,10 @@ MESSAGES = st.builds(
         width=NUMBERS,
         length_penalty=st.floats(),
         early_stopping=st.integers(0, 9),
+    ),
+    structured_outputs=st.none()
+    | st.builds(
+        pb.StructuredOutputs, kind=st.sampled_from(("", "json", "x")), text=st.text(max_size=3)
     ),
 )
 

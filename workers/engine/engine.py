@@ -9,11 +9,16 @@ ends; if the model raises an exception, the engine stops.
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from penstock.common.grammar.cache import GrammarCache
+from penstock.common.grammar.matcher import GrammarVocabulary
+from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.common.worker_load import WorkerLoad
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.executor import Executor
@@ -23,7 +28,7 @@ from penstock.workers.engine.step_times import StepTimes
 from penstock.workers.engine.stepper import DeviceStepper, OverlapStepper, SyncStepper
 from penstock.workers.engine.warm_up import warm_up_sequences
 from penstock.workers.health.expert_balance import ExpertBalance
-from penstock.workers.models.protocols import Model
+from penstock.workers.models.protocols import Model, ModelInfo
 from penstock.workers.rank.core_sharing import CoreSharing, open_core_sharing
 from penstock.workers.rank.fingerprint import model_fingerprint
 from penstock.workers.rank.rank_runtime import ProgressCallback, load_rank
@@ -63,6 +68,7 @@ class Engine:
         self.layout = runtime.layout(self.model)
         plan_writer = runtime.connect_as_leader(store)
         self.movers = runtime.movers(plan_writer)
+        self.grammars = GrammarCache(partial(_grammar_vocabulary, config.model, self.spec))
         self._expert_balance = ExpertBalance(runtime.expert_counts())
         self._searches = BeamSearches()
         runner, device = runtime.runner(), runtime.decoder.device
@@ -149,6 +155,10 @@ class Engine:
         self.cache_reporter = CacheReporter(self.batcher.pool)
         self.outputs = OutputProcessor(self.batcher, self.executor, self._searches, times)
         self._stepper = SyncStepper(self.batcher, self.executor, self.outputs)
+
+
+def _grammar_vocabulary(folder: Path, spec: ModelInfo) -> GrammarVocabulary:
+    return GrammarVocabulary(ModelTokenizer(folder), spec.vocab_size, spec.eos_tokens)
 
 
 def _core_sharing(config: WorkerConfig) -> CoreSharing | None:

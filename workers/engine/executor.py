@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
+from penstock.common.grammar.matcher import CompiledGrammar
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.engine.warm_up import warm_up_block_moves
@@ -36,6 +38,7 @@ class LaunchedStep:
 
     plan: StepPlan
     tokens: Tensor | None  # [S] on the device; None: sampled on the host
+    reads_log: bool  # whether sampling the next step needs the tokens of this step on the host
     wait: Callable[[], Sampled]  # waits for the step's tokens; callable from any thread
     began: float  # start time in seconds, from `time.perf_counter`
 
@@ -73,10 +76,16 @@ class Executor:
         self._cores = cores
         self._sampled_at = time.perf_counter()
 
-    def admit(self, row: int, params: SamplingParams, choice: int) -> None:
+    def admit(
+        self,
+        row: int,
+        params: SamplingParams,
+        choice: int,
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
         """Set the sampling parameters of a row of the sequence table for a new sequence."""
         with self.computing():  # so that the copies run in the stream of the steps
-            self.sampler.admit(row, params, choice)
+            self.sampler.admit(row, params, choice, grammar)
 
     def broadcast(self, plan: StepPlan) -> None:
         """Send a plan to the other ranks, which run the same step. Do this before `execute`."""
@@ -87,7 +96,15 @@ class Executor:
         """Run the model for a step and sample its tokens; earlier steps must be committed."""
         if self.on_device:
             return self.launch(plan, None, table).wait()
+        self.begin_masks(plan, table)
         return self.sample(plan, self.execute_model(plan), table)
+
+    def begin_masks(self, plan: StepPlan, table: SequenceTable) -> None:
+        """Start to fill the token masks of a step, while the model computes.
+
+        All earlier steps must have been committed, and `sample` must follow.
+        """
+        self.sampler.masks.begin(plan.sampling_rows, _answer_indices(plan, table), table)
 
     def execute_model(self, plan: StepPlan) -> Tensor:
         """Run the model; return the logits [S, vocab_size] of the sampling rows."""
@@ -120,14 +137,16 @@ class Executor:
         drawn = before.tokens if plan.ahead and before is not None else None
         self.gap_seconds = 0.0 if plan.ahead else began - self._sampled_at
         with self.computing():
-            logits = self.runner.run(plan, drawn)
+            logits = self.runner.run(plan, drawn)  # returns while the device still computes
             rows, indices = plan.sampling_rows, _answer_indices(plan, table)
-            if len(plan.scored) or not self.sampler.can_sample_on_device(rows, indices):
+            reads_log = self.sampler.masks.reads_log(rows)
+            if len(plan.scored) or not self.sampler.can_sample_on_device(rows):
                 sampled = self.sample(plan, logits, table)
-                return LaunchedStep(plan, None, lambda: sampled, began)
-            tokens, finite = self.sampler.sample_on_device(logits, rows, indices)
+                return LaunchedStep(plan, None, reads_log, lambda: sampled, began)
+            tokens, finite = self.sampler.sample_on_device(logits, rows, indices, table)
             arriving = self.streams.copy_to_host(tokens, finite)
-        return LaunchedStep(plan, tokens, lambda: self._finish_launch(arriving), began)
+        wait = partial(self._finish_launch, arriving)
+        return LaunchedStep(plan, tokens, reads_log, wait, began)
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context; device work launched in it runs after all earlier engine work."""

@@ -101,7 +101,8 @@ class OutputProcessor:
     def _handle_event(self, event: SchedulerEvent, result: StepResult) -> None:
         match event:
             case Admitted(key, row, choice, num_cached):
-                self._executor.admit(row, self._live[key].params, choice)
+                new = self._live[key]
+                self._executor.admit(row, new.params, choice, new.grammar)
                 result.num_cached.setdefault(key, num_cached)
             case Reserved():
                 result.reserved.append(event)

@@ -122,6 +122,7 @@ class OverlapStepper:
             self._outputs.commit(done.plan, done.sampled, done.seconds, result)
             with self._changed:
                 self._computed.popleft()
+                self._begin_masks()
                 self._changed.notify_all()
         if not self.busy:
             plan = self._batcher.plan()
@@ -162,12 +163,20 @@ class OverlapStepper:
         for plan in plans:
             self._batcher.withdraw(plan)
 
+    def _begin_masks(self) -> None:
+        """Start to fill the masks of the step that computes, now that its log is committed."""
+        if self._computing is not None:
+            self._executor.begin_masks(self._computing, self._batcher.table)
+
     # ------------------------------------------------------------ second thread
 
     def _run(self) -> None:
         try:
             while (plan := self._next()) is not None:
                 began = time.perf_counter()
+                with self._changed:
+                    if not self._computed:  # otherwise `advance` begins the masks at the commit
+                        self._executor.begin_masks(plan, self._batcher.table)
                 self._executor.broadcast(plan)
                 logits = self._executor.execute_model(plan)
                 self._wait_until_committed()
@@ -213,8 +222,12 @@ class DeviceStepper(OverlapStepper):
         super().__init__(batcher, executor, outputs, changed)
 
     def plan_next(self) -> None:
-        """Plan as `OverlapStepper` does, unless the newest step is sampled on the host."""
-        if self._newest is not None and self._newest.tokens is not None:
+        """Plan as `OverlapStepper` does, unless the next step needs tokens of this one on the host.
+
+        This is so if this step is sampled on the host, or a mask of the next step reads its tokens.
+        """
+        newest = self._newest
+        if newest is not None and newest.tokens is not None and not newest.reads_log:
             super().plan_next()
 
     def _num_uncommitted(self) -> int:

@@ -1,14 +1,13 @@
 """Samples the next tokens of a whole batch at once.
 
 A row of logits belongs to one sequence. Logits are changed in this order, and only in rows that
-need it: logit bias, penalties, allowed tokens, bad words, and stop tokens (excluded until
-`min_tokens`). Then, greedy rows choose the largest logit. For other rows, temperature, top-k,
-top-p, min-p and typical-p are applied and noise is added; then the largest logit is chosen. For
-beams, the same changes apply to log probabilities instead of logits (as in `transformers`), and the
-most likely tokens become candidates of the beam search.
+need it: logit bias, penalties, and the masks of `token_masks`, which exclude tokens. Then, greedy
+rows choose the largest logit. For other rows, temperature, top-k, top-p, min-p and typical-p are
+applied and noise is added; then the largest logit is chosen. For beams, the same changes apply to
+log probabilities instead of logits (as in `transformers`), and the most likely tokens become
+candidates of the beam search.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,14 +15,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.common.grammar.matcher import CompiledGrammar
 from penstock.common.sampling_params import UINT64_MAX, SamplingParams
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import SamplingTensors, finite_rows, greedy, sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
+from penstock.kernels.sampling.token_mask import apply_token_mask_
 from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.gpu.pinned import put
 from penstock.workers.sampling.beam_search import Candidates
-from penstock.workers.sampling.token_filter import History, TokenFilter
+from penstock.workers.sampling.token_masks import History, StepMasks, TokenMasks
 from penstock.workers.scheduling.sequence import BeamRows, Bools, Ints, Key
 
 GREEDY_BELOW = 1e-5
@@ -46,9 +47,7 @@ ROW = np.dtype(
         ("prompt_logprobs", np.int64),  # the same for each prompt token that is scored
         ("penalized", np.bool_),
         ("biased", np.bool_),
-        ("has_token_filter", np.bool_),  # has allowed tokens or bad words
-        ("modified", np.bool_),  # penalized, biased or has_token_filter
-        ("stops", np.bool_),  # has stop tokens
+        ("modified", np.bool_),  # penalized or biased
         ("candidates", np.int64),  # number of candidates of a beam; 0: the row is not a beam
     ]
 )
@@ -94,23 +93,33 @@ class Sampler:
     """Samples tokens, and holds the sampling parameters of every row of the sequence table.
 
     The token sampled for a row depends only on the row's logits, parameters and previous tokens.
+
+    Attributes:
+        masks: the tokens that each row may sample.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._params = np.zeros(num_rows, ROW)
-        self._token_filter = TokenFilter(num_rows, vocab_size, device)
+        self.masks = TokenMasks(num_rows, vocab_size)
         # Per row, on the device: token ids and values of the logit bias. An entry of an earlier
         # sequence stays when a sequence without bias gets the row; "biased" is then False.
         self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
         self._vocab_size = vocab_size
         self._device = device
 
-    def admit(self, row: int, params: SamplingParams, choice: int) -> None:
+    def admit(
+        self,
+        row: int,
+        params: SamplingParams,
+        choice: int,
+        grammar: CompiledGrammar | None = None,
+    ) -> None:
         """Set the parameters of a row of the sequence table for a new sequence.
 
-        Token ids in `params`, except stop tokens, must be within the vocabulary.
+        Token ids in `params`, except stop tokens, must be within the vocabulary. `grammar` is the
+        compiled form of `params.structured_outputs`.
         """
-        self._token_filter.admit(row, params)
+        self.masks.admit(row, params, grammar)
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
         bias = params.logit_bias
         if bias:
@@ -118,11 +127,7 @@ class Sampler:
                 self._put(np.array(list(bias), np.int64)),
                 self._put(np.array(list(bias.values()), np.float32)),
             )
-        changes = (
-            penalties != (0, 0, 1),
-            bool(bias),
-            bool(params.allowed_token_ids or params.bad_words_token_ids),
-        )
+        changes = (penalties != (0, 0, 1), bool(bias))
         self._params[row] = (
             0 if params.temperature < GREEDY_BELOW else params.temperature,
             params.top_p,
@@ -137,7 +142,6 @@ class Sampler:
             params.prompt_logprobs or 0,
             *changes,
             any(changes),
-            self._token_filter.can_stop(row),
             # Enough candidates for every beam even if all stop tokens are among the candidates.
             params.num_sequences + len(params.stop_token_ids) if params.use_beam_search else 0,
         )
@@ -158,7 +162,9 @@ class Sampler:
         is_beam = params["candidates"] > 0
         beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
         scores = self._normalized(logits, beams) if len(beams) else logits
-        shaped = self._modified(scores, rows, params, indices, history)
+        shaped = self._modified(
+            scores, rows, params, history, self.masks.take(rows, indices, history)
+        )
         tokens, finite = self._sample_rows(logits, shaped, params, indices, others)
         entries = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
         if not len(beams):
@@ -174,21 +180,32 @@ class Sampler:
         """Return [S] the number of most likely tokens to report for each scored prompt token."""
         return self._params["prompt_logprobs"][rows]
 
-    def can_sample_on_device(self, rows: Ints, indices: Ints) -> bool:
+    def can_sample_on_device(self, rows: Ints) -> bool:
         """Return whether `sample_on_device` supports these rows: no operation needs the host."""
         params = self._params[rows]
         host = params["modified"] | (params["logprobs"] >= 0) | (params["candidates"] > 0)
-        host |= params["stops"] & (indices < params["min_tokens"])
         return not host.any()
 
     @torch.inference_mode()
-    def sample_on_device(self, logits: Tensor, rows: Ints, indices: Ints) -> tuple[Tensor, Tensor]:
+    def sample_on_device(
+        self, logits: Tensor, rows: Ints, indices: Ints, history: History
+    ) -> tuple[Tensor, Tensor]:
         """Sample tokens without waiting for the device; requires `can_sample_on_device`.
+
+        The arguments are those of `sample`, except that masked rows of the logits are modified. The
+        history may lack the tokens of the previous step if no mask reads the log.
 
         Return tokens [S] int32, and whether each row is valid, [S] bool, on the device.
         """
-        tokens, finite = sample(logits, self._sampling_tensors(self._params[rows], indices))
-        return tokens.to(torch.int32), finite
+        tensors = self._sampling_tensors(self._params[rows], indices)
+        masks = self.masks.take(rows, indices, history)
+        if masks is None:
+            tokens, finite = sample(logits, tensors)
+            return tokens.to(torch.int32), finite
+        finite = finite_rows(logits)
+        apply_token_mask_(logits, self._put(masks.at), self._put(masks.words))
+        tokens, left = sample(logits, tensors, bans=True)
+        return tokens.to(torch.int32), finite & left
 
     @torch.inference_mode()
     def score(
@@ -226,15 +243,14 @@ class Sampler:
         logits: Tensor,
         rows: Ints,
         params: npt.NDArray[np.void],
-        indices: Ints,
         history: History,
+        masks: StepMasks | None,
     ) -> Tensor:
         """Return logits with biases and penalties, and -inf for excluded tokens.
 
         If no row needs a change, return `logits` itself, otherwise a new tensor.
         """
-        held_back = np.flatnonzero(params["stops"] & (indices < params["min_tokens"]))
-        if not (len(held_back) or params["modified"].any()):
+        if masks is None and not params["modified"].any():
             return logits
         shaped = logits.clone()
         biased = np.flatnonzero(params["biased"])
@@ -242,38 +258,12 @@ class Sampler:
             tokens, values = zip(*(self._biases[row] for row in rows[biased]), strict=True)
             owners = self._put(np.repeat(biased, [len(each) for each in tokens]))
             add_logit_bias_(shaped, owners, torch.cat(tokens), torch.cat(values))
-        penalized, choosy = (
-            np.flatnonzero(params["penalized"]),
-            np.flatnonzero(params["has_token_filter"]),
-        )
+        penalized = np.flatnonzero(params["penalized"])
         if len(penalized):
-            self._penalize(shaped, rows, params, penalized, history)
-        if len(choosy):
-            self._token_filter.apply_(shaped, rows, choosy, history)
-        if len(held_back):
-            self._token_filter.mask_stop_tokens_(shaped, rows, held_back)
+            _penalize_(shaped, rows[penalized], params[penalized], penalized, history)
+        if masks is not None:
+            apply_token_mask_(shaped, self._put(masks.at), self._put(masks.words))
         return shaped
-
-    def _penalize(
-        self,
-        shaped: Tensor,
-        rows: Ints,
-        params: npt.NDArray[np.void],
-        at: npt.NDArray[np.intp],
-        history: History,
-    ) -> None:
-        rows, params = rows[at], params[at]
-        num_tokens = history.num_tokens[rows]
-        tokens = history.tokens[rows, : num_tokens.max()].astype(np.int64)
-        token_ids = self._put(tokens)
-        starts = self._put(history.num_prompt[rows].astype(np.int64))
-        ends = self._put(num_tokens.astype(np.int64))
-        penalties = Penalties(
-            *(self._put(params[name]) for name in ("repetition", "presence", "frequency"))
-        )
-        self._update_rows_(
-            shaped, at, lambda picked: apply_penalties_(picked, token_ids, starts, ends, penalties)
-        )
 
     def _sample_rows(
         self,
@@ -324,17 +314,32 @@ class Sampler:
                 found[index] = TokenLogprobs(value, rank, names, values)
         return found
 
-    def _update_rows_(
-        self, tensor: Tensor, at: npt.NDArray[np.intp], change_: Callable[[Tensor], None]
-    ) -> None:
-        """Apply `change_` to rows `at` of a tensor, in place."""
-        picked = _rows(tensor, at)
-        change_(picked)
-        if picked is not tensor:
-            tensor[self._put(at)] = picked
-
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
         return put(array.copy(), self._device)
+
+
+def _penalize_(
+    shaped: Tensor,
+    rows: Ints,
+    params: npt.NDArray[np.void],
+    at: npt.NDArray[np.intp],
+    history: History,
+) -> None:
+    """Apply the penalties of P sequences to the rows `at` of the logits, in place."""
+
+    def on_device(array: npt.NDArray[np.generic]) -> Tensor:
+        return put(array.copy(), shaped.device)
+
+    num_tokens = history.num_tokens[rows]
+    tokens = on_device(history.tokens[rows, : num_tokens.max()].astype(np.int64))
+    starts = on_device(history.num_prompt[rows].astype(np.int64))
+    ends = on_device(num_tokens.astype(np.int64))
+    names = ("repetition", "presence", "frequency")
+    penalties = Penalties(*(on_device(params[name]) for name in names))
+    picked = _rows(shaped, at)
+    apply_penalties_(picked, tokens, starts, ends, penalties)
+    if picked is not shaped:
+        shaped[on_device(at)] = picked
 
 
 def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:

@@ -7,7 +7,7 @@ A sequence is one choice of one request: the prompt and the answer so far, as on
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,7 @@ class NewSequence:
     source_len: int = 0  # number of KV positions that another worker can send; 0: none
     siblings: tuple[Sibling, ...] = ()
     prompt_known: int = 1  # first prompt position that needs logprobs; position 0 never has any
+    grammar: Any = None  # compiled `params.structured_outputs`, for the sampler only
 
 
 def usable_source(offered: int, num_prompt: int, lengths: Sequence[int]) -> int:

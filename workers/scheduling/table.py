@@ -61,7 +61,9 @@ class SequenceTable:
         self.num_tokens[row] = len(tokens)
         self.num_prompt[row] = new.num_prompt
         self.num_computed[row] = self.num_published[row] = self.num_blocks[row] = 0
-        self.min_len[row] = min(new.num_prompt + params.min_tokens, self.max_model_len)
+        # A grammar that is complete ends an answer before `min_tokens`; see `MinTokens`.
+        min_tokens = 0 if params.structured_outputs is not None else params.min_tokens
+        self.min_len[row] = min(new.num_prompt + min_tokens, self.max_model_len)
         limit = params.answer_limit(new.num_prompt, self.max_model_len)
         self.max_len[row] = new.num_prompt + limit
         self.yield_len[row] = yield_len

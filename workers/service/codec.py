@@ -160,8 +160,8 @@ def step_messages(
     _add_prompts(steps, result, is_held)
     for key in filter(is_held, map(sequence_key, result.failed)):
         reason = (
-            "no next token: the model's output was not finite for this request, or its bad words "
-            "and allowed tokens left nothing to draw"
+            "no next token: the model's output was not finite for this request, or its bad words, "
+            "allowed tokens and structured_outputs left nothing to draw"
         )
         steps[key.session].ended.add(request=key.request, attempt=key.attempt, reason=reason)
     return steps

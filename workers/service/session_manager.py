@@ -24,7 +24,6 @@ from penstock.workers.health.canary import LivenessMonitor, make_canary
 from penstock.workers.health.watchdog import ProgressTimer
 from penstock.workers.kv_transfer.coordinator import KvTransfer
 from penstock.workers.kv_transfer.staging import WorkerIdentity
-from penstock.workers.scheduling.sequence import NeverFits
 from penstock.workers.service.cache_stream import CacheStream
 from penstock.workers.service.codec import (
     BadSubmit,
@@ -36,6 +35,7 @@ from penstock.workers.service.codec import (
     step_messages,
 )
 from penstock.workers.service.session import HeldSequence, Session
+from penstock.workers.service.submitter import Submitter, reject
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class SessionManager:
         self._engine = EngineThread(engine, self._deliver, self._fail, timer)
         self.kv_transfer = KvTransfer(identity, address, engine.movers, self._engine, seconds)
         self._cache_stream = CacheStream(identity.incarnation, self._engine)
+        self._submitter = Submitter(self._engine, engine.grammars, engine.limits.max_queued)
         self.load = self._load_message(engine.load())
 
     # ------------------------------------------------------------ sessions
@@ -126,6 +127,7 @@ class SessionManager:
         for session in list(self._sessions.values()):
             session.end(code, reason)
         self.kv_transfer.stop()
+        self._submitter.stop()
         self._engine.stop()
 
     async def stopped(self) -> None:
@@ -153,7 +155,7 @@ class SessionManager:
             case "yield":
                 request = getattr(message, "yield")  # `yield` is a keyword of Python
                 key = session.key(request.request, request.attempt)
-                self._engine.post(lambda engine: engine.request_yield(key))
+                self._submitter.post(key, lambda engine: engine.request_yield(key))
             case "send":
                 self.kv_transfer.send(session, message.send)
             case "drop":
@@ -167,19 +169,23 @@ class SessionManager:
 
     def _submit(self, session: Session, submit: wire.Submit) -> None:
         key = session.key(submit.request, submit.attempt)
-        reject = partial(self._reject, session, key)
         others = [held for held in session.held if held.request == key.request]
         if any(other.attempt >= key.attempt for other in others):
-            reject(f"attempt {key.attempt} of this request, or a later one, is already here", True)
+            reject(
+                session,
+                key,
+                f"attempt {key.attempt} of this request, or a later one, is already here",
+                True,
+            )
             return
         if self.draining:
-            reject("the worker is draining", False)
+            reject(session, key, "the worker is draining", False)
             return
         source_len = self.kv_transfer.source_len(submit.source)
         try:
             new = new_sequence(submit, key, self._vocabulary, source_len)
         except BadSubmit as error:
-            reject(str(error), True)
+            reject(session, key, str(error), True)
             return
         log.info("sequence", extra={"fields": _log_fields(submit)})
         # This attempt replaces earlier attempts. Leases are kept, because one of them may be the KV
@@ -187,26 +193,14 @@ class SessionManager:
         self._release(session, [other for other in others if not session.held[other].kv_len])
         source = (submit.source.worker, submit.source.incarnation)
         session.held[key] = HeldSequence(source if new.source_len else None)
-        answer = self._engine.call(lambda engine: engine.submit(new))
-        answer.add_done_callback(partial(self._submitted, session, key))
-
-    def _submitted(self, session: Session, key: SequenceKey, answer: asyncio.Future[None]) -> None:
-        error = answer.exception()
-        if error is not None and session.held.pop(key, None) is not None:
-            self._reject(session, key, str(error), never=isinstance(error, NeverFits))
-
-    def _reject(self, session: Session, key: SequenceKey, reason: str, never: bool) -> None:
-        rejected = wire.Rejected(
-            request=key.request, attempt=key.attempt, reason=reason, never=never
-        )
-        session.put(wire.ToRouter(rejected=rejected))
+        self._submitter.submit(session, key, new)
 
     def _drop(self, session: Session, drop: wire.Drop) -> None:
         key = session.key(drop.request, drop.attempt)
         if key not in session.held:
             return
         if drop.HasField("choice"):
-            self._engine.post(lambda engine: engine.drop_choice(key, drop.choice))
+            self._submitter.post(key, lambda engine: engine.drop_choice(key, drop.choice))
         else:
             self._release(session, [key])
 
@@ -216,6 +210,7 @@ class SessionManager:
             return
         self._engine.post(partial(_drop_all, keys))
         for key in keys:
+            self._submitter.cancel(key)
             held = session.held.pop(key)
             if held.epoch:
                 self.kv_transfer.receiver.close(held.epoch)

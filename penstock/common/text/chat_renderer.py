@@ -15,6 +15,7 @@ from penstock.common.text.chat_source import (
 )
 from penstock.common.text.chat_template import ChatTemplate
 from penstock.common.text.control_tokens import ControlTokens, Segment
+from penstock.common.text.template_messages import with_read_arguments
 
 
 class ChatRenderer:
@@ -39,16 +40,22 @@ class ChatRenderer:
     ) -> list[Segment]:
         """Return the segments of the prompt for a conversation.
 
-        Text of the messages and of the template's variables never becomes a control token: only the
+        Text of the messages, tools, documents and variables never becomes a control token: only the
         template writes these.
 
         Raises:
             ChatTemplateError: the template fails.
         """
-        masked = self._control.mask([*messages, options.variables])
+        messages = [with_read_arguments(message) for message in messages]
+        more = {
+            "variables": options.variables,
+            "tools": options.tools,
+            "documents": options.documents,
+        }
+        masked = self._control.mask([*messages, more])
         if masked is not None:
-            *messages, variables = masked.messages
-            options = replace(options, variables=variables)
+            *messages, more = masked.messages  # type: ignore[assignment]
+            options = replace(options, **more)  # type: ignore[arg-type]
         try:
             text = self._template.render(messages, options)
         except ChatTemplateError as error:

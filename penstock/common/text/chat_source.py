@@ -3,7 +3,7 @@
 Nothing here compiles a template: its source is foreign code (see `chat_renderer`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,12 +34,16 @@ class TemplateOptions:
         add_generation_prompt: end the prompt with the start of an answer.
         continue_final_message: end the prompt with the text of the last message, so that the answer
             continues this message.
+        tools: the tools that the model may call, as JSON schemas in OpenAI's form; None: no tools.
+        documents: documents that the answer may use; None: no documents.
         variables: further variables of the template.
     """
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Any] | None = None
+    documents: Sequence[Any] | None = None
 
 
 DEFAULT_OPTIONS = TemplateOptions()

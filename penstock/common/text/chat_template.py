@@ -14,6 +14,7 @@ import jinja2.sandbox
 
 from penstock.common.text.chat_source import DEFAULT_OPTIONS, ChatTemplateError, TemplateOptions
 from penstock.common.text.content_forms import content_forms
+from penstock.common.text.template_messages import to_json, with_form
 
 _PRIVATE_USE = range(0x100000, 0x10FFFE)
 """Supplementary Private Use Area-B; `control_tokens` uses Area-A."""
@@ -31,10 +32,6 @@ class Generation(jinja2.ext.Extension):
 
 def _raise_exception(message: str) -> NoReturn:
     raise ChatTemplateError(message)
-
-
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
 def _strftime_now(pattern: str) -> str:
@@ -62,7 +59,7 @@ class ChatTemplate:
             lstrip_blocks=True,
             extensions=[Generation, jinja2.ext.loopcontrols],
         )
-        environment.filters["tojson"] = _to_json
+        environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
@@ -81,15 +78,14 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt for a conversation; the assistant's answer continues this prompt.
 
-        The content of a message is a string or a list of text parts; the template gets the form
-        that it reads. If it reads only strings, the parts are joined by line breaks, as in vLLM.
+        Each message gets the form that the template reads: see `template_messages.with_form`.
 
         Raises:
             ChatTemplateError: the template rejects the messages or raises any exception. (The
                 template is foreign code, so every type of exception is converted.)
             MemoryError: the process has no memory left.
         """
-        shown = [self._with_content(message) for message in messages]
+        shown = [with_form(message, self._forms) for message in messages]
         if not options.continue_final_message:
             return self._render(shown, options)
         # The template may add text after the last message: a mark shows where the message ends.
@@ -103,8 +99,8 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
         fixed = {
             "messages": messages,
-            "tools": None,
-            "documents": None,
+            "tools": options.tools,
+            "documents": options.documents,
             "add_generation_prompt": options.add_generation_prompt
             and not options.continue_final_message,
             **self._special_tokens,
@@ -117,15 +113,6 @@ class ChatTemplate:
             kind = type(error).__name__
             raise ChatTemplateError(f"it cannot render these messages ({kind})") from error
 
-    def _with_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a message whose content has a form that the template reads."""
-        content = message.get("content")
-        if isinstance(content, str) and not self._forms.string:
-            return {**message, "content": [{"type": "text", "text": content}]}
-        if isinstance(content, list) and not self._forms.lists:
-            return {**message, "content": "\n".join(part["text"] for part in content)}
-        return message
-
 
 def _unused_character(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return a character without a meaning in Unicode that occurs nowhere in `messages`."""
@@ -135,8 +122,8 @@ def _unused_character(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _append(message: Mapping[str, Any], text: str) -> Mapping[str, Any]:
     """Return a message with `text` at the end of its content."""
-    content = message["content"]
+    content = message["content"] or ""
     if isinstance(content, str):
         return {**message, "content": content + text}
-    *others, last = content or [{"type": "text", "text": ""}]
+    *others, last = content
     return {**message, "content": [*others, {**last, "text": last["text"] + text}]}

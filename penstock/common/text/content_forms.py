@@ -1,20 +1,32 @@
-"""Which forms of a message's content a chat template reads: strings, lists of parts, or both.
+"""Which forms of a message a chat template reads, found in its syntax tree.
 
 As in vLLM, a template reads lists if it has a loop over the content of a message, such as
 `{% for part in message['content'] %}`, for a `message` from a loop over `messages`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jinja2 import nodes
 
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""Names by which templates read the reasoning of an assistant's message."""
+
 
 class ContentForms(NamedTuple):
-    """The forms of content that a template reads."""
+    """The forms of messages that a template reads.
+
+    Attributes:
+        string: the content of a message may be a string.
+        lists: the content may be a list of parts.
+        none: the content may be None.
+        reasoning_names: the members of a message that are its reasoning.
+    """
 
     string: bool
     lists: bool
+    none: bool = False
+    reasoning_names: Sequence[str] = ()
 
 
 def content_forms(template: nodes.Template) -> ContentForms:
@@ -24,10 +36,16 @@ def content_forms(template: nodes.Template) -> ContentForms:
     """
     messages = set(_loop_variables(template, _aliases(template, "messages")))
     loops = template.find_all(nodes.For)
-    if not any(_reads_content(loop.iter, messages) for loop in loops):
-        return ContentForms(string=True, lists=False)
-    tests = template.find_all(nodes.Test)
-    return ContentForms(string=any(test.name == "string" for test in tests), lists=True)
+    tests = list(template.find_all(nodes.Test))
+    lists = any(_reads_content(loop.iter, messages) for loop in loops)
+    words = {each.attr for each in template.find_all(nodes.Getattr)}
+    words |= {str(each.value) for each in template.find_all(nodes.Const)}
+    return ContentForms(
+        string=not lists or any(test.name == "string" for test in tests),
+        lists=lists,
+        none=any(test.name == "none" and _reads_content(test.node, messages) for test in tests),
+        reasoning_names=tuple(name for name in REASONING_NAMES if name in words),
+    )
 
 
 def _aliases(template: nodes.Template, name: str) -> set[str]:

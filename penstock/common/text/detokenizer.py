@@ -26,12 +26,14 @@ class StopOptions:
         skip_special_tokens: leave special tokens out of the text.
         min_tokens: stop strings are searched for only in the text from token number `min_tokens`
             on, counted from 1.
+        shown_tokens: special tokens that the text contains even if others are left out.
     """
 
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
+    shown_tokens: frozenset[int] = frozenset()
 
 
 class TextDelta(NamedTuple):
@@ -65,6 +67,8 @@ class IncrementalDetokenizer:
         self._token_bytes = token_bytes
         self._options = options
         self._hidden = token_bytes.special if options.skip_special_tokens else frozenset()
+        if options.shown_tokens:
+            self._hidden -= options.shown_tokens
         self._utf8 = UTF8("replace")
         self._holds_bytes = False  # `_utf8` holds back the start of a character
         self._matcher = StopMatcher(options.stop) if options.stop else None

@@ -1,28 +1,14 @@
 """Messages of a chat, in OpenAI's format."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.common.text.chat_source import SPECIAL_TOKEN_NAMES, TemplateOptions
+from penstock.common.text.chat_source import TemplateOptions
 from penstock.router.errors import invalid
-from penstock.router.requests.chat import check_role
-
-RESERVED_VARIABLES = frozenset(
-    {
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "tokenize",
-        *SPECIAL_TOKEN_NAMES,
-    }
-)
-"""Variables and arguments of chat templates that the body sets otherwise, or not at all."""
-
+from penstock.router.requests.chat import check_role, check_variables
+from penstock.router.requests.tools import check_tools
 
 Ids: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
@@ -53,21 +39,73 @@ class ContentPart(StrictModel):
         return {"type": "text", "text": self.text}
 
 
+class CalledFunction(StrictModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(StrictModel):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """Return a call of a function, in the form for chat templates."""
+        if self.type != "function":
+            raise invalid(
+                f"tool calls of type {self.type[:40]!r} are not served: send functions", "messages"
+            )
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+PLAIN = frozenset({"role", "content"})
+"""The fields of a message without structure."""
+
+
 class Message(StrictModel):
     role: str
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of reasoning_content, as in vLLM
 
     def plain(self) -> dict[str, Any]:
-        """Return the role and the text or text parts, in the form for chat templates."""
-        extra = self.model_extra or {}
-        if extra.get("tool_calls") or extra.get("function_call"):
-            raise invalid("tool calls are not served yet: leave them out", "messages")
+        """Return the message in the form for chat templates."""
+        extra = self.model_extra
+        if extra and extra.get("function_call"):
+            raise invalid("function_call is not served: send tool_calls", "messages")
         check_role(self.role)
-        if self.content is None and self.role != "assistant":
-            raise invalid("a message has no content: set content", "messages")
-        if isinstance(self.content, list):
-            return {"role": self.role, "content": [part.plain() for part in self.content]}
-        return {"role": self.role, "content": self.content or ""}
+        if self.role == "tool" and self.tool_call_id is None:
+            raise invalid("a message of a tool has no tool_call_id: set it", "messages")
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [part.plain() for part in content]
+        elif content is None:
+            if self.role != "assistant":
+                raise invalid("a message has no content: set content", "messages")
+            content = None if self.tool_calls else ""
+        message = {"role": self.role, "content": content}
+        return message if self.model_fields_set <= PLAIN else message | self._structure()
+
+    def _structure(self) -> dict[str, Any]:
+        """Return the members besides role and content."""
+        calls, reasoning = self.tool_calls, self.reasoning_content or self.reasoning
+        if self.role != "assistant" and (calls or reasoning):
+            name = "tool_calls" if calls else "reasoning_content"
+            raise invalid(f"only messages of the assistant have {name}", "messages")
+        members = {
+            "name": self.name,
+            "tool_calls": [call.plain() for call in calls] if calls else None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": reasoning or None,
+        }
+        return {name: value for name, value in members.items() if value is not None}
+
+
+FreeObjects: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
 class Conversation(StrictModel):
@@ -77,6 +115,21 @@ class Conversation(StrictModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: FreeObjects | None = None
+    documents: FreeObjects | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.tools:
+            check_tools(self.tools)
+
+    def template_tools(self) -> Sequence[Mapping[str, Any]]:
+        """Return the tools that the chat template gets."""
+        return self.tools or ()
+
+    def forced_schema(self) -> str:
+        """Return the JSON schema that forces the answer to be tool calls, or an empty text."""
+        return ""
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return all messages, in the form for chat templates."""
@@ -92,11 +145,7 @@ class Conversation(StrictModel):
                 "continue_final_message",
             )
         variables = self.template_variables(known)
-        for name in variables:
-            if name in RESERVED_VARIABLES:
-                raise invalid(
-                    f"{name} cannot be set in chat_template_kwargs", "chat_template_kwargs"
-                )
+        check_variables(variables, "chat_template_kwargs")
         return TemplateOptions(
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),

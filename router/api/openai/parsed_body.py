@@ -12,7 +12,7 @@ from typing import Any, Generic
 
 from pydantic_core import from_json
 
-from penstock.router.api.openai.messages import Conversation, StrictModel
+from penstock.router.api.openai.messages import Conversation, Message, StrictModel
 from penstock.router.api.openai.parsing import Body, keys, parse
 from penstock.router.api.openai.schema import (
     ChatCompletionRequest,
@@ -23,12 +23,12 @@ from penstock.router.api.openai.schema import (
     TokenizeTextRequest,
 )
 from penstock.router.config import RequestBounds
-from penstock.router.errors import invalid
-from penstock.router.requests.chat import Chat, final_text, num_chars_of
+from penstock.router.requests.chat import Chat, array_of, final_text, num_chars, num_chars_of
 from penstock.router.requests.cost import CallSizes, check_num_tokens, check_sizes
 from penstock.router.requests.json_text import dumps
 from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
 from penstock.router.requests.slices import Slices
+from penstock.router.requests.tools import check_json
 
 BODY_KIND = "body"
 """Name of the job that parses a body."""
@@ -78,7 +78,13 @@ MODELS: Mapping[str, type[StrictModel]] = {
     )
 }
 
-CONTENT: Mapping[str, Any] = {"messages": [], "prompt": "", "tokens": []}
+CONTENT: Mapping[str, Any] = {
+    "messages": [],
+    "tools": None,
+    "documents": None,
+    "prompt": "",
+    "tokens": [],
+}
 """Fields that are sent apart from the others, with the empty values that replace them."""
 
 
@@ -93,9 +99,9 @@ def parse_body(
     if len(data) > INLINE_BYTES:
         _check_raw(data, bounds)
     body = parse(BODIES[name](data), data)
-    check_sizes(_sizes(dict(body)), bounds)
+    check_sizes(_sizes(vars(body)), bounds)  # the declared fields
     if isinstance(body, Conversation):
-        _check_template_kwargs(body, bounds)
+        _check_free_json(body, bounds)
     match body:
         case ChatCompletionRequest():
             _check_allowed_tokens(body.allowed_token_ids, model)
@@ -136,7 +142,7 @@ def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
     if parsed.chat is not None:
         chat = parsed.chat
         head: list[object] = [type(body).__name__, None, chat.num_chars, chat.final_text]
-        content = [chat.messages]
+        content = [chat.messages, chat.tools, chat.documents, chat.forced_schema.encode()]
     else:
         fragments = [list(_fragments(prompt)) for prompt in parsed.prompts]
         head = [type(body).__name__, list(map(len, fragments))]
@@ -147,10 +153,13 @@ def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
 async def read_parsed(items: Sequence[bytes]) -> ParsedBody[Any]:
     """Return the body that a helper process has parsed."""
     head, fields, *content = items
-    name, counts, *chat = from_json(head)
+    name, counts, *sizes = from_json(head)
     body = MODELS[name].model_validate_json(fields)
     if counts is None:
-        return ParsedBody(body, chat=Chat(content[0], *chat))
+        messages, tools, documents, forced = content
+        num_chars, text = sizes
+        chat = Chat(messages, num_chars, text, tools, documents, forced.decode())
+        return ParsedBody(body, chat=chat)
     slices = Slices()
     prompts: list[Prompt] = []
     fragments = iter(content)
@@ -177,23 +186,23 @@ def _fragments(prompt: Prompt) -> Iterator[bytes]:
 
 
 def _chat(body: Conversation) -> Chat:
-    messages = body.conversation()
-    num_chars = sum(num_chars_of(message["content"]) for message in messages)
+    messages, tools = body.conversation(), body.template_tools()
+    count = sum(map(num_chars_of, messages))
+    if tools or body.documents:
+        count += num_chars([tools, body.documents])
     is_repeated = isinstance(body, ChatCompletionRequest) and bool(body.echo)
     text = final_text(messages) if is_repeated else ""
-    return Chat(dumps(messages).encode(), num_chars, text)
+    found = dumps(messages).encode()
+    forced = body.forced_schema()
+    return Chat(found, count, text, array_of(tools), array_of(body.documents), forced)
 
 
-def _check_template_kwargs(body: Conversation, bounds: RequestBounds) -> None:
-    if not body.chat_template_kwargs:
-        return
-    size = len(dumps(body.chat_template_kwargs).encode())
-    if size > bounds.max_template_kwargs:
-        raise invalid(
-            f"chat_template_kwargs has {size} bytes as JSON; at most "
-            f"{bounds.max_template_kwargs} are allowed",
-            "chat_template_kwargs",
-        )
+def _check_free_json(body: Conversation, bounds: RequestBounds) -> None:
+    """Refuse the fields with free JSON if they are too large or too deep."""
+    depth = bounds.max_json_depth
+    check_json("chat_template_kwargs", body.chat_template_kwargs, bounds.max_template_kwargs)
+    check_json("tools", body.tools, bounds.max_tools_bytes, depth)
+    check_json("documents", body.documents, bounds.max_body_bytes, depth)
 
 
 def _check_allowed_tokens(tokens: Sequence[int] | None, model: ModelLimits) -> None:
@@ -213,11 +222,14 @@ def _check_raw(data: bytes, bounds: RequestBounds) -> None:
 def _sizes(body: Mapping[str, Any]) -> CallSizes:
     """Return the sizes of the lists of a body that may be invalid."""
     messages = body.get("messages")
-    contents = map(_content, messages) if isinstance(messages, list) else ()
+    content_pieces, tool_calls = _message_sizes(messages)
     return CallSizes(
         prompts=_num_prompts(body.get("prompt")),
         messages=_length(messages),
-        content_pieces=sum(map(_length, contents)),
+        content_pieces=content_pieces,
+        tool_calls=tool_calls,
+        tools=_length(body.get("tools")),
+        documents=_length(body.get("documents")),
         logit_bias=_length(body.get("logit_bias")),
         stop=_length(body.get("stop")),
         stop_token_ids=_length(body.get("stop_token_ids")),
@@ -230,10 +242,21 @@ def _length(value: object) -> int:
     return len(value) if isinstance(value, list | dict) else 0
 
 
-def _content(message: object) -> object:
-    return (
-        message.get("content") if isinstance(message, dict) else getattr(message, "content", None)
-    )
+def _message_sizes(messages: object) -> tuple[int, int]:
+    """Return the numbers of content parts and tool calls of messages, perhaps not yet parsed."""
+    content_pieces = tool_calls = 0
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, Message):
+            content, calls = message.content, message.tool_calls
+        elif isinstance(message, dict):
+            content, calls = message.get("content"), message.get("tool_calls")
+        else:
+            continue
+        if isinstance(content, list):
+            content_pieces += len(content)
+        if isinstance(calls, list):
+            tool_calls += len(calls)
+    return content_pieces, tool_calls
 
 
 def _num_prompts(prompt: object) -> int:

@@ -3,7 +3,7 @@
 For speed, the constant parts of a chunk are serialized once per call.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from penstock.router.api.openai.json_fragments import (
@@ -22,13 +22,10 @@ from penstock.router.api.openai.response_context import (
     finite,
 )
 from penstock.router.api.openai.text_offsets import TextOffsets
-from penstock.router.api.openai.token_chunks import StreamProgress, TokenChunks
+from penstock.router.api.openai.token_chunks import PLAIN, StreamProgress, TokenChunks
 from penstock.router.requests.response_stream import AnswerBuilder, Delta
 
 DONE = "data: [DONE]\n\n"
-
-PLAIN: Mapping[str, None] = {"logprobs": None, "finish_reason": None, "stop_reason": None}
-"""Fields of a choice whose token only adds text."""
 
 LOGPROB_COLUMNS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
@@ -36,14 +33,17 @@ LOGPROB_COLUMNS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 class ResponseFormatter(Protocol):
     """A formatter of a call's answers for one OpenAI API: completions or chat completions."""
 
-    token_chunks: TokenChunks  # for tokens that only add text; for all others, use `chunk`
+    @property
+    def token_chunk(self) -> Callable[[int, int, str], bytes | None]:
+        """Return the chunk for a token that only adds text: see `TokenChunks.get`."""
+        ...
 
     def full_response(self, deltas: Sequence[Delta]) -> Iterator[str]:
         """Yield the complete response; `deltas` has one item per choice, in order of prompts."""
         ...
 
     def chunk(self, delta: Delta) -> Iterator[str]:
-        """Yield the server-sent events for some new tokens."""
+        """Yield the server-sent events for some new tokens; `token_chunk` is faster."""
         ...
 
     def end_of_stream(self) -> str:
@@ -58,6 +58,7 @@ class CompletionFormatter:
         self._context = context
         self._progress = StreamProgress()
         self.token_chunks = TokenChunks(self._progress, context.wants_only_text)
+        self.token_chunk = self.token_chunks.get
         self._head = dumps(context.header("text_completion"))[:-1]
         # Made once per prompt, and repeated in each of its choices.
         self._echoed: dict[int, tuple[Columns, TextOffsets]] = {}
@@ -181,17 +182,15 @@ class ChatFormatter:
         self._context = context
         self._progress = StreamProgress()
         self.token_chunks = TokenChunks(self._progress, context.wants_only_text)
+        self.token_chunk = self.token_chunks.get
         self._head = "data: " + dumps(context.header("chat.completion.chunk"))[:-1]
 
     def full_response(self, deltas: Sequence[Delta]) -> Iterator[str]:
         call = self._context
         yield dumps(call.header("chat.completion"))[:-1] + ',"choices":['
         for number, delta in enumerate(deltas):
-            text = call.echoed(delta) + delta.text
-            message = {"role": "assistant", "content": text, "refusal": None}
-            choice = dumps({"index": call.choice_index(delta), "message": message})
-            yield ("," if number else "") + choice[:-1]
-            yield from self._choice_fields(delta)
+            yield "," if number else ""
+            yield from self._answer(delta)
             yield "}"
         usage = call.usage(sum(len(delta.tokens) for delta in deltas))
         yield f'],"usage":{dumps(usage)}'
@@ -202,6 +201,13 @@ class ChatFormatter:
             yield ',"prompt_logprobs":'
             yield from array(call.prompt_table(0))
         yield "}"
+
+    def _answer(self, delta: Delta) -> Iterator[str]:
+        """Yield a choice without its closing brace."""
+        text = self._context.echoed(delta) + delta.text
+        message = {"role": "assistant", "content": text, "refusal": None}
+        yield dumps({"index": self._context.choice_index(delta), "message": message})[:-1]
+        yield from self._choice_fields(delta)
 
     def chunk(self, delta: Delta) -> Iterator[str]:
         index = self._context.choice_index(delta)

@@ -18,7 +18,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import penstock
+from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.structured_outputs import StructuredOutputs
 from penstock.router.api import explain
 from penstock.router.api.auth import ApiKeys
 from penstock.router.api.connection import BODY_WRITER, BodyWriter
@@ -34,6 +36,7 @@ from penstock.router.api.http import (
 from penstock.router.api.openai.bodies import on_disconnect, read_request, while_connected
 from penstock.router.api.openai.json_fragments import dumps
 from penstock.router.api.openai.parsed_body import ParsedBody
+from penstock.router.api.openai.parsed_chat import ParsedChatFormatter
 from penstock.router.api.openai.response import (
     DONE,
     Answers,
@@ -51,6 +54,8 @@ from penstock.router.api.openai.sending import send_event, send_json
 from penstock.router.api.openai.tokens import TokenApi
 from penstock.router.errors import ServingError, invalid, renamed
 from penstock.router.frontend import Frontend
+from penstock.router.parsers.answer_parser import ParsingOptions
+from penstock.router.requests.answer_parsing import ModelParsers
 from penstock.router.requests.cost import check_least_cost
 from penstock.router.requests.request import GenerationRequest, safe_request_id
 from penstock.router.requests.response_stream import ClientDisconnectedError, Delta, ResponseStream
@@ -99,6 +104,7 @@ class OpenAiApi:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
+        self._parsers = ModelParsers(frontend.tokenizer, frontend.config)
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -138,11 +144,15 @@ class OpenAiApi:
         body: ChatCompletionRequest = parsed.body
         self._frontend.check_model(body.model)
         sampling = self._sampling_params(body, 1)
+        if schema := parsed.messages.forced_schema:
+            sampling = _forced(sampling, schema)
         options = body.template_options(self._frontend.helpers.template_variables)
         encoding = self._frontend.prompts.encode_chat(
             parsed.messages, request.state.tenant, options
         )
         prompt = await while_connected(request, encoding)
+        if parsed.messages.tools and not schema:
+            self._parsers.check_tools()
         return await self._respond(request, parsed, [prompt], sampling)
 
     def _model_info(self, name: str) -> Json:
@@ -183,17 +193,13 @@ class OpenAiApi:
         max_tokens = frontend.defaults.default_max_tokens(own)
         max_model_len = frontend.model.max_model_len
         prompts = [body.truncated(prompt, max_model_len, max_tokens) for prompt in prompts]
-        if body.stream and sampling.is_ranked:
-            name = "use_beam_search" if sampling.use_beam_search else "best_of"
-            what = name if sampling.use_beam_search else "best_of above n"
-            raise invalid(f"{what} cannot be streamed: the best choices are known at the end", name)
-        if body.stream and body.prompt_logprobs is not None:
-            raise invalid(
-                "prompt_logprobs are not streamed: leave out stream, or use echo with logprobs",
-                "prompt_logprobs",
-            )
+        _check_stream(body, sampling)
         name = ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12)
         trace = safe_request_id(request.headers.get("x-request-id", "")) or name
+        options: ParsingOptions | None = None
+        if isinstance(body, ChatCompletionRequest):
+            options = body.parsing_options(parsed.messages)
+        shown = self._parsers.shown_tokens(options) if options is not None else frozenset()
         requests = [
             GenerationRequest(
                 prompt,
@@ -203,6 +209,7 @@ class OpenAiApi:
                 priority=body.priority or 0,
                 request_id=trace,
                 cache_salt=body.cache_salt or "",
+                shown_tokens=shown,
                 prompt_copies=_prompt_copies(body, sampling),
             )
             for prompt in prompts
@@ -235,8 +242,17 @@ class OpenAiApi:
             echo=echo,
             only_echo=isinstance(body, CompletionRequest) and body.only_echo,
         )
-        formatter: ResponseFormatter = ChatFormatter(call) if is_chat else CompletionFormatter(call)
+        formatter = self._formatter(call, options, trace)
         return GenerationResponse(answers, formatter, trace, bool(body.stream))
+
+    def _formatter(
+        self, call: ResponseContext, options: ParsingOptions | None, request_id: str
+    ) -> ResponseFormatter:
+        """Return the formatter of a call; `options` are None for completions."""
+        if options is None:
+            return CompletionFormatter(call)
+        parsing = self._parsers.parsing(call.prompts[0], request_id, options)
+        return ChatFormatter(call) if parsing is None else ParsedChatFormatter(call, parsing)
 
     async def _echo(
         self, parsed: ParsedBody[Any], prompts: Sequence[Sequence[int]]
@@ -258,6 +274,35 @@ class OpenAiApi:
                 texts.append(await decode(token_bytes, tokens, skip_special))
             await slices.pause()
         return texts
+
+
+def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
+    """Return sampling parameters whose answers are tool calls that fit `schema`."""
+    if sampling.structured_outputs is not None:
+        raise invalid(
+            "a tool_choice that forces calls leaves no room for another form of the answer: leave "
+            "out one of them",
+            "tool_choice",
+        )
+    forced = StructuredOutputs("json", schema)
+    try:
+        forced.validate()
+    except InvalidParameterError as error:
+        raise invalid(f"the schema of the calls: {error}", "tools") from error
+    return replace(sampling, structured_outputs=forced)
+
+
+def _check_stream(body: BaseRequest, sampling: SamplingParams) -> None:
+    """Refuse to stream what is known only at the end."""
+    if body.stream and sampling.is_ranked:
+        name = "use_beam_search" if sampling.use_beam_search else "best_of"
+        what = name if sampling.use_beam_search else "best_of above n"
+        raise invalid(f"{what} cannot be streamed: the best choices are known at the end", name)
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid(
+            "prompt_logprobs are not streamed: leave out stream, or use echo with logprobs",
+            "prompt_logprobs",
+        )
 
 
 def _prompt_copies(body: BaseRequest, sampling: SamplingParams) -> int:
@@ -330,12 +375,11 @@ class GenerationResponse(Response):
     ) -> bool:
         """Send a token at once (a `TokenWriter`)."""
         try:
-            chunk = (
-                None if body.is_paused else self._formatter.token_chunks.get(index, choice, text)
-            )
+            chunk = None if body.is_paused else self._formatter.token_chunk(index, choice, text)
             if chunk is None:
                 return False
-            body.write(chunk)
+            if chunk:  # an empty chunk would end the body
+                body.write(chunk)
         except Exception as error:  # an error here must end this call, not the worker's stream
             self._deltas.fail(error)
         return True

@@ -12,8 +12,13 @@ from pydantic import ConfigDict
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.router.api.openai.messages import Conversation, Ids, StrictModel, Texts
+from penstock.router.api.openai.structured_fields import StructuredFields
 from penstock.router.errors import invalid
+from penstock.router.parsers.answer_parser import ParsingOptions
+from penstock.router.requests.chat import Chat
+from penstock.router.requests.forced_calls import forced_schema
 from penstock.router.requests.generation_defaults import GenerationDefaults
+from penstock.router.requests.tools import ToolChoice, read_tool_choice
 
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -27,7 +32,7 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None  # an extension of vLLM
 
 
-class BaseRequest(StrictModel):
+class BaseRequest(StructuredFields):
     """Fields of both completions and chat completions."""
 
     model: str | None = None
@@ -95,7 +100,8 @@ class BaseRequest(StrictModel):
 
     def client_names(self) -> Mapping[str, str]:
         """Return our names of fields for which the client sent another name, with that name."""
-        return {}
+        form = self.form()
+        return {} if form is None else {"structured_outputs": form[0]}
 
     def num_logprobs(self) -> int | None:
         """Return the number of alternatives per token; None: no logprobs."""
@@ -110,7 +116,9 @@ class BaseRequest(StrictModel):
 
         Absent fields get the `defaults`.
         """
+        form = self.form()
         named = {
+            "structured_outputs": None if form is None else form[1],
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -207,12 +215,51 @@ class ChatCompletionRequest(Conversation, BaseRequest):
     top_logprobs: int | None = None
     reasoning_effort: ReasoningEffort | None = None
     echo: bool | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None  # an extension of vLLM
+
+    def check(self) -> None:
+        super().check()
+        if not self.tools and self.tool_choice is None:
+            return
+        if self._chosen().mode in ("required", "named") and self.continue_final_message:
+            name = "continue_final_message"
+            raise invalid(f"{name} cannot be combined with a tool_choice that forces calls", name)
+
+    def _chosen(self) -> ToolChoice:
+        """Return whether tools may be called."""
+        return read_tool_choice(self.tool_choice, self.tools or ())
+
+    def forced_schema(self) -> str:
+        if not self.tools:
+            return ""
+        is_parallel = self.parallel_tool_calls is not False
+        return forced_schema(self._chosen(), self.tools or (), is_parallel)
+
+    def parsing_options(self, chat: Chat) -> ParsingOptions:
+        """Return the options for the parsing of the answers to the body's `chat`."""
+        # The tools themselves are in `chat`, if a helper process has parsed the body.
+        is_forced, named = bool(chat.forced_schema), isinstance(self.tool_choice, dict)
+        return ParsingOptions(
+            reads_calls=bool(chat.tools),
+            is_forced=is_forced,
+            forced_name=self.tool_choice["function"]["name"] if is_forced and named else "",
+            is_parallel=self.parallel_tool_calls is not False,
+            shows_reasoning=self.include_reasoning is not False,
+        )
+
+    def template_tools(self) -> Sequence[Mapping[str, Any]]:
+        # A model that does not see the tools does not try to call them.
+        return () if not self.tools or self._chosen().mode == "none" else super().template_tools()
 
     def limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def client_names(self) -> Mapping[str, str]:
-        names = {"prompt": "messages"}
+        names = {**super().client_names(), "prompt": "messages"}
+        if self.tool_choice not in (None, "none", "auto"):
+            names["structured_outputs"] = "tools"
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         if self.top_logprobs is not None:

@@ -49,8 +49,8 @@ async def send_event(
 ) -> None:
     """Send some of an event stream, in pieces of limited size; `slices` are the stream's."""
     for piece, ends in _pieces(fragments):
-        if piece is not None:
-            more = not (ends and is_last)
+        more = not (ends and is_last)
+        if piece or not more:
             await send({"type": "http.response.body", "body": piece, "more_body": more})
         await slices.pause()
 

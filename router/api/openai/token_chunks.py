@@ -1,12 +1,15 @@
 """Chunks of a stream for tokens that only add text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring
 
 from penstock.router.api.openai.json_fragments import dumps
 from penstock.router.api.openai.text_offsets import TextOffsets
 from penstock.router.requests.response_stream import Delta
+
+PLAIN: Mapping[str, None] = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+"""Fields of a choice whose token only adds text."""
 
 
 @dataclass(slots=True)
@@ -51,7 +54,10 @@ class TokenChunks:
             self._sides[choice] = before, after
 
     def get(self, index: int, choice: int, text: str) -> bytes | None:
-        """Return the chunk for a token; None if no delta of its choice was sent before."""
+        """Return the chunk for a token; None if no delta of its choice was sent before.
+
+        An empty chunk is not sent.
+        """
         sides = self._sides.get((index, choice))
         if sides is None:
             return None

@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import SamplingTensors, sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
+from penstock.kernels.sampling.token_mask import apply_token_mask_
 from tests.aot.case import AotCase, meta
 
 
@@ -54,7 +55,17 @@ def _penalties_cases() -> Iterator[AotCase]:
     )
 
 
+def _token_mask_cases() -> Iterator[AotCase]:
+    logits = meta(64, 151936, dtype=torch.float32)
+    rows, words = meta(32, dtype=torch.int64), meta(32, 4748, dtype=torch.int32)
+    yield AotCase(
+        "32 masks of 151936 tokens",
+        lambda: apply_token_mask_(logits, rows, words),
+    )
+
+
 def aot_cases() -> Iterator[AotCase]:
     yield from _sample_cases()
     yield from _logprobs_cases()
     yield from _penalties_cases()
+    yield from _token_mask_cases()

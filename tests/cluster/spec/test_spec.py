@@ -415,3 +415,10 @@ def test_allowed_origins_reach_the_routers(tmp_path: Path) -> None:
 def test_allowed_origin_must_be_an_origin(origin: str) -> None:
     with pytest.raises(SpecError, match=r"router: allowed_origins: .* is not an origin"):
         parse({"router": {"allowed_origins": [origin]}})
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_unknown_parsers_are_refused_with_the_list(name: str) -> None:
+    assert getattr(parse({"models": {"m": {name: "mistral"}}}).model, name) == "mistral"
+    with pytest.raises(SpecError, match=rf"models\.m: {name}: 'x' is none of auto, none,"):
+        parse({"models": {"m": {name: "x"}}})

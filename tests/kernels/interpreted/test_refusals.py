@@ -40,6 +40,7 @@ from penstock.kernels.rope.op import rotate_
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import SamplingTensors, sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
+from penstock.kernels.sampling.token_mask import apply_token_mask_
 
 pytestmark = pytest.mark.interpreted
 
@@ -282,6 +283,11 @@ LAUNCHERS = {
     "logit bias": Launcher(
         add_logit_bias_,
         lambda: floats(logits=(3, 9), values=(4,)) | ints(rows=(4,), tokens=(4,)),
+        {"logits": REFERENCE, "rows": ROWS},
+    ),
+    "token mask": Launcher(
+        apply_token_mask_,
+        lambda: floats(logits=(3, 40)) | ints(rows=(2,)) | ints(torch.int32, words=(2, 3)),
         {"logits": REFERENCE, "rows": ROWS},
     ),
 }

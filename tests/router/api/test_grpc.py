@@ -139,6 +139,34 @@ async def test_parameters_reach_the_worker(
     assert list(params.allowed_tokens) == [5, 300]
 
 
+STRUCTURED: list[tuple[pb.Sampling, tuple[str, str]]] = [
+    (pb.Sampling(json_object=True), ("json_object", "")),
+    (pb.Sampling(json_schema='{"type": "object"}'), ("json", '{"type": "object"}')),
+    (pb.Sampling(regex="a+"), ("regex", "a+")),
+    (pb.Sampling(choice=pb.Choices(texts=["a", "é"])), ("choice", '["a", "é"]')),
+    (pb.Sampling(grammar='start: "a"'), ("grammar", 'start: "a"')),
+]
+
+
+@pytest.mark.parametrize(("sampling", "expected"), STRUCTURED)
+async def test_wanted_form_reaches_the_worker(
+    channel: grpc.aio.Channel,
+    sentence_served: Served,
+    sampling: pb.Sampling,
+    expected: tuple[str, str],
+) -> None:
+    await generate(channel, text="hi", sampling=sampling)
+    wanted = sentence_served.worker.submits[0].params.structured_outputs
+    assert (wanted.kind, wanted.text) == expected
+
+
+async def test_false_json_object_means_any_form(
+    channel: grpc.aio.Channel, sentence_served: Served
+) -> None:
+    await generate(channel, text="hi", sampling=pb.Sampling(json_object=False))
+    assert not sentence_served.worker.submits[0].params.HasField("structured_outputs")
+
+
 async def test_tokenize_and_detokenize(channel: grpc.aio.Channel) -> None:
     stub = stub_of(channel)
     reply = await stub.Tokenize(pb.TokenizeRequest(text=SENTENCE))
@@ -175,6 +203,10 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"tokens": pb.Tokens(ids=[2**32 - 1])}, "outside the vocabulary"),
     ({"tokens": pb.Tokens(ids=[5] * 5000)}, "maximum context length is 2048"),
     ({"text": "x", "stop": [""]}, "stop string"),
+    ({"text": "x", "sampling": pb.Sampling(regex="(a")}, "unclosed group"),
+    ({"text": "x", "sampling": pb.Sampling(json_schema='{"not": {}}')}, "at /not: "),
+    ({"text": "x", "sampling": pb.Sampling(structural_tag="{}")}, "structures and triggers"),
+    ({"text": "x", "sampling": pb.Sampling(regex="a", ignore_eos=True)}, "ignore_eos"),
     ({"text": "x", "stop": ["a"] * 17}, "at most 16 strings"),
     ({"text": "x", "timeout_seconds": -1.0}, "timeout"),
     ({"text": "x", "timeout_seconds": NAN}, "timeout"),

@@ -180,7 +180,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "x", "temperature": "hot"}),
     (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "truncate_prompt_tokens": 1}),
     (COMPLETIONS, {"prompt": "x", "allowed_token_ids": [5] * 5000}),
-    (COMPLETIONS, {"prompt": "x", "guided_regex": "a+"}),
+    (COMPLETIONS, {"prompt": "x", "regex": "a+"}),
     (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True, "more": [1]}}),
     (CHAT, {"messages": HELLO, "max_tokens": 2, "temperature": 0, "stop": ["x"]}),
     (CHAT, {"messages": [*HELLO, {"role": "assistant", "content": "so"}], "echo": True}),

@@ -45,6 +45,36 @@ WRONG_BEAMS: list[tuple[dict[str, object], str]] = [
     ({"n": 9, "max_tokens": 1000}, "max_tokens"),
     ({"use_beam_search": "yes"}, "use_beam_search"),
 ]
+
+
+def schema_format(schema: object, **rest: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **rest}}
+
+
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "yaml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": schema_format("{}")}, "response_format"),
+    ({"response_format": schema_format({}, strict="yes")}, "response_format"),
+    ({"response_format": schema_format({"not": {}})}, "response_format"),
+    ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": "a"}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": [3]}}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs"),
+    ({"guided_json": {"type": "text"}}, "guided_json"),
+    ({"guided_regex": ""}, "guided_regex"),
+    ({"guided_choice": ["a", ""]}, "guided_choice"),
+    ({"guided_grammar": "start: missing"}, "guided_grammar"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ({"guided_regex": "a", "use_beam_search": True, "n": 2, "temperature": 0}, "use_beam_search"),
+]
+
 PARAMETERS = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": 2.1}, "temperature"),
@@ -110,9 +140,7 @@ PARAMETERS = [
     ({"allowed_token_ids": {"5": 1}}, "allowed_token_ids"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": "yes"}, "stream"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
-    ({"guided_json": {}}, "guided_json"),
+    *FORMS,
     ({"kv_transfer_params": {"remote_host": "x"}}, "kv_transfer_params"),
     ({"priority": "high"}, "priority"),
     ({"model": 7}, "model"),
@@ -177,10 +205,10 @@ ONLY_CHAT = [
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "'image_url' is not served",
     ),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "tool calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0"),
     ({"messages": [{"role": "developer", "content": "x"}]}, "no developers here"),
-    ({"messages": HI, "tools": [{"type": "function"}]}, "tools is not served"),
-    ({"messages": HI, "tool_choice": "required"}, "tool_choice is not served"),
+    ({"messages": HI, "tools": [{"type": "function"}]}, "tools.0.function must be an object"),
+    ({"messages": HI, "tool_choice": "required"}, "tool_choice needs tools"),
     ({"messages": HI, "chat_template": "{{ 7 }}"}, "chat_template is not served"),
     ({"messages": HI, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
     ({"messages": HI, "top_logprobs": 2}, "needs logprobs"),

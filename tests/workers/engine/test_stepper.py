@@ -1,7 +1,5 @@
 """OverlapStepper: steps planned ahead give the same tokens as steps run one by one."""
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,11 +7,10 @@ import torch
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine.engine import Engine, make_stepper
-from penstock.workers.engine.results import StepResult
-from penstock.workers.engine.stepper import OverlapStepper
-from penstock.workers.scheduling.sequence import Key, NewSequence
+from penstock.workers.engine.engine import Engine
+from penstock.workers.scheduling.sequence import NewSequence
 from tests.support.engines import run_out
+from tests.support.stepper_driver import StepperDriver
 from tests.support.tiny import tiny_checkpoint
 
 PROMPTS = [list(range(3 + 7 * i, 20 + 9 * i)) for i in range(4)]
@@ -32,41 +29,6 @@ def sequences() -> list[NewSequence]:
         NewSequence(i, prompt, len(prompt), params)
         for i, (prompt, params) in enumerate(zip(PROMPTS, kinds, strict=True))
     ]
-
-
-class StepperDriver:
-    """Advances an overlap stepper on request, and collects its answers and counts."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.changed = threading.Condition()
-        stepper = make_stepper(engine, self.changed)
-        assert isinstance(stepper, OverlapStepper)
-        self.stepper = stepper
-        self.answers: dict[Key, list[int]] = {}
-        self.failed: list[Key] = []
-        self.num_ended = 0
-        self.num_ahead = 0
-
-    def advance(self, command: Callable[[Engine], object] | None = None) -> StepResult:
-        """Run one iteration of the engine thread, after `command` or once a step has ended."""
-        if command is None:
-            with self.changed:
-                assert self.changed.wait_for(lambda: self.stepper.due, timeout=60)
-        else:
-            command(self.engine)
-        result = self.stepper.advance(command is not None)
-        if result.output is not None:
-            columns = zip(
-                result.output.keys, result.output.tokens.tolist(), result.logprobs, strict=True
-            )
-            for key, token, _ in columns:
-                self.answers.setdefault(key, []).append(token)
-        self.failed += result.failed
-        self.num_ended += len(result.finished) + len(result.failed)
-        self.stepper.plan_next()
-        self.num_ahead += len(self.engine.batcher._in_flight.plans) == 2
-        return result
 
 
 @pytest.fixture(scope="module")

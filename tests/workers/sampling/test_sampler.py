@@ -49,8 +49,6 @@ def test_sampling_on_the_device_equals_the_host_and_excludes_host_only_params() 
         SamplingParams(logprobs=0),
         SamplingParams(presence_penalty=0.5),
         SamplingParams(logit_bias={3: 1.0}),
-        SamplingParams(bad_words_token_ids=((4, 5),)),
-        SamplingParams(min_tokens=3, stop_token_ids=(7,)),
     ]
     sampler = Sampler(8, VOCAB_SIZE, CPU)
     for row, params in enumerate(plain + host_only):
@@ -58,17 +56,36 @@ def test_sampling_on_the_device_equals_the_host_and_excludes_host_only_params() 
     logits = torch.randn(3, VOCAB_SIZE)
     logits[2, 9] = torch.nan
     rows, indices = np.arange(3, dtype=np.int32), np.array([0, 4, 1], np.int32)
-    assert sampler.can_sample_on_device(rows, indices)
+    assert sampler.can_sample_on_device(rows)
     expected = sampler.sample(logits, rows, indices, table(8))
-    tokens, finite = sampler.sample_on_device(logits, rows, indices)
+    tokens, finite = sampler.sample_on_device(logits, rows, indices, table(8))
     assert tokens.dtype == torch.int32
     assert finite.tolist() == expected.finite.tolist() == [True, True, False]
     assert tokens[:2].tolist() == expected.tokens[:2].tolist()
-    for row in range(len(plain), 8):
-        assert not sampler.can_sample_on_device(
-            np.array([0, row], np.int32), np.array([2, 2], np.int32)
-        )
-    assert sampler.can_sample_on_device(np.array([7], np.int32), np.array([3], np.int32))
+    for row in range(len(plain), len(plain + host_only)):
+        assert not sampler.can_sample_on_device(np.array([0, row], np.int32))
+
+
+def test_masked_rows_are_sampled_on_the_device_as_on_the_host() -> None:
+    masked = [
+        SamplingParams(seed=4, bad_words_token_ids=((4, 5), (7,))),
+        SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(7,)),
+        SamplingParams(seed=6, allowed_token_ids=(8, 9, 30)),
+        SamplingParams(seed=7, top_p=0.5),
+        SamplingParams(allowed_token_ids=(1,), bad_words_token_ids=((1,),)),
+        SamplingParams(allowed_token_ids=(1,)),
+    ]
+    sampler = Sampler(8, VOCAB_SIZE, CPU)
+    for row, params in enumerate(masked):
+        sampler.admit(row, params, choice=0)
+    rows, indices = np.arange(6, dtype=np.int32), np.array([2, 2, 0, 4, 1, 1], np.int32)
+    logits = torch.randn(6, VOCAB_SIZE)
+    logits[5, 9] = torch.nan
+    expected = sampler.sample(logits, rows, indices, table(8))
+    assert sampler.can_sample_on_device(rows)
+    tokens, finite = sampler.sample_on_device(logits.clone(), rows, indices, table(8))
+    assert finite.tolist() == expected.finite.tolist() == [True] * 4 + [False] * 2
+    assert tokens[:4].tolist() == expected.tokens[:4].tolist()
 
 
 def test_empty_batch_draws_nothing() -> None:

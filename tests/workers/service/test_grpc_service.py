@@ -441,7 +441,7 @@ async def test_request_with_no_allowed_token_left_ends_without_affecting_others(
     await router.until(ended)
     ((number, reason),) = ended()
     assert (number, router.answers[2, 1]) == (2, [7])
-    assert "bad words and allowed tokens left nothing to draw" in reason
+    assert "structured_outputs left nothing to draw" in reason
 
 
 async def test_beam_search_is_sent_in_one_step_at_its_end(router: AttachedRouter) -> None:

@@ -1,4 +1,4 @@
-"""TokenFilter: bad words as in transformers, allowed tokens, and rows with no token left."""
+"""TokenMasks: bad words as in transformers, allowed tokens, and rows with no token left."""
 
 from dataclasses import replace
 
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.kernels.sampling.token_mask import apply_token_mask_
 from penstock.workers.sampling.sampler import Sampler
-from penstock.workers.sampling.token_filter import TokenFilter
+from penstock.workers.sampling.token_masks import TokenMasks
 from penstock.workers.scheduling.sequence import Ints
 from tests.support.token_tables import Table, one_row_table, table
 
@@ -35,11 +36,11 @@ def history_of(texts: list[list[int]]) -> Table:
     return Table(tokens, ends, np.ones_like(ends))
 
 
-def filtered(
-    token_filter: TokenFilter, logits: torch.Tensor, rows: Ints, history: Table
-) -> torch.Tensor:
+def filtered(masks: TokenMasks, logits: torch.Tensor, rows: Ints, history: Table) -> torch.Tensor:
     found = logits.clone()
-    token_filter.apply_(found, rows, np.arange(len(rows)), history)
+    step = masks.take(rows, np.zeros_like(rows), history)
+    if step is not None:
+        apply_token_mask_(found, torch.from_numpy(step.at), torch.from_numpy(step.words))
     return found
 
 
@@ -48,17 +49,18 @@ def filtered(
 def test_bad_words_are_excluded_as_in_transformers(
     rows: list[tuple[list[list[int]], list[int], bool]],
 ) -> None:
-    token_filter = TokenFilter(len(rows), VOCAB_SIZE, CPU)
+    masks = TokenMasks(len(rows), VOCAB_SIZE)
     history = history_of([text for _, text, _ in rows])
     logits = torch.randn(len(rows), VOCAB_SIZE)
     expected = logits.clone()
     for row, (words, text, restricted) in enumerate(rows):
         allowed = (1, 4, 5) if restricted else ()
-        token_filter.admit(
+        masks.admit(
             row,
             replace(
                 GREEDY, bad_words_token_ids=tuple(map(tuple, words)), allowed_token_ids=allowed
             ),
+            None,
         )
         if words:
             one = expected[row : row + 1]
@@ -66,7 +68,7 @@ def test_bad_words_are_excluded_as_in_transformers(
         if restricted:
             expected[row, [0, 2, 3]] = -torch.inf
     order = np.random.default_rng(0).permutation(len(rows)).astype(np.int32)
-    found = filtered(token_filter, logits[order], order, history)
+    found = filtered(masks, logits[order], order, history)
     assert torch.equal(found, expected[order])
 
 
@@ -126,15 +128,13 @@ def test_row_with_no_token_left_is_marked_without_affecting_others(params: Sampl
 
 
 def test_reused_row_keeps_no_filters_of_its_previous_sequence() -> None:
-    token_filter = TokenFilter(2, VOCAB_SIZE, CPU)
+    masks = TokenMasks(2, VOCAB_SIZE)
     strict = replace(
         GREEDY, allowed_token_ids=(1,), bad_words_token_ids=((2,),), stop_token_ids=(1, 99)
     )
-    token_filter.admit(0, strict)
-    token_filter.admit(1, strict)
-    assert token_filter.can_stop(0)
-    token_filter.admit(0, GREEDY)
-    assert not token_filter.can_stop(0)
+    masks.admit(0, strict, None)
+    masks.admit(1, strict, None)
+    masks.admit(0, GREEDY, None)
     logits = torch.zeros(2, VOCAB_SIZE)
-    found = filtered(token_filter, logits, np.arange(2, dtype=np.int32), table(2, VOCAB_SIZE))
+    found = filtered(masks, logits, np.arange(2, dtype=np.int32), table(2, VOCAB_SIZE))
     assert (found > -torch.inf).sum(-1).tolist() == [VOCAB_SIZE, 1]

@@ -1,0 +1,65 @@
+"""Excludes tokens from rows of logits by packed bit masks, in place.
+
+Bit t % 32 of word t // 32 of a mask says whether token t is allowed, the layout of llguidance.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.checks import check
+from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
+from penstock.kernels.fallback import record_fallback
+from penstock.kernels.sampling.triton_token_mask import apply_token_mask_triton_
+from penstock.kernels.triton_common.launch import use_triton
+
+BITS = 32
+
+
+def apply_token_mask_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Set the logits of tokens whose bit is clear to -inf, in place.
+
+    Args:
+        logits: [R, V] float32.
+        rows: [M] int64: the rows to mask, each at most once.
+        words: [M, W] int32: their masks; W >= ceil(V / 32). Bits from V on are ignored.
+
+    On a GPU, rows outside the logits are ignored.
+    """
+    check("logits", logits, ("R", "V"), (torch.float32,))
+    check("rows", rows, ("M",), (torch.int64,), like=logits)
+    check("words", words, (len(rows), "W"), (torch.int32,), like=logits)
+    if words.shape[1] * BITS < logits.shape[1]:
+        raise ValueError(f"words: a bit for each of {logits.shape[1]} tokens expected")
+    if use_triton(logits):
+        apply_token_mask_triton_(logits, rows, words)
+    elif logits.device.type == "cpu" and has_numba() and logits.is_contiguous():
+        _cpu_kernels().apply_token_mask(logits.numpy(), rows.numpy(), words.contiguous().numpy())
+    else:
+        record_fallback("apply_token_mask_", logits.device, "no kernel for this device")
+        logits.copy_(apply_token_mask_reference(logits, rows, words))
+
+
+def apply_token_mask_reference(logits: Tensor, rows: Tensor, words: Tensor) -> Tensor:
+    """Reference implementation of `apply_token_mask_`; return a new tensor."""
+    bits = torch.arange(BITS, dtype=torch.int32, device=words.device)
+    allowed = ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    out = logits.clone()
+    out[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+    return out
+
+
+def load_cpu_kernels() -> None:
+    """Load the compiled loop, compiling it if it is not in the cache on disk."""
+    if has_numba():
+        _cpu_kernels().apply_token_mask.load()
+
+
+@cache
+def _cpu_kernels() -> Any:
+    configure_numba()
+    from penstock.kernels.sampling import cpu_token_mask
+
+    return cpu_token_mask

@@ -1,0 +1,72 @@
+"""The grammars that a worker has compiled, least recently used out first."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from penstock.common.grammar.matcher import CompiledGrammar, GrammarVocabulary
+from penstock.common.structured_outputs import StructuredOutputs
+
+MAX_TEXT_BYTES = 8 << 20
+"""Total size of the texts of cached constraints; a grammar takes about 50 times its text."""
+
+
+class GrammarCache:
+    """Compiles constraints, each once while it stays in the cache; threads may share a cache.
+
+    Args:
+        make_vocabulary: builds the vocabulary, on first use.
+        max_text_bytes: bound on the total size of the cached texts.
+    """
+
+    def __init__(
+        self,
+        make_vocabulary: Callable[[], GrammarVocabulary],
+        max_text_bytes: int = MAX_TEXT_BYTES,
+    ) -> None:
+        self.num_compiled = 0
+        self._make_vocabulary = make_vocabulary
+        self._max_text_bytes = max_text_bytes
+        self._vocabulary: GrammarVocabulary | None = None
+        self._grammars: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
+        self._text_bytes = 0
+        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
+
+    def find(self, wanted: StructuredOutputs) -> CompiledGrammar | None:
+        """Return a grammar that is compiled already; does not wait."""
+        with self._lock:
+            found = self._grammars.get(wanted)
+            if found is not None:
+                self._grammars.move_to_end(wanted)
+            return found
+
+    def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
+        """Return a constraint's grammar; compile it if the cache does not have it.
+
+        Raises:
+            InvalidParameterError: no grammar can follow the constraint.
+            ValueError: the model's tokenizer is not supported.
+        """
+        with self._compiling:
+            found = self.find(wanted)
+            if found is not None:
+                return found
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            found = self._vocabulary.compile(wanted)
+            self.num_compiled += 1
+            self._add(found)
+            return found
+
+    def _add(self, grammar: CompiledGrammar) -> None:
+        with self._lock:
+            self._grammars[grammar.wanted] = grammar
+            self._text_bytes += _size(grammar)
+            while self._text_bytes > self._max_text_bytes and len(self._grammars) > 1:
+                _, oldest = self._grammars.popitem(last=False)
+                self._text_bytes -= _size(oldest)
+
+
+def _size(grammar: CompiledGrammar) -> int:
+    return 1024 + len(grammar.wanted.text.encode())

@@ -1,0 +1,147 @@
+"""Turns the text of a constraint into a grammar of llguidance, or refuses it by name.
+
+A router checks constraints here, in a helper process; a worker compiles them. The limits bound the
+work of the compiler and of each mask; a constraint that exceeds them is refused.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher, LLParserLimits, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from penstock.common.grammar.schema_paths import first_path
+from penstock.common.invalid_parameter import InvalidParameterError
+from penstock.common.structured_outputs import StructuredOutputs, invalid
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_CHOICES = 4096
+
+SCHEMA_OPTIONS: "JsonCompileOptions" = {
+    # A space after a comma and a colon, as most models write. Free whitespace would let a model
+    # write spaces for ever.
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+    "lenient": False,  # refuse keywords that cannot be followed
+}
+
+
+def parser_limits() -> LLParserLimits:
+    """Return the limits of one constraint: about 0.3 s to compile, and 20 ms for a mask."""
+    return LLParserLimits(
+        initial_lexer_fuel=250_000,
+        max_lexer_states=50_000,
+        max_grammar_size=250_000,
+        verbose_errors=False,
+    )
+
+
+def grammar_text(wanted: StructuredOutputs) -> str:
+    """Return a constraint as a grammar for `LLMatcher`.
+
+    Raises:
+        InvalidParameterError: the text is not of the form that its kind demands.
+    """
+    wanted.validate()
+    return _CONVERTERS[wanted.kind](wanted.text)
+
+
+def check_structured_outputs(wanted: StructuredOutputs) -> None:
+    """Check that a grammar can follow a constraint.
+
+    Raises:
+        InvalidParameterError: it cannot. The message names the keyword of a schema and its path,
+            or the line of a grammar.
+    """
+    grammar = grammar_text(wanted)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
+    if is_error:
+        raise refusal(wanted, messages[0])
+
+
+def refusal(wanted: StructuredOutputs, message: str) -> InvalidParameterError:
+    """Return the error for a constraint that llguidance refuses with `message`."""
+    problem = " ".join(message.split())[:300]
+    where = first_path(wanted.text, problem) if wanted.kind == "json" else ""
+    return invalid(f"cannot follow this {wanted.kind}{where}: {problem}")
+
+
+def _json_schema(text: str) -> str:
+    schema = _parsed(text, (dict, bool), "a JSON Schema, an object or a boolean")
+    if schema is False:
+        raise invalid("has a schema that is false: no answer is valid")
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            "{}" if schema is True else text, overrides=SCHEMA_OPTIONS
+        )
+    except ValueError as error:
+        raise invalid(f"has a schema that cannot be read: {error}") from error
+
+
+def _choice(text: str) -> str:
+    options = _parsed(text, (list,), "a JSON list of strings")
+    if not 0 < len(options) <= MAX_CHOICES:
+        raise invalid(f"choice takes 1 to {MAX_CHOICES} strings")
+    if not all(isinstance(option, str) and option for option in options):
+        raise invalid("choice takes strings that are not empty")
+    rules = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
+    return LLMatcher.grammar_from_lark(f"start: {rules}")
+
+
+def _grammar(text: str) -> str:
+    try:
+        lark = any_to_lark(text)
+    except Exception as error:  # the library raises no narrower type
+        raise invalid(f"has a grammar in neither Lark's nor GBNF's syntax: {error}") from error
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def _structural_tag(text: str) -> str:
+    content = _parsed(text, (dict,), "a JSON object")
+    structures, triggers = content.get("structures"), content.get("triggers")
+    if not (isinstance(structures, list) and structures and isinstance(triggers, list)):
+        raise invalid("structural_tag takes the lists structures and triggers")
+    tags = [
+        _tag(f"structural_tag.structures[{i}]", each, triggers) for i, each in enumerate(structures)
+    ]
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
+
+
+def _tag(path: str, structure: Any, triggers: list[Any]) -> StructTag:
+    if not isinstance(structure, dict):
+        raise invalid(f"has {path}, which is not an object")
+    begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
+    if not (isinstance(begin, str) and begin and isinstance(end, str)):
+        raise invalid(f"has {path}, which takes the strings begin and end")
+    if not isinstance(schema, dict):
+        raise invalid(f"has {path}, which takes a JSON Schema as schema")
+    found = [each for each in triggers if isinstance(each, str) and each and begin.startswith(each)]
+    if not found:
+        raise invalid(f"has {path}, whose begin starts with none of the triggers")
+    with_options = {**schema, "x-guidance": dict(SCHEMA_OPTIONS)}
+    return StructTag(trigger=found[0], begin=begin, grammar=with_options, end=end)
+
+
+def _parsed(text: str, types: tuple[type, ...], expected: str) -> Any:
+    """Return the value of a JSON text of one of `types`."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"takes {expected}; this is not valid JSON: {error}") from error
+    if not isinstance(value, types):
+        raise invalid(f"takes {expected}")
+    return value
+
+
+_CONVERTERS: Mapping[str, Callable[[str], str]] = {
+    "json": _json_schema,
+    "json_object": lambda text: _json_schema('{"type": "object"}'),
+    "regex": LLMatcher.grammar_from_regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "structural_tag": _structural_tag,
+}

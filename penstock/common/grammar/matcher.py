@@ -1,0 +1,154 @@
+"""Grammars compiled for a vocabulary, and matchers that say which tokens may come next."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from penstock.common.grammar.compiler import grammar_text, parser_limits, refusal
+from penstock.common.structured_outputs import StructuredOutputs, invalid
+from penstock.common.text.tokenizer import ModelTokenizer
+
+Words: TypeAlias = npt.NDArray[np.int32]
+"""Bits of tokens: token t is bit t % 32 of word t // 32."""
+
+BITS = 32
+
+
+def num_words(vocab_size: int) -> int:
+    """Return the number of words that hold one bit per token."""
+    return -(-vocab_size // BITS)
+
+
+class GrammarVocabulary:
+    """The tokens of a model as grammars see them: bytes, control tokens and end tokens.
+
+    To build it takes about a second per 100,000 tokens.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        vocab_size: number of logits of the model; tokens that the tokenizer lacks never match.
+        end_tokens: tokens that end an answer, allowed where a grammar accepts.
+
+    Raises:
+        ValueError: the model has no end token, or its tokens have other bytes than ours.
+    """
+
+    def __init__(
+        self, tokenizer: ModelTokenizer, vocab_size: int, end_tokens: Sequence[int]
+    ) -> None:
+        if not end_tokens:
+            raise ValueError("the model has no end token: a grammar could not end an answer")
+        self.tokens = LLTokenizer(
+            tokenizer.tokenizer.to_str(),
+            n_vocab=max(vocab_size, tokenizer.vocab_size),
+            eos_token=list(end_tokens),
+        )
+        _check_bytes(tokenizer, self.tokens)
+        self.num_words = num_words(self.tokens.vocab_size)
+
+    def compile(self, wanted: StructuredOutputs) -> "CompiledGrammar":
+        """Compile a constraint.
+
+        Raises:
+            InvalidParameterError: no grammar can follow it within the limits.
+        """
+        matcher = LLMatcher(self.tokens, grammar_text(wanted), limits=parser_limits(), log_level=0)
+        if matcher.is_error():
+            raise refusal(wanted, matcher.get_error())
+        return CompiledGrammar(wanted, matcher, self.num_words)
+
+
+class CompiledGrammar:
+    """A grammar for one vocabulary; any number of answers may use it."""
+
+    def __init__(self, wanted: StructuredOutputs, start: LLMatcher, num_words: int) -> None:
+        self.wanted = wanted
+        self._start = start
+        self.num_words = num_words
+
+    def matcher(self) -> "Matcher":
+        """Return a matcher at the start of an answer."""
+        return Matcher(self._start.deep_copy(), self.num_words)
+
+    def check_answer(self, tokens: Sequence[int]) -> None:
+        """Check that the grammar allows an answer so far.
+
+        Raises:
+            InvalidParameterError: it does not.
+        """
+        if not self.matcher().advance(tokens):
+            raise invalid("does not allow the tokens that the answer has already")
+
+
+class Matcher:
+    """Position of one answer in its grammar: a function of the grammar and the answer's tokens."""
+
+    def __init__(self, inner: LLMatcher, num_words: int) -> None:
+        self.inner = inner
+        self.num_words = num_words
+
+    def advance(self, tokens: Sequence[int]) -> bool:
+        """Consume the next tokens of the answer; return False if the grammar does not allow them.
+
+        After a False, `fill` allows no token.
+        """
+        return self.inner.consume_tokens(list(tokens)) if len(tokens) else not self.is_broken
+
+    @property
+    def is_broken(self) -> bool:
+        """True after a token that the grammar does not allow, or beyond its limits."""
+        return bool(self.inner.is_error())
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the grammar allows nothing but an end token."""
+        return bool(self.inner.is_stopped()) and not self.is_broken
+
+    def fill(self, words: Words) -> None:
+        """Set the bits of the allowed tokens; clear all others.
+
+        Args:
+            words: [W] int32, contiguous, at least one bit per token.
+        """
+        fill_masks([self], words[None])
+
+
+def fill_masks(
+    matchers: Sequence[Matcher], words: Words, executor: LLExecutor | None = None
+) -> None:
+    """Fill one row of bits per matcher, without Python's interpreter lock.
+
+    Args:
+        matchers: M matchers.
+        words: [M, W] int32, contiguous; overwritten.
+        executor: threads that share the work; None: this thread does it.
+    """
+    if any(len(row) < matcher.num_words for row, matcher in zip(words, matchers, strict=True)):
+        raise ValueError(f"a mask of {words.shape[1]} words is too short for the vocabulary")
+    words[:] = 0
+    if executor is not None and len(matchers) > 1:
+        pairs = [(each.inner, i) for i, each in enumerate(matchers) if not each.is_broken]
+        executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.shape[1] * 4, len(words))
+    else:
+        for row, matcher in zip(words, matchers, strict=True):
+            if not matcher.is_broken:
+                matcher.inner.unsafe_compute_mask_ptr(row.ctypes.data, matcher.num_words * 4)
+    for row, matcher in zip(words, matchers, strict=True):
+        if matcher.is_broken:  # beyond the limits of a step
+            row[:] = 0
+
+
+def _check_bytes(tokenizer: ModelTokenizer, tokens: LLTokenizer) -> None:
+    """Raise ValueError if a token has other bytes in grammars than in the texts of answers."""
+    for token in range(tokenizer.vocab_size):
+        if token in tokenizer.token_bytes.special or tokens.is_special_token(token):
+            continue
+        ours, theirs = tokenizer.token_bytes.bytes_of(token), tokens.decode_bytes([token])
+        if ours != theirs:
+            raise ValueError(
+                f"grammars read token {token} as {theirs!r}, but its text is {ours!r}: this "
+                "tokenizer is not supported for structured_outputs"
+            )

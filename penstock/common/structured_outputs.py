@@ -1,0 +1,81 @@
+"""Form that an answer must have: the constraint of a request, as text.
+
+The record says what is wanted; `penstock.common.grammar` turns it into a grammar. The names of the
+kinds are those of vLLM's `StructuredOutputsParams`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.common.invalid_parameter import InvalidParameterError
+
+NAME = "structured_outputs"
+"""Name of the parameter in errors, as in vLLM's API."""
+
+MAX_BYTES = 64 << 10
+"""Maximum size of a constraint's text, in UTF-8."""
+
+KINDS: Mapping[str, str] = {
+    "json": "a JSON Schema",
+    "json_object": "an empty text",
+    "regex": "a regular expression, which the whole answer matches",
+    "choice": "a JSON list of strings, of which the answer is one",
+    "grammar": "a context-free grammar, in the syntax of Lark or of llama.cpp (GBNF)",
+    "structural_tag": "JSON: free text in which triggers start parts with a schema",
+}
+"""Kinds of constraint, with the content of their text."""
+
+
+def invalid(problem: str) -> InvalidParameterError:
+    """Return the error of a constraint; `problem` continues the word structured_outputs."""
+    return InvalidParameterError(f"{NAME} {problem}", NAME)
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """A constraint on the text of an answer.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        text: the schema, expression, list or grammar; "" for the kind `json_object`.
+    """
+
+    kind: str
+    text: str = ""
+
+    def validate(self) -> None:
+        """Check kind and size; `penstock.common.grammar.compiler` checks the text itself.
+
+        Raises:
+            InvalidParameterError: the kind is unknown, or the text is empty or too long.
+        """
+        if self.kind not in KINDS:
+            raise invalid(f"has the kind {self.kind[:40]!r}; known are {', '.join(KINDS)}")
+        if bool(self.text) != (self.kind != "json_object"):
+            raise invalid(f"of kind {self.kind} takes {KINDS[self.kind]}")
+        size = len(self.text.encode(errors="replace"))
+        if size > MAX_BYTES:
+            raise invalid(f"has {size} bytes; at most {MAX_BYTES} are allowed")
+
+
+def json_schema(schema: Mapping[str, Any] | bool | str) -> StructuredOutputs:
+    """Return the constraint to a JSON Schema, given as a value or as JSON text.
+
+    Properties are generated in the order in which the schema lists them.
+
+    Raises:
+        InvalidParameterError: the schema is nested too deeply.
+    """
+    if isinstance(schema, str):
+        return StructuredOutputs("json", schema)
+    try:
+        return StructuredOutputs("json", json.dumps(schema, ensure_ascii=False))
+    except RecursionError as error:
+        raise invalid("has a schema that is nested too deeply") from error
+
+
+def choice(options: Sequence[str]) -> StructuredOutputs:
+    """Return the constraint to one of several strings."""
+    return StructuredOutputs("choice", json.dumps(list(options), ensure_ascii=False))

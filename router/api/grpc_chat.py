@@ -1,0 +1,115 @@
+"""Chats of the gRPC API: checks, and conversion into the form for chat templates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from penstock.common.text.chat_source import DEFAULT_OPTIONS, TemplateOptions
+from penstock.protos import inference_pb2 as pb
+from penstock.router.config import RequestBounds
+from penstock.router.errors import invalid
+from penstock.router.requests.chat import Chat, chat_of, check_role, check_variables
+from penstock.router.requests.tools import check_json, check_tools
+
+MAX_READ = RequestBounds().max_messages
+"""Number of messages above which the lists of single messages are not counted."""
+
+
+def chat_sizes(chat: pb.Chat) -> dict[str, int]:
+    """Return the numbers of entries in the lists of a chat, as arguments of `CallSizes`."""
+    # A chat of a million messages is refused for their number, which is fast.
+    messages = chat.messages if len(chat.messages) <= MAX_READ else ()
+    return {
+        "messages": len(chat.messages),
+        "content_pieces": sum(len(message.content_list) for message in messages),
+        "tool_calls": sum(len(message.tool_calls) for message in messages),
+        "tools": len(chat.tools),
+        "documents": len(chat.documents),
+    }
+
+
+def check_chat(chat: pb.Chat, bounds: RequestBounds) -> None:
+    """Refuse a chat whose tools, documents or variables are not valid JSON, or too large.
+
+    This takes long for large chats, which are checked in a helper process.
+
+    Raises:
+        ServingError: INVALID; the message names the field.
+    """
+    depth = bounds.max_json_depth
+    tools = [_object("tools", tool) for tool in chat.tools]
+    check_json("tools", tools, bounds.max_tools_bytes, depth)
+    check_tools(tools)
+    documents = [_object("documents", document) for document in chat.documents]
+    check_json("documents", documents, bounds.max_body_bytes, depth)
+    if chat.template_kwargs:
+        variables = _object("template_kwargs", chat.template_kwargs)
+        check_json("template_kwargs", variables, bounds.max_template_kwargs)
+        check_variables(variables, "template_kwargs")
+
+
+async def to_chat(chat: pb.Chat) -> Chat:
+    """Return a checked chat in the form for chat templates.
+
+    Raises:
+        ServingError: INVALID if a message is not valid.
+    """
+    if not chat.messages:
+        raise invalid("messages is empty: send at least one", "messages")
+    messages = [_message(message) for message in chat.messages]
+    return await chat_of(messages, _array(chat.tools), _array(chat.documents))
+
+
+def template_options(chat: pb.Chat) -> TemplateOptions:
+    """Return the options for the chat template."""
+    if not chat.template_kwargs:
+        return DEFAULT_OPTIONS
+    return TemplateOptions(variables=from_json(chat.template_kwargs))
+
+
+def _message(message: pb.ChatMessage) -> dict[str, Any]:
+    check_role(message.role)
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.content_list:
+        if message.content:
+            raise invalid("a message has both content and content_list: set one", "messages")
+        found["content"] = [_text_of(each) for each in message.content_list]
+    if message.role == "tool" and not message.tool_call_id:
+        raise invalid("a message of a tool has no tool_call_id: set it", "messages")
+    if message.role != "assistant" and (message.tool_calls or message.reasoning_content):
+        name = "tool_calls" if message.tool_calls else "reasoning_content"
+        raise invalid(f"only messages of the assistant have {name}", "messages")
+    if message.tool_calls:
+        found["content"] = found["content"] or None
+        found["tool_calls"] = [_call(call) for call in message.tool_calls]
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if value := getattr(message, name):
+            found[name] = value
+    return found
+
+
+def _text_of(given: pb.ContentPart) -> dict[str, str]:
+    if given.WhichOneof("part") != "text":
+        raise invalid("a content part is empty: set text", "messages")
+    return {"type": "text", "text": given.text}
+
+
+def _call(call: pb.ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _object(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(f"{name} is not valid JSON: {error}", name) from None
+    if not isinstance(found, dict):
+        raise invalid(f"{name} must be a JSON object", name)
+    return found
+
+
+def _array(objects: Sequence[str]) -> bytes:
+    """Return checked JSON objects as a JSON array; empty bytes if there are none."""
+    return f"[{','.join(objects)}]".encode() if objects else b""

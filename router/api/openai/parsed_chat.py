@@ -1,0 +1,178 @@
+"""Answers of chats with tool calls and reasoning, in OpenAI's format.
+
+Reasoning is in `reasoning_content`, as in vLLM and in DeepSeek's API.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from json.encoder import encode_basestring
+from typing import Any
+
+from penstock.router.api.openai.json_fragments import dumps
+from penstock.router.api.openai.response import ChatFormatter
+from penstock.router.api.openai.response_context import ResponseContext
+from penstock.router.api.openai.token_chunks import PLAIN
+from penstock.router.parsers.pieces import (
+    ARGUMENTS,
+    CALL,
+    CONTENT,
+    REASONING,
+    OutputParser,
+    Piece,
+)
+from penstock.router.requests.answer_parsing import AnswerParsing
+from penstock.router.requests.response_stream import Delta
+
+TOOL_CALLS = "tool_calls"
+"""Finish reason of an answer that ended with tool calls."""
+
+CHARS_PER_FRAGMENT = 4096  # parsed in about 2 ms
+
+FIELDS = {CONTENT: "content", REASONING: "reasoning_content"}
+
+
+class ParsedAnswer:
+    """The parser of one answer that is streamed."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+        self._has_calls = False
+
+    def feed(self, text: str, has_ended: bool = False) -> list[Piece]:
+        """Return the pieces of new text."""
+        pieces = self._parser.feed(text) if text else []
+        if has_ended:
+            pieces += self._parser.finish()
+        self._has_calls = self._has_calls or any(piece.kind == CALL for piece in pieces)
+        return pieces
+
+    def finish_reason(self, given: str) -> str:
+        """Return the finish reason, which is `tool_calls` instead of `stop` after calls."""
+        return TOOL_CALLS if given == "stop" and self._has_calls else given
+
+
+class ParsedChatFormatter(ChatFormatter):
+    """A formatter of `chat.completion` objects whose texts are parsed.
+
+    Args:
+        context: data of the call.
+        parsing: makes the parser of each answer.
+    """
+
+    def __init__(self, context: ResponseContext, parsing: AnswerParsing) -> None:
+        super().__init__(context)
+        self._parsing = parsing
+        self._answers: dict[int, ParsedAnswer] = {}  # by index of the choice, while streamed
+        self._sides: dict[tuple[int, str, int], tuple[str, str]] = {}  # see `_piece_event`
+        self.token_chunk = self._token_chunk
+
+    # ------------------------------------------------------------ complete responses
+
+    def _answer(self, delta: Delta) -> Iterator[str]:
+        index = self._context.choice_index(delta)
+        answer = self._new_answer()
+        pieces: list[Piece] = []
+        for start in range(0, len(delta.text), CHARS_PER_FRAGMENT):
+            pieces += answer.feed(delta.text[start : start + CHARS_PER_FRAGMENT])
+            yield ""
+        pieces += answer.feed("", has_ended=True)
+        message = self._message(index, pieces, self._context.echoed(delta))
+        yield dumps({"index": index, "message": message})[:-1]
+        yield from self._choice_fields(replace(delta, finish=answer.finish_reason(delta.finish)))
+
+    def _message(self, index: int, pieces: Sequence[Piece], echoed: str) -> dict[str, Any]:
+        texts = {
+            kind: "".join(piece.text for piece in pieces if piece.kind == kind) for kind in FIELDS
+        }
+        names = [piece.text for piece in pieces if piece.kind == CALL]
+        arguments = [""] * len(names)
+        for piece in pieces:
+            if piece.kind == ARGUMENTS:
+                arguments[piece.call] += piece.text
+        content, reasoning = echoed + texts[CONTENT], texts[REASONING]
+        has_more = bool(names or reasoning)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if has_more and not content else content,
+            "refusal": None,
+        }
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if names:
+            message["tool_calls"] = [
+                {
+                    "id": self._parsing.call_id(index, call),
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments[call]},
+                }
+                for call, name in enumerate(names)
+            ]
+        return message
+
+    # ------------------------------------------------------------ chunks
+
+    def chunk(self, delta: Delta) -> Iterator[str]:
+        """Yield the server-sent events for some new tokens: one for each piece of their text."""
+        index = self._context.choice_index(delta)
+        pieces: list[Piece] = []
+        if index not in self._answers:
+            self._answers[index] = self._new_answer()
+            yield from self._first_chunk(index)
+            if echoed := self._context.echoed(delta):
+                pieces.append(Piece(CONTENT, echoed))
+        answer = self._answers[index]
+        self._progress.add(index, delta)
+        pieces += answer.feed(delta.text, has_ended=bool(delta.finish))
+        delta = replace(delta, finish=answer.finish_reason(delta.finish))
+        for piece in pieces[:-1]:
+            yield self._piece_event(index, piece)
+        if pieces and not delta.finish and self._context.wants_only_text:
+            yield self._piece_event(index, pieces[-1])
+        elif pieces or delta.finish or not self._context.wants_only_text:
+            new = self._delta(index, pieces[-1]) if pieces else {}
+            yield f'{self._head},"choices":[{dumps({"index": index, "delta": new})[:-1]}'
+            yield from self._choice_fields(delta)
+            yield "}]" + self._end()
+
+    def _token_chunk(self, index: int, choice: int, text: str) -> bytes | None:
+        """Return the events for a token (the method `get` of `TokenChunks`)."""
+        index = index * self._context.num_choices + choice
+        answer = self._answers.get(index)
+        if answer is None or not self._context.wants_only_text:
+            return None
+        self._progress.num_tokens += 1
+        pieces = answer.feed(text)
+        return "".join(self._piece_event(index, piece) for piece in pieces).encode()
+
+    def _piece_event(self, index: int, piece: Piece) -> str:
+        """Return the event for a piece that does not end the choice."""
+        if piece.kind == CALL:
+            return self._event(self._choice(index, piece))
+        # Constant JSON on both sides of the text is made once per choice, kind and call.
+        key = (index, piece.kind, piece.call)
+        sides = self._sides.get(key)
+        if sides is None or self._context.wants_continuous_usage:
+            mark = self.token_chunks.TEXT
+            event = self._event(self._choice(index, piece._replace(text=mark)))
+            before, _, after = event.partition(dumps(mark))
+            sides = self._sides[key] = before, after
+        return f"{sides[0]}{encode_basestring(piece.text)}{sides[1]}"
+
+    def _choice(self, index: int, piece: Piece) -> str:
+        return dumps({"index": index, "delta": self._delta(index, piece), **PLAIN})
+
+    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        call = piece.call
+        if piece.kind == CALL:
+            function = {"name": piece.text, "arguments": ""}
+            name = self._parsing.call_id(index, call)
+            begun = {"index": call, "id": name, "type": "function", "function": function}
+            return {"tool_calls": [begun]}
+        if piece.kind == ARGUMENTS:
+            return {"tool_calls": [{"index": call, "function": {"arguments": piece.text}}]}
+        return {FIELDS[piece.kind]: piece.text}
+
+    def _new_answer(self) -> ParsedAnswer:
+        parser = self._parsing.new_parser()
+        assert parser is not None
+        return ParsedAnswer(parser)

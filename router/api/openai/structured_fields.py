@@ -1,0 +1,125 @@
+"""Fields of a request body that say which form the answer must have."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
+
+from penstock.common.invalid_parameter import InvalidParameterError
+from penstock.common.structured_outputs import StructuredOutputs, choice, json_schema
+from penstock.router.api.openai.messages import StrictModel, Texts
+from penstock.router.errors import invalid
+
+Schema: TypeAlias = dict[str, Any] | bool
+Form: TypeAlias = StructuredOutputs | None
+
+FIELD = "structured_outputs"
+
+
+class ResponseFormat(StrictModel):
+    """OpenAI's `response_format`, with vLLM's structural tags.
+
+    A schema is followed whether or not its format sets `strict`.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: dict[str, Any] | None = None
+
+    def form(self) -> Form:
+        """Return the form that this format demands; None for free text."""
+        match self.type:
+            case "json_object":
+                return StructuredOutputs("json_object")
+            case "json_schema":
+                return self._schema()
+            case "structural_tag":
+                return StructuredOutputs("structural_tag", _dumped(self.model_extra or {}))
+        return None
+
+    def _schema(self) -> StructuredOutputs:
+        name, given = "response_format", self.json_schema or {}
+        if not isinstance(given.get("strict"), bool | None):
+            raise invalid(f"{name}.json_schema.strict must be true or false", name)
+        schema = given.get("schema")
+        if not isinstance(schema, dict | bool):
+            raise invalid(f"{name}.json_schema.schema must be a JSON Schema", name)
+        return _schema(schema, name)
+
+
+class StructuredFields(StrictModel):
+    """The fields of a body; at most one may demand a form."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    # older names of vLLM
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+
+    def form(self) -> tuple[str, StructuredOutputs] | None:
+        """Return the field that demands a form, and the form; None if no field does.
+
+        Raises:
+            ServingError: INVALID if several fields do, or a field is not complete.
+        """
+        given: dict[str, Form] = {}
+        if self.response_format is not None:
+            given["response_format"] = self.response_format.form()
+        if self.structured_outputs is not None:
+            given[FIELD] = _params(self.structured_outputs)
+        if self.guided_json is not None:
+            given["guided_json"] = _schema(self.guided_json, "guided_json")
+        if self.guided_regex is not None:
+            given["guided_regex"] = StructuredOutputs("regex", self.guided_regex)
+        if self.guided_choice is not None:
+            given["guided_choice"] = choice(self.guided_choice)
+        if self.guided_grammar is not None:
+            given["guided_grammar"] = StructuredOutputs("grammar", self.guided_grammar)
+        found = [(name, wanted) for name, wanted in given.items() if wanted is not None]
+        if len(found) > 1:
+            (first, _), (second, _), *_ = found
+            raise invalid(f"{first} and {second} both demand a form: set one", second)
+        return found[0] if found else None
+
+
+def _params(params: Mapping[str, Any]) -> StructuredOutputs:
+    """Return the form that vLLM's `structured_outputs` demands."""
+    found: list[StructuredOutputs] = []
+    for name, value in params.items():
+        if value is None or (value is False and name != "json"):
+            continue
+        if name not in _PARAMS:
+            raise invalid(f"{FIELD}.{name} is not served: leave it out", FIELD)
+        types, make = _PARAMS[name]
+        if not isinstance(value, types):
+            expected = " or ".join(each.__name__ for each in types)
+            raise invalid(f"{FIELD}.{name} must be {expected}", FIELD)
+        found.append(make(value))
+    if len(found) != 1:
+        raise invalid(f"{FIELD} takes exactly one of {', '.join(_PARAMS)}", FIELD)
+    return found[0]
+
+
+def _schema(schema: Schema | str, field: str) -> StructuredOutputs:
+    try:
+        return json_schema(schema)
+    except InvalidParameterError as error:
+        raise invalid(str(error), field) from error
+
+
+def _dumped(content: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(content, ensure_ascii=False)
+    except RecursionError as error:
+        raise invalid("response_format is nested too deeply", "response_format") from error
+
+
+_PARAMS: Mapping[str, tuple[tuple[type, ...], Callable[[Any], StructuredOutputs]]] = {
+    "json": ((dict, bool, str), lambda value: _schema(value, FIELD)),
+    "regex": ((str,), lambda value: StructuredOutputs("regex", value)),
+    "choice": ((list,), choice),
+    "grammar": ((str,), lambda value: StructuredOutputs("grammar", value)),
+    "json_object": ((bool,), lambda value: StructuredOutputs("json_object")),
+    "structural_tag": ((str,), lambda value: StructuredOutputs("structural_tag", value)),
+}
+"""For each field of vLLM's `structured_outputs`: its types, and the form that it demands."""

@@ -1,0 +1,170 @@
+"""Parsing of whole answers: reasoning first, then tool calls in the content."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.router.parsers.harmony import HarmonyParser
+from penstock.router.parsers.parser_names import (
+    AUTO,
+    HARMONY_REASONING,
+    HARMONY_TOOLS,
+    NONE,
+    REASONING_TAGS,
+    check_reasoning_parser,
+    check_tool_parser,
+    detect_reasoning_parser,
+    detect_tool_parser,
+    markers_of,
+    new_tool_parser,
+)
+from penstock.router.parsers.pieces import (
+    ARGUMENTS,
+    CALL,
+    CONTENT,
+    REASONING,
+    OutputParser,
+    Piece,
+    merged,
+)
+from penstock.router.parsers.think import ThinkParser
+from penstock.router.parsers.tools.forced import NamedCallParser, RequiredCallsParser
+
+PROMPT_END_TOKENS = 16
+"""Number of tokens at the end of a prompt that show whether reasoning has begun."""
+
+CHARS_PER_STEP = 512
+"""Longer texts are parsed in steps, because each step copies the unread text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsingOptions:
+    """Options of a request for the parsing of its answers.
+
+    Attributes:
+        reads_calls: whether the model may call tools.
+        is_forced: a grammar forces the whole answer to be calls.
+        forced_name: a forced answer is the arguments of this function; empty: an array of calls.
+        is_parallel: whether calls after the first one are kept.
+        shows_reasoning: whether reasoning is kept.
+    """
+
+    reads_calls: bool = False
+    is_forced: bool = False
+    forced_name: str = ""
+    is_parallel: bool = True
+    shows_reasoning: bool = True
+
+
+class AnswerParser:
+    """A parser of one answer (an `OutputParser`).
+
+    Args:
+        first: parser of reasoning, or of everything.
+        second: parser of the content that `first` finds, if any.
+        options: options of the request.
+    """
+
+    def __init__(
+        self, first: OutputParser, second: OutputParser | None, options: ParsingOptions
+    ) -> None:
+        self._first = first
+        self._second = second
+        self._options = options
+
+    def feed(self, text: str) -> list[Piece]:
+        """Append text; return the pieces that are certain now."""
+        if len(text) <= CHARS_PER_STEP:
+            return self._kept(self._split(self._first.feed(text)))
+        pieces: list[Piece] = []
+        for start in range(0, len(text), CHARS_PER_STEP):
+            pieces += self._split(self._first.feed(text[start : start + CHARS_PER_STEP]))
+        return self._kept(pieces)
+
+    def finish(self) -> list[Piece]:
+        """Return the pieces of held-back text, at the end of the answer."""
+        pieces = self._split(self._first.finish())
+        if self._second is not None:
+            pieces += self._second.finish()
+        return self._kept(pieces)
+
+    def _split(self, pieces: list[Piece]) -> list[Piece]:
+        second = self._second
+        if second is None:
+            return pieces
+        found: list[Piece] = []
+        for piece in pieces:
+            found += second.feed(piece.text) if piece.kind == CONTENT else [piece]
+        return found
+
+    def _kept(self, pieces: Sequence[Piece]) -> list[Piece]:
+        options = self._options
+        if len(pieces) < 2 and options.is_parallel and options.shows_reasoning:
+            return list(pieces)
+        return merged(
+            piece
+            for piece in pieces
+            if (options.is_parallel or piece.call == 0 or piece.kind not in (CALL, ARGUMENTS))
+            and (options.shows_reasoning or piece.kind != REASONING)
+        )
+
+
+class AnswerParsers:
+    """Makes the parsers for the answers of a model.
+
+    Args:
+        template: source of the model's chat template; empty: it has none.
+        tools: name of the parser of tool calls, `auto` (by the template) or `none`.
+        reasoning: name of the parser of reasoning, `auto` or `none`.
+
+    Raises:
+        ValueError: a name is unknown; the message lists all names.
+
+    Attributes:
+        markers: texts of special tokens that are shown in the text of answers with tools.
+    """
+
+    def __init__(self, template: str = "", tools: str = AUTO, reasoning: str = AUTO) -> None:
+        check_tool_parser(tools)
+        check_reasoning_parser(reasoning)
+        self.tools = detect_tool_parser(template) if tools == AUTO else tools
+        self.reasoning = detect_reasoning_parser(template) if reasoning == AUTO else reasoning
+        tags = None if self.reasoning == NONE else REASONING_TAGS[self.reasoning]
+        self._tags = tags
+        self._is_harmony = self.reasoning == HARMONY_REASONING
+        known = markers_of(HARMONY_TOOLS) if self._is_harmony else ()
+        self._reasoning_markers = (tags.start, tags.end) if tags is not None else known
+
+    @property
+    def reads_tools(self) -> bool:
+        """Whether tool calls of the model can be parsed."""
+        return self.tools != NONE
+
+    def may_find(self, options: ParsingOptions) -> bool:
+        """Return whether answers with these options have anything to find but content."""
+        return self.new("", options) is not None
+
+    def markers(self, options: ParsingOptions) -> Sequence[str]:
+        """Return the texts of special tokens that the parser of an answer reads."""
+        is_read = options.reads_calls and self.reads_tools
+        return (*self._reasoning_markers, *(markers_of(self.tools) if is_read else ()))
+
+    def new(self, prompt_end: str, options: ParsingOptions) -> OutputParser | None:
+        """Return the parser of one answer, or None if the whole answer is content.
+
+        Args:
+            prompt_end: text of the prompt's last `PROMPT_END_TOKENS` tokens, with special tokens.
+            options: options of the request.
+        """
+        if options.is_forced:  # a grammar leaves no room for reasoning
+            name = options.forced_name
+            return AnswerParser(
+                NamedCallParser(name) if name else RequiredCallsParser(), None, options
+            )
+        reads_calls = options.reads_calls and self.reads_tools
+        if self._is_harmony or (reads_calls and self.tools == HARMONY_TOOLS):
+            return AnswerParser(HarmonyParser(), None, options)
+        calls = new_tool_parser(self.tools) if reads_calls else None
+        if self._tags is not None:
+            first = ThinkParser(self._tags, self._tags.are_open(prompt_end))
+            return AnswerParser(first, calls, options)
+        return None if calls is None else AnswerParser(calls, None, options)

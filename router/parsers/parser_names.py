@@ -1,0 +1,117 @@
+"""The parsers by name, and the choice of a parser by the model's chat template.
+
+The names are those of vLLM's flags `--tool-call-parser` and `--reasoning-parser`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.router.parsers.harmony import HarmonyParser
+from penstock.router.parsers.reader import Reader
+from penstock.router.parsers.think import Tags
+from penstock.router.parsers.tools.deepseek import CALL_BEGIN, DeepSeekV3Parser, DeepSeekV31Parser
+from penstock.router.parsers.tools.gemma import FunctionGemmaParser, Gemma4Parser
+from penstock.router.parsers.tools.hermes import HermesParser
+from penstock.router.parsers.tools.llama_json import LlamaJsonParser
+from penstock.router.parsers.tools.mistral import MistralParser
+from penstock.router.parsers.tools.phi import PhiParser
+from penstock.router.parsers.tools.pythonic import PythonicParser
+
+AUTO, NONE = "auto", "none"
+HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
+
+TOOL_PARSERS: Mapping[str, Any] = {
+    "deepseek_v3": DeepSeekV3Parser,
+    "deepseek_v31": DeepSeekV31Parser,
+    "functiongemma": FunctionGemmaParser,
+    "gemma4": Gemma4Parser,
+    "hermes": HermesParser,
+    "llama3_json": LlamaJsonParser,
+    "llama4_json": LlamaJsonParser,
+    "llama4_pythonic": PythonicParser,
+    "mistral": MistralParser,
+    HARMONY_TOOLS: HarmonyParser,
+    "phi4_mini_json": PhiParser,
+    "pythonic": PythonicParser,
+}
+"""Classes of parsers of tool calls."""
+
+THINK = Tags("<think>", "</think>")
+REASONING_TAGS: Mapping[str, Tags | None] = {
+    "deepseek_r1": Tags("<think>", "</think>", is_open=True),
+    "deepseek_v3": THINK,
+    "ernie45": THINK,
+    "gemma4": Tags("<|channel>thought", "<channel|>"),
+    "glm45": THINK,
+    "mistral": Tags("[THINK]", "[/THINK]"),
+    HARMONY_REASONING: None,
+    "qwen3": THINK,
+    "seed_oss": Tags("<seed:think>", "</seed:think>"),
+}
+"""Tags of each parser of reasoning; None: the format harmony, which has no tags."""
+
+
+def check_tool_parser(name: str) -> None:
+    """Raise ValueError with the list of names if `name` is neither a name, `auto` nor `none`."""
+    _check(name, TOOL_PARSERS)
+
+
+def check_reasoning_parser(name: str) -> None:
+    """Raise ValueError with the list of names if `name` is neither a name, `auto` nor `none`."""
+    _check(name, REASONING_TAGS)
+
+
+def _check(name: str, known: Mapping[str, object]) -> None:
+    if name not in (AUTO, NONE, *known):
+        raise ValueError(f"{name!r} is none of {', '.join((AUTO, NONE, *known))}")
+
+
+def detect_tool_parser(template: str) -> str:
+    """Return the parser for the calls that a chat template describes or writes, or `none`."""
+    marks = (
+        ("<|channel|>", HARMONY_TOOLS),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<start_function_call>", "functiongemma"),
+        ("<|tool_call>", "gemma4"),
+        ("<|tool_call|>", "phi4_mini_json"),
+        ("<|tool|>", "phi4_mini_json"),
+        ("functools[", "phi4_mini_json"),
+        ("<|python_start|>", "llama4_pythonic"),
+        ("<|python_tag|>", "llama3_json"),
+        ("[func_name1(", "pythonic"),
+    )
+    if "tools" not in template:
+        return NONE
+    if CALL_BEGIN in template:
+        return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    if "<tool_call>" in template:
+        # Tags with another content than JSON: Qwen3-Coder and GLM.
+        return NONE if "<function=" in template or "<arg_key>" in template else "hermes"
+    for mark, name in marks:
+        if mark in template:
+            return name
+    return "llama3_json" if '"parameters": dictionary of argument' in template else NONE
+
+
+def detect_reasoning_parser(template: str) -> str:
+    """Return the parser for the reasoning that a chat template describes or writes, or `none`."""
+    marks = (
+        ("<|channel|>", HARMONY_REASONING),
+        ("[THINK]", "mistral"),
+        ("<seed:think>", "seed_oss"),
+        ("<|channel>thought", "gemma4"),
+        ("<think>", "qwen3"),
+        ("</think>", "qwen3"),
+    )
+    return next((name for mark, name in marks if mark in template), NONE)
+
+
+def markers_of(name: str) -> tuple[str, ...]:
+    """Return the texts of the special tokens that a parser of tool calls reads."""
+    return () if name == NONE else tuple(TOOL_PARSERS[name].markers)
+
+
+def new_tool_parser(name: str) -> Reader:
+    """Return a parser of one answer."""
+    parser: Reader = TOOL_PARSERS[name]()
+    return parser

@@ -1,0 +1,56 @@
+"""The protocol of parsers, which split the text of an answer into content, reasoning and calls."""
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple, Protocol
+
+CONTENT: Final = "content"
+REASONING: Final = "reasoning"
+CALL: Final = "call"
+ARGUMENTS: Final = "arguments"
+
+
+class Piece(NamedTuple):
+    """New text of one kind.
+
+    Attributes:
+        kind: `CONTENT`, `REASONING`, `CALL` (the text is the name of a function that is called) or
+            `ARGUMENTS` (the text continues the JSON of the call's arguments).
+        text: never empty.
+        call: index of the call in the answer, for `CALL` and `ARGUMENTS`.
+    """
+
+    kind: str
+    text: str
+    call: int = 0
+
+
+class OutputParser(Protocol):
+    """A parser of one answer, fed with the text as it arrives.
+
+    The texts of all pieces of a kind (and call), put together, depend only on the whole text, not
+    on how it is split into calls of `feed`.
+    """
+
+    def feed(self, text: str) -> list[Piece]:
+        """Append text; return the pieces that are certain now."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """Return the pieces of held-back text, at the end of the answer."""
+        ...
+
+
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return pieces in which neighbors of the same kind and call are one."""
+    found: list[Piece] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if last is not None and piece.kind != CALL and _key(last) == _key(piece):
+            found[-1] = last._replace(text=last.text + piece.text)
+        else:
+            found.append(piece)
+    return found
+
+
+def _key(piece: Piece) -> tuple[str, int]:
+    return piece.kind, piece.call

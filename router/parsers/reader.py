@@ -1,0 +1,148 @@
+"""A base of parsers: unread text, and a state that reads it."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import TypeAlias
+
+from penstock.router.parsers.pieces import ARGUMENTS, CALL, CONTENT, Piece
+
+State: TypeAlias = Callable[[], bool]
+"""Reads some unread text; returns False if more text is needed for the next decision."""
+
+NOT_SPACE = re.compile(r"\S")
+
+
+@cache
+def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))
+
+
+@cache
+def _starts(markers: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    """Return how many characters may be held, and the first characters of the markers."""
+    firsts = {marker[0] for marker in markers if len(marker) > 1}
+    return max(map(len, markers)) - 1, tuple(sorted(firsts))
+
+
+def held_length(text: str, markers: tuple[str, ...]) -> int:
+    """Return the length of the longest end of `text` that may be the start of a marker."""
+    most, firsts = _starts(markers)
+    end = text[-most:] if most else ""
+    if not any(first in end for first in firsts):  # the usual case
+        return 0
+    longest = 0
+    for marker in markers:
+        for length in range(min(len(marker) - 1, len(text)), longest, -1):
+            if text.endswith(marker[:length]):
+                longest = length
+                break
+    return longest
+
+
+class Reader:
+    """Reads an answer with the method `_state`, which subclasses change as they read.
+
+    A state must not depend on how much text is unread: it decides only what more text cannot
+    change. White space next to tool calls is left out.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""  # unread
+        self._is_ended = False
+        self._num_calls = 0
+        self._follows_call = False  # no content has followed the last call
+        self._space = ""  # white space that is content only if more content follows
+        self._pieces: list[Piece] = []
+        self._state: State = self._start
+
+    def feed(self, text: str) -> list[Piece]:
+        """Append text; return the pieces that are certain now."""
+        self._text += text
+        return self._run()
+
+    def finish(self) -> list[Piece]:
+        """Return the pieces of held-back text, at the end of the answer."""
+        self._is_ended = True
+        self._run_states()
+        self._end()
+        if self._space and not self._num_calls:
+            self._add(CONTENT, self._space)
+            self._space = ""
+        return self._taken()
+
+    def _start(self) -> bool:
+        """Read the start of the answer."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """Read the rest at the end of the answer: by default, it is content."""
+        self._add_content(self._text)
+        self._text = ""
+
+    def _run(self) -> list[Piece]:
+        self._run_states()
+        return self._taken()
+
+    def _run_states(self) -> None:
+        while self._text and self._state():
+            pass
+
+    def _taken(self) -> list[Piece]:
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    # ------------------------------------------------------------ reading
+
+    def _until(self, *markers: str) -> tuple[str, str | None]:
+        """Take the text before the first marker, and the marker.
+
+        Without a marker, take what cannot belong to one, and return None. No marker may be the
+        start of another.
+        """
+        found = _pattern(markers).search(self._text)
+        if found is not None:
+            text, self._text = self._text[: found.start()], self._text[found.end() :]
+            return text, found.group()
+        keep = 0 if self._is_ended else held_length(self._text, markers)
+        end = len(self._text) - keep
+        text, self._text = self._text[:end], self._text[end:]
+        return text, None
+
+    def _starts_with(self, marker: str) -> bool | None:
+        """Take `marker` from the start of the unread text; return None if it is not yet certain."""
+        if self._text.startswith(marker):
+            self._text = self._text[len(marker) :]
+            return True
+        return None if not self._is_ended and marker.startswith(self._text) else False
+
+    def _skip(self, characters: str | None = None) -> bool:
+        """Skip white space, or other characters; return whether text is left."""
+        self._text = self._text.lstrip(characters)
+        return bool(self._text)
+
+    # ------------------------------------------------------------ writing
+
+    def _add(self, kind: str, text: str, call: int = 0) -> None:
+        if text:
+            self._pieces.append(Piece(kind, text, call))
+
+    def _add_content(self, text: str) -> None:
+        """Add content; white space at its end waits for more content."""
+        text = self._space + text
+        end = len(text.rstrip())
+        self._space = text[end:]
+        if end:
+            start = len(text) - len(text.lstrip()) if self._follows_call else 0
+            self._follows_call = False
+            self._add(CONTENT, text[start:end])
+
+    def _add_call(self, name: str) -> None:
+        """Begin a call; `_add_arguments` continues it."""
+        self._space = ""
+        self._follows_call = True
+        self._add(CALL, name, self._num_calls)
+        self._num_calls += 1
+
+    def _add_arguments(self, text: str) -> None:
+        self._add(ARGUMENTS, text, self._num_calls - 1)

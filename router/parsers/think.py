@@ -1,0 +1,82 @@
+"""Reasoning between two tags at the start of an answer, such as `<think>...</think>`."""
+
+from dataclasses import dataclass
+
+from penstock.router.parsers.pieces import CONTENT, REASONING
+from penstock.router.parsers.reader import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """The tags of a family of models.
+
+    Attributes:
+        start: begins the reasoning.
+        end: ends the reasoning.
+        is_open: the reasoning has begun unless the prompt ends with the end tag. Otherwise, it
+            has begun if the prompt ends with the start tag, or if the answer begins with it.
+    """
+
+    start: str
+    end: str
+    is_open: bool = False
+
+    def are_open(self, prompt_end: str) -> bool:
+        """Return whether an answer begins with reasoning, from the end of its prompt's text."""
+        text = prompt_end.rstrip()
+        return text.endswith(self.start) or (self.is_open and not text.endswith(self.end))
+
+
+class ThinkParser(Reader):
+    """Parser of one answer; white space next to the tags is left out.
+
+    Args:
+        tags: the tags.
+        is_open: whether the answer begins with reasoning, without the start tag.
+    """
+
+    def __init__(self, tags: Tags, is_open: bool) -> None:
+        super().__init__()
+        self._tags = tags
+        self._is_open = is_open
+        self._has_text = False
+
+    def _start(self) -> bool:
+        rest = self._text.lstrip()
+        start = self._tags.start
+        if not self._is_ended and (not rest or (start.startswith(rest) and rest != start)):
+            return False
+        has_tag = rest.startswith(start)
+        if has_tag:
+            self._text = rest[len(start) :]
+        self._state = self._read_reasoning if has_tag or self._is_open else self._read_content
+        return True
+
+    def _read_reasoning(self) -> bool:
+        text, marker = self._until(self._tags.end)
+        text = self._space + text
+        if not self._has_text:
+            text = text.lstrip()
+        end = len(text.rstrip())
+        self._space = "" if marker else text[end:]
+        self._has_text |= end > 0
+        self._add(REASONING, text[:end])
+        if marker:
+            self._state = self._skip_space
+        return marker is not None
+
+    def _skip_space(self) -> bool:
+        if not self._skip():
+            return False
+        self._state = self._read_content
+        return True
+
+    def _read_content(self) -> bool:
+        self._add(CONTENT, self._text)
+        self._text = ""
+        return False
+
+    def _end(self) -> None:
+        if self._state == self._start:
+            self._add(REASONING if self._is_open else CONTENT, self._text)
+        self._text = self._space = ""

@@ -1,0 +1,115 @@
+"""Calls of DeepSeek's models, with the special tokens of these models.
+
+V3 and R1 write a type, a name, and the arguments in a code block; V3.1 only name and arguments:
+
+    CALLS_BEGIN CALL_BEGIN function SEP name \\n ```json \\n {...} \\n ``` CALL_END ... CALLS_END
+    CALLS_BEGIN CALL_BEGIN name SEP {...} CALL_END ... CALLS_END
+"""
+
+from penstock.router.parsers.json_span import JsonSpan
+from penstock.router.parsers.reader import Reader
+
+_BAR = "\uff5c"  # the bar in the names of these tokens
+CALLS_BEGIN, CALLS_END = f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"
+CALL_BEGIN, CALL_END = f"<{_BAR}tool▁call▁begin{_BAR}>", f"<{_BAR}tool▁call▁end{_BAR}>"
+SEP = f"<{_BAR}tool▁sep{_BAR}>"
+
+
+class DeepSeekV31Parser(Reader):
+    """Parser of one answer of V3.1."""
+
+    markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEP)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._head = ""
+        self._span = JsonSpan()
+
+    def _start(self) -> bool:
+        text, marker = self._until(CALLS_BEGIN, CALLS_END)
+        self._add_content(text)
+        if marker == CALLS_BEGIN:
+            self._state = self._between
+        return marker is not None
+
+    def _between(self) -> bool:
+        """Skip the text between calls."""
+        _, marker = self._until(CALL_BEGIN, CALLS_END)
+        if marker == CALL_BEGIN:
+            self._head = ""
+            self._state = self._read_head
+        elif marker == CALLS_END:
+            self._state = self._start
+        return marker is not None
+
+    def _read_head(self) -> bool:
+        """Read the text before the separator, which is the name."""
+        text, marker = self._until(SEP)
+        self._head += text
+        if marker:
+            self._begin(self._head)
+        return marker is not None
+
+    def _begin(self, name: str) -> None:
+        if name.strip():
+            self._add_call(name.strip())
+            self._span = JsonSpan()
+            self._state = self._before_arguments
+        else:
+            self._state = self._between
+
+    def _before_arguments(self) -> bool:
+        if not self._skip():
+            return False
+        self._state = self._read_arguments
+        return True
+
+    def _read_arguments(self) -> bool:
+        used = self._span.feed(self._text)
+        self._add_arguments(self._text[:used])
+        self._text = self._text[used:]
+        if self._span.is_ended:
+            self._state = self._between
+        return True
+
+    def _end(self) -> None:
+        if self._state == self._read_head:
+            self._text = self._head + self._text
+        elif self._state in (self._between, self._before_arguments):
+            self._text = ""
+        super()._end()
+
+
+class DeepSeekV3Parser(DeepSeekV31Parser):
+    """Parser of one answer of V3 or R1."""
+
+    def _begin(self, name: str) -> None:
+        # The text before the separator is the type; the name is a line of its own.
+        self._head = ""
+        self._state = self._read_name
+
+    def _read_name(self) -> bool:
+        text, marker = self._until("\n", "{", CALL_END)
+        self._head += text
+        if marker is None or marker == CALL_END:
+            self._state = self._between if marker else self._state
+            return marker is not None
+        if marker == "{":
+            self._text = marker + self._text
+        super()._begin(self._head)
+        return True
+
+    def _before_arguments(self) -> bool:
+        """Skip the start of the code block."""
+        _, marker = self._until("{", CALL_END)
+        if marker == "{":
+            self._text = marker + self._text
+            self._state = self._read_arguments
+        elif marker == CALL_END:
+            self._state = self._between
+        return marker is not None
+
+    def _end(self) -> None:
+        if self._state == self._read_name:
+            self._text = self._head + self._text
+        super()._end()

@@ -1,0 +1,30 @@
+"""Calls of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+from penstock.router.parsers.tools.json_reader import JsonReader
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(JsonReader):
+    """Parser of one answer; a text in the tags that is no call is content."""
+
+    markers = (OPEN, CLOSE)
+
+    def _start(self) -> bool:
+        text, marker = self._until(OPEN)
+        self._add_content(text)
+        return self._begin_json(OPEN, self._close, self._start) if marker else False
+
+    def _close(self) -> bool:
+        """Skip the end tag, which models sometimes forget."""
+        _, marker = self._until(OPEN, CLOSE)
+        if marker == OPEN:
+            return self._begin_json(OPEN, self._close, self._start)
+        if marker == CLOSE:
+            self._state = self._start
+        return marker is not None
+
+    def _end(self) -> None:
+        if self._state == self._close:
+            self._text = ""
+        super()._end()

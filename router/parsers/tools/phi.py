@@ -1,0 +1,24 @@
+"""Calls of Phi-4-mini: `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>`.
+
+Older templates ask for `functools[{"name": ..., "arguments": {...}}]`.
+"""
+
+from penstock.router.parsers.tools.json_reader import JsonListReader
+
+OPEN, CLOSE, OLD = "<|tool_call|>", "<|/tool_call|>", "functools["
+
+
+class PhiParser(JsonListReader):
+    """Parser of one answer."""
+
+    markers = (OPEN, CLOSE)
+
+    def _start(self) -> bool:
+        text, marker = self._until(OPEN, CLOSE, OLD)
+        self._add_content(text)
+        if marker == OPEN:
+            return self._begin_list(OPEN)
+        if marker == OLD:
+            self._text = "[" + self._text
+            return self._begin_list(OLD[:-1])
+        return marker is not None

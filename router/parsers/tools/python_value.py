@@ -1,0 +1,48 @@
+"""Values of arguments in calls that are written in Python's syntax."""
+
+import ast
+import json
+
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+class PythonSpan:
+    """Finds the end of a value: the comma or the parenthesis after it.
+
+    Attributes:
+        is_ended: whether the value is complete.
+    """
+
+    def __init__(self) -> None:
+        self.is_ended = False
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int:
+        """Return how many characters of `text`, which continues the value, belong to it."""
+        for at, character in enumerate(text):
+            if self._is_escaped:
+                self._is_escaped = False
+            elif self._quote:
+                self._is_escaped = character == "\\"
+                if character == self._quote:
+                    self._quote = ""
+            elif character in "\"'":
+                self._quote = character
+            elif self._depth == 0 and character in ",)]}":
+                self.is_ended = True
+                return at
+            else:
+                self._depth += (character in _OPENING) - (character in _CLOSING)
+        return len(text)
+
+
+def value_as_json(text: str) -> str:
+    """Return a value in Python's or JSON's syntax as JSON; any other text as a string."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,100 @@
+"""The parsing of a request's answers: its parser, and the special tokens that the parser reads."""
+
+import hashlib
+from collections.abc import Sequence
+
+from penstock.common.text.tokenizer import ModelTokenizer
+from penstock.router.config import RouterConfig
+from penstock.router.errors import invalid
+from penstock.router.parsers.answer_parser import (
+    PROMPT_END_TOKENS,
+    AnswerParsers,
+    ParsingOptions,
+)
+from penstock.router.parsers.pieces import OutputParser
+
+CALL_ID_DIGITS = 24
+MISTRAL_ID_DIGITS = 9
+"""Length of the ids of calls in Mistral's templates, which refuse others."""
+
+
+class AnswerParsing:
+    """Makes the parsers for the answers to one chat.
+
+    Args:
+        parsers: the model's parsers.
+        tokenizer: decodes the end of the prompt.
+        prompt: token ids of the prompt.
+        request_id: id of the request.
+        options: options of the request.
+    """
+
+    def __init__(
+        self,
+        parsers: AnswerParsers,
+        tokenizer: ModelTokenizer,
+        prompt: Sequence[int],
+        request_id: str,
+        options: ParsingOptions,
+    ) -> None:
+        self._parsers = parsers
+        self._options = options
+        end = prompt[-PROMPT_END_TOKENS:]
+        self._prompt_end = tokenizer.token_bytes.decode(end, skip_special_tokens=False)
+        self._seed = f"{request_id}\0{len(prompt)}"
+        self._is_mistral = parsers.tools == "mistral"
+
+    def new_parser(self) -> OutputParser | None:
+        """Return the parser of one answer, or None if all of the answer is content."""
+        return self._parsers.new(self._prompt_end, self._options)
+
+    def call_id(self, choice: int, call: int) -> str:
+        """Return the id of a tool call, which depends only on the request.
+
+        The length of the prompt makes the ids of a conversation differ, whose requests may all
+        have the same id.
+        """
+        text = f"{self._seed}\0{choice}\0{call}"
+        digits = hashlib.blake2b(text.encode(), digest_size=CALL_ID_DIGITS // 2).hexdigest()
+        return digits[:MISTRAL_ID_DIGITS] if self._is_mistral else f"call_{digits}"
+
+
+class ModelParsers:
+    """The parsers for the answers of the served model.
+
+    Raises:
+        ValueError: the configuration names an unknown parser.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer, config: RouterConfig) -> None:
+        self._tokenizer = tokenizer
+        source = tokenizer.chat_template
+        template = "" if source is None else source.template
+        self._parsers = AnswerParsers(template, config.tool_call_parser, config.reasoning_parser)
+        self._shown: dict[bool, frozenset[int]] = {}  # by whether calls are read
+
+    def check_tools(self) -> None:
+        """Refuse tools whose calls could not be found in the answer."""
+        if not self._parsers.reads_tools:
+            raise invalid(
+                "the form of this model's tool calls is unknown: leave tools out, or start the "
+                "server with --tool-call-parser",
+                "tools",
+            )
+
+    def shown_tokens(self, options: ParsingOptions) -> frozenset[int]:
+        """Return the special tokens that the text of an answer must contain for its parser."""
+        found = self._shown.get(options.reads_calls)
+        if found is None:
+            ids = map(self._tokenizer.tokenizer.token_to_id, self._parsers.markers(options))
+            found = frozenset(token for token in ids if token is not None)
+            self._shown[options.reads_calls] = found
+        return found
+
+    def parsing(
+        self, prompt: Sequence[int], request_id: str, options: ParsingOptions
+    ) -> AnswerParsing | None:
+        """Return the parsing of the answers to a prompt, or None if all answers are content."""
+        if not self._parsers.may_find(options):
+            return None
+        return AnswerParsing(self._parsers, self._tokenizer, prompt, request_id, options)

@@ -1,0 +1,73 @@
+"""The JSON schema of answers that must be tool calls (`tool_choice` required, or a function)."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.router.requests.json_text import dumps
+from penstock.router.requests.tools import ToolChoice
+
+NO_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+NOT_SCHEMAS = ("const", "enum", "default", "examples")
+"""Keywords whose values are no schemas."""
+
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values are mappings from any names to schemas."""
+
+
+def forced_schema(chosen: ToolChoice, tools: Sequence[Mapping[str, Any]], is_parallel: bool) -> str:
+    """Return the schema of an answer as JSON, or an empty text if no call is forced.
+
+    The answer to `named` consists of the arguments; the answer to `required` is an array of calls,
+    `[{"name": ..., "parameters": {...}}, ...]`, as in vLLM.
+
+    Args:
+        chosen: the checked choice.
+        tools: the checked tools.
+        is_parallel: whether the array may have several calls.
+    """
+    functions = [tool["function"] for tool in tools]
+    if chosen.mode == "named":
+        (function,) = (each for each in functions if each["name"] == chosen.name)
+        return dumps(function.get("parameters") or NO_PARAMETERS)
+    if chosen.mode != "required":
+        return ""
+    calls = [_call(function, index) for index, function in enumerate(functions)]
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+    if not is_parallel:
+        schema["maxItems"] = 1
+    return dumps(schema)
+
+
+def _call(function: Mapping[str, Any], index: int) -> dict[str, Any]:
+    parameters = function.get("parameters") or NO_PARAMETERS
+    base = f"#/items/anyOf/{index}/properties/parameters"
+    return {
+        "type": "object",
+        "properties": {
+            "name": {"const": function["name"]},
+            "parameters": _moved(parameters, base),
+        },
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, base: str) -> Any:
+    """Return a schema whose references to its root refer to `base`."""
+    if isinstance(schema, list):
+        return [_moved(each, base) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            found[key] = base + value[1:]
+        elif key in NAMED_SCHEMAS and isinstance(value, Mapping):
+            found[key] = {name: _moved(each, base) for name, each in value.items()}
+        else:
+            found[key] = value if key in NOT_SCHEMAS else _moved(value, base)
+    return found

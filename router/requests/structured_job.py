@@ -1,0 +1,23 @@
+"""The job that checks a constraint on answers, as a helper process does it."""
+
+import json
+from collections.abc import Sequence
+
+from penstock.common.grammar.compiler import check_structured_outputs
+from penstock.common.invalid_parameter import InvalidParameterError
+from penstock.common.structured_outputs import StructuredOutputs
+from penstock.router.errors import invalid
+
+
+def structured_job(items: Sequence[bytes]) -> list[bytes]:
+    """Do the job: return nothing.
+
+    Raises:
+        ServingError: INVALID if no grammar can follow the constraint.
+    """
+    kind, text = json.loads(items[0])
+    try:
+        check_structured_outputs(StructuredOutputs(kind, text))
+    except InvalidParameterError as error:
+        raise invalid(str(error), error.param) from error
+    return []

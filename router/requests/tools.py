@@ -1,0 +1,121 @@
+"""Tools of a chat in OpenAI's form, and rules for them that hold for every API."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from penstock.router.errors import invalid
+from penstock.router.requests.json_text import dumps
+
+NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+"""The name of a function; OpenAI allows fewer characters, and no dots, colons and slashes."""
+
+Mode: TypeAlias = Literal["none", "auto", "required", "named"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the answer may or must call tools.
+
+    Attributes:
+        mode: `named` means the tool `name` must be called.
+        name: name of a function, or empty.
+    """
+
+    mode: Mode
+    name: str = ""
+
+
+def read_tool_choice(given: object, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    """Return the choice of a request; without a choice, tools may be called if there are any.
+
+    Args:
+        given: the field `tool_choice`.
+        tools: the checked field `tools`.
+
+    Raises:
+        ServingError: INVALID if the choice is none of OpenAI's forms, or names no tool.
+    """
+    match given:
+        case None:
+            return ToolChoice("auto" if tools else "none")
+        case "none":
+            return ToolChoice("none")
+        case "auto":
+            return ToolChoice("auto" if tools else "none")
+        case "required":
+            chosen = ToolChoice("required")
+        case {"type": "function", "function": {"name": str(name)}}:
+            chosen = ToolChoice("named", name)
+        case _:
+            raise invalid(
+                "tool_choice must be none, auto, required or "
+                '{"type": "function", "function": {"name": ...}}',
+                "tool_choice",
+            )
+    if not tools:
+        raise invalid("tool_choice needs tools: set tools, or leave it out", "tool_choice")
+    if chosen.name and chosen.name not in {tool["function"]["name"] for tool in tools}:
+        raise invalid(f"tool_choice names {chosen.name[:80]!r}, but no tool does", "tool_choice")
+    return chosen
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse tools that are not functions with different names, in OpenAI's form."""
+    names: set[str] = set()
+    for index, tool in enumerate(tools):
+        where = f"tools.{index}"
+        if tool.get("type") != "function":
+            raise invalid(f"{where}.type must be function", "tools")
+        function = tool.get("function")
+        if not isinstance(function, dict):
+            raise invalid(f"{where}.function must be an object", "tools")
+        name = function.get("name")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise invalid(
+                f"{where}.function.name must have 1 to 128 letters, digits or characters of _.:/-",
+                "tools",
+            )
+        if name in names:
+            raise invalid(f"{where}.function.name is {name!r}, as that of another tool", "tools")
+        names.add(name)
+        _check_types(function, f"{where}.function")
+
+
+def _check_types(function: Mapping[str, Any], where: str) -> None:
+    types = {"description": (str, "a string"), "strict": (bool, "a boolean")}
+    for key, (kind, what) in types.items():
+        if not isinstance(function.get(key), kind | None):
+            raise invalid(f"{where}.{key} must be {what}", "tools")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise invalid(f"{where}.parameters must be a JSON schema, which is an object", "tools")
+
+
+def check_json(name: str, value: object, max_bytes: int, max_depth: int | None = None) -> None:
+    """Refuse a field with free JSON that is too large or too deep.
+
+    Args:
+        name: the field.
+        value: its content.
+        max_bytes: largest size as JSON.
+        max_depth: largest depth of lists and objects in each other; None: that of the JSON parser.
+    """
+    if not value:
+        return
+    if max_depth is not None and _is_deeper(value, max_depth):
+        raise invalid(f"{name} is nested more than {max_depth} levels deep", name)
+    size = len(dumps(value).encode())
+    if size > max_bytes:
+        raise invalid(f"{name} has {size} bytes as JSON; at most {max_bytes} are allowed", name)
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    match value:
+        case dict():
+            items = value.values()
+        case list():
+            items = value  # type: ignore[assignment]
+        case _:
+            return False
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)

@@ -1,0 +1,102 @@
+"""Constraints become grammars; what no grammar can follow is refused by keyword and path."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from penstock.common.grammar.compiler import MAX_CHOICES, check_structured_outputs
+from penstock.common.invalid_parameter import InvalidParameterError
+from penstock.common.structured_outputs import StructuredOutputs, choice, json_schema
+
+TAG = {"begin": "<f=a>", "schema": {"type": "object"}, "end": "</f>"}
+
+
+def tag(**changed: Any) -> StructuredOutputs:
+    text = json.dumps({"structures": [TAG], "triggers": ["<f="], **changed})
+    return StructuredOutputs("structural_tag", text)
+
+
+VALID = [
+    json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
+    json_schema(True),
+    StructuredOutputs("json_object"),
+    StructuredOutputs("regex", r"[a-z]+@\d{2,5}"),
+    choice(["yes", 'a "quoted" one', "line\nbreak", "é", "😀"]),
+    StructuredOutputs("grammar", 'start: "a" b*\nb: /[0-9]/'),
+    StructuredOutputs("grammar", 'root ::= "a" [0-9]+'),
+    tag(),
+]
+
+
+@pytest.mark.parametrize("wanted", VALID, ids=lambda each: each.kind)
+def test_constraint_of_each_kind_is_accepted(wanted: StructuredOutputs) -> None:
+    check_structured_outputs(wanted)
+
+
+def deep(keyword: str, value: Any) -> StructuredOutputs:
+    """Return a schema with a keyword below a property with "/" in its name."""
+    return json_schema(
+        {"type": "object", "properties": {"a/b": {"type": "array", "items": {keyword: value}}}}
+    )
+
+
+PLACE = "/properties/a~1b/items/"
+INVALID = [
+    (deep("not", {}), f"at {PLACE}not: "),
+    (deep("uniqueItems", True), f"at {PLACE}uniqueItems: "),
+    (deep("if", {}), f"at {PLACE}if: "),
+    (deep("type", "text"), f"at {PLACE}type: Invalid type: text"),
+    (deep("$ref", "#/nowhere"), r"at /properties/a~1b/items/\$ref: "),
+    (json_schema({"$ref": "http://other/schema"}), r"at /\$ref: "),
+    (json_schema({"type": "string", "format": "colour"}), "at /format: Unknown format: colour"),
+    (json_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+    (json_schema(False), "schema that is false"),
+    (json_schema("[]"), "takes a JSON Schema"),
+    (json_schema("{"), "not valid JSON"),
+    (json_schema({"not": {}, "x-guidance": {"lenient": True}}), "at /not: "),
+    (StructuredOutputs("regex", "(a"), "unclosed group"),
+    (choice([]), f"1 to {MAX_CHOICES} strings"),
+    (choice(["a", ""]), "not empty"),
+    (StructuredOutputs("choice", '"a"'), "a JSON list of strings"),
+    (StructuredOutputs("choice", "[1]"), "takes strings"),
+    (StructuredOutputs("grammar", "start: b"), "unknown name"),
+    (tag(structures=[]), "structures and triggers"),
+    (tag(structures=[3]), r"structural_tag.structures\[0\], which is not an object"),
+    (tag(structures=[{**TAG, "schema": 3}]), "takes a JSON Schema as schema"),
+    (tag(structures=[{**TAG, "end": None}]), "takes the strings begin and end"),
+    (tag(triggers=["<g"]), "starts with none of the triggers"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "words"), INVALID)
+def test_constraint_that_no_grammar_can_follow_is_refused_by_place(
+    wanted: StructuredOutputs, words: str
+) -> None:
+    with pytest.raises(InvalidParameterError, match=words) as refused:
+        check_structured_outputs(wanted)
+    assert refused.value.param == "structured_outputs"
+    assert "\n" not in str(refused.value)
+
+
+BOMBS = [
+    json_schema({"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}$"} for i in range(20)]}),
+    json_schema(
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(8)]} for i in range(8)
+            ]
+        }
+    ),
+    json_schema('{"properties": {"a": ' * 2000 + "{}" + "}}" * 2000),
+    json_schema('{"properties": {"a": ' * 300 + '{"not": {}}' + "}}" * 300),
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=range(len(BOMBS)))
+def test_schema_bomb_ends_in_a_refusal_of_bounded_time(bomb: StructuredOutputs) -> None:
+    began = time.thread_time()
+    with pytest.raises(InvalidParameterError):
+        check_structured_outputs(bomb)
+    assert time.thread_time() - began < 2

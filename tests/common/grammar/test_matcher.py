@@ -1,0 +1,173 @@
+"""Matchers allow exactly the tokens that continue towards an answer of the wanted form."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.common.grammar.cache import GrammarCache
+from penstock.common.grammar.matcher import (
+    CompiledGrammar,
+    GrammarVocabulary,
+    Matcher,
+    fill_masks,
+    num_words,
+)
+from penstock.common.invalid_parameter import InvalidParameterError
+from penstock.common.structured_outputs import StructuredOutputs, choice, json_schema
+from penstock.common.text.tokenizer import ModelTokenizer
+
+TOKENIZER = ModelTokenizer(Path(__file__).parents[3] / "penstock" / "models" / "demo")
+END, VOCAB_SIZE = 2, 2100  # more logits than tokens
+VOCABULARY = GrammarVocabulary(TOKENIZER, VOCAB_SIZE, [END])
+
+SCHEMA = json_schema(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 3}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+
+
+def allowed(matcher: Matcher) -> list[int]:
+    words = np.full(num_words(VOCAB_SIZE), -1, np.int32)
+    matcher.fill(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+def tokens_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def first_refused(grammar: CompiledGrammar, tokens: Sequence[int]) -> int | None:
+    """Return the index of the first token that the mask excludes; None: it excludes none."""
+    matcher = grammar.matcher()
+    for index, token in enumerate(tokens):
+        if token not in allowed(matcher):
+            return index
+        assert token == END or matcher.advance([token])
+    return None
+
+
+@pytest.mark.parametrize("text", ['{"name": "Ada", "age": 36}', '{"name":"é","age":3}'])
+def test_valid_document_is_allowed_and_then_only_its_end(text: str) -> None:
+    grammar = VOCABULARY.compile(SCHEMA)
+    tokens = tokens_of(text)
+    assert first_refused(grammar, [*tokens, END]) is None
+    matcher = grammar.matcher()
+    assert matcher.advance(tokens[:-1])
+    assert END not in allowed(matcher)
+    assert not matcher.is_complete
+    assert matcher.advance(tokens[-1:])
+    assert allowed(matcher) == [END]
+    assert matcher.is_complete
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ('{"name": 3', '{"name": '),
+        ('{"age": 3', '{"'),
+        ('{"name": "x", "age": 2}', '{"name": "x", "age": 2'),
+        ('{"name": "x", "age": 3, "more"', '{"name": "x", "age": 3'),
+        ("hello", ""),
+    ],
+)
+def test_invalid_document_is_refused_at_its_first_wrong_token(text: str, start: str) -> None:
+    tokens = tokens_of(text)
+    refused = first_refused(VOCABULARY.compile(SCHEMA), tokens)
+    assert refused is not None
+    assert refused <= len(tokens_of(start))
+
+
+def test_control_tokens_are_never_allowed_and_end_tokens_only_where_the_grammar_accepts() -> None:
+    matcher = VOCABULARY.compile(StructuredOutputs("regex", "(.|\n)*")).matcher()
+    special = set(TOKENIZER.token_bytes.special)
+    assert special & {*allowed(matcher)} == {END}
+    assert max(allowed(matcher)) < TOKENIZER.vocab_size
+    assert not matcher.is_complete
+
+
+def test_any_start_of_a_log_leads_to_the_same_masks() -> None:
+    grammar, tokens = VOCABULARY.compile(SCHEMA), tokens_of('{"name": "Ada", "age": 36}')
+    step_by_step = grammar.matcher()
+    for index, token in enumerate(tokens):
+        replayed = grammar.matcher()
+        assert replayed.advance(tokens[:index])
+        assert allowed(replayed) == allowed(step_by_step)
+        assert step_by_step.advance([token])
+
+
+def test_choices_with_quotes_and_any_characters_are_followed() -> None:
+    options = ['say "hi"', "back\\slash", "line\nbreak", "é😀", "{x}", "tab\t"]
+    grammar = VOCABULARY.compile(choice(options))
+    for option in options:
+        matcher = grammar.matcher()
+        assert matcher.advance(tokens_of(option)), option
+        assert END in allowed(matcher)
+    assert first_refused(grammar, tokens_of("say no")) is not None
+
+
+def test_structural_tag_constrains_only_what_follows_a_trigger() -> None:
+    text = (
+        '{"structures": [{"begin": "<f=add>", "schema": {"type": "integer"}, "end": "</f>"}],'
+        ' "triggers": ["<f="]}'
+    )
+    grammar = VOCABULARY.compile(StructuredOutputs("structural_tag", text))
+    assert first_refused(grammar, [*tokens_of("I think so. <f=add>12</f> Yes."), END]) is None
+    assert first_refused(grammar, tokens_of("so <f=add>x")) is not None
+    assert first_refused(grammar, tokens_of("so <f=sub>")) is not None
+
+
+def test_log_that_the_grammar_does_not_allow_is_refused() -> None:
+    grammar = VOCABULARY.compile(SCHEMA)
+    grammar.check_answer(tokens_of('{"name"'))
+    with pytest.raises(InvalidParameterError, match="tokens that the answer has already"):
+        grammar.check_answer(tokens_of("hello"))
+    matcher = grammar.matcher()
+    assert not matcher.advance(tokens_of("hello"))
+    assert allowed(matcher) == []
+    assert not matcher.is_complete
+
+
+def test_masks_of_several_answers_are_those_of_each_alone() -> None:
+    grammar, tokens = VOCABULARY.compile(SCHEMA), tokens_of('{"name": "Ada", "age": 36}')
+    matchers = [grammar.matcher() for _ in tokens]
+    for count, matcher in enumerate(matchers):
+        assert matcher.advance(tokens[:count])
+    together = np.full((len(tokens), num_words(VOCAB_SIZE) + 3), -1, np.int32)
+    fill_masks(matchers, together)
+    for words, matcher in zip(together, matchers, strict=True):
+        alone = np.zeros(num_words(VOCAB_SIZE), np.int32)
+        matcher.fill(alone)
+        assert (words[: len(alone)] == alone).all()
+        assert not words[len(alone) :].any()
+    with pytest.raises(ValueError, match="too short"):
+        fill_masks(matchers, together[:, :5].copy())
+
+
+def test_model_without_end_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="no end token"):
+        GrammarVocabulary(TOKENIZER, VOCAB_SIZE, [])
+
+
+def test_cache_compiles_a_constraint_once_and_drops_the_least_recently_used() -> None:
+    made = []
+
+    def vocabulary() -> GrammarVocabulary:
+        made.append(VOCABULARY)
+        return VOCABULARY
+
+    cache = GrammarCache(vocabulary, max_text_bytes=2 * 1024 + 100)
+    first, second, third = (choice([name]) for name in ("a", "b", "c"))
+    assert cache.find(first) is None
+    assert cache.compile(first) is cache.compile(first)
+    cache.compile(second)
+    assert cache.find(first) is not None
+    cache.compile(third)
+    assert cache.find(second) is None
+    assert cache.find(first) is not None
+    assert (cache.num_compiled, len(made)) == (3, 1)

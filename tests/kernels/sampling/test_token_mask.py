@@ -1,0 +1,31 @@
+"""Token masks on a CPU: the compiled loop gives the reference's logits bitwise."""
+
+import pytest
+import torch
+from hypothesis import given
+
+from penstock.kernels.sampling.token_mask import apply_token_mask_, apply_token_mask_reference
+from tests.support.token_masks import MaskCase, mask_cases
+
+
+@given(case=mask_cases())
+def test_masked_logits_are_those_of_the_reference(case: MaskCase) -> None:
+    expected = apply_token_mask_reference(case.logits, case.rows, case.words)
+    found = case.logits.clone()
+    apply_token_mask_(found, case.rows, case.words)
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_exactly_the_tokens_with_a_clear_bit_are_excluded() -> None:
+    logits = torch.arange(80, dtype=torch.float32).reshape(2, 40)
+    words = torch.tensor([[0b101, 1 << 3]], dtype=torch.int32)
+    apply_token_mask_(logits, torch.tensor([1]), words)
+    assert torch.equal(logits[0], torch.arange(40.0))
+    assert logits[1].isfinite().nonzero()[:, 0].tolist() == [0, 2, 35]
+
+
+def test_mask_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ValueError, match="words: a bit for each of 40 tokens expected"):
+        apply_token_mask_(
+            torch.zeros(1, 40), torch.tensor([0]), torch.zeros(1, 1, dtype=torch.int32)
+        )

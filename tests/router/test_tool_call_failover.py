@@ -1,0 +1,115 @@
+"""A stream with reasoning and tool calls is the same when its worker dies at any position."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.protos import worker_pb2 as pb
+from penstock.router.config import RouterConfig
+from tests.support.served_router import Served, serving, until
+from tests.support.stub_worker import Run, StubWorker
+from tests.support.tokenizers import byte_level, write_folder
+from tests.support.tool_chats import ADD
+
+TOKENIZER = byte_level()
+TEMPLATE = "{{ tools }}<tool_call><think>{{ messages }}"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 17, "b": "grüße 😀"}}</tool_call>'
+ANSWER = f"<think>\nwhy 😀\n</think>\n\nI add.\n{CALL}\n{CALL}"
+TOKENS = TOKENIZER.encode(ANSWER, add_special_tokens=False).ids
+BODY = {
+    "messages": [{"role": "user", "content": "sum?"}],
+    "tools": [ADD],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+class MortalWorker(StubWorker):
+    """A worker that stops before the step that would make token number `last_position`."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, answer=lambda prompt: TOKENS)
+        self.last_position = -1
+        self.is_at_end = asyncio.Event()
+
+    def _make_step(self, runs: Sequence[Run]) -> None:
+        if any(run.position == self.last_position for run in runs):
+            self.stepping.clear()
+            self.is_at_end.set()
+            self.send(pb.ToRouter(heartbeat=pb.Heartbeat()))
+            return
+        super()._make_step(runs)
+
+
+async def stream(served: Served) -> list[Any]:
+    """Return the deltas of a stream; texts of the same kind that follow each other are one."""
+    headers = {"x-request-id": "me"}
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        response = await http.post("/v1/chat/completions", json=BODY, headers=headers)
+    *events, done = response.text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    *chunks, last = [json.loads(event.removeprefix("data: ")) for event in events]
+    found: list[Any] = [last["usage"]["completion_tokens"]]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        delta, finish = choice["delta"], choice["finish_reason"]
+        key, text = shape_of(delta)
+        if found and isinstance(found[-1], list) and text is not None and found[-1][0] == key:
+            found[-1][1] += text
+        else:
+            found.append([key, text])
+        if finish:
+            found.append(finish)
+    return found
+
+
+def shape_of(delta: dict[str, Any]) -> tuple[str, str | None]:
+    """Return a delta without its text, as JSON, and the text."""
+    for name in ("content", "reasoning_content"):
+        if name in delta and "role" not in delta:
+            return name, delta[name]
+    calls = delta.get("tool_calls")
+    if calls and "id" not in calls[0]:
+        return f"arguments {calls[0]['index']}", calls[0]["function"]["arguments"]
+    return json.dumps(delta), None
+
+
+async def interrupted(config: RouterConfig, position: int) -> list[Any]:
+    """Return the deltas of a stream whose worker dies after `position` tokens."""
+    workers = MortalWorker("w0"), MortalWorker("w1")
+    for worker in workers:
+        worker.last_position = position
+    async with serving(config, *workers) as served:
+        answer = asyncio.create_task(stream(served))
+        waits = [asyncio.create_task(worker.is_at_end.wait()) for worker in workers]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        busy, spare = workers if workers[0].is_at_end.is_set() else workers[::-1]
+        spare.last_position = -1
+        generated = served.router.frontend.metrics.generated_by_tenant
+        await until(lambda: sum(generated().values()) == position, "a token was lost")
+        await busy.stop()
+        served.router.worker_died(busy.name)
+        found = await answer
+        (resumed,) = spare.submits
+        assert list(resumed.log[0].tokens) == TOKENS[:position]
+        return found
+
+
+@pytest.mark.asyncio
+async def test_stream_with_calls_is_the_same_when_its_worker_dies(tmp_path: Path) -> None:
+    config = RouterConfig(write_folder(tmp_path / "model", TOKENIZER, TEMPLATE), "stub")
+    async with serving(config, MortalWorker("w0")) as served:
+        expected = await stream(served)
+    text = json.dumps(expected, ensure_ascii=False)
+    assert expected[-1] == "tool_calls"
+    assert text.count('add\\"') == 2
+    assert ["reasoning_content", "why 😀"] in expected
+    for position in range(1, len(TOKENS), 8):
+        assert await interrupted(config, position) == expected, position

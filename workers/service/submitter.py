@@ -1,0 +1,116 @@
+"""Passes sequences to the engine, once their grammars are compiled beside the engine's steps."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
+
+from penstock.common.grammar.cache import GrammarCache
+from penstock.common.structured_outputs import StructuredOutputs
+from penstock.protos import worker_pb2 as wire
+from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.engine_thread import EngineThread
+from penstock.workers.scheduling.sequence import NeverFits, NewSequence
+from penstock.workers.service.codec import SequenceKey
+from penstock.workers.service.session import Session
+
+EngineCommand: TypeAlias = Callable[[Engine], None]
+
+
+class Submitter:
+    """Submits sequences to the engine. Only the event loop may call the methods.
+
+    Args:
+        engine: gets the sequences and the commands for them.
+        grammars: compiles the grammars, on one thread.
+        most: maximum number of sequences that wait for their grammars.
+    """
+
+    def __init__(self, engine: EngineThread, grammars: GrammarCache, most: int) -> None:
+        self._engine = engine
+        self._grammars = grammars
+        self._most = most
+        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._waiting: dict[SequenceKey, list[EngineCommand]] = {}  # commands of waiting sequences
+
+    def submit(self, session: Session, key: SequenceKey, new: NewSequence) -> None:
+        """Submit a sequence that `session` holds; reject it if the engine or its grammar refuses.
+
+        A grammar that is not in the cache is compiled first. Commands for the sequence wait.
+        """
+        wanted = new.params.structured_outputs
+        if wanted is None:
+            self._submit(session, key, new)
+            return
+        found = self._grammars.find(wanted)
+        if found is not None and not _answers(new):
+            self._submit(session, key, replace(new, grammar=found))
+        elif len(self._waiting) >= self._most:
+            self._refuse(session, key, "too many sequences wait for their grammars", False)
+        else:
+            self._waiting[key] = []
+            compiling = partial(self._with_grammar, new, wanted)
+            done = asyncio.get_running_loop().run_in_executor(self._thread, compiling)
+            done.add_done_callback(partial(self._compiled, session, key))
+
+    def post(self, key: SequenceKey, command: EngineCommand) -> None:
+        """Post a command for a sequence; the engine gets it after the sequence itself."""
+        if key in self._waiting:
+            self._waiting[key].append(command)
+        else:
+            self._engine.post(command)
+
+    def cancel(self, key: SequenceKey) -> None:
+        """Forget a sequence that waits for its grammar; ignore other keys."""
+        self._waiting.pop(key, None)
+
+    def stop(self) -> None:
+        """Compile nothing more."""
+        self._waiting.clear()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _with_grammar(self, new: NewSequence, wanted: StructuredOutputs) -> NewSequence:
+        """Return the sequence with its grammar; raise ValueError if no grammar can be used."""
+        grammar = self._grammars.compile(wanted)
+        for answer in _answers(new):
+            grammar.check_answer(answer)
+        return replace(new, grammar=grammar)
+
+    def _compiled(
+        self, session: Session, key: SequenceKey, done: "asyncio.Future[NewSequence]"
+    ) -> None:
+        commands = self._waiting.pop(key, None)
+        if done.cancelled() or commands is None:
+            return
+        if (error := done.exception()) is not None:
+            self._refuse(session, key, str(error), isinstance(error, ValueError))
+            return
+        self._submit(session, key, done.result())
+        for command in commands:
+            self._engine.post(command)
+
+    def _submit(self, session: Session, key: SequenceKey, new: NewSequence) -> None:
+        answer = self._engine.call(lambda engine: engine.submit(new))
+        answer.add_done_callback(partial(self._submitted, session, key))
+
+    def _submitted(self, session: Session, key: SequenceKey, answer: asyncio.Future[None]) -> None:
+        if (error := answer.exception()) is not None:
+            self._refuse(session, key, str(error), isinstance(error, NeverFits))
+
+    def _refuse(self, session: Session, key: SequenceKey, reason: str, never: bool) -> None:
+        if session.held.pop(key, None) is not None:
+            reject(session, key, reason, never)
+
+
+def reject(session: Session, key: SequenceKey, reason: str, never: bool) -> None:
+    """Tell the router that a sequence is refused; `never`: by every worker of this model."""
+    rejected = wire.Rejected(request=key.request, attempt=key.attempt, reason=reason, never=never)
+    session.put(wire.ToRouter(rejected=rejected))
+
+
+def _answers(new: NewSequence) -> list[list[int]]:
+    """Return the answers so far of all choices of a sequence that are not empty."""
+    logs = [new.tokens, *(sibling.tokens for sibling in new.siblings)]
+    return [list(log[new.num_prompt :]) for log in logs if len(log) > new.num_prompt]
