@@ -65,7 +65,7 @@ def _arrays(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[
     )
 
 
-def _with_shared(schema: dict[str, Any]) -> dict[str, Any]:
+def _with_shared(schema: Any) -> dict[str, Any]:
     return {**schema, "$defs": {"shared": {"type": "string", "pattern": "^[k-m]{1,3}$"}}}
 
 
