@@ -55,7 +55,10 @@ class StructuredOutputs:
             raise invalid(f"has the kind {self.kind[:40]!r}; known are {', '.join(KINDS)}")
         if bool(self.text) != (self.kind != "json_object"):
             raise invalid(f"of kind {self.kind} takes {KINDS[self.kind]}")
-        size = len(self.text.encode(errors="replace"))
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            raise invalid("has half of a surrogate pair, which is no character") from error
         if size > MAX_BYTES:
             raise invalid(f"has {size} bytes; at most {MAX_BYTES} are allowed")
 

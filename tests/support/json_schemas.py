@@ -65,6 +65,10 @@ def _arrays(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[
     )
 
 
+def _with_shared(schema: Any) -> dict[str, Any]:
+    return {**schema, "$defs": {"shared": {"type": "string", "pattern": "^[k-m]{1,3}$"}}}
+
+
 SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
     NUMBERS | STRINGS | VALUES,
     lambda inner: (
@@ -73,4 +77,4 @@ SCHEMAS: st.SearchStrategy[dict[str, Any]] = st.recursive(
         | st.lists(inner, min_size=1, max_size=3).map(lambda each: {"anyOf": each})
     ),
     max_leaves=12,
-).map(lambda schema: {**schema, "$defs": {"shared": {"type": "string", "pattern": "^[k-m]{1,3}$"}}})
+).map(_with_shared)

@@ -47,7 +47,10 @@ def grammar_text(wanted: StructuredOutputs) -> str:
         InvalidParameterError: the text is not of the form that its kind demands.
     """
     wanted.validate()
-    return _CONVERTERS[wanted.kind](wanted.text)
+    try:
+        return _CONVERTERS[wanted.kind](wanted.text)
+    except UnicodeEncodeError as error:  # from an escape in JSON
+        raise invalid("has half of a surrogate pair, which is no character") from error
 
 
 def check_structured_outputs(wanted: StructuredOutputs) -> None:

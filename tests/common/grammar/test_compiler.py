@@ -57,6 +57,8 @@ INVALID = [
     (json_schema("{"), "not valid JSON"),
     (json_schema({"not": {}, "x-guidance": {"lenient": True}}), "at /not: "),
     (StructuredOutputs("regex", "(a"), "unclosed group"),
+    (StructuredOutputs("regex", "\ud800"), "half of a surrogate pair"),
+    (StructuredOutputs("choice", '["\\ud800"]'), "half of a surrogate pair"),
     (choice([]), f"1 to {MAX_CHOICES} strings"),
     (choice(["a", ""]), "not empty"),
     (StructuredOutputs("choice", '"a"'), "a JSON list of strings"),

@@ -29,7 +29,8 @@ RELAXED = settings(
 
 def valid(document: Any, schema: dict[str, Any]) -> bool:
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-    return jsonschema.Draft202012Validator(schema, format_checker=checker).is_valid(document)
+    validator = jsonschema.Draft202012Validator(schema, format_checker=checker)
+    return bool(validator.is_valid(document))
 
 
 def random_answer(schema: dict[str, Any], seed: int) -> str | None:

@@ -97,7 +97,7 @@ def test_answers_have_their_forms(engine: Engine, expected: dict[Key, list[int]]
 
 
 def test_rows_do_not_change_each_other(engine: Engine, expected: dict[Key, list[int]]) -> None:
-    alone = {}
+    alone: dict[Key, list[int]] = {}
     for key, params in mixed().items():
         alone |= answers_of(engine, {key: params})
     assert alone == expected

@@ -1,0 +1,187 @@
+"""Measures the filling of token masks for large vocabularies, and its cost for other streams.
+
+`python -m penstock.loadtests.micro.token_masks` makes byte-level vocabularies of random words,
+follows random answers of some JSON Schemas, and measures the processor time of the thread that
+fills the masks. Then it decodes with the bundled model, in turns without constraints and with
+constraints on half of the sequences, and compares the processor time per token.
+"""
+
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.common.grammar.matcher import GrammarVocabulary, num_words
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.structured_outputs import StructuredOutputs, json_schema
+from penstock.common.text.token_bytes import byte_alphabet
+from penstock.common.text.tokenizer import ModelTokenizer
+from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
+from penstock.loadtests.micro.ab_runner import Setup, run
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.engine import Engine
+from penstock.workers.scheduling.sequence import NewSequence
+
+END = "<|end|>"
+
+_TEXT: dict[str, Any] = {"type": "string", "maxLength": 200}
+_ITEM: dict[str, Any] = {
+    "type": "object",
+    "properties": {"sku": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"}, "note": _TEXT},
+    "required": ["sku", "note"],
+    "additionalProperties": False,
+}
+_NUMBER: dict[str, Any] = {"type": "number", "minimum": 0, "maximum": 5}
+SCHEMAS: Sequence[dict[str, Any]] = (
+    {"type": "object", "properties": {"answer": _TEXT}, "required": ["answer"]},
+    {
+        "type": "object",
+        "properties": {
+            **{f"field_{index}": _TEXT for index in range(6)},
+            "kind": {"enum": ["order", "offer", "return"]},
+            "score": _NUMBER,
+            "items": {"type": "array", "items": _ITEM, "minItems": 1, "maxItems": 4},
+            "when": {"type": "string", "format": "date-time"},
+        },
+        "required": ["kind", "score", "items", "when"],
+        "additionalProperties": False,
+    },
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Vocabularies and answers of a measurement."""
+
+    tokens: int = option(400, "tokens of each answer whose masks are measured")
+    answers: int = option(6, "answers of each schema and vocabulary")
+    concurrency: int = option(16, "sequences that decode together")
+    output_len: int = option(64, "tokens of each sequence")
+    rounds: int = option(5, "runs of each mode")
+
+
+def write_vocabulary(folder: Path, size: int, seed: int = 0) -> None:
+    """Write a byte-level tokenizer of `size` tokens: bytes, digits, signs and random words."""
+    numbers = random.Random(seed)
+    vocab = {char: index for index, char in enumerate(byte_alphabet())}
+    space = next(char for char, byte in byte_alphabet().items() if byte == ord(" "))
+    for piece in _pieces(numbers, space):
+        vocab.setdefault(piece, len(vocab))
+        if len(vocab) == size - 1:
+            break
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _pieces(numbers: random.Random, space: str) -> Iterator[str]:
+    """Yield digits, signs as in JSON, then words of random syllables without end."""
+    yield from (f"{number:0{digits}}" for digits in (2, 3) for number in range(10**digits))
+    signs = ('{"', '":', '",', '"}', "[{", "}]", '":"', '","', '"},', "}}", "]}", '{"')
+    yield from (lead + sign for sign in signs for lead in ("", space))
+    syllables = [
+        c + v + e for c in "bcdfghklmnprstvz" for v in "aeiou" for e in ("", "n", "r", "s")
+    ]
+    while True:
+        word = "".join(numbers.choices(syllables, k=numbers.choice((1, 2, 2, 3, 3, 4))))
+        yield numbers.choice(("", space, space)) + numbers.choice((word, word.capitalize()))
+
+
+def fill_times(vocabulary: GrammarVocabulary, schema: dict[str, Any], load: Load) -> list[float]:
+    """Return the processor seconds of each mask along random answers."""
+    grammar, times = vocabulary.compile(json_schema(schema)), list[float]()
+    words = np.zeros(num_words(vocabulary.tokens.vocab_size), np.int32)
+    for seed in range(load.answers):
+        numbers, matcher = random.Random(seed), grammar.matcher()
+        for _ in range(load.tokens):
+            began = time.thread_time()
+            matcher.fill(words)
+            times.append(time.thread_time() - began)
+            bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+            token = int(numbers.choice(np.flatnonzero(bits)))
+            if matcher.is_complete or not matcher.advance([token]):
+                break
+    return times
+
+
+def measure_fills(load: Load, sizes: Sequence[int]) -> dict[str, Any]:
+    """Return, for each vocabulary size, the times to build it, to compile and to fill."""
+    found: dict[str, Any] = {}
+    for size in sizes:
+        with tempfile.TemporaryDirectory() as name:
+            write_vocabulary(Path(name), size)
+            tokenizer = ModelTokenizer(Path(name))
+        began = time.thread_time()
+        vocabulary = GrammarVocabulary(tokenizer, size, [size - 1])
+        built, began = time.thread_time() - began, time.thread_time()
+        vocabulary.compile(json_schema(SCHEMAS[1]))
+        compiled = time.thread_time() - began
+        times = np.concatenate([fill_times(vocabulary, schema, load) for schema in SCHEMAS]) * 1e6
+        found[str(size)] = {
+            "vocabulary_s": built,
+            "compile_ms": compiled * 1e3,
+            "masks": len(times),
+            "fill_p50_us": float(np.percentile(times, 50)),
+            "fill_p99_us": float(np.percentile(times, 99)),
+        }
+        print(f"{size} tokens: {json.dumps(found[str(size)])}")
+    return found
+
+
+def measure_others(setup: Setup, load: Load) -> dict[str, Any]:
+    """Return the processor time per token without constraints, and with them on half the batch."""
+    engine = Engine(WorkerConfig("masks", setup.model_folder, threads=setup.threads))
+    engine.warm_up()
+    wanted = StructuredOutputs("regex", "[a-z ]{10000}")
+    grammar = engine.grammars.compile(wanted)
+    prompts = Prompts(ordinary_tokens(engine.spec.vocab_size), 0)
+    costs: dict[str, list[float]] = {"plain": [], "half": []}
+    for number in range(2 * load.rounds + 2):
+        mode = list(costs)[number % 2]
+        for index in range(load.concurrency):
+            is_constrained = mode == "half" and index % 2 == 0
+            key = number * load.concurrency + index
+            tokens = prompts.tokens(Planned(key, 0.0, 16, load.output_len))
+            params = SamplingParams(
+                seed=key,
+                max_tokens=load.output_len,
+                structured_outputs=wanted if is_constrained else None,
+            )
+            own = grammar if is_constrained else None
+            engine.submit(NewSequence(key, tokens, len(tokens), params, grammar=own))
+        began, num_tokens = time.process_time(), 0
+        while (output := engine.step().output) is not None:
+            num_tokens += len(output.keys)
+        if number >= 2:  # the first run of each mode warms up
+            costs[mode].append((time.process_time() - began) / num_tokens * 1e6)
+    plain, half = (float(np.median(each)) for each in costs.values())
+    print(f"{plain:.0f} µs per token; half constrained: {half:.0f} µs, {half / plain:.3f} times")
+    return {"plain_us": plain, "half_us": half, "ratio": half / plain}
+
+
+async def _measure(setup: Setup, load: Load) -> dict[str, Any]:
+    fills = measure_fills(load, (100_000, 200_000))
+    return {"fills": fills, "others": measure_others(setup, load)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the measurement; print and save its results; return the exit code."""
+    program = "python -m penstock.loadtests.micro.token_masks"
+    setup, load = read_flags(program, "Filling of token masks.", (Setup, Load), arguments)
+    config = {**asdict(setup), **asdict(load)}
+    return run(lambda: _measure(setup, load), config, setup.save_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
