@@ -59,14 +59,14 @@ def choose_num_blocks(
 def _available_bytes(device: torch.device, profile: Callable[[], int] | None) -> int:
     if device.type == "cuda":
         if profile is None:
-            return _room_on_gpu(device, 0, _GPU_FRACTION)
-        return _room_on_gpu(device, profile(), _GPU_FRACTION_OF_REST)
+            return _available_on_gpu(device, 0, _GPU_FRACTION)
+        return _available_on_gpu(device, profile(), _GPU_FRACTION_OF_REST)
     import psutil  # imported here because GPU-only installations may lack it, see docs/gpu.md
 
     return int(psutil.virtual_memory().available * _CPU_FRACTION)
 
 
-def _room_on_gpu(device: torch.device, needed: int, fraction: float) -> int:
+def _available_on_gpu(device: torch.device, needed: int, fraction: float) -> int:
     """Return the share of the memory that steps and KV transfers leave free, in bytes."""
     free = torch.cuda.mem_get_info(device)[0]
     return max(0, int((free - needed - reserved_bytes()) * fraction))
