@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.descriptor import Descriptor, MethodDescriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from hypothesis import strategies as st
@@ -57,6 +57,12 @@ METHODS: Mapping[str, MethodDescriptor] = {
     for service in SERVICES
     for method in service.methods
 }
+
+KNOWN_ID = "known"
+"""A request id that many calls have, so that their explanations are found."""
+
+STREAMS = ("/live",)
+"""Routes whose responses end only with the connection."""
 
 BEARERS = st.sampled_from(
     [
@@ -142,7 +148,7 @@ def requests(draw: st.DrawFn, route: HttpRoute, is_last: bool) -> bytes:
     content = draw(content_of(route))
     path = route.path.replace(
         "{name:path}", draw(st.sampled_from(["stub", "a/b", "%00", "..", ""]))
-    )
+    ).replace("{id:path}", draw(st.sampled_from([KNOWN_ID, "a/b", "%00", "..", ""])))
     if draw(one_in(16)):
         path += "?" + draw(st.sampled_from(["a=b", "%ff", "=&=", "stream=true"]))
     odd = draw(st.sets(st.sampled_from(sorted(HEADERS)), max_size=2)) if draw(one_in(3)) else ()
@@ -192,8 +198,9 @@ def http_inputs(draw: st.DrawFn, routes: Sequence[HttpRoute]) -> Input:
             return RawInput(route.port, broken, draw(st.sampled_from(["close", "leave"])))
         case 7:
             return RawInput(route.port, draw(pieces_of(data)), "close")
-    is_single = count == 1 and b"upgrade" not in data
-    ending = "read" if b"upgrade" not in data else "leave"
+    never_ends = b"upgrade" in data or any(each.path in STREAMS for each in chosen)
+    is_single = count == 1 and not never_ends
+    ending = "leave" if never_ends else "read"
     label = f"{route.method} {route.path}" if is_single else ""
     return RawInput(route.port, draw(pieces_of(data)), ending, label)  # type: ignore[arg-type]
 
@@ -219,6 +226,14 @@ METADATA_NAMES = st.sampled_from(["x-request-id", "user-agent", "x-a", "grpc-tra
 METADATA_VALUES = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=20)
 
 
+def _serialized(draw: st.DrawFn, descriptor: Descriptor) -> bytes:
+    message: Any = draw(messages_of(descriptor))
+    if "request_id" in descriptor.fields_by_name and draw(st.booleans()):
+        message.request_id = KNOWN_ID
+    content: bytes = message.SerializeToString()
+    return content
+
+
 @st.composite
 def grpc_inputs(draw: st.DrawFn) -> Input:
     """Draw a call of any method; some have malformed messages, none, or several."""
@@ -227,9 +242,7 @@ def grpc_inputs(draw: st.DrawFn) -> Input:
     is_malformed = draw(one_in(6))
     count = draw(st.sampled_from([1] * 12 + [0, 2]))
     messages = tuple(
-        draw(malformed(descriptor))
-        if is_malformed
-        else draw(messages_of(descriptor)).SerializeToString()
+        draw(malformed(descriptor)) if is_malformed else _serialized(draw, descriptor)
         for _ in range(count)
     )
     bearer = draw(BEARERS) if draw(one_in(10)) else f"Bearer {USER}"
