@@ -22,8 +22,8 @@ from penstock.workers.weights.quantized_layouts import (
     stored_tensors,
 )
 from penstock.workers.weights.regions import Region
-from penstock.workers.weights.safetensors import TensorEntry
 from penstock.workers.weights.sharding import region_shape
+from penstock.workers.weights.tensor_entry import TensorEntry
 
 log = logging.getLogger(__name__)
 
