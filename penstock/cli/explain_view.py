@@ -85,7 +85,8 @@ def _summary(request: Json) -> Text:
     if request["first_token_seconds"]:
         text.append(f"\nfirst token after {duration(request['first_token_seconds'])}")
         if request["prefill_steps"]:
-            text.append(f", in {request['prefill_steps']} steps")
+            count = request["prefill_steps"]
+            text.append(f", in {count} step{'s' * (count != 1)}")
     counts = {name: request[name] for name in ("preemptions", "failovers", "migrations")}
     if request["transferred_bytes"]:
         counts["KV bytes transferred"] = request["transferred_bytes"]
