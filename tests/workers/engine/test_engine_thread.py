@@ -69,6 +69,9 @@ class StubEngine:
     def drain_events(self, result: StepResult) -> None:
         pass
 
+    def begin_masks(self, plan: StubPlan, table: None) -> None:
+        pass
+
     def execute(self, plan: StubPlan, table: None) -> Any:
         return self.sample(plan, self.execute_model(plan), table)
 
