@@ -42,10 +42,17 @@ def read_flags(
     for record in records:
         _add(parser.add_argument_group(str(record.__doc__).lower().rstrip(".")), record)
     given = vars(parser.parse_args(arguments))
-    values = {name: tuple(one) if isinstance(one, list) else one for name, one in given.items()}
     return [
-        record(**{each.name: values[each.name] for each in fields(record)}) for record in records
+        record(**{each.name: _value(each.default, given[each.name]) for each in fields(record)})
+        for record in records
     ]
+
+
+def _value(default: Any, given: Any) -> Any:
+    """Return the value of a field: `given`, or a tuple in place of the list of a repeated flag."""
+    if not isinstance(default, tuple):
+        return given
+    return default if given is None else tuple(given)
 
 
 def _add(group: Any, record: type) -> None:
@@ -59,8 +66,8 @@ def _add(group: Any, record: type) -> None:
             flag = f"--{each.name.replace('_', '-')}"
             argument_options = _argument_options(hints[each.name])
             names = (flag, *each.metadata["also"])
-            # The action "extend" appends to a list.
-            default = list(each.default) if isinstance(each.default, tuple) else each.default
+            # The action "extend" would append to a default.
+            default = None if isinstance(each.default, tuple) else each.default
             group.add_argument(
                 *names, dest=each.name, default=default, help=about, **argument_options
             )
