@@ -52,7 +52,7 @@ from penstock.kernels.norm.op import (
 )
 from penstock.kernels.rope.op import rotary_table, rotate_, rotate_reference
 
-Result: TypeAlias = tuple[Tensor, Tensor]  # what a kernel computed, and the exact result
+Result: TypeAlias = tuple[Tensor, Tensor]  # a kernel's result, and the exact result
 Case: TypeAlias = tuple[str, Callable[[], Result]]
 Ints: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int32]]"
 

@@ -1,4 +1,4 @@
-"""Verification of KV transfer messages: each ends with a trailer that has its checksum.
+"""Verification of KV transfer messages by a trailer, which contains a checksum.
 
 A message is its data, padding to a multiple of 8 bytes, and the trailer: three int64, which are the
 transfer's epoch, the index of the message and the checksum of the data. Nothing here waits for the
@@ -46,7 +46,7 @@ def inspect(message: Tensor, num_bytes: int) -> Tensor:
 
 
 def verify(found: Sequence[int], epoch: int, index: int) -> str:
-    """Return why a message is wrong, or "" if it is right; `found` is a result of `inspect`.
+    """Return the problem of a message, or "" if it is valid; `found` is a result of `inspect`.
 
     Raises:
         PairBroken: The trailer belongs to another message, so the two ranks are out of step.
