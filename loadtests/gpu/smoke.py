@@ -1,12 +1,12 @@
-"""Compiles all kernels for the device, and compares each with float64: the first section to read.
+"""Compiles all kernels for the device, and compares the result of each with float64.
 
 1. The kernels of all AOT cases (`tests/aot/cases`) are compiled in parallel, which also fills
-   Triton's cache for the sections that follow. Broken AOT rules are listed, but do not fail.
+   Triton's cache for the sections that follow. Broken AOT rules are listed, but are no failures.
 2. Each group of `smoke_cases` runs in a process of its own, in every dtype of the device: bfloat16
    on a GPU; float16 and float32 under Triton's interpreter. Unwritten results are NaN.
 
 A line of JSON is written when a case starts and when it ends. If a process crashes or hangs, its
-current case fails, and the process is started again with the cases behind it.
+current case fails, and a new process runs the cases after it.
 """
 
 import argparse

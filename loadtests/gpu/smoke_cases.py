@@ -1,7 +1,7 @@
 """Cases of the smoke section: each computes one operation once, and the exact result in float64.
 
-The cases of a group run in one process. Their inputs are random, with lengths that are no multiples
-of tiles. The exact results are computed on the host, from the inputs as the kernels get them.
+The cases of a group run in one process. Inputs are random; their lengths are not multiples of
+tiles. The exact results are computed on the host from the same (rounded) inputs.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,9 +1,9 @@
 """Measures the filling of token masks for large vocabularies, and its cost for other streams.
 
-`python -m penstock.loadtests.micro.token_masks` makes byte-level vocabularies of random words,
-follows random answers of some JSON Schemas, and measures the processor time of the thread that
-fills the masks. Then it decodes with the bundled model, in turns without constraints and with
-constraints on half of the sequences, and compares the processor time per token.
+`python -m penstock.loadtests.micro.token_masks` makes byte-level vocabularies of random words. It
+follows random answers of some JSON Schemas and measures the processor time of the thread that fills
+the masks. Then it decodes with the bundled model, alternately without constraints and with
+constraints on half of the sequences. It compares the processor time per token.
 """
 
 import json

@@ -32,7 +32,7 @@ def chat_sizes(chat: pb.Chat) -> dict[str, int]:
 def check_chat(chat: pb.Chat, bounds: RequestBounds) -> None:
     """Refuse a chat whose tools, documents or variables are not valid JSON, or too large.
 
-    This takes long for large chats, which are checked in a helper process.
+    Large chats are checked in a helper process, because this takes long.
 
     Raises:
         ServingError: INVALID; the message names the field.

@@ -164,7 +164,7 @@ class OverlapStepper:
             self._batcher.withdraw(plan)
 
     def _begin_masks(self) -> None:
-        """Start to fill the masks of the step that computes, now that its log is committed."""
+        """Start to fill the masks of the running step; all earlier steps must be committed."""
         if self._computing is not None:
             self._executor.begin_masks(self._computing, self._batcher.table)
 

@@ -29,7 +29,7 @@ def message_bytes(num_bytes: int) -> int:
 
 
 def seal(message: Tensor, num_bytes: int, epoch: int, index: int) -> None:
-    """Write the trailer of message `index` of a transfer behind its data.
+    """Write the trailer of message `index` of a transfer after its data.
 
     Args:
         message: [message_bytes(num_bytes)] uint8, with the data in front.

@@ -1,8 +1,8 @@
 """Searches for the highest request rate that a server sustains; pure code without I/O.
 
-The rate is doubled until a step misses the goals (or halved until one keeps them). Then the gap
-between the highest rate that kept the goals and the lowest that missed them is halved on a
-logarithmic scale, until their ratio is at most `precision`.
+The rate is doubled until a step misses the goals (or halved until one keeps them). Then a bisection
+on a logarithmic scale follows. It ends when the ratio of the lowest rate that missed the goals to
+the highest rate below it that kept them is at most `precision`.
 """
 
 import math

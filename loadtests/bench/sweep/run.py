@@ -1,4 +1,4 @@
-"""Runs a sweep: one load after another, at the rates that the search asks for."""
+"""Runs a sweep: one load after another, at the rates that the search returns."""
 
 import dataclasses
 import math

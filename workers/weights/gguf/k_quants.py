@@ -48,8 +48,9 @@ def _q3_k(blocks: Tensor) -> Tensor:
     """Convert 16 groups of 16 items.
 
     Bytes: 32 with the high bit of each item; 64 with 2 low bits per item; 12 with scales; d. A high
-    bit of 0 subtracts 4. The 16 scales have 6 bits, minus 32: the low and high halves of 8 bytes
-    have the low 4 bits of scales 0 to 7 and 8 to 15, and 4 more bytes the 2 high bits of each.
+    bit of 0 subtracts 4. The 16 scales have 6 bits, minus 32. The halves of 8 bytes have the low 4
+    bits: the low halves of scales 0 to 7, the high halves of 8 to 15. Then 4 bytes have the 2 high
+    bits of each scale.
     """
     high = bits(blocks[:, :32], 1, 8).flatten(1)
     low = bits(blocks[:, 32:96].view(-1, 2, 32), 2, 4).flatten(1)
