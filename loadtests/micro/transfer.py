@@ -209,7 +209,7 @@ class Times:
 
 
 async def measure_once(amounts: Amounts) -> dict[str, Any]:
-    """Measure the transfer and bare gloo in turns.
+    """Measure the transfer and bare gloo alternately.
 
     Raises MeasurementFailed if a transfer fails or changes a byte.
     """
@@ -289,7 +289,7 @@ def describe(name: str, figures: dict[str, Any]) -> str:
 
 
 async def measure(program: Program, amounts: Amounts) -> dict[str, Any]:
-    """Measure this tree, and the tree of `--against` in turns with it; print the figures."""
+    """Measure this tree, alternating with the tree of `--against` if given; print the figures."""
     here = SourceTree.at(Path(penstock.__file__).parent.parent)
     trees = {"now": here}
     if program.against:

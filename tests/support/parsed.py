@@ -1,4 +1,4 @@
-"""Parses whole answers that are split in every way, and collects what their parser found."""
+"""Parses whole answers that are split in every way, and collects the pieces that result."""
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -25,7 +25,7 @@ FIRST_POSITIONS = 64
 
 
 SCORED_ROWS = 128
-"""Prompt tokens whose logits exist at once when prompts are scored."""
+"""Maximum number of prompt tokens whose logits are in memory together in scoring."""
 
 
 class ModelRunner:

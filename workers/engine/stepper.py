@@ -224,7 +224,7 @@ class DeviceStepper(OverlapStepper):
     def plan_next(self) -> None:
         """Plan as `OverlapStepper` does, unless the next step needs tokens of this one on the host.
 
-        This is so if this step is sampled on the host, or a mask of the next step reads its tokens.
+        It needs them if this step is sampled on the host, or a mask of the next step reads them.
         """
         newest = self._newest
         if newest is not None and newest.tokens is not None and not newest.reads_log:

@@ -47,7 +47,7 @@ def plot(steps: Sequence[Step], knee: Step | None) -> Iterator[str]:
 
 
 def conclusion(result: Result, goals: Goals, attainment: float) -> str:
-    """Return a sentence with the knee and what to do with it."""
+    """Return a sentence with the knee and advice."""
     limits = ", ".join(f"{name} {_time(limit)}" for name, limit in goals.limits().items())
     knee, missed = result.knee(), result.first_missed()
     if knee is None:

@@ -165,7 +165,7 @@ class _Cursor:
         )
 
     def need(self, num_bytes: int, what: str) -> None:
-        """Raise `BadCheckpoint` if the header has fewer bytes left; `what` names their use."""
+        """Raise `BadCheckpoint` if fewer than `num_bytes` bytes are left for `what`."""
         left = self._end - self.position
         if num_bytes <= left:
             return

@@ -1,7 +1,7 @@
 """The messages of a conversation in the form that a chat template reads.
 
-A message is a mapping with a role and a content (a string, a list of text parts, or None), and
-perhaps with `name`, `tool_calls`, `tool_call_id` and `reasoning_content`, all in OpenAI's form.
+A message is a mapping in OpenAI's form. It has a role and a content (a string, a list of text
+parts, or None), and may have `name`, `tool_calls`, `tool_call_id` and `reasoning_content`.
 Templates are written for transformers, whose messages differ: see `with_form`.
 """
 

@@ -1,6 +1,6 @@
-"""Moves on a device that completes work later, as a GPU: nothing is reported or reused too early.
+"""Moves on a device that completes work later, as a GPU does: no report or reuse is too early.
 
-The lane of these tests runs work at once and reaches its marks when the test says so.
+The lane of these tests runs work at once, and reaches a mark when the test allows it.
 """
 
 import threading
