@@ -160,8 +160,8 @@ def attend_kernel(  # noqa: C901
                 start, stop = all_low, all_high
             else:
                 start, stop = all_high, high
-            # Each iteration loads the block numbers of the next one: Triton's pipeliner copies a
-            # tile ahead only if its address does not depend on a load in the same iteration.
+            # An iteration loads the block numbers of the next one: Triton's pipeliner copies a
+            # tile ahead only if no load in the same iteration gives its address.
             ahead = start + tl.arange(0, BLOCK_N)
             next_block = tl.load(table + ahead // S, mask=ahead < high, other=0)
             for at in tl.range(start, stop, BLOCK_N):
