@@ -86,7 +86,7 @@ def write_vocabulary(folder: Path, size: int, seed: int = 0) -> None:
 
 
 def _pieces(numbers: random.Random, space: str) -> Iterator[str]:
-    """Yield digits, signs as in JSON, then words of random syllables without end."""
+    """Yield digits, then signs as in JSON, then an endless sequence of random words."""
     yield from (f"{number:0{digits}}" for digits in (2, 3) for number in range(10**digits))
     signs = ('{"', '":', '",', '"}', "[{", "}]", '":"', '","', '"},', "}}", "]}", '{"')
     yield from (lead + sign for sign in signs for lead in ("", space))

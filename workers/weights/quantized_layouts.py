@@ -294,7 +294,7 @@ def _awq_nibbles(words: Tensor) -> Tensor:
 def _awq_codes(words: Tensor) -> Tensor:
     """Convert words [inputs, outputs / 8] to codes [outputs, inputs / 2] of `QuantizedMatrix`.
 
-    The number of inputs is even, because the size of AWQ's groups is.
+    The number of inputs must be even.
     """
     codes = torch.empty(
         8 * words.shape[1], len(words) // 2, dtype=torch.uint8, device=words.device

@@ -31,7 +31,7 @@ SCHEMA_OPTIONS: "JsonCompileOptions" = {
 
 
 def parser_limits() -> LLParserLimits:
-    """Return limits with which a constraint compiles in about 0.3 s and a mask takes 20 ms."""
+    """Return limits that bound compilation to about 0.3 s, and a mask to about 20 ms."""
     return LLParserLimits(
         initial_lexer_fuel=250_000,
         max_lexer_states=50_000,
