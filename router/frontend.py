@@ -75,7 +75,7 @@ class Frontend:
         self.scaling = snapshot.Scaling()  # as last reported by the supervisor
         self.roles = RoleRecorder(lambda worker, role: self.post(ev.RoleChanged(worker, role)))
         self.routers: Sequence[snapshot.RouterState] = ()  # all, as reported by the supervisor
-        self.node = ""  # IP address of the router's node, set by the process that knows it
+        self.node = ""  # IP address of the router's node; "" if the process has not set it
         # Called with the name and the address of a stuck worker, and the reason.
         self.on_stuck_worker: Callable[[str, str, str], None] = lambda worker, address, reason: None
         self._limits = limits

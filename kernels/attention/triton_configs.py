@@ -99,7 +99,7 @@ def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cach
     columns = 32 if _chip_family(chip) == "little" and width > 64 else 64
     if width > 128:
         columns //= 2
-    if cached == 1:  # FP8: twice as many columns have as many bytes
+    if cached == 1:  # FP8: twice the columns have the same number of bytes
         columns *= 2
     return Tiles(rows, columns, 4, 3)
 

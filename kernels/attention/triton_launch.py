@@ -215,7 +215,7 @@ class TiledPlan:
 
     def _prefix(self, num_tokens: int, tiles: Tiles) -> _Prefix:
         device = self.batch.tables.device
-        # On the host, whatever the default device, because the number of items is read there.
+        # Create on the host, not on the default device: the number of items is read on the host.
         starts = torch.tensor([0, num_tokens], dtype=torch.int32, device="cpu")
         number = torch.tensor([self.prefix // SPLIT], dtype=torch.int32, device="cpu")
         batch = Batch(starts.to(device), (starts[1:] + self.prefix).to(device), self.batch.tables)

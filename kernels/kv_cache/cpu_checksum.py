@@ -11,7 +11,7 @@ Words = npt.NDArray[np.int64]
 
 @numba.njit("int64(int64[::1], int64[::1])", nogil=True, cache=True)
 def sum_words(words: Words, weights: Words) -> np.int64:
-    """Return the sum of `sum_words` of `checksum`, for [n] words and more than n weights."""
+    """Compute `checksum.sum_words` for [n] words and at least n + 1 weights."""
     total = np.int64(0)
     for i in range(len(words)):
         total += words[i] * weights[i] + (words[i] >> 32) * weights[i + 1]

@@ -1,8 +1,8 @@
 """AVX-512 loops of `quantized`, compiled by numba.
 
-A tile of `BLOCK_K` inputs and one panel of outputs is converted to float32 and stays in the L1 or
+A tile of `BLOCK_K` inputs and one panel of outputs is converted to float32. It stays in the L1 or
 L2 cache while the rows of x are multiplied by it. The multiplications are those of
-`cpu_f32_avx512`, in the same order, so the result is bitwise that of float32 panels with the same
+`cpu_f32_avx512` in the same order, so the result is bitwise that of float32 panels with the same
 weights.
 """
 

@@ -19,7 +19,7 @@ def _all(value: int) -> Any:
 
 
 def _load_bytes(context, builder, signature, arguments):
-    """Emit the load of VECTOR_WIDTH bytes from element `arguments[1]` on, as int32."""
+    """Emit a load of VECTOR_WIDTH bytes, starting at element `arguments[1]`, as int32."""
     array = context.make_array(signature.args[0])(context, builder, arguments[0])
     narrow = ir.VectorType(ir.IntType(8), VECTOR_WIDTH)
     pointer = builder.bitcast(builder.gep(array.data, [arguments[1]]), narrow.as_pointer())

@@ -35,7 +35,7 @@ from penstock.kernels.triton_common.launch import runs_kernels, use_triton
 Kind = Literal["int4", "int8", "fp8"]
 
 TILE_WEIGHTS = 1 << 20
-"""Largest number of weights that are held as floats at a time, where torch multiplies."""
+"""Maximum number of weights that `TiledLinear` holds as floats at a time, or one row."""
 
 _KINDS: dict[Kind, int] = {"int4": 0, "int8": 1, "fp8": 2}  # as in `cpu_dequantizing`
 
@@ -44,8 +44,8 @@ _KINDS: dict[Kind, int] = {"int4": 0, "int8": 1, "fp8": 2}  # as in `cpu_dequant
 class QuantizedMatrix:
     """A matrix [N, K] as codes, scales and zero points; `kind` gives the meaning of a code.
 
-    "int4" and "int8" are unsigned: signed codes are stored with 8 or 128 added, which is then their
-    zero point. "fp8" has no zero points.
+    "int4" and "int8" are unsigned: signed codes are stored with 8 or 128 added, and their zero
+    point is that number. "fp8" has no zero points.
     """
 
     kind: Kind
@@ -59,7 +59,7 @@ class QuantizedMatrix:
         return len(self.codes), len(self.groups)
 
     def dequantize(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Return rows [first, last) as float32: each is exactly rounded from its product."""
+        """Return rows [first, last) as float32; each weight is a product that is rounded once."""
         rows = slice(first, last)
         codes, groups = self.codes[rows], self.groups.long()
         scales = self.scales[rows][:, groups]
@@ -79,7 +79,7 @@ def concatenate(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     """Concatenate the rows of matrices of one kind.
 
     Raises:
-        ValueError: The matrices differ in their groups, for example by act-order.
+        ValueError: The matrices differ in kind or groups, for example because of act-order.
     """
     first = matrices[0]
     if len(matrices) == 1:
@@ -137,7 +137,7 @@ def quantized_matmul(
         codes: as in `QuantizedMatrix`; so are `scales`, `zeros` and `groups`.
         bias: [N] of the dtype of x, or None.
         kind: meaning of the codes.
-        one_group: True if the groups are ranges of a multiple of `TILE_INPUTS` inputs.
+        one_group: True if all inputs of each tile of `TILE_INPUTS` inputs are in one group.
 
     Raises:
         ValueError: a shape, dtype or stride is wrong, or x is on a CPU.

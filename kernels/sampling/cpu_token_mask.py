@@ -9,7 +9,7 @@ from penstock.kernels.cpu_common.numba_runtime import entry
 
 @entry("void(float32[:,::1], int64[::1], int32[:,::1])", error_model="numpy")
 def apply_token_mask(logits: Any, rows: Any, words: Any) -> None:
-    """Set excluded logits of the given rows to -inf; whole words are tested first."""
+    """Set excluded logits of the given rows to -inf; skip words that allow all their tokens."""
     vocab_size = logits.shape[1]
     for at in range(len(rows)):
         row = logits[rows[at]]

@@ -1,6 +1,6 @@
 """Excludes tokens from rows of logits by packed bit masks, in place.
 
-Bit t % 32 of word t // 32 of a mask says whether token t is allowed, the layout of llguidance.
+Token t is allowed if bit t % 32 of word t // 32 of a mask is set. llguidance uses the same layout.
 """
 
 from functools import cache

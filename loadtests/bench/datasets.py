@@ -1,8 +1,8 @@
 """Reads conversations in ShareGPT's format: a JSON list of `{"conversations": [{from, value}]}`.
 
 The load has the first message of each conversation as a prompt, and an answer that is as long as
-the reply to it. As no tokenizer is at hand, four characters are counted as one token; afterwards,
-the results contain the numbers of prompt tokens that the server counted.
+the reply to it. There is no tokenizer, so four characters are counted as one token. The results
+contain the numbers of prompt tokens that the server counted.
 """
 
 import json

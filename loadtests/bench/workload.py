@@ -115,7 +115,7 @@ def drawn_load(
 
 
 def with_prefixes(plan: Sequence[Planned], num_tokens: int, count: int) -> list[Planned]:
-    """Put one of `count` shared prefixes of `num_tokens` tokens before each prompt, in turns."""
+    """Put one of `count` shared prefixes of `num_tokens` tokens before each prompt, cyclically."""
     return [
         replace(
             planned,

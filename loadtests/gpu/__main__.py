@@ -1,8 +1,8 @@
 """GPU tests and benchmarks: `make gpu`, or `python -m penstock.loadtests.gpu`.
 
-The run does not need Ray. Its sections measure the device's limits, compute every kernel once, run
-the kernel tests and a KV transfer between two processes, time every operation against other
-implementations, time decode steps of the engine, and measure the cost of deterministic mode.
+The run does not need Ray. Its sections measure the device's limits, compute every kernel once, and
+run the kernel tests and a KV transfer between two processes. They also time every operation against
+other implementations, time decode steps of the engine, and measure the cost of deterministic mode.
 
 The sections form stages, each of which takes less than eight minutes: `make gpu ARGS=1` runs the
 first. Without arguments, all stages run. The results are one JSON file, and an archive with that

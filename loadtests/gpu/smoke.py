@@ -1,12 +1,12 @@
-"""Compiles all kernels for the device, and compares each with float64: the first section to read.
+"""Compiles all kernels for the device, and compares the result of each with float64.
 
 1. The kernels of all AOT cases (`tests/aot/cases`) are compiled in parallel, which also fills
-   Triton's cache for the sections that follow. Broken AOT rules are listed, but do not fail.
+   Triton's cache for the sections that follow. Broken AOT rules are listed, but are no failures.
 2. Each group of `smoke_cases` runs in a process of its own, in every dtype of the device: bfloat16
    on a GPU; float16 and float32 under Triton's interpreter. Unwritten results are NaN.
 
 A line of JSON is written when a case starts and when it ends. If a process crashes or hangs, its
-current case fails, and the process is started again with the cases behind it.
+current case fails, and a new process runs the cases after it.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from penstock.loadtests.gpu.smoke_cases import EXACT, GROUPS, Inputs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 130.0  # time limit of the section
-COMPILE_SECONDS = 60.0  # part of SECONDS for compiling; what is not compiled by then is left out
+COMPILE_SECONDS = 60.0  # part of SECONDS for compiling; kernels that are not ready are left out
 CASE_SECONDS = 20.0  # a process whose case takes longer is stopped
 INTERPRETED_CASE_SECONDS = 300.0
 INTERPRETED_SECONDS = 400.0  # time limit of the section under the interpreter
@@ -60,7 +60,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 
 def run_group(name: str, inputs: Inputs, skipped: int) -> Iterator[dict[str, Any]]:
-    """Run the cases of a group behind the first `skipped`; yield a line before and after each."""
+    """Run the cases of a group after the first `skipped`; yield a line before and after each."""
     limit = 0.0 if name in EXACT else LIMITS[inputs.dtype]
     dtype = str(inputs.dtype).removeprefix("torch.")
     for number, (case, compute) in enumerate(GROUPS[name](inputs)):
@@ -100,10 +100,10 @@ def watch(
     ends: float,
     module: str = "penstock.loadtests.gpu.smoke",
 ) -> None:
-    """Run a group in processes until all cases ended or it is `ends`; lines go to `path`.
+    """Run a group in processes until all cases have ended, or time `ends`; write lines to `path`.
 
-    The current case of a process that crashes or hangs gets a line, and another process runs the
-    cases behind it.
+    If a process crashes or hangs, its current case is recorded as failed, and another process runs
+    the remaining cases.
     """
     skipped = 0
     seconds = CASE_SECONDS if options.device.type == "cuda" else INTERPRETED_CASE_SECONDS
@@ -201,7 +201,7 @@ def compile_all(chip: DeviceInfo, names: Sequence[str], ends: float) -> Iterator
 
 
 def figures_of(compiled: Sequence[dict[str, Any]], paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the results so far as JSON values; failed cases and failed compilations fail."""
+    """Return the results so far as JSON values; failed cases and compilations are failures."""
     cases = [line for path in paths for line in read_lines(path) if line["outcome"] != "started"]
     complaints = [
         f"{line['kernel']} ({line['case']}): {complaint}"

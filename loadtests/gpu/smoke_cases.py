@@ -1,7 +1,7 @@
 """Cases of the smoke section: each computes one operation once, and the exact result in float64.
 
-The cases of a group run in one process. Their inputs are random, with lengths that are no multiples
-of tiles. The exact results are computed on the host, from the inputs as the kernels get them.
+The cases of a group run in one process. Inputs are random; their lengths are not multiples of
+tiles. The exact results are computed on the host from the same (rounded) inputs.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ from penstock.kernels.norm.op import (
 )
 from penstock.kernels.rope.op import rotary_table, rotate_, rotate_reference
 
-Result: TypeAlias = tuple[Tensor, Tensor]  # what a kernel computed, and the exact result
+Result: TypeAlias = tuple[Tensor, Tensor]  # a kernel's result, and the exact result
 Case: TypeAlias = tuple[str, Callable[[], Result]]
 Ints: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int32]]"
 

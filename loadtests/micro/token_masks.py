@@ -1,9 +1,9 @@
 """Measures the filling of token masks for large vocabularies, and its cost for other streams.
 
-`python -m penstock.loadtests.micro.token_masks` makes byte-level vocabularies of random words,
-follows random answers of some JSON Schemas, and measures the processor time of the thread that
-fills the masks. Then it decodes with the bundled model, in turns without constraints and with
-constraints on half of the sequences, and compares the processor time per token.
+`python -m penstock.loadtests.micro.token_masks` makes byte-level vocabularies of random words. It
+follows random answers of some JSON Schemas and measures the processor time of the thread that fills
+the masks. Then it decodes with the bundled model, alternately without constraints and with
+constraints on half of the sequences. It compares the processor time per token.
 """
 
 import json
@@ -86,7 +86,7 @@ def write_vocabulary(folder: Path, size: int, seed: int = 0) -> None:
 
 
 def _pieces(numbers: random.Random, space: str) -> Iterator[str]:
-    """Yield digits, signs as in JSON, then words of random syllables without end."""
+    """Yield digits, then signs as in JSON, then an endless sequence of random words."""
     yield from (f"{number:0{digits}}" for digits in (2, 3) for number in range(10**digits))
     signs = ('{"', '":', '",', '"}', "[{", "}]", '":"', '","', '"},', "}}", "]}", '{"')
     yield from (lead + sign for sign in signs for lead in ("", space))

@@ -1,4 +1,4 @@
-"""Moves the KV of a long prompt between two processes, beside bare send and receive over gloo.
+"""Moves the KV of a long prompt between two processes, and compares with bare gloo.
 
 `python -m penstock.loadtests.micro.transfer` starts a source and a destination process on this
 machine. They have random KV and no model, and transfer blocks as two workers do: control channel,
@@ -7,7 +7,7 @@ processes send the same number of bytes from one buffer into another over gloo. 
 both (A B A B ...), so other load on the machine affects both.
 
 The result is the ratio bare / transfer of the times of each round. With `--against DIR`, another
-source tree is measured in turns with this one.
+source tree is measured too, alternating with this one.
 """
 
 import asyncio
@@ -209,7 +209,7 @@ class Times:
 
 
 async def measure_once(amounts: Amounts) -> dict[str, Any]:
-    """Measure the transfer and bare gloo in turns.
+    """Measure the transfer and bare gloo alternately.
 
     Raises MeasurementFailed if a transfer fails or changes a byte.
     """
@@ -289,7 +289,7 @@ def describe(name: str, figures: dict[str, Any]) -> str:
 
 
 async def measure(program: Program, amounts: Amounts) -> dict[str, Any]:
-    """Measure this tree, and the tree of `--against` in turns with it; print the figures."""
+    """Measure this tree, alternating with the tree of `--against` if given; print the figures."""
     here = SourceTree.at(Path(penstock.__file__).parent.parent)
     trees = {"now": here}
     if program.against:

@@ -2,7 +2,7 @@
 
 
 class BadCheckpoint(ValueError):
-    """A checkpoint is not complete and valid; the message says what to do."""
+    """A checkpoint is incomplete or invalid; the message names the problem."""
 
 
 class UnsupportedModel(ValueError):

@@ -71,7 +71,7 @@ class SamplingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of a request are generated and when its answers end.
+    """Settings of one request for sampling and for the ends of its answers.
 
     `min_tokens` and `max_tokens` count the whole answer: when an answer is continued on another
     worker or in another call, the tokens generated before are included.

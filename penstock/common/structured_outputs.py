@@ -1,7 +1,7 @@
-"""Form that an answer must have: the constraint of a request, as text.
+"""The constraint of a request on the form of its answers, as text.
 
-The record says what is wanted; `penstock.common.grammar` turns it into a grammar. The names of the
-kinds are those of vLLM's `StructuredOutputsParams`.
+`penstock.common.grammar` converts the text to a grammar. The names of the kinds are those of
+vLLM's `StructuredOutputsParams`.
 """
 
 import json

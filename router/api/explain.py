@@ -1,4 +1,4 @@
-"""Explanations of requests for all protocols: lookup here and at the other routers, and JSON."""
+"""Explanations of requests: lookup at this router and the others, and conversion to JSON."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ TRAILER = "penstock-explain"
 MAX_REQUESTS = 64
 """Requests in one reply: the newest ones."""
 MAX_SHORT = 8
-"""Workers and reasons in a short form: the size of metadata is limited."""
+"""Maximum number of workers, and of reasons, in a short form: gRPC limits metadata."""
 FORWARD_SECONDS = 2.0
 """Time limit of a call to another router."""
 UNSPECIFIED = ("0.0.0.0", "[::]")

@@ -18,7 +18,7 @@ MAX_READ = RequestBounds().max_messages
 
 def chat_sizes(chat: pb.Chat) -> dict[str, int]:
     """Return the numbers of entries in the lists of a chat, as arguments of `CallSizes`."""
-    # A chat of a million messages is refused for their number, which is fast.
+    # Do not read the messages of a chat that is refused for their number anyway.
     messages = chat.messages if len(chat.messages) <= MAX_READ else ()
     return {
         "messages": len(chat.messages),
@@ -32,7 +32,7 @@ def chat_sizes(chat: pb.Chat) -> dict[str, int]:
 def check_chat(chat: pb.Chat, bounds: RequestBounds) -> None:
     """Refuse a chat whose tools, documents or variables are not valid JSON, or too large.
 
-    This takes long for large chats, which are checked in a helper process.
+    Large chats are checked in a helper process, because this takes long.
 
     Raises:
         ServingError: INVALID; the message names the field.

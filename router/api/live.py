@@ -18,7 +18,7 @@ Fields: TypeAlias = dict[str, Any]
 
 UPDATE_SECONDS = 1.0
 WORKERS_PER_SECOND = 250
-"""With more workers, updates are rarer, so that they take the same share of the router's time."""
+"""With more workers, updates are less frequent, to bound their share of the router's time."""
 MAX_STREAMS = 16
 """Number of open streams; another one gets OVERLOADED."""
 
@@ -27,7 +27,7 @@ WORKER_COLUMNS = (
     *("used", "leased", "reserved", "cached", "free"),
     *("step_seconds", "preemptions", "hit_fraction"),
 )
-"""Columns of the rows of `workers`; of a worker without recent figures, only the first four."""
+"""Columns of the rows of `workers`; a worker without recent figures has only the first four."""
 
 
 class LiveStreams:
@@ -71,7 +71,7 @@ class LiveStreams:
 
 
 class Updates:
-    """The updates of one stream: the first has everything, the others only what has changed."""
+    """The updates of one stream: all workers, decisions and samples first, later only changes."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend

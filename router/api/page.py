@@ -17,7 +17,7 @@ MEDIA_TYPES = {
 }
 
 HEADERS = {
-    # Only files of this server, no inline code, no other page around this one.
+    # Allow only files of this server; forbid inline code and framing by other pages.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",

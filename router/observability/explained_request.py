@@ -48,7 +48,7 @@ class ExplainedEvent(NamedTuple):
 
 
 class ExplainedRequest:
-    """What happened to one request. Holds neither its prompt nor its answer.
+    """The recorded events and times of one request, without its prompt and answer.
 
     Args:
         request: the request.
@@ -102,7 +102,7 @@ class ExplainedRequest:
         self._add("arrived", now, tokens=self.num_prompt)
 
     def elapsed(self, now: float) -> float:
-        """Return the seconds since the arrival; after the end, those until the end."""
+        """Return the seconds from the arrival to `now`, or to the end of an ended request."""
         return self.seconds if self.finish_reason else now - self._start
 
     def times(self, now: float) -> list[float]:
@@ -186,7 +186,7 @@ class ExplainedRequest:
     # -------------------------------------------------------------- workers' messages
 
     def admitted(self, event: ev.Stepped, attempt: int, num_cached: int, now: float) -> None:
-        """Record that a worker has added the request to its batch, in the step that has ended."""
+        """Record that a worker added the request to its batch in the step that has just ended."""
         steps = 0 if event.load is None else event.load.num_steps
         if self._admitted is not None and self._admitted[0] == attempt:
             self.num_preemptions += 1
@@ -214,7 +214,7 @@ class ExplainedRequest:
         )
 
     def changed(self, state: RequestState, event: ev.Event | None, now: float) -> None:
-        """Record what `event` has changed in the request."""
+        """Record the changes that `event` has made to the request."""
         if state.num_losses > self.num_failovers:
             self.num_failovers = state.num_losses
             self._reason = "its worker was lost"
@@ -279,7 +279,7 @@ class ExplainedRequest:
 
     @property
     def _is_recovering(self) -> bool:
-        """Whether tokens that the request had are recomputed, or its worker was lost."""
+        """Whether the request has lost a worker, or its first token came in an earlier attempt."""
         return bool(self._started or self.num_failovers)
 
     def end(self, finished: FinishedRequest, now: float) -> None:

@@ -29,7 +29,7 @@ class Decision(NamedTuple):
     """A request that was sent to a worker.
 
     Attributes:
-        number: counts the decisions of this router, from 1.
+        number: sequence number of the decision at this router, from 1.
         at: seconds since 1970.
         request_id: the client's id of the request.
         tenant: name of the API key.
@@ -72,7 +72,7 @@ class Explanations(DecisionListener):
         self._numbers = count(1)
         self._open: dict[int, ExplainedRequest] = {}
         self._ended: deque[ExplainedRequest] = deque()
-        # By the client's id: the requests by number. Clients may use an id several times.
+        # Requests by client id, then by number: clients may use an id several times.
         self._by_id: dict[str, dict[int, ExplainedRequest]] = {}
         self._event: ev.Event | None = None  # the event that is being handled
 
@@ -124,7 +124,7 @@ class Explanations(DecisionListener):
     # -------------------------------------------------------------- events and commands
 
     def observe(self, event: ev.Event, now: float) -> None:
-        """Note the event that is handled next; call this before the dispatcher handles it."""
+        """Record the event that is handled next; call this before the dispatcher handles it."""
         self._event = event
         if type(event) is ev.Stepped and event.cached:
             for request, attempt, num_tokens in event.cached:

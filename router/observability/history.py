@@ -14,7 +14,7 @@ class Sample(NamedTuple):
     """Figures of one interval. Latencies are in seconds; None if nothing was measured.
 
     Attributes:
-        number: counts the samples, from 1.
+        number: sequence number of the sample, from 1.
         ttft_p50: median time to the first token.
         ttft_p95: 95th percentile.
         tpot_p50: median time between two tokens of a choice.
@@ -84,8 +84,8 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], fraction: float) ->
     """Return a quantile of a histogram, by linear interpolation within its bucket.
 
     Args:
-        bounds: inclusive upper bounds of the buckets, ascending; a last bucket has no bound and
-            counts as its lower bound.
+        bounds: inclusive upper bounds of the buckets, ascending. One more bucket has no bound; its
+            values are taken as the last of `bounds`.
         counts: number of values per bucket, one more than bounds.
         fraction: between 0 and 1.
 

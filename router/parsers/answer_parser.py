@@ -43,7 +43,7 @@ class ParsingOptions:
     Attributes:
         reads_calls: whether the model may call tools.
         is_forced: a grammar forces the whole answer to be calls.
-        forced_name: a forced answer is the arguments of this function; empty: an array of calls.
+        forced_name: function whose arguments the forced answer is; empty: it is an array of calls.
         is_parallel: whether calls after the first one are kept.
         shows_reasoning: whether reasoning is kept.
     """
@@ -140,7 +140,7 @@ class AnswerParsers:
         return self.tools != NONE
 
     def may_find(self, options: ParsingOptions) -> bool:
-        """Return whether answers with these options have anything to find but content."""
+        """Return whether answers with these options may contain anything but content."""
         return self.new("", options) is not None
 
     def markers(self, options: ParsingOptions) -> Sequence[str]:
@@ -155,7 +155,7 @@ class AnswerParsers:
             prompt_end: text of the prompt's last `PROMPT_END_TOKENS` tokens, with special tokens.
             options: options of the request.
         """
-        if options.is_forced:  # a grammar leaves no room for reasoning
+        if options.is_forced:  # the grammar allows no reasoning
             name = options.forced_name
             return AnswerParser(
                 NamedCallParser(name) if name else RequiredCallsParser(), None, options

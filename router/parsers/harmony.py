@@ -46,7 +46,7 @@ class HarmonyParser(Reader):
             self._kind = ARGUMENTS
             self._add_call(recipient[1].removeprefix(FUNCTIONS))
         elif recipient or (channel and channel[1] == "analysis"):
-            self._kind = REASONING  # also calls of tools that the model has by itself
+            self._kind = REASONING  # also calls of built-in tools
         else:
             self._kind = CONTENT
 
@@ -78,5 +78,5 @@ class HarmonyParser(Reader):
             each in self._header for each in self.markers
         )
         if is_text and not any(self._has_text.values()) and not self._num_calls:
-            self._add(CONTENT, self._header)  # the answer continues a begun message
+            self._add(CONTENT, self._header)  # no header: the answer continues a message
         self._text = ""

@@ -67,7 +67,7 @@ def _check(name: str, known: Mapping[str, object]) -> None:
 
 
 def detect_tool_parser(template: str) -> str:
-    """Return the parser for the calls that a chat template describes or writes, or `none`."""
+    """Return the name of the parser for the calls of a chat template, or `none`."""
     marks = (
         ("<|channel|>", HARMONY_TOOLS),
         ("[TOOL_CALLS]", "mistral"),
@@ -85,7 +85,7 @@ def detect_tool_parser(template: str) -> str:
     if CALL_BEGIN in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     if "<tool_call>" in template:
-        # Tags with another content than JSON: Qwen3-Coder and GLM.
+        # Qwen3-Coder and GLM use this tag for calls that are not JSON.
         return NONE if "<function=" in template or "<arg_key>" in template else "hermes"
     for mark, name in marks:
         if mark in template:
@@ -94,7 +94,7 @@ def detect_tool_parser(template: str) -> str:
 
 
 def detect_reasoning_parser(template: str) -> str:
-    """Return the parser for the reasoning that a chat template describes or writes, or `none`."""
+    """Return the name of the parser for the reasoning of a chat template, or `none`."""
     marks = (
         ("<|channel|>", HARMONY_REASONING),
         ("[THINK]", "mistral"),
@@ -112,6 +112,6 @@ def markers_of(name: str) -> tuple[str, ...]:
 
 
 def new_tool_parser(name: str) -> Reader:
-    """Return a parser of one answer."""
+    """Return a new parser for one answer."""
     parser: Reader = TOOL_PARSERS[name]()
     return parser

@@ -27,8 +27,8 @@ class Piece(NamedTuple):
 class OutputParser(Protocol):
     """A parser of one answer, fed with the text as it arrives.
 
-    The texts of all pieces of a kind (and call), put together, depend only on the whole text, not
-    on how it is split into calls of `feed`.
+    The concatenated texts of each kind (and call) depend only on the whole answer, not on how it
+    is split into calls of `feed`.
     """
 
     def feed(self, text: str) -> list[Piece]:
@@ -41,7 +41,7 @@ class OutputParser(Protocol):
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """Return pieces in which neighbors of the same kind and call are one."""
+    """Merge neighboring pieces of the same kind and call; never merge two `CALL` pieces."""
     found: list[Piece] = []
     for piece in pieces:
         last = found[-1] if found else None

@@ -1,4 +1,4 @@
-"""A base of parsers: unread text, and a state that reads it."""
+"""Base class of parsers: a state machine that reads an answer as it arrives."""
 
 import re
 from collections.abc import Callable
@@ -20,13 +20,13 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 @cache
 def _starts(markers: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """Return how many characters may be held, and the first characters of the markers."""
+    """Return the maximum number of held-back characters, and the markers' first characters."""
     firsts = {marker[0] for marker in markers if len(marker) > 1}
     return max(map(len, markers)) - 1, tuple(sorted(firsts))
 
 
 def held_length(text: str, markers: tuple[str, ...]) -> int:
-    """Return the length of the longest end of `text` that may be the start of a marker."""
+    """Return the length of the longest suffix of `text` that may be the start of a marker."""
     most, firsts = _starts(markers)
     end = text[-most:] if most else ""
     if not any(first in end for first in firsts):  # the usual case
@@ -43,8 +43,8 @@ def held_length(text: str, markers: tuple[str, ...]) -> int:
 class Reader:
     """Reads an answer with the method `_state`, which subclasses change as they read.
 
-    A state must not depend on how much text is unread: it decides only what more text cannot
-    change. White space next to tool calls is left out.
+    A state makes a decision only if more text cannot change it. The result then does not depend on
+    how the answer is split. White space next to tool calls is left out.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class Reader:
     def _until(self, *markers: str) -> tuple[str, str | None]:
         """Take the text before the first marker, and the marker.
 
-        Without a marker, take what cannot belong to one, and return None. No marker may be the
-        start of another.
+        Without a marker, take the text that cannot belong to one, and return None as the marker.
+        No marker may be the start of another.
         """
         found = _pattern(markers).search(self._text)
         if found is not None:

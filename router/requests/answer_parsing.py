@@ -15,7 +15,7 @@ from penstock.router.parsers.pieces import OutputParser
 
 CALL_ID_DIGITS = 24
 MISTRAL_ID_DIGITS = 9
-"""Length of the ids of calls in Mistral's templates, which refuse others."""
+"""Length that Mistral's chat templates require of call ids."""
 
 
 class AnswerParsing:
@@ -51,8 +51,8 @@ class AnswerParsing:
     def call_id(self, choice: int, call: int) -> str:
         """Return the id of a tool call, which depends only on the request.
 
-        The length of the prompt makes the ids of a conversation differ, whose requests may all
-        have the same id.
+        The length of the prompt is part of it, because all requests of a conversation may have the
+        same request id.
         """
         text = f"{self._seed}\0{choice}\0{call}"
         digits = hashlib.blake2b(text.encode(), digest_size=CALL_ID_DIGITS // 2).hexdigest()

@@ -24,7 +24,7 @@ RESERVED_VARIABLES = frozenset(
         *SPECIAL_TOKEN_NAMES,
     }
 )
-"""Variables and arguments of chat templates that a request sets otherwise, or not at all."""
+"""Variables and arguments of chat templates that a request sets by other fields, or cannot set."""
 
 
 def check_variables(variables: Collection[str], field: str) -> None:

@@ -12,7 +12,7 @@ NO_PARAMETERS: Mapping[str, Any] = {
     "additionalProperties": False,
 }
 NOT_SCHEMAS = ("const", "enum", "default", "examples")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values are mappings from any names to schemas."""

@@ -19,7 +19,7 @@ CODES: Mapping[ev.Status, Code] = {
 
 
 class OpenRequests:
-    """Delivers tokens and ends to the outputs of open requests, and records what happens to them.
+    """Delivers tokens and ends to the outputs of open requests, and records their events.
 
     Args:
         metrics: totals of the router.

@@ -26,7 +26,7 @@ class Helpers(Protocol):
 
 
 class StructuredOutputsChecker:
-    """Refuses constraints that no grammar can follow; each content is checked once.
+    """Refuses constraints that are invalid or not supported; remembers the valid ones.
 
     Args:
         helpers: check the constraints.
@@ -40,8 +40,8 @@ class StructuredOutputsChecker:
         """Check the constraints of a call's requests.
 
         Raises:
-            ServingError: INVALID if a constraint cannot be followed within the limits; errors of
-                `HelperPool.run`.
+            ServingError: INVALID if a constraint is invalid, not supported, or exceeds the limits;
+                also the errors of `HelperPool.run`.
         """
         for request in requests:
             wanted = request.sampling.structured_outputs

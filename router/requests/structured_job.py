@@ -10,10 +10,10 @@ from penstock.router.errors import invalid
 
 
 def structured_job(items: Sequence[bytes]) -> list[bytes]:
-    """Do the job: return nothing.
+    """Check the constraint `[kind, text]`, the only item; return an empty list.
 
     Raises:
-        ServingError: INVALID if no grammar can follow the constraint.
+        ServingError: INVALID if the constraint is invalid, not supported, or exceeds the limits.
     """
     kind, text = json.loads(items[0])
     try:

@@ -9,14 +9,14 @@ from penstock.router.errors import invalid
 from penstock.router.requests.json_text import dumps
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-"""The name of a function; OpenAI allows fewer characters, and no dots, colons and slashes."""
+"""A function's name; OpenAI's limit is lower, and excludes dots, colons and slashes."""
 
 Mode: TypeAlias = Literal["none", "auto", "required", "named"]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Whether the answer may or must call tools.
+    """The checked `tool_choice` of a request.
 
     Attributes:
         mode: `named` means the tool `name` must be called.
@@ -62,7 +62,7 @@ def read_tool_choice(given: object, tools: Sequence[Mapping[str, Any]]) -> ToolC
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse tools that are not functions with different names, in OpenAI's form."""
+    """Refuse tools that are not functions in OpenAI's form, and equal names."""
     names: set[str] = set()
     for index, tool in enumerate(tools):
         where = f"tools.{index}"
@@ -99,7 +99,7 @@ def check_json(name: str, value: object, max_bytes: int, max_depth: int | None =
         name: the field.
         value: its content.
         max_bytes: largest size as JSON.
-        max_depth: largest depth of lists and objects in each other; None: that of the JSON parser.
+        max_depth: maximum nesting of lists and objects; None: the limit of the JSON parser.
     """
     if not value:
         return

@@ -23,7 +23,7 @@ def append_runs(
     states: Mapping[int, RequestState],
     charge_output: Callable[[str, int], None],
 ) -> bool:
-    """Append runs of tokens to the logs of their requests; see `Dispatcher.append_runs`.
+    """Append all runs to the logs of their requests, or append none and return False.
 
     Args:
         worker: name of the worker that generated the tokens.

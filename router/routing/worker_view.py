@@ -139,7 +139,7 @@ class WorkerView:
         return max(self.num_sequences, reported)
 
     def set_load_table(self, table: LoadTable, row: int, position: int) -> None:
-        """Copy the load to a row of a table from now on; `position`: of this view in its fleet."""
+        """Copy the load to a row of `table` from now on; `position` is the view's in its fleet."""
         self._load_table, self._row, self._position = table, row, position
         self._update_sort_keys()
         self._update_speeds(table)

@@ -97,7 +97,7 @@ DECODE = 1  # index of the launch for split KV
 def test_attention_that_loads_its_own_block_numbers_is_not_pipelined(
     chip: DeviceInfo, tmp_path: Path
 ) -> None:
-    """Compile the decode kernel as it is, with that load, and with too few stages."""
+    """Compile the decode kernel unchanged, with `LOADS_ITS_BLOCK`, and with too few stages."""
     case = cases_of("tests.aot.cases.attention")[0]
 
     def found(change: Change, **options: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Loops are read from Triton GPU IR: copies, their buffers, and what a wait leaves in flight."""
+"""Loops are read from Triton GPU IR: copies, their buffers, and copies in flight after a wait."""
 
 import pytest
 

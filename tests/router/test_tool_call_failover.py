@@ -47,7 +47,7 @@ class MortalWorker(StubWorker):
 
 
 async def stream(served: Served) -> list[Any]:
-    """Return the deltas of a stream; texts of the same kind that follow each other are one."""
+    """Return the deltas of a stream, with consecutive texts of the same kind merged."""
     headers = {"x-request-id": "me"}
     async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
         response = await http.post("/v1/chat/completions", json=BODY, headers=headers)

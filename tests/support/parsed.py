@@ -1,4 +1,4 @@
-"""Parses whole answers that are split in every way, and collects what their parser found."""
+"""Parses whole answers that are split in every way, and collects the pieces that result."""
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +37,7 @@ def parse(parser: OutputParser, texts: Iterable[str]) -> list[Piece]:
 
 
 def answer_of(pieces: Sequence[Piece]) -> Answer:
-    """Return what all pieces are together; each call must begin before its arguments."""
+    """Combine all pieces of an answer; check that each call begins before its arguments."""
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}
     for piece in pieces:

@@ -156,7 +156,7 @@ def packed(bits: int, size: int, symmetric: bool) -> Form:
 
 
 def int8(symmetric: bool = True, activations: bool = True, size: int = -1) -> Form:
-    """INT8 per channel or per group; symmetric codes from -127 to 127, as `--quantization int8`."""
+    """Return INT8 per channel or group; symmetric codes are -127 to 127, as with INT8 loading."""
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         if symmetric and size < 0:
@@ -201,7 +201,7 @@ def _fp8(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def fp8_blocks() -> Form:
-    """DeepSeek V3's: blocks of 128 x 128, dynamic activations."""
+    """Return DeepSeek V3's form: blocks of 128 x 128, dynamic activations."""
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         codes, scales, result = _fp8(weight, 128, 128)

@@ -25,7 +25,7 @@ FIRST_POSITIONS = 64
 
 
 SCORED_ROWS = 128
-"""Prompt tokens whose logits exist at once when prompts are scored."""
+"""Maximum number of prompt tokens whose logits are in memory together in scoring."""
 
 
 class ModelRunner:
@@ -52,7 +52,7 @@ class ModelRunner:
         self._windows = set() if self._latent else set(decoder.spec.windows)
         self._rope_tables = self._make_rope_tables(num_positions)
         self._step_graph = build_cpu_step_graph(decoder, cache)
-        # Scored tokens of the newest step: what the model made of them, and how to get logits.
+        # Scored tokens of the newest step: the model's output, and the function to their logits.
         self._unscored: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
 
     @torch.inference_mode()

@@ -164,7 +164,7 @@ class OverlapStepper:
             self._batcher.withdraw(plan)
 
     def _begin_masks(self) -> None:
-        """Start to fill the masks of the step that computes, now that its log is committed."""
+        """Start to fill the masks of the running step; all earlier steps must be committed."""
         if self._computing is not None:
             self._executor.begin_masks(self._computing, self._batcher.table)
 
@@ -224,7 +224,7 @@ class DeviceStepper(OverlapStepper):
     def plan_next(self) -> None:
         """Plan as `OverlapStepper` does, unless the next step needs tokens of this one on the host.
 
-        This is so if this step is sampled on the host, or a mask of the next step reads its tokens.
+        It needs them if this step is sampled on the host, or a mask of the next step reads them.
         """
         newest = self._newest
         if newest is not None and newest.tokens is not None and not newest.reads_log:

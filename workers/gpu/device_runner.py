@@ -1,4 +1,4 @@
-"""Model runner for GPUs: replays captured decode graphs, and never waits for the device."""
+"""Model runner for GPUs: replays captured decode graphs, and does not wait for the device."""
 
 import logging
 from collections.abc import Callable

@@ -64,7 +64,7 @@ def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -
     draw = LOGIT_COPIES * num_rows * spec.vocab_size * 4
     runner.drop_graphs()
     del runner, cache
-    gc.collect()  # the graphs' memory must be free before the caller reads how much is
+    gc.collect()  # free the graphs' memory before the caller reads the free memory
     torch.cuda.empty_cache()
     return step + draw + graph_bytes(free, len(rungs))
 
@@ -72,9 +72,9 @@ def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -
 def graph_bytes(free: list[int], num_graphs: int) -> int:
     """Estimate the bytes of `num_graphs` graphs that share a memory pool.
 
-    free: free memory before the first capture and after each of the first few captures, largest
-    graph first. The first graph allocates the pool; each other graph needs only its own memory.
-    The driver allocates in large steps, so this is the mean over all measured graphs but the first.
+    The first graph allocates the pool; each other graph needs only its own memory. The driver
+    allocates in large steps, so this memory is the mean over the other measured graphs. `free` is
+    the free memory before the first capture and after each measured one, largest graph first.
     """
     if len(free) < 2:
         return 0

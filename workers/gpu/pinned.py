@@ -65,20 +65,20 @@ class AsyncTokenCopy:
 _NOT_FINITE = -1
 
 SPIN_CORES = 4
-"""Number of cores from which on a thread that waits for the device may keep one busy."""
+"""Minimum number of usable cores with which a thread may spin while it waits for the device."""
 
 
 @cache
 def has_few_cores() -> bool:
-    """Return whether waiting threads must sleep, because other threads need the cores.
+    """Return whether threads that wait for the device must sleep, to leave the cores to others.
 
-    A spinning wait ends a few microseconds earlier.
+    With more cores they spin, because a spinning wait ends a few microseconds earlier.
     """
     return usable_cores() < SPIN_CORES
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Return the cores of this process: its CPU set, or less if a cgroup has a quota."""
+    """Return the number of cores of this process: its CPU set, or the cgroup's quota if less."""
     if sys.platform == "linux":
         cores = float(len(os.sched_getaffinity(0)))
     else:

@@ -15,12 +15,12 @@ BUFFER_BYTES = 32 << 20
 """Size of a buffer, and so the largest message, unless one block of one layer is larger."""
 
 MAX_PER_PAIR = 2
-"""Buffers that one rank pair may use at once: one is on its way while the other is copied. A peer
-that stalls therefore leaves buffers to others."""
+"""Buffers that one rank pair may use at once: one is in transit while the other is copied. The
+limit keeps buffers free for other pairs if a peer stalls."""
 
 COMMUNICATOR_BYTES = 32 << 20
 """Estimated memory of a rank pair's NCCL communicator on a GPU: `PAIR_CHANNELS` channels of about 7
-MiB, and some for each. It has not been measured."""
+MiB each, and fixed costs. It has not been measured."""
 
 User = TypeVar("User")
 
@@ -33,8 +33,8 @@ def reserved_bytes() -> int:
 class BufferRing(Generic[User]):
     """Buffers of one direction of a rank. All methods must be called from one thread.
 
-    Buffers of a GPU are allocated at once, because later there may be no memory. Those of a CPU are
-    allocated when they are first needed.
+    On a GPU, the constructor allocates all buffers, because there may be no memory later. On a CPU,
+    buffers are allocated when they are first needed.
     """
 
     def __init__(

@@ -24,14 +24,14 @@ class Lane:
         return nullcontext()
 
     def position(self) -> Waitable:
-        """Return a mark behind the work that the calling thread has launched so far elsewhere."""
+        """Return a mark after the work so far in the calling thread's current stream."""
         return REACHED
 
     def follow(self, position: Waitable) -> None:
         """Make the later work of this lane wait for a mark of `position`."""
 
     def mark(self) -> Waitable:
-        """Return a mark behind all work of this lane."""
+        """Return a mark after all work so far in this lane."""
         return REACHED
 
     def to_host(self, tensor: Tensor) -> Tensor:

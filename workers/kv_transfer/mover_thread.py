@@ -1,7 +1,7 @@
-"""The thread that moves KV: runs many transfers' tasks in turns, none of which may block.
+"""The thread that moves KV: runs the tasks of many transfers in turns; no task may block.
 
 A task is a generator. It yields a condition, and is resumed when the condition is true. On a CPU,
-the thread that makes a condition true calls `wake`. CUDA events cannot call, so they are polled.
+the thread that makes a condition true calls `wake`. CUDA events are polled.
 """
 
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 Task: TypeAlias = Generator[Waitable, None, None]
 
-POLL_SECONDS = 50e-6  # time between two looks at CUDA events
+POLL_SECONDS = 50e-6  # interval at which CUDA events are polled
 LINGER_SECONDS = 1.0  # how long the thread waits for tasks before it ends
 
 
@@ -49,7 +49,7 @@ class MoverThread:
             return int(self._thread is not None)
 
     def run(self, task: Task) -> None:
-        """Run a task, after the first part of all earlier ones. Callable from any thread."""
+        """Queue a task; tasks start in the order of the calls. Callable from any thread."""
         with self._changed:
             self._new.append(task)
             self._woken = True
@@ -59,7 +59,7 @@ class MoverThread:
                 self._thread.start()
 
     def wake(self) -> None:
-        """Look at all tasks, because one may have become ready. Callable from any thread."""
+        """Check all tasks again, because one may have become ready. Callable from any thread."""
         with self._changed:
             self._woken = True
             self._changed.notify()

@@ -45,7 +45,7 @@ else:
     wire = LazyModule("penstock.protos.ranks_pb2")
 
 Moving: TypeAlias = Generator[Waitable, None, str]
-"""Task of a piece; it returns why the received bytes are invalid, or an empty string."""
+"""Task of a piece; it returns the problem of the received bytes, or "" if they are valid."""
 
 ReportCallback: TypeAlias = "Callable[[wire.Report], None]"
 
@@ -88,7 +88,7 @@ class _Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """Something that a task waits for."""
+    """A condition that a task waits for."""
 
     ready: Callable[[], bool]
 
@@ -229,7 +229,7 @@ class RankMover:
         return ""
 
     def _receive(self, end: _Endpoint, piece: wire.Piece, gate: WriteGate) -> Moving:
-        """Receive a piece; copy it into its blocks if it is right, else return the problem."""
+        """Receive a piece; copy it into its blocks if it is valid, else return the problem."""
         num_bytes = self._num_bytes(piece)
         buffer = yield from _take(self._received, end)
         operation = None

@@ -1,7 +1,7 @@
 """Rank pairs: a two-rank communicator (gloo or NCCL), and its operations.
 
-Operations are started by the mover thread and do not block it. NCCL's are polled. gloo's can only
-be waited for, so each gloo pair has a thread that waits and does nothing else.
+The mover thread starts operations, which do not block it. NCCL's operations are polled. gloo's
+cannot be polled, so a thread of each pair waits for them.
 
 The two ranks find each other through a rendezvous store that is mirrored over the authenticated
 control channel. The store therefore needs no port, and no other process can join.

@@ -1,4 +1,4 @@
-"""Verification of KV transfer messages: each ends with a trailer that has its checksum.
+"""Verification of KV transfer messages by a trailer, which contains a checksum.
 
 A message is its data, padding to a multiple of 8 bytes, and the trailer: three int64, which are the
 transfer's epoch, the index of the message and the checksum of the data. Nothing here waits for the
@@ -29,7 +29,7 @@ def message_bytes(num_bytes: int) -> int:
 
 
 def seal(message: Tensor, num_bytes: int, epoch: int, index: int) -> None:
-    """Write the trailer of message `index` of a transfer behind its data.
+    """Write the trailer of message `index` of a transfer after its data.
 
     Args:
         message: [message_bytes(num_bytes)] uint8, with the data in front.
@@ -46,7 +46,7 @@ def inspect(message: Tensor, num_bytes: int) -> Tensor:
 
 
 def verify(found: Sequence[int], epoch: int, index: int) -> str:
-    """Return why a message is wrong, or "" if it is right; `found` is a result of `inspect`.
+    """Return the problem of a message, or "" if it is valid; `found` is a result of `inspect`.
 
     Raises:
         PairBroken: The trailer belongs to another message, so the two ranks are out of step.

@@ -27,7 +27,7 @@ from penstock.workers.parallel.collectives import ProcessGroup
 
 
 class PackingOptions(Protocol):
-    """The choices of a model that a method needs when it finishes a layer; see `Packer`."""
+    """The options of a model that a method needs when it finishes a layer; see `Packer`."""
 
     @property
     def deterministic(self) -> bool: ...
@@ -35,10 +35,10 @@ class PackingOptions(Protocol):
 
 
 class LinearMethod(Protocol):
-    """How a linear layer is stored in the checkpoint, loaded and multiplied.
+    """Defines how a linear layer is stored in the checkpoint, loaded and multiplied.
 
-    The term is that of vLLM, SGLang and TensorRT-LLM. `FloatMethod` and `Int8Method` read float
-    checkpoints, `workers/weights/quantized_method.py` those that are quantized already.
+    vLLM, SGLang and TensorRT-LLM use the same term. `FloatMethod` and `Int8Method` read float
+    checkpoints; `QuantizedMethod` reads quantized checkpoints.
     """
 
     @property
@@ -57,13 +57,13 @@ class LinearMethod(Protocol):
         ...
 
     def finish(self, linear: Linear, packing: PackingOptions) -> None:
-        """Turn the loaded tensors into `linear.packed`, which multiplies, and free the others."""
+        """Prepare the loaded weights for products; set `linear.packed` if a kernel needs it."""
         ...
 
     def finish_dense(self, linear: Linear) -> None:
-        """Turn the loaded tensors into the float matrix `linear.weight`.
+        """Convert the loaded tensors to the float matrix `linear.weight`.
 
-        For layers whose weights are also read transposed, as the up-projections of MLA are.
+        Used for layers whose weights are also read transposed, such as MLA's up-projections.
         """
         ...
 

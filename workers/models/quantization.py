@@ -21,7 +21,7 @@ PER_OUTPUT = 0
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How the weights of some modules are quantized and stored."""
+    """The quantization and the storage format of the weights of some modules."""
 
     storage: Storage
     bits: int
@@ -56,7 +56,7 @@ class _Rule:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationSpec:
-    """How a checkpoint is quantized: the scheme of each module."""
+    """The quantization of a checkpoint: the scheme of each module."""
 
     method: str  # `quant_method`
     rules: tuple[_Rule, ...]
@@ -129,7 +129,7 @@ class _Options:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer, or -1 if that is the value."""
+        """Return the value at `key`, a positive integer or -1."""
         value = self.values.get(key, default)
         if type(value) is not int or not (value == -1 or 0 < value <= 1 << 16):
             raise self.refuse(key, "a positive whole number, or -1")
@@ -161,7 +161,7 @@ def _for_all(options: _Options, scheme: WeightScheme, ignore: str) -> Quantizati
 
 
 def _read_fp8(options: _Options) -> QuantizationSpec:
-    """FP8 of DeepSeek V3 (blocks, `weight_scale_inv`) or with one scale per module."""
+    """Read FP8 with scales per block (DeepSeek V3, `weight_scale_inv`) or per module."""
     options.only("fmt", "e4m3", "float8_e4m3fn")
     options.only("scale_fmt", "float", None)
     options.only("expert_dtype", "fp8", None)

@@ -50,7 +50,7 @@ class Follower:
     ) -> None:
         name = "a message from rank 0"
         self._timer = ProgressTimer(name, inf) if watchdog is None else watchdog.timer(name)
-        # Not checked during the warm-up, in which each new kernel is compiled and NCCL connects.
+        # Set after the warm-up, in which steps take long: kernels are compiled, NCCL connects.
         self._is_checked = threading.Event()
         self._times = StepTimes()
         self._current_work: dict[str, Any] = {}

@@ -39,7 +39,7 @@ class MaskProcessor(Protocol):
 
 
 class AllowedTokens:
-    """Excludes all tokens but some."""
+    """Excludes all tokens except the allowed ones."""
 
     reads_log = False
 
@@ -82,7 +82,7 @@ class BadWords:
 class GrammarMask:
     """Excludes tokens that a grammar does not allow after the answer so far.
 
-    The matcher is at the end of the answer that it has seen; it only ever advances.
+    The matcher consumes each token of the answer once, and never goes back.
     """
 
     reads_log = True
@@ -111,7 +111,7 @@ class GrammarMask:
 class MinTokens:
     """Excludes stop tokens until an answer has `min_tokens` tokens.
 
-    An answer whose grammar allows only its end may end earlier.
+    An answer may end earlier if its grammar allows only an end token.
     """
 
     reads_log = False

@@ -192,7 +192,7 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         """Sample tokens without waiting for the device; requires `can_sample_on_device`.
 
-        The arguments are those of `sample`, except that masked rows of the logits are modified. The
+        The arguments are those of `sample`. Masked rows of the logits are modified in place. The
         history may lack the tokens of the previous step if no mask reads the log.
 
         Return tokens [S] int32, and whether each row is valid, [S] bool, on the device.

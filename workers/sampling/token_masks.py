@@ -1,4 +1,4 @@
-"""The masks of a whole batch: which tokens each row may sample next, as packed bits.
+"""The masks of a whole batch: packed bits of the tokens that each row may sample next.
 
 The masks of a step can be filled on a second thread while the model computes: `begin` starts this
 once the tokens of all earlier steps are committed.
@@ -90,13 +90,13 @@ class TokenMasks:
         return masked
 
     def reads_log(self, rows: Ints) -> bool:
-        """Return whether a mask depends on the tokens of the previous step."""
+        """Return whether the mask of a row depends on its tokens, not only on their number."""
         return bool(self._reads_log[rows].any())
 
     def begin(self, rows: Ints, indices: Ints, history: History) -> None:
-        """Start to fill the masks of a step on another thread; `take` must follow.
+        """Start to fill the masks of a step on another thread, if any mask depends on tokens.
 
-        All earlier steps must be committed. The arguments are those of `take`.
+        All earlier steps must be committed. `take` must follow, with the same arguments.
         """
         if not self.reads_log(rows):
             return

@@ -1,4 +1,4 @@
-"""Passes sequences to the engine, once their grammars are compiled beside the engine's steps."""
+"""Submits sequences to the engine once their grammars are compiled, in another thread."""
 
 import asyncio
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Submitter:
         self._waiting: dict[SequenceKey, list[EngineCommand]] = {}  # commands of waiting sequences
 
     def submit(self, session: Session, key: SequenceKey, new: NewSequence) -> None:
-        """Submit a sequence that `session` holds; reject it if the engine or its grammar refuses.
+        """Submit a sequence that `session` holds; reject it if the engine or grammar refuses it.
 
         A grammar that is not in the cache is compiled first. Commands for the sequence wait.
         """
@@ -67,7 +67,7 @@ class Submitter:
         self._waiting.pop(key, None)
 
     def stop(self) -> None:
-        """Compile nothing more."""
+        """Stop compiling grammars; forget the sequences that wait for one."""
         self._waiting.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -105,7 +105,7 @@ class Submitter:
 
 
 def reject(session: Session, key: SequenceKey, reason: str, never: bool) -> None:
-    """Tell the router that a sequence is refused; `never`: by every worker of this model."""
+    """Send the router a rejection; `never`: every worker of this model would refuse it too."""
     rejected = wire.Rejected(request=key.request, attempt=key.attempt, reason=reason, never=never)
     session.put(wire.ToRouter(rejected=rejected))
 

@@ -1,4 +1,4 @@
-"""The tensors of quantized modules: their names, shapes, cuts among ranks and codes.
+"""The tensors of quantized modules: their names, shapes, division among ranks and codes.
 
 Sources of the layouts: the packing functions of AutoGPTQ, AutoAWQ and compressed-tensors, and the
 checkpoints of DeepSeek V3.
@@ -292,9 +292,9 @@ def _awq_nibbles(words: Tensor) -> Tensor:
 
 
 def _awq_codes(words: Tensor) -> Tensor:
-    """Return the codes [outputs, inputs / 2] of `QuantizedMatrix`, of words [inputs, outputs / 8].
+    """Convert words [inputs, outputs / 8] to codes [outputs, inputs / 2] of `QuantizedMatrix`.
 
-    An odd number of inputs does not occur: groups of AWQ have an even number.
+    The number of inputs must be even.
     """
     codes = torch.empty(
         8 * words.shape[1], len(words) // 2, dtype=torch.uint8, device=words.device

@@ -116,8 +116,8 @@ def quantized_modules(
 ) -> dict[str, QuantizedModule]:
     """Return the quantized modules of a checkpoint by name.
 
-    A module whose only weight in the checkpoint is a float matrix is not quantized, whatever the
-    configuration says: heads and MoE routers often are not, and not all configurations list them.
+    A module whose `weight` in the checkpoint is a float matrix is not quantized, even if the
+    configuration does not exclude it. This is common for heads and MoE routers.
 
     Args:
         whole: the decoder of the whole model, on the `meta` device.
@@ -168,14 +168,14 @@ UNUSED_SUFFIXES = (
     *("input_scale", "input_zero_point", "activation_scale", "weight_shape"),
     *("k_scale", "v_scale", "q_scale", "output_scale"),
 )
-"""Tensors of quantized checkpoints that are not loaded: activations are not quantized, or at run
-time; the KV cache has no static scales; shapes are known."""
+"""Tensors of quantized checkpoints that are not loaded: activations are quantized at run time or
+not at all, the KV cache has no static scales, and shapes are known."""
 
 
 def assign_methods(
     decoder: Decoder, modules: Mapping[str, QuantizedModule], regions: Mapping[str, Region]
 ) -> None:
-    """Give each quantized `Linear` of a decoder its method.
+    """Set the method of each quantized `Linear` of a decoder.
 
     Args:
         regions: this rank's regions of tensors; see `sharding.regions`.
@@ -193,7 +193,7 @@ def method_names(modules: Mapping[str, QuantizedModule]) -> str:
 def log_weight_only(
     modules: Mapping[str, QuantizedModule], device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Log once how products differ from those that the checkpoint asks for."""
+    """Log a warning if the checkpoint requests quantized activations that the device lacks."""
     schemes = {module.scheme for module in modules.values()}
     has_int8 = not int8_unsupported_reason(device, dtype)
     lacking = sorted(

@@ -15,8 +15,8 @@ from penstock.workers.weights.regions import Region
 class TensorEntry(ABC):
     """A tensor in a checkpoint: `num_bytes` bytes at offset `start` of the file `path`.
 
-    `name` is the tensor's name in a safetensors checkpoint of the same model, and `dtype` the
-    format's own name of the type of the items. `shape` is the tensor's shape after loading.
+    `name` is the tensor's name in a safetensors checkpoint of the same model. `dtype` is the name
+    that the file format gives to the type of the items. `shape` is the shape after loading.
     """
 
     path: Path

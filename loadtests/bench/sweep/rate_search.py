@@ -1,8 +1,8 @@
-"""Searches the highest request rate that a server sustains: pure, one measured step at a time.
+"""Searches for the highest request rate that a server sustains; pure code without I/O.
 
-The rate is doubled until a step misses the goals (or halved until one keeps them). Then the gap
-between the highest rate that kept the goals and the lowest that missed them is halved on a
-logarithmic scale, until their ratio is at most `precision`.
+The rate is doubled until a step misses the goals (or halved until one keeps them). Then a bisection
+on a logarithmic scale follows. It ends when the ratio of the lowest rate that missed the goals to
+the highest rate below it that kept them is at most `precision`.
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 MAX_STEPS = 24
 MIN_RATIO = 1 / 64
-"""The search ends without a result at this ratio to the first rate."""
+"""The search ends without a result below this ratio to the first rate."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Runs a sweep: one load after another, at the rates that the search asks for."""
+"""Runs a sweep: one load after another, at the rates that the search returns."""
 
 import dataclasses
 import math
@@ -15,10 +15,10 @@ from penstock.loadtests.bench.sweep.step import Step, step_of
 from penstock.loadtests.bench.workload import Planned, Prompts
 
 MIN_REQUESTS = 20
-"""A step has at least this many requests, also if they take longer than the step's seconds."""
+"""A step has at least this many requests, even if they take longer than the step's seconds."""
 
 MAX_LAG_MS = 100.0
-"""The search ends if this client sends 1% of the requests of a step later than this."""
+"""The search ends if this client sends 1% of a step's requests with a delay above this."""
 
 Progress = Callable[[int], AbstractContextManager[Callable[[Outcome], None]]]
 """Shows the progress of a number of requests; yields the callback for each finished request."""
@@ -37,13 +37,13 @@ class Result:
         return sorted(self.steps, key=lambda step: step.rate)
 
     def knee(self) -> Step | None:
-        """Return the step of the highest rate below all that missed the goals; None: none kept."""
+        """Return the step of the highest rate below all that missed the goals, or None."""
         ceiling = min((step.rate for step in self.steps if not step.has_kept), default=math.inf)
         kept = [step for step in self.steps if step.has_kept and step.rate < ceiling]
         return max(kept, key=lambda step: step.rate, default=None)
 
     def first_missed(self) -> Step | None:
-        """Return the step of the lowest rate that missed the goals."""
+        """Return the step of the lowest rate that missed the goals, or None."""
         missed = [step for step in self.steps if not step.has_kept]
         return min(missed, key=lambda step: step.rate, default=None)
 

@@ -46,7 +46,7 @@ def step_of(
 
 
 def as_json(step: Step) -> dict[str, Any]:
-    """Return what a step adds to the results of a load."""
+    """Return the fields that a step adds to the results of a load."""
     return {
         "rate": step.rate,
         "kept": step.has_kept,

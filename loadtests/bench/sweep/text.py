@@ -1,4 +1,4 @@
-"""Formats the steps of a sweep as lines of text, and says what its knee means."""
+"""Formats the steps of a sweep as lines of text, and explains its knee."""
 
 from collections.abc import Iterator, Sequence
 
@@ -33,7 +33,7 @@ def step_line(step: Step) -> str:
 
 
 def plot(steps: Sequence[Step], knee: Step | None) -> Iterator[str]:
-    """Yield lines: requests per second that met the goals over the offered rate, as bars.
+    """Yield the lines of a bar chart: goodput for each offered rate.
 
     In each bar, `#` is goodput and `.` the rest of the offered rate.
     """
@@ -47,7 +47,7 @@ def plot(steps: Sequence[Step], knee: Step | None) -> Iterator[str]:
 
 
 def conclusion(result: Result, goals: Goals, attainment: float) -> str:
-    """Return a sentence with the knee and what to do with it."""
+    """Return a sentence with the knee and advice."""
     limits = ", ".join(f"{name} {_time(limit)}" for name, limit in goals.limits().items())
     knee, missed = result.knee(), result.first_missed()
     if knee is None:

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.loadtests.simulator.model.timing import Floats
 
 NUM_FACTORS = 1 << 16
-"""Number of drawn factors, which all workers of a run share; each takes them in its own order."""
+"""Number of drawn factors. All workers of a run share them, each in an order of its own."""
 
 
 class StepJitter:

@@ -16,7 +16,7 @@ MAX_FILES = 1024
 
 
 def is_gguf(model: Path) -> bool:
-    """Return whether a model's path means a GGUF file, not a checkpoint folder."""
+    """Return whether a model's path denotes a GGUF file rather than a checkpoint folder."""
     return model.is_file() or (model.suffix == ".gguf" and not model.is_dir())
 
 
@@ -48,7 +48,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
 
     Raises:
         BadCheckpoint: A file is missing or invalid, or the files do not belong together.
-        UnsupportedModel: The file is not the first of a split model, or is not of a model.
+        UnsupportedModel: The file is not the first of a split model, or contains no model.
     """
     first = read_header(path)
     metadata = Metadata(path, first.metadata)

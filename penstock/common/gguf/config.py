@@ -16,8 +16,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 MAX_ROPE_FACTORS = 4096
 
-# Gemma's files do not contain the scale of the scores. Like llama.cpp, we tell the models whose
-# scale is not 1 / sqrt(head_dim) by their number of layers.
+# Gemma's files do not contain the scale of the attention scores. Like llama.cpp, we recognize the
+# models whose scale is not 1 / sqrt(head_dim) by their number of layers.
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 
 
@@ -47,12 +47,12 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Architecture:
-    """How an architecture of GGUF is served.
+    """The conversion of one GGUF architecture.
 
     Attributes:
         name: The architecture in `config.json`.
         extra: Returns the values that only this architecture has.
-        partial_rotary: Whether only a part of each head may be rotated.
+        partial_rotary: Whether rotary embeddings may cover only a part of each head.
     """
 
     name: str
@@ -61,7 +61,7 @@ class _Architecture:
 
 
 def _full_attention(reader: _Reader, values: Values) -> Values:
-    """Llama and Qwen: refuse a window, unless it is longer than every sequence."""
+    """Return the bias flags of Llama and Qwen; refuse a window shorter than the context."""
     window = reader.count("attention.sliding_window")
     if 0 < window < values["max_position_embeddings"]:
         key = reader.key("attention.sliding_window")
@@ -148,7 +148,7 @@ def read_config(checkpoint: GgufCheckpoint, eos_tokens: list[int]) -> Values:
 
 
 def _check_neutral(reader: _Reader) -> None:
-    """Read the entries that are served only with the value that means "not used"."""
+    """Refuse entries of features that are not supported, unless their value disables them."""
     for name in ("expert_count", "expert_used_count", "pooling_type"):
         if reader.count(name):
             raise reader.metadata.unsupported(
@@ -242,7 +242,7 @@ def _scaling(reader: _Reader, values: Values, num_pairs: int) -> Values:
 
 
 def _divisors(reader: _Reader, original: int, num_pairs: int) -> Values:
-    """Return the scaling whose divisors are tensors: Llama 3's, or the two lists of LongRoPE."""
+    """Return the rope scaling of a file with divisors in tensors (Llama 3 or LongRoPE)."""
     common: Values = {"rope_type": "longrope"}
     if ROPE_FACTORS in reader.tensors:
         divisors = _tensor(reader, ROPE_FACTORS, num_pairs)

@@ -1,11 +1,11 @@
 """Reads the header of a GGUF file: metadata, and the location of each tensor.
 
-A file consists of the magic `GGUF`, the version, the numbers of tensors and of metadata entries,
-the metadata (key, type, value), the entries of the tensors (name, dimensions, type, offset) and the
-aligned data. Numbers are little endian. `docs/gguf.md` of the ggml project describes the format.
+A file starts with the magic `GGUF`, the version and the numbers of tensors and metadata entries.
+The metadata (key, type, value), the entries of the tensors (name, dimensions, type, offset) and the
+aligned data follow. Numbers are little endian. `docs/gguf.md` of ggml describes the format.
 
-A file may lie: every count, length, type, dimension and offset is compared with the size of the
-file before it is used. Time and memory are bounded by `MAX_HEADER_BYTES`.
+Files are not trusted: every count, length, type, dimension and offset is compared with the size of
+the file before it is used. Time and memory are bounded by `MAX_HEADER_BYTES`.
 """
 
 import math
@@ -165,7 +165,7 @@ class _Cursor:
         )
 
     def need(self, num_bytes: int, what: str) -> None:
-        """Raise `BadCheckpoint` if the header has fewer bytes left; `what` names their use."""
+        """Raise `BadCheckpoint` if fewer than `num_bytes` bytes are left for `what`."""
         left = self._end - self.position
         if num_bytes <= left:
             return
@@ -205,7 +205,7 @@ class _Cursor:
         return name
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Move behind `count` strings and check that each is inside the header."""
+        """Skip `count` strings and check that each is inside the header."""
         data, position, end = self.data, self.position, self._end
         for index in range(count):
             if position + _UINT64.size > end:

@@ -1,6 +1,6 @@
 """Normalizers and pre-tokenizers of byte-level BPE, by `tokenizer.ggml.pre`.
 
-Each entry is what the `tokenizer.json` of the named models contains; llama.cpp has the same
+Each entry is that of the `tokenizer.json` of the named models; llama.cpp has the same
 expressions in `llama-vocab.cpp`.
 """
 
@@ -18,7 +18,7 @@ class PreTokenizer:
         steps: Entries of the pre-tokenizer before the mapping of bytes to characters.
         gpt2_words: Whether that mapping also splits the text into words, as GPT-2 does.
         normalizer: The normalizer, or None.
-        ignore_merges: Whether a word that is a token is not built from merges.
+        ignore_merges: Whether a word that is a token is used as it is, without merges.
         add_bos: Default of `tokenizer.ggml.add_bos_token`.
     """
 
@@ -83,4 +83,4 @@ PRE_TOKENIZERS = {
     "tekken": _TEKKEN,
     "smollm": _SINGLE_DIGITS,
 }
-"""By `tokenizer.ggml.pre`: the served kinds."""
+"""Served pre-tokenizers by the value of `tokenizer.ggml.pre`."""

@@ -28,7 +28,7 @@ NEUTRAL = {
 }
 """Entries that do not change how a text is encoded.
 
-Byte-level BPE uses no scores, and SentencePiece no merges: what is used has been read.
+Byte-level BPE does not use `scores`, and SentencePiece does not use `merges`.
 """
 
 
@@ -107,7 +107,7 @@ def _post_processor(metadata: Metadata, vocabulary: Vocabulary, add_bos: bool) -
 
 
 def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, bool]:
-    """Return the entries of tokenizer.json for byte-level BPE, and whether BOS is usual."""
+    """Return the entries of tokenizer.json for byte-level BPE, and the default for BOS."""
     name = metadata.text("tokenizer.ggml.pre")
     kind = PRE_TOKENIZERS.get(name)
     if kind is None:
@@ -123,7 +123,7 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, bool]
             raise metadata.unsupported(
                 f"tokenizer.ggml.merges {number} has {len(merge)} parts, not 2"
             )
-    # llama.cpp's converter fills holes of the vocabulary with such names.
+    # llama.cpp's converter fills gaps in the vocabulary with tokens of this name.
     vocab = {
         text: token
         for token, text in enumerate(vocabulary.tokens)
@@ -161,10 +161,10 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **options: object) -> J
 
 
 def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, bool]:
-    """Return the entries of tokenizer.json for SentencePiece BPE, and whether BOS is usual.
+    """Return the entries of tokenizer.json for SentencePiece BPE, and the default for BOS.
 
     SentencePiece joins the pair whose token has the highest score. BPE of the `tokenizers` library
-    joins the pair that comes first in its list of merges: the list is sorted by score.
+    joins the pair that comes first in its list of merges. We therefore sort the list by score.
     """
     if metadata.flag("tokenizer.ggml.remove_extra_whitespaces", False):
         raise metadata.unsupported("tokenizer.ggml.remove_extra_whitespaces true is not served")
@@ -206,7 +206,7 @@ def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, b
 def _merges(
     metadata: Metadata, vocabulary: Vocabulary, scores: list[int | float]
 ) -> list[list[str]]:
-    """Return the pairs of tokens that form a token, best score of that token first."""
+    """Return the pairs of tokens that join to a token, sorted by its score, highest first."""
     joined = {
         text: scores[token]
         for token, text in enumerate(vocabulary.tokens)

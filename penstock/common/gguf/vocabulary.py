@@ -14,7 +14,7 @@ ENDS_OF_ANSWERS = frozenset(
         *("<|return|>", "<|call|>", "<|end_of_text|>", "<|endofturn|>"),
     )
 )
-"""Control tokens that end an answer whatever the metadata says; llama.cpp has such a list too."""
+"""Tokens that end an answer even if no metadata entry names them; llama.cpp has a similar list."""
 
 NAMES = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -23,7 +23,7 @@ NAMES = {
     "sep_token": "tokenizer.ggml.seperator_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-"""Keys of the special tokens that a chat template may name; GGUF spells `seperator`."""
+"""Keys of the special tokens that a chat template may name. `seperator` is GGUF's spelling."""
 
 _ENDS = (NAMES["eos_token"], "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -49,7 +49,8 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
     """Read tokens, their kinds and the special tokens.
 
     Raises:
-        BadCheckpoint: A list has a wrong length, a token appears twice, or an id does not exist.
+        BadCheckpoint: A list has a wrong length, a kind is unknown, or an id does not exist.
+        UnsupportedModel: A token appears twice.
     """
     tokens = metadata.strings("tokenizer.ggml.tokens")
     numbers = metadata.numbers("tokenizer.ggml.token_type")

@@ -1,4 +1,4 @@
-"""The grammars that a worker has compiled, least recently used out first."""
+"""A bounded cache of compiled grammars, which evicts the least recently used first."""
 
 import threading
 from collections import OrderedDict
@@ -8,7 +8,7 @@ from penstock.common.grammar.matcher import CompiledGrammar, GrammarVocabulary
 from penstock.common.structured_outputs import StructuredOutputs
 
 MAX_TEXT_BYTES = 8 << 20
-"""Total size of the texts of cached constraints; a grammar takes about 50 times its text."""
+"""Bound on the total size of the cached texts; a grammar takes about 50 times its text."""
 
 
 class GrammarCache:
@@ -34,7 +34,7 @@ class GrammarCache:
         self._compiling = threading.Lock()
 
     def find(self, wanted: StructuredOutputs) -> CompiledGrammar | None:
-        """Return a grammar that is compiled already; does not wait."""
+        """Return a grammar if it is cached, else None; does not wait for a compilation."""
         with self._lock:
             found = self._grammars.get(wanted)
             if found is not None:
@@ -45,7 +45,7 @@ class GrammarCache:
         """Return a constraint's grammar; compile it if the cache does not have it.
 
         Raises:
-            InvalidParameterError: no grammar can follow the constraint.
+            InvalidParameterError: the constraint is invalid, not supported or too large.
             ValueError: the model's tokenizer is not supported.
         """
         with self._compiling:

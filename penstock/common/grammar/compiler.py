@@ -1,4 +1,4 @@
-"""Turns the text of a constraint into a grammar of llguidance, or refuses it by name.
+"""Converts the text of a constraint to a grammar of llguidance, or refuses it with a reason.
 
 A router checks constraints here, in a helper process; a worker compiles them. The limits bound the
 work of the compiler and of each mask; a constraint that exceeds them is refused.
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 MAX_CHOICES = 4096
 
 SCHEMA_OPTIONS: "JsonCompileOptions" = {
-    # A space after a comma and a colon, as most models write. Free whitespace would let a model
-    # write spaces for ever.
+    # Allow one space after a comma or colon, as most models write. If all white space were
+    # allowed, a model could write spaces without end.
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
-    "lenient": False,  # refuse keywords that cannot be followed
+    "lenient": False,  # refuse keywords that are not supported
 }
 
 
 def parser_limits() -> LLParserLimits:
-    """Return the limits of one constraint: about 0.3 s to compile, and 20 ms for a mask."""
+    """Return limits that bound compilation to about 0.3 s, and a mask to about 20 ms."""
     return LLParserLimits(
         initial_lexer_fuel=250_000,
         max_lexer_states=50_000,
@@ -54,10 +54,10 @@ def grammar_text(wanted: StructuredOutputs) -> str:
 
 
 def check_structured_outputs(wanted: StructuredOutputs) -> None:
-    """Check that a grammar can follow a constraint.
+    """Check that a constraint is valid and supported.
 
     Raises:
-        InvalidParameterError: it cannot. The message names the keyword of a schema and its path,
+        InvalidParameterError: it is not. The message names the keyword of a schema and its path,
             or the line of a grammar.
     """
     grammar = grammar_text(wanted)

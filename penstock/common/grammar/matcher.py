@@ -1,4 +1,4 @@
-"""Grammars compiled for a vocabulary, and matchers that say which tokens may come next."""
+"""Grammars compiled for a vocabulary, and matchers that give the tokens that may come next."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -12,7 +12,7 @@ from penstock.common.structured_outputs import StructuredOutputs, invalid
 from penstock.common.text.tokenizer import ModelTokenizer
 
 Words: TypeAlias = npt.NDArray[np.int32]
-"""Bits of tokens: token t is bit t % 32 of word t // 32."""
+"""A bit mask over the vocabulary: token t is bit t % 32 of word t // 32."""
 
 BITS = 32
 
@@ -25,7 +25,7 @@ def num_words(vocab_size: int) -> int:
 class GrammarVocabulary:
     """The tokens of a model as grammars see them: bytes, control tokens and end tokens.
 
-    To build it takes about a second per 100,000 tokens.
+    The constructor takes about one second per 100,000 tokens.
 
     Args:
         tokenizer: the tokenizer of the model.
@@ -33,7 +33,8 @@ class GrammarVocabulary:
         end_tokens: tokens that end an answer, allowed where a grammar accepts.
 
     Raises:
-        ValueError: the model has no end token, or its tokens have other bytes than ours.
+        ValueError: the model has no end token, or llguidance decodes a token to other bytes than
+            `tokenizer` does.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class GrammarVocabulary:
         """Compile a constraint.
 
         Raises:
-            InvalidParameterError: no grammar can follow it within the limits.
+            InvalidParameterError: it is invalid, not supported, or exceeds the limits.
         """
         matcher = LLMatcher(self.tokens, grammar_text(wanted), limits=parser_limits(), log_level=0)
         if matcher.is_error():
@@ -99,7 +100,7 @@ class Matcher:
 
     @property
     def is_broken(self) -> bool:
-        """True after a token that the grammar does not allow, or beyond its limits."""
+        """True after a token that the grammar does not allow, or after a limit was exceeded."""
         return bool(self.inner.is_error())
 
     @property
@@ -119,12 +120,12 @@ class Matcher:
 def fill_masks(
     matchers: Sequence[Matcher], words: Words, executor: LLExecutor | None = None
 ) -> None:
-    """Fill one row of bits per matcher, without Python's interpreter lock.
+    """Fill one row of bits per matcher; the GIL is released meanwhile.
 
     Args:
         matchers: M matchers.
         words: [M, W] int32, contiguous; overwritten.
-        executor: threads that share the work; None: this thread does it.
+        executor: threads that share the work; None: the calling thread does all of it.
     """
     if any(len(row) < matcher.num_words for row, matcher in zip(words, matchers, strict=True)):
         raise ValueError(f"a mask of {words.shape[1]} words is too short for the vocabulary")
@@ -137,7 +138,7 @@ def fill_masks(
             if not matcher.is_broken:
                 matcher.inner.unsafe_compute_mask_ptr(row.ctypes.data, matcher.num_words * 4)
     for row, matcher in zip(words, matchers, strict=True):
-        if matcher.is_broken:  # beyond the limits of a step
+        if matcher.is_broken:  # for example, this call exceeded the limits of a step
             row[:] = 0
 
 

@@ -1,7 +1,7 @@
-"""Which forms of a message a chat template reads, found in its syntax tree.
+"""Finds the forms of a message that a chat template reads, in the template's syntax tree.
 
 As in vLLM, a template reads lists if it has a loop over the content of a message, such as
-`{% for part in message['content'] %}`, for a `message` from a loop over `messages`.
+`{% for part in message['content'] %}`. The `message` must come from a loop over `messages`.
 """
 
 from collections.abc import Iterator, Sequence

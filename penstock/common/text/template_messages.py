@@ -1,7 +1,7 @@
 """The messages of a conversation in the form that a chat template reads.
 
-A message is a mapping with a role and a content (a string, a list of text parts, or None), and
-perhaps with `name`, `tool_calls`, `tool_call_id` and `reasoning_content`, all in OpenAI's form.
+A message is a mapping in OpenAI's form. It has a role and a content (a string, a list of text
+parts, or None), and may have `name`, `tool_calls`, `tool_call_id` and `reasoning_content`.
 Templates are written for transformers, whose messages differ: see `with_form`.
 """
 
@@ -18,7 +18,7 @@ def to_json(value: object, ensure_ascii: bool = False, indent: int | None = None
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a tool call: a mapping, and its JSON text where a template needs a text.
+    """The arguments of a tool call: a mapping that `str` and `+` convert to its JSON text.
 
     Most templates read a mapping, as in transformers. Others append the arguments to a text.
     """
@@ -36,11 +36,11 @@ class Arguments(dict[str, Any]):
 def with_read_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message in which the arguments of tool calls are mappings instead of JSON texts.
 
-    Arguments that are not a JSON object, because the model wrote them wrong or was interrupted,
-    stay a text; no arguments are an empty mapping.
+    Arguments that are not a JSON object, for example of an interrupted answer, stay a text. An
+    empty text becomes an empty mapping.
 
-    The control tokens in a message must be replaced afterwards, because JSON can write the
-    characters of a control token as escape sequences.
+    Replace control tokens in the message after this call, not before: JSON can encode their
+    characters as escape sequences.
     """
     calls = message.get("tool_calls")
     if not calls:

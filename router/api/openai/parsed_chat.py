@@ -148,7 +148,7 @@ class ParsedChatFormatter(ChatFormatter):
         """Return the event for a piece that does not end the choice."""
         if piece.kind == CALL:
             return self._event(self._choice(index, piece))
-        # Constant JSON on both sides of the text is made once per choice, kind and call.
+        # The JSON around the text is constant: build it once per choice, kind and call.
         key = (index, piece.kind, piece.call)
         sides = self._sides.get(key)
         if sides is None or self._context.wants_continuous_usage:

@@ -293,7 +293,7 @@ def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
 
 
 def _check_stream(body: BaseRequest, sampling: SamplingParams) -> None:
-    """Refuse to stream what is known only at the end."""
+    """Refuse to stream results that are known only at the end."""
     if body.stream and sampling.is_ranked:
         name = "use_beam_search" if sampling.use_beam_search else "best_of"
         what = name if sampling.use_beam_search else "best_of above n"

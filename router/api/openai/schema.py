@@ -228,7 +228,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
             raise invalid(f"{name} cannot be combined with a tool_choice that forces calls", name)
 
     def _chosen(self) -> ToolChoice:
-        """Return whether tools may be called."""
+        """Return the tool choice of the body."""
         return read_tool_choice(self.tool_choice, self.tools or ())
 
     def forced_schema(self) -> str:

@@ -1,4 +1,4 @@
-"""Fields of a request body that say which form the answer must have."""
+"""Fields of a request body that demand a form of the answer."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -6,7 +6,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(JsonReader):
-    """Parser of one answer; a text in the tags that is no call is content."""
+    """Parser of one answer; text between the tags that is not a call is content."""
 
     markers = (OPEN, CLOSE)
 

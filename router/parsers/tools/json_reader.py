@@ -1,4 +1,4 @@
-"""A base of parsers for tool calls that are JSON objects."""
+"""Base classes of parsers for tool calls that are JSON objects."""
 
 from penstock.router.parsers.json_call import JsonCall
 from penstock.router.parsers.reader import Reader, State
@@ -17,13 +17,13 @@ class JsonReader(Reader):
     def _begin_json(
         self, opened: str, then: State, otherwise: State, needs_arguments: bool = False
     ) -> bool:
-        """Read a call next.
+        """Change to the state that reads a call.
 
         Args:
             opened: the text before the call, which is content if no call follows.
             then: the state after the call.
-            otherwise: the state after text that is no call, and became content.
-            needs_arguments: whether an object without arguments is no call.
+            otherwise: the state after text that is not a call; that text becomes content.
+            needs_arguments: whether an object must have arguments to be a call.
         """
         self._opened = opened
         self._json = JsonCall(needs_arguments)
@@ -57,7 +57,7 @@ class JsonListReader(JsonReader):
     """Reads calls in a JSON array: `[{"name": ..., "arguments": ...}, ...]`."""
 
     def _begin_list(self, opened: str) -> bool:
-        """Read an array next; `opened` is the text before it, which is content without a call."""
+        """Read an array next; `opened` is the text before it, content if there is no call."""
         self._opened = opened
         self._state = self._read_bracket
         return True
@@ -100,7 +100,7 @@ class JsonListReader(JsonReader):
         return True
 
     def _after_list(self) -> bool:
-        """Read what follows the array."""
+        """Read the text after the array."""
         self._state = self._start
         return True
 

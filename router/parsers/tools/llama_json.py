@@ -1,6 +1,6 @@
 """Calls of Llama 3.1 to 3.3: the answer is `{"name": ..., "parameters": {...}}`.
 
-Several calls are separated by semicolons. The first may follow `<|python_tag|>`.
+Several calls are separated by semicolons. `<|python_tag|>` may precede the first call.
 """
 
 from penstock.router.parsers.tools.json_reader import JsonReader

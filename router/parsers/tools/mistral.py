@@ -1,8 +1,8 @@
 """Calls of Mistral's models, in two forms.
 
 - `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`
-- `[TOOL_CALLS]name{...}`, since version 11 of the tokenizer, for each call. After the name may
-  follow `[CALL_ID]id`, and then `[ARGS]`.
+- `[TOOL_CALLS]name{...}` for each call, since version 11 of the tokenizer. `[CALL_ID]id` and then
+  `[ARGS]` may follow the name.
 """
 
 from penstock.router.parsers.json_span import JsonSpan

@@ -22,7 +22,7 @@ class PythonicParser(Reader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._raw = ""  # text that is content if it is no call
+        self._raw = ""  # text that becomes content if it is not a call
         self._name = ""
         self._key = ""
         self._value = ""
@@ -129,7 +129,7 @@ class PythonicParser(Reader):
         return True
 
     def _certain(self) -> None:
-        """Begin the call: it is now certain that this is one."""
+        """Begin the call, unless it has begun: it is now certain that this is a call."""
         if self._num_arguments == 0:
             self._add_call(self._name)
         self._raw = ""
@@ -151,6 +151,6 @@ class PythonicParser(Reader):
         if self._state == self._read_value or (
             self._state == self._read_key and self._num_arguments
         ):
-            self._text = self._raw = ""  # of a call that has begun
+            self._text = self._raw = ""  # drop the rest of a call that has begun
         self._text, self._raw = self._raw + self._text, ""
         super()._end()

@@ -1,4 +1,4 @@
-"""The workers among which a request is placed by cost, compared by array operations."""
+"""Array operations that compare the workers among which a request is placed by cost."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -20,11 +20,11 @@ from penstock.router.routing.prefix_cache.worker_slots import bits
 from penstock.router.routing.worker_view import PENALTY_SECONDS, WorkerView
 
 FEW_WORKERS = 8
-"""Workers with cached prefixes that are scored one by one; larger sets get a common bound."""
+"""Maximum number of workers with cached prefixes that are scored one by one, not by a bound."""
 
 
 class ArrayCandidates:
-    """Gives the answers of `ListCandidates` with `CostRanking`, for workers that queue prompts.
+    """Chooses the same workers as `ListCandidates` with `CostRanking`, but takes less time.
 
     Args:
         demand: the request; `cached_tokens` is a `CachedPrefix` or empty.
@@ -95,7 +95,7 @@ class ArrayCandidates:
     def _better_cached(
         self, best: WorkerView, used: Floats, bar: Floats | None
     ) -> WorkerView | None:
-        """Return the worker with the longest cached prefix, of those about as free as `best`."""
+        """Return the worker of similar utilization with the longest prefix, if above `best`'s."""
         row = self._fleet.row(best.name)
         limit = self._loads.utilization.item(row) + SIMILAR_UTILIZATION
         num_tokens = self._saved[row]
@@ -167,7 +167,7 @@ class ArrayCandidates:
         bar: Floats | None,
         fits: Callable[[int], bool],
     ) -> WorkerView | None:
-        """Return the worker of lowest cost that fits; see `least_row`. `costs`: all exact costs."""
+        """Return the worker of lowest cost that fits, or None; `costs` returns exact costs."""
         few: Iterable[int] = self._saved.few if cost is not None else ()
         limits = bounds()
         if bar is not None:
@@ -184,7 +184,7 @@ class ArrayCandidates:
         return None if row < 0 else self._fleet.by_row[row]
 
     def _has_capacity(self) -> np.ndarray:
-        """Return for each row whether `WorkerView.has_capacity`, without regard to back-offs."""
+        """Return `WorkerView.has_capacity` of each row, but ignore back-offs."""
         demand, loads = self._demand, self._loads
         num = demand.num_sequences
         blocks = np.ceil((demand.num_tokens + num) / self._fleet.block_sizes)
@@ -208,9 +208,9 @@ class _Saved:
     def __init__(self, workers: Fleet[WorkerView], cached: CachedPrefix | None) -> None:
         self._fleet, self._cached = workers, cached
         self.few: dict[int, int] = {}
-        """Tokens by row of the workers that may have more than `most`; of at most `FEW_WORKERS`."""
+        """Tokens by row, for the at most `FEW_WORKERS` workers that may have more than `most`."""
         self.most = 0
-        """The most tokens of all other workers."""
+        """Maximum number of tokens of any other worker."""
         if not cached:
             return
         rows, none, deeper = workers.row_list(cached.slots), len(workers), 0

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from penstock.router.routing.prefix_cache.worker_slots import Workers, WorkerSlots, bits
 
 Levels: TypeAlias = Sequence[tuple[int, Workers]]
-"""Pairs of a depth and the workers that have at least this depth, by rising depth; each set of
-workers contains the next one."""
+"""Pairs of a depth and the workers that have at least this depth, in ascending order of depth.
+Each set of workers contains the next one."""
 
 
 class CachedPrefix(Mapping[str, int]):

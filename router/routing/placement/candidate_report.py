@@ -30,7 +30,7 @@ class Candidate(NamedTuple):
         state: ready, suspect, stuck or draining.
         cost: work of the prompt there in tokens of prompt computation, see `rankings.cost`; lower
             is better. Only `--routing cost` compares this number.
-        queued_tokens: prompt tokens that the worker must compute before.
+        queued_tokens: prompt tokens that the worker must compute before this prompt.
         num_sequences: sequences on the worker, those of other routers included.
         cached_tokens: leading tokens of the prompt that the worker has cached.
         has_capacity: whether the worker had room for the request.
@@ -94,7 +94,7 @@ def candidates_of(
 def _considered(
     workers: Sequence[WorkerView], read_cost: float, chosen: Sequence[str | None]
 ) -> Sequence[WorkerView]:
-    """Return all of a few workers; of many, the chosen ones and the least loaded ones."""
+    """Return all workers if they are few, otherwise the chosen ones and the least loaded ones."""
     if not isinstance(workers, Fleet) or len(workers) < MANY_WORKERS:
         return workers
     load = workers.loads.queued[:-1] + read_cost * workers.loads.reads[:-1]

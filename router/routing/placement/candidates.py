@@ -1,4 +1,4 @@
-"""The workers among which a request is placed, behind an interface that hides the comparison.
+"""Interface to the workers among which a request is placed, and its plain implementation.
 
 `RolePolicy` chooses roles and asks for the best worker of a role. `ListCandidates` compares all
 workers with a ranking. `ArrayCandidates` gives the same answers for `CostRanking` in less time.
@@ -18,7 +18,7 @@ mixed); those of the role prefill."""
 
 
 class Candidates(Protocol):
-    """The usable workers of a router that are not unfit for one request."""
+    """The usable workers of a router, without those that are unfit for one request."""
 
     def has(self, group: Group) -> bool:
         """Return whether a group has workers, with or without room."""
@@ -42,7 +42,7 @@ class Candidates(Protocol):
         ...
 
     def answer_worker(self, group: Group, layout: str | None = None) -> WorkerView | None:
-        """Return the best worker of a group for the answer; with a `layout`, of those with it."""
+        """Return the best worker of a group for the answer; a `layout` restricts the choice."""
         ...
 
     def single_worker(self) -> WorkerView | None:

@@ -203,7 +203,7 @@ class DisaggregationPolicy:
             now: clock seconds.
 
         Returns:
-            True also if no prefill rate has been measured.
+            True also without an SLO, without running answers, or without a measured prefill rate.
         """
         if not slo_seconds or not worker.num_answers or not self._mean_rate:
             return True

@@ -18,7 +18,7 @@ TIE_SCALE = 1e10
 KV_READ_COST = 4e-4
 """Cost of reading one token of KV in one decode step, relative to computing one prompt token."""
 MAX_READS = 256
-"""Decode steps of an answer that count at most: answers are usually shorter than allowed."""
+"""Maximum number of decode steps that count: answers are usually shorter than allowed."""
 
 
 class LoadTable:
@@ -144,7 +144,7 @@ class Fleet(list[V], Generic[V]):
 
     @property
     def first_with_steps(self) -> V | None:
-        """The first worker whose decode steps have been measured."""
+        """The first worker whose decode steps have been measured, or None."""
         position = self.loads.first_with_steps
         return self[position] if position < len(self) else None
 

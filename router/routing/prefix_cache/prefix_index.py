@@ -35,9 +35,8 @@ class PrefixIndex:
         self._reachable: dict[int, Workers] = {}
         self._loose: dict[int, Workers] = {}
         self._children = _Children(self._reachable)
-        # By the first block of a level: the length of the level in the last match, or of the chain
-        # that was stored. A look-up of a cold block costs several cache misses, so a good guess
-        # saves most of them.
+        # Guess of a level's length, by its first block: the length in the last match, or that of
+        # the stored chain. A good guess saves most look-ups; each may cost several cache misses.
         self._hints: dict[int, int] = {}
 
     def slot(self, worker: str) -> int:

@@ -9,7 +9,7 @@ Workers: TypeAlias = int
 
 
 class WorkerSlots:
-    """Gives each worker a slot, which several indexes share: their sets can then be combined.
+    """Assigns a slot to each worker. Indexes share the slots, so their sets can be combined.
 
     A slot is free again once every index that acquired it has released it.
     """

@@ -34,7 +34,7 @@ FAMILIES = (
 
 
 def make_folder(folder: Path, family: str, **changes: Any) -> Path:
-    """Write a checkpoint whose `config.json` is changed to what a GGUF file can express."""
+    """Write a checkpoint whose `config.json` has only values that a GGUF file can express."""
     make_checkpoint(folder, family)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | changes
@@ -55,10 +55,10 @@ def pair(
 
 
 def comparable(spec: ModelSpec) -> ModelSpec:
-    """Return a spec without what a GGUF file expresses in another way.
+    """Return a spec without the values that a GGUF file expresses in another way.
 
-    Llama 3's scaling is a list of divisors in a file, tested below; a fraction of rotated features
-    is a number of features; ends of answers are found among the control tokens.
+    A GGUF file has a list of divisors for Llama 3's scaling (tested below), the number of rotated
+    features instead of their fraction, and control tokens that end answers.
     """
     num_rotated = int(spec.head_dim * spec.rope.rotated_fraction)
     rope = replace(spec.rope, rotated_fraction=float(num_rotated))

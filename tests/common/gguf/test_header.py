@@ -1,4 +1,4 @@
-"""The header of GGUF files: what the writer of `gguf` writes, and files that lie."""
+"""The header of GGUF files: files of the writer of `gguf`, and files with false sizes."""
 
 import struct
 import tracemalloc

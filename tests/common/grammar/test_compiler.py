@@ -1,4 +1,4 @@
-"""Constraints become grammars; what no grammar can follow is refused by keyword and path."""
+"""Constraints become grammars; unsupported ones are refused with the keyword and its path."""
 
 import json
 import time

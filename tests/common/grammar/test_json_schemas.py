@@ -1,4 +1,4 @@
-"""Random schemas: what ends by itself is valid, and an invalid document never reaches its end."""
+"""Random schemas: an answer that ends by itself is valid; an invalid document cannot end."""
 
 import json
 import random

@@ -21,7 +21,7 @@ from tests.support.threads import threads
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = ("int4", "int8", "fp8")
 SHAPES = [(1, 32, 32), (47, 96, 32), (48, 384, 128), (49, 200, 100), (145, 578, 289)]
-"""Outputs, inputs, inputs per group. 192 inputs and 48 outputs are one tile of weights."""
+"""Outputs, inputs, inputs per group. A tile of weights has 192 inputs and 48 outputs."""
 ROWS = (0, 1, 2, 7, 8, 9, 255, 257, 300)
 
 

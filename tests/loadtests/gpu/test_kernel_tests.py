@@ -23,7 +23,7 @@ from penstock.loadtests.gpu.kernel_tests import (
 from penstock.loadtests.gpu.options import Options
 from tests.support.only_kernels import only_kernels
 
-ENDS = 200.0  # seconds until a run of pytest is stopped, in tests in which it should end by itself
+ENDS = 200.0  # seconds until a run of pytest is stopped, where it should end before
 
 
 def results_of(folder: Path, *lines: dict[str, Any], end: str = "") -> Results:

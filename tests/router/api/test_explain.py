@@ -128,7 +128,7 @@ async def test_operators_port_explains_to_operators_only(config: RouterConfig) -
 
 @contextlib.asynccontextmanager
 async def two_routers(config: RouterConfig) -> AsyncIterator[tuple[Served, Served]]:
-    """Run two routers that know each other, as the supervisor tells them."""
+    """Run two routers that have each other's addresses, as if from the supervisor."""
     async with (
         serving(replace(config, name="router-0"), StubWorker("w0")) as first,
         serving(replace(config, name="router-1"), StubWorker("w1")) as second,

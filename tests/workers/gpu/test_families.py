@@ -47,7 +47,7 @@ def make_runner(decoder: Decoder, planner: Planner) -> ModelRunner:
 
 
 def logits_of(runner: ModelRunner, planner: Planner, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits [prompts, MAX_NEW, V] behind each prompt, if `texts` goes on behind it."""
+    """Return the logits [prompts, MAX_NEW, V] after each prompt, which `texts` continue."""
     found: list[list[Tensor]] = [[] for _ in texts]
     while any(len(rows) < MAX_NEW for rows in found):
         plan = planner.plan(CHUNK)
@@ -89,8 +89,8 @@ def test_logits_are_as_exact_as_those_of_transformers(family: str, tmp_path: Pat
     prompts = [text[:length] for text, length in zip(texts, LENGTHS, strict=True)]
     planner = Planner(prompts, MAX_NEW + 1)
     ours = logits_of(make_runner(decoder, planner), planner, texts)
-    # The median, because rounding may change the expert that a token chooses. Both round to
-    # bfloat16 about as often, at other places: their errors are of one size.
+    # Compare medians, because rounding may change the expert that a token chooses. Both round to
+    # bfloat16 about as often, but at different places, so their errors are of similar size.
     found, allowed = errors(ours, exact).median(), 2 * errors(theirs, exact).median()
     assert found <= allowed, f"relative error {found:.1e}, at most {allowed:.1e} expected"
     assert ours.isfinite().all()

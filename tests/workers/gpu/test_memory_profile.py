@@ -46,7 +46,7 @@ def test_largest_step_reaches_its_limits(sizes: StepLimits) -> None:
 
 def test_graph_bytes_are_the_shared_pool_and_the_cost_of_each_graph() -> None:
     assert graph_bytes([1000, 700, 690], 35) == 300 + 34 * 10
-    # The driver took 32 once for four graphs: all 34 others need 8 each.
+    # Four graphs took 32 in one step of the driver, so each of the 34 others is estimated at 8.
     assert graph_bytes([1000, 700, 700, 668, 668, 668], 35) == 300 + 34 * 8
     assert graph_bytes([1000, 700], 1) == 300
     assert graph_bytes([], 35) == 0  # no graph was captured

@@ -1,6 +1,6 @@
-"""Moves on a device that completes work later, as a GPU: nothing is reported or reused too early.
+"""Moves on a device that completes work later, as a GPU does: no report or reuse is too early.
 
-The lane of these tests runs work at once and reaches its marks when the test says so.
+The lane of these tests runs work at once, and reaches a mark when the test allows it.
 """
 
 import threading
@@ -81,7 +81,7 @@ class Destination:
         self.mover.execute(wire.Move(end=number, receive=piece(epoch, block, index)))
 
     def reach(self, num_marks: int) -> None:
-        """Complete the work in front of the first `num_marks` marks."""
+        """Complete the work before the first `num_marks` marks."""
         self.lane.num_reached = num_marks
         self.mover._thread.wake()
 
@@ -138,10 +138,10 @@ def test_piece_is_written_after_its_checksum_and_reported_after_its_write(
 ) -> None:
     before = one.cache.clone()
     one.transfer(0, epoch=1, block=5)
-    one.wait_for_mark()  # behind the checksum
+    one.wait_for_mark()  # after the checksum
     assert torch.equal(one.cache, before)
     one.reach(1)
-    one.wait_for_mark()  # behind the write
+    one.wait_for_mark()  # after the write
     assert not one.kinds("moved")
     one.reach(2)
     (report,) = one.wait_for("moved")

@@ -1,4 +1,4 @@
-"""One thread runs all tasks in turns; a task that waits delays no other one."""
+"""One thread runs all tasks in turns; a task that waits does not delay the others."""
 
 import threading
 from collections.abc import Callable

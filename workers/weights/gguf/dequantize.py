@@ -1,7 +1,7 @@
 """Converts blocks of GGUF's types to float32, as `dequantize_row_*` of ggml-quants.c does.
 
-A function gets blocks [n, bytes of a block] as uint8 and returns their items [n, items of a block]
-as float32. The order of the operations is that of ggml, so that each result has the same bits.
+Each function takes blocks [n, bytes of a block] as uint8 and returns their items [n, items of a
+block] as float32. The order of operations is that of ggml, so that results are bitwise equal.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,28 +36,28 @@ def _bf16(blocks: Tensor) -> Tensor:
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    """Items are scale * q, with q in int8."""
+    """Return scale * q, with q in int8."""
     return blocks[:, 2:].view(torch.int8).float() * as_float(blocks[:, :2])
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    """Items are scale * (q - 8), with q of 4 bits."""
+    """Return scale * (q - 8), with q of 4 bits."""
     return (nibbles(blocks[:, 2:]).float() - 8.0) * as_float(blocks[:, :2])
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    """Items are scale * q + least, with q of 4 bits."""
+    """Return scale * q + minimum, with q of 4 bits."""
     return nibbles(blocks[:, 4:]).float() * as_float(blocks[:, :2]) + as_float(blocks[:, 2:4])
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    """Items are scale * (q - 16), with q of 5 bits."""
+    """Return scale * (q - 16), with q of 5 bits."""
     q = _five_bits(blocks[:, 2:6], blocks[:, 6:])
     return (q.float() - 16.0) * as_float(blocks[:, :2])
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    """Items are scale * q + least, with q of 5 bits."""
+    """Return scale * q + minimum, with q of 5 bits."""
     q = _five_bits(blocks[:, 4:8], blocks[:, 8:])
     return q.float() * as_float(blocks[:, :2]) + as_float(blocks[:, 2:4])
 
@@ -79,4 +79,4 @@ DEQUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q5_1": _q5_1,
     **K_QUANTS,
 }
-"""By the name of the type."""
+"""Conversion functions by the name of the type."""

@@ -1,8 +1,8 @@
 """Converts K-quants of GGUF to float32: blocks of 256 items in groups with scales of their own.
 
 The layouts of the blocks are those of the structs in ggml-common.h. Except for Q6_K and Q3_K, an
-item is scale * q - least, where scale and least are products of a float16 number of the block and
-an integer of the group.
+item is scale * q - minimum. Scale and minimum are products of a float16 number of the block and an
+integer of the group.
 """
 
 import torch
@@ -15,9 +15,9 @@ def as_float(pairs: Tensor) -> Tensor:
 
 
 def bits(packed: Tensor, width: int, count: int) -> Tensor:
-    """Unpack numbers of `width` bits: [..., k] uint8 to [..., count, k] for k > 1 bytes in a row.
+    """Unpack `count` numbers of `width` bits from each byte: [..., k] uint8 to [..., count, k].
 
-    Number j of a byte is in its bits from `j * width` on.
+    Bit `j * width` of a byte is the lowest bit of its number j.
     """
     shifts = torch.arange(0, count * width, width, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-2) >> shifts.unsqueeze(-1)) & ((1 << width) - 1)
@@ -34,7 +34,10 @@ def _groups(q: Tensor, scales: Tensor) -> Tensor:
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
-    """16 groups of 16. Bytes: 16 scales and leasts of 4 bits, 64 with 2 bits an item, d, dmin."""
+    """Convert 16 groups of 16 items.
+
+    Bytes: 16 with 4-bit scales (low half) and minima; 64 with 2 bits per item; d; dmin.
+    """
     packed, d = blocks[:, :16], as_float(blocks[:, 80:84])
     q = bits(blocks[:, 16:80].view(-1, 2, 32), 2, 4).flatten(1)
     scales, least = d[:, :1] * (packed & 15).float(), d[:, 1:] * (packed >> 4).float()
@@ -42,10 +45,12 @@ def _q2_k(blocks: Tensor) -> Tensor:
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    """16 groups of 16. Bytes: 32 with a high bit an item, 64 with 2 bits, 12 with scales, d.
+    """Convert 16 groups of 16 items.
 
-    A high bit of 0 subtracts 4. The 16 scales have 6 bits, minus 32: the low 4 bits of scales 0 to
-    7 and 8 to 15 are the halves of 8 bytes; then 4 bytes have 2 high bits of each scale.
+    Bytes: 32 with the high bit of each item; 64 with 2 low bits per item; 12 with scales; d. A high
+    bit of 0 subtracts 4. The 16 scales have 6 bits, minus 32. The halves of 8 bytes have the low 4
+    bits: the low halves of scales 0 to 7, the high halves of 8 to 15. Then 4 bytes have the 2 high
+    bits of each scale.
     """
     high = bits(blocks[:, :32], 1, 8).flatten(1)
     low = bits(blocks[:, 32:96].view(-1, 2, 32), 2, 4).flatten(1)
@@ -56,10 +61,10 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_least(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 8 scales and 8 leasts of 6 bits of Q4_K and Q5_K, from 12 bytes: [n, 8] each.
+    """Return the 8 scales and 8 minima of 6 bits of Q4_K and Q5_K, from 12 bytes: [n, 8] each.
 
-    Numbers 0 to 3 are the low 6 bits of bytes 0 to 3 (scales) and 4 to 7 (leasts). Numbers 4 to 7
-    have their low 4 bits in bytes 8 to 11 and their high 2 bits on top of bytes 0 to 7.
+    Numbers 0 to 3 are the low 6 bits of bytes 0 to 3 (scales) and 4 to 7 (minima). Numbers 4 to 7
+    have their low 4 bits in bytes 8 to 11 and their high 2 bits in the top bits of bytes 0 to 7.
     """
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], 1)
@@ -68,12 +73,12 @@ def _scales_and_least(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    """8 groups of 32. Bytes: d, dmin, 12 with scales and leasts, 128 with 4 bits an item."""
+    """Convert 8 groups of 32. Bytes: d; dmin; 12 of scales and minima; 128 of 4 bits per item."""
     return _with_least(blocks, bits(blocks[:, 16:].view(-1, 4, 32), 4, 2).flatten(1))
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    """As Q4_K, but 32 bytes with the high bit of each item stand before the 4 low bits."""
+    """Convert blocks like Q4_K's, with 32 bytes for the items' high bits before the low bits."""
     high = bits(blocks[:, 16:48], 1, 8).flatten(1)
     low = bits(blocks[:, 48:].view(-1, 4, 32), 4, 2).flatten(1)
     return _with_least(blocks, low | (high << 4))
@@ -87,9 +92,9 @@ def _with_least(blocks: Tensor, q: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    """16 groups of 16. Bytes: 128 with 4 low bits an item, 64 with 2 high bits, 16 scales, d.
+    """Convert 16 groups of 16 items; an item is d * scale * (q - 32), with an int8 scale.
 
-    An item is d * scale * (q - 32), with a scale in int8.
+    Bytes: 128 with 4 low bits per item; 64 with 2 high bits per item; 16 scales; d.
     """
     low = bits(blocks[:, :128].view(-1, 2, 64), 4, 2).flatten(1)
     high = bits(blocks[:, 128:192].view(-1, 2, 32), 2, 4).flatten(1)
@@ -98,4 +103,4 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 K_QUANTS = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
-"""By the name of the type."""
+"""Conversion functions by the name of the type."""

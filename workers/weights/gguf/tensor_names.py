@@ -10,9 +10,9 @@ NOT_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 
 def checkpoint_names(spec: ModelSpec) -> dict[str, str]:
-    """Return, by the name in a GGUF file, the name of each tensor that a model has.
+    """Map the name of each of a model's tensors in a GGUF file to that in a safetensors checkpoint.
 
-    The head is missing if it is tied to the embeddings.
+    A head that is tied to the embeddings is left out.
     """
     names = spec.names
     found = {

@@ -30,9 +30,9 @@ class GgufEntry(TensorEntry):
 
     Attributes:
         own_name: Name in the file.
-        head_rows: Rows of a head whose rows llama.cpp's converter has reordered, for queries and
-            keys of Llama; 0 for other tensors.
-        offset: Added to each item after loading; -1 for Gemma's norms, which are stored plus one.
+        head_rows: Number of rows per head, for Llama's queries and keys, whose rows llama.cpp's
+            converter has reordered; 0 for other tensors.
+        offset: Number added to each item; -1 for Gemma's norms, which are stored plus one.
     """
 
     own_name: str = ""
@@ -110,8 +110,8 @@ class GgufEntry(TensorEntry):
 def _in_halves(items: Tensor, head_rows: int) -> Tensor:
     """Reorder the rows of heads from pairs (0, 0', 1, 1', ...) to halves (0, 1, ..., 0', 1', ...).
 
-    llama.cpp rotates neighbouring features of Llama's heads, others rotate features half a head
-    apart: llama.cpp's converter therefore interleaves the two halves of each head.
+    llama.cpp's rotary embedding pairs neighboring features of Llama's heads. Other implementations
+    pair features half a head apart, so llama.cpp's converter interleaves the halves of each head.
     """
     pairs = items.view(-1, head_rows // 2, 2, items.shape[1])
     return pairs.transpose(1, 2).reshape(items.shape)
@@ -121,7 +121,7 @@ def find_gguf_tensors(path: Path) -> dict[str, TensorEntry]:
     """Return all tensors of a model's GGUF files, by their names in a safetensors checkpoint.
 
     Raises:
-        BadCheckpoint: A tensor is missing, or is not one of the model's.
+        BadCheckpoint: A tensor is missing, is not one of the model's, or has an invalid shape.
         UnsupportedModel: As `read_spec`.
     """
     checkpoint, spec = open_gguf(path), read_spec(path)

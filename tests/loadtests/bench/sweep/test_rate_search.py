@@ -8,7 +8,7 @@ from penstock.loadtests.bench.sweep.rate_search import MAX_STEPS, MIN_RATIO, Rat
 
 
 def played(first: float, precision: float, capacity: float) -> RateSearch:
-    """Play a search against a server that keeps the goals up to `capacity`."""
+    """Return an ended search for a server that keeps the goals up to `capacity`."""
     search = RateSearch(first, precision)
     while (rate := search.next_rate()) is not None:
         search.record(rate, rate <= capacity)

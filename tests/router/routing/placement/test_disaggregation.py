@@ -1,4 +1,4 @@
-"""Whether a prompt is prefilled on another worker: the decision and its reason."""
+"""The decision whether a prompt is prefilled on another worker, and its reason."""
 
 from dataclasses import replace
 

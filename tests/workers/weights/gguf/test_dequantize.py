@@ -20,7 +20,7 @@ HALF_PRECISION_NUMBERS = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
 }
-"""Where a block has float16 numbers: random bytes there could be NaN or infinity."""
+"""Offsets of the float16 numbers in a block; random bytes there could be NaN or infinity."""
 
 
 def random_blocks(dtype: str, count: int, seed: int) -> np.ndarray:
