@@ -69,6 +69,8 @@ def check_module(module: QuantizedModule) -> None:
     packed_inputs = scheme.storage in ("packed", "gptq")
     if packed_inputs and module.inputs % word:
         raise BadCheckpoint(f"{name} has {module.inputs} inputs, not a multiple of {word}")
+    if scheme.storage == "awq" and module.inputs % 2:
+        raise BadCheckpoint(f"{name} has {module.inputs} inputs, not an even number")
     packed_outputs = scheme.storage in ("gptq", "awq")
     if packed_outputs and module.outputs % word:
         raise BadCheckpoint(f"{name} has {module.outputs} outputs, not a multiple of {word}")

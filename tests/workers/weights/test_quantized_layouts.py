@@ -12,13 +12,19 @@ from compressed_tensors.quantization import (  # type: ignore[import-untyped]
 )
 
 from penstock.workers.layers.linear import RowParallelLinear
+from penstock.workers.models.config import BadCheckpoint
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.quantization import WeightScheme
 from penstock.workers.parallel.collectives import ProcessGroup
 from penstock.workers.parallel.mesh import BadShape, Mesh, MeshCoord
 from penstock.workers.parallel.parallel_groups import ParallelGroups
 from penstock.workers.weights.loading import load_model
-from penstock.workers.weights.quantized_layouts import QuantizedModule, read_matrix, stored_tensors
+from penstock.workers.weights.quantized_layouts import (
+    QuantizedModule,
+    check_module,
+    read_matrix,
+    stored_tensors,
+)
 from tests.support.quantized import WEIGHT_ONLY, make_quantized
 
 CPU = torch.device("cpu")
@@ -129,3 +135,19 @@ def test_ranks_that_would_cut_a_group_are_refused_by_name(name: str, tmp_path: P
         BadShape, match=r"_proj: a rank's (in|out)puts end at \d+, inside a unit of"
     ):
         rank(tmp_path, Mesh(2).coord(0))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "outputs", "inputs", "message"),
+    [
+        (WeightScheme("awq", 4), 8, 7, "m has 7 inputs, not an even number"),
+        (WeightScheme("awq", 4), 7, 8, "m has 7 outputs, not a multiple of 8"),
+        (WeightScheme("gptq", 4), 8, 12, "m has 12 inputs, not a multiple of 8"),
+        (WeightScheme("packed", 8, 16), 8, 24, "m has 24 inputs, which groups of 16"),
+    ],
+)
+def test_sizes_that_words_or_groups_do_not_divide_are_refused(
+    scheme: WeightScheme, outputs: int, inputs: int, message: str
+) -> None:
+    with pytest.raises(BadCheckpoint, match=message):
+        check_module(QuantizedModule("m", scheme, outputs, inputs, has_group_table=False))
