@@ -60,7 +60,8 @@ function summary(request) {
     `${request.completion_tokens} generated`,
   ];
   if (request.first_token_seconds) facts.push(`first token after ${duration(request.first_token_seconds)}`);
-  if (request.prefill_steps) facts.push(`prompt in ${request.prefill_steps} steps`);
+  const steps = request.prefill_steps;
+  if (steps) facts.push(`prompt in ${steps} step${steps === 1 ? "" : "s"}`);
   for (const name of ["preemptions", "failovers", "migrations"]) {
     if (request[name]) facts.push(`${name}: ${request[name]}`);
   }
