@@ -147,7 +147,9 @@ def chart_queries() -> tuple[list[str], list[str]]:
     """
     keda = {"autoscaler": "keda", "prometheusAddress": "http://prometheus"}
     pools = {"decode": {"maxReplicas": 2}}
-    values = chart.merged(chart.of_mode("standalone"), {"standalone": keda, "pools": pools})
+    peers = {"monitoring": [chart.PROMETHEUS]}  # KEDA follows metrics of the admin port
+    own = {"standalone": keda, "pools": pools, "networkPolicy": peers}
+    values = chart.merged(chart.of_mode("standalone"), own)
     (trigger,) = chart.one(chart.objects(chart.render(values)), "ScaledObject")["spec"]["triggers"]
     queries = [rule["expr"].replace("absent(", "count(") for rule in chart.rules()]
     queries += [expr for _, expr in chart.dashboard_queries()]
