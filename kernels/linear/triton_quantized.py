@@ -47,8 +47,15 @@ def _dequantizing_matmul_kernel(
     x_rows = x + rows.to(tl.int64)[:, None] * x_row
     output_groups = outputs.to(tl.int64)[:, None] * num_groups
     acc = tl.zeros((TILE_ROWS, TILE_OUTPUTS), tl.float32)
+    # The groups of a tile are loaded one iteration ahead. Scales and zeros whose addresses the same
+    # iteration loads could not be copied ahead of their use.
+    in_tile = tl.arange(0, TILE_INPUTS)
+    if ONE_GROUP:
+        next_group = tl.load(groups)
+    else:
+        next_group = tl.load(groups + in_tile, mask=in_tile < num_inputs, other=0)
     for start in range(0, num_inputs, TILE_INPUTS):
-        inputs = start + tl.arange(0, TILE_INPUTS)
+        inputs = start + in_tile
         has_input = inputs[None, :] < num_inputs
         left = tl.load(x_rows + inputs[None, :], mask=has_row & has_input, other=0.0)
         if KIND == 0:
@@ -60,14 +67,16 @@ def _dequantizing_matmul_kernel(
         else:
             at = codes + outputs.to(tl.int64)[:, None] * num_inputs + inputs[None, :]
             code = tl.load(at, mask=has_output & has_input, other=0).to(tl.int32)
+        following = start + TILE_INPUTS
         if ONE_GROUP:
-            at = output_groups + tl.load(groups + start)
+            at = output_groups + next_group
             inside = has_output
+            next_group = tl.load(groups + following, mask=following < num_inputs, other=0)
         else:
-            at = (
-                output_groups + tl.load(groups + inputs, mask=inputs < num_inputs, other=0)[None, :]
-            )
+            at = output_groups + next_group[None, :]
             inside = has_output & has_input
+            following += in_tile
+            next_group = tl.load(groups + following, mask=following < num_inputs, other=0)
         if KIND == 2:
             value = _e4m3_to_float(code)
         else:
@@ -124,7 +133,8 @@ def quantized_matmul_triton(
         HAS_BIAS=bias is not None,
         TILE_ROWS=tile_rows,
         TILE_OUTPUTS=_TILE_OUTPUTS,
-        TILE_INPUTS=TILE_INPUTS if x.dtype != torch.float32 else TILE_INPUTS // 2,
+        # A tile of float32, or with a group for each input, of twice the size would spill.
+        TILE_INPUTS=TILE_INPUTS if one_group and x.dtype != torch.float32 else TILE_INPUTS // 2,
         num_warps=4,
         num_stages=2 if x.dtype == torch.float32 else 3,
     )
