@@ -63,6 +63,8 @@ def conclusion(result: Result, goals: Goals, attainment: float) -> str:
         return f"{found}; this client cannot send more: run several, or use a faster machine"
     if missed is None:
         return f"{found}; the search ended before a rate missed the goals: raise --rate"
+    if result.is_client_late:
+        found += ", or more: this client could not send the requests of the next step in time"
     return (
         f"{found}; at {missed.rate:.3g} requests/s {ADVICE.get(missed.worst_goal, '')}. "
         f"Plan one server like this for each {knee.rate:.3g} requests/s of the peak load"

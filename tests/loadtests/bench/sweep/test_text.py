@@ -76,3 +76,5 @@ def test_conclusion_names_the_knee_and_the_goal_that_is_missed(
 def test_conclusion_says_that_the_client_is_late() -> None:
     result = Result([step(1.0)], is_client_late=True)
     assert "this client cannot send more" in conclusion(result, GOALS, 0.99)
+    result = Result([step(1.0), step(4.0, 9.0)], is_client_late=True)
+    assert "or more: this client could not send" in conclusion(result, GOALS, 0.99)
