@@ -65,8 +65,8 @@ async def test_json_is_the_whole_explanation_and_operators_see_all_requests(
 ) -> None:
     name = await complete(served, "of a/client %2F")
     key = ["--api-key-file", str(key_file(tmp_path, OPERATOR)), "--json"]
-    for url in (served.url, served.admin_url):
-        assert await command(name, url, *key) == 0
+    for given in ((served.url, *key), (*key, served.admin_url)):
+        assert await command(name, *given) == 0
         found = json.loads(capsys.readouterr().out)
         assert (found["request_id"], found["requests"][0]["tenant"]) == (name, "key-1")
         assert {event["kind"] for event in found["requests"][0]["events"]} <= TEXTS.keys()

@@ -27,7 +27,8 @@ class NoExplanation(RuntimeError):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return 1 if there is no explanation, 2 if the URL is invalid."""
-    given = _parser().parse_args(arguments)
+    # The URL may stand behind an option: parse_args would refuse it there.
+    given = _parser().parse_intermixed_args(arguments)
     try:
         found = fetch(given.url, given.id, client_key(given.api_key_file))
     except ValueError as error:
