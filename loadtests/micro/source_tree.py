@@ -40,7 +40,7 @@ class SourceTree:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of a process that imports Penstock from this tree."""
+        """Environment variables for a process that should import Penstock from this tree."""
         return {**os.environ, "PYTHONPATH": str(self.root)}
 
     @property

@@ -81,7 +81,7 @@ class Amounts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """What to compare, and the output."""
+    """Comparison and output."""
 
     against: str = option("", "also measure the source tree in this folder")
     runs: int = option(3, "with --against: runs of each tree, alternating")

@@ -19,7 +19,7 @@ FUNCTIONS = "functions."
 
 
 class HarmonyParser(Reader):
-    """Parser of one answer: reasoning, content and calls."""
+    """Parses one answer: reasoning, content and calls."""
 
     markers = (START, CHANNEL, MESSAGE, END, RETURN, CALL, CONSTRAIN)
 

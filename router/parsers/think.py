@@ -28,7 +28,7 @@ class Tags:
 
 
 class ThinkParser(Reader):
-    """Parser of one answer; white space next to the tags is left out.
+    """Parses one answer; white space next to the tags is left out.
 
     Args:
         tags: the tags.

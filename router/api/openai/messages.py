@@ -16,7 +16,7 @@ Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
 
 
 class StrictModel(BaseModel):
-    """A pydantic model that refuses numbers in strings, NaN and infinities."""
+    """A pydantic model without conversions: it refuses strings for numbers, NaN and infinities."""
 
     model_config = ConfigDict(
         strict=True, extra="allow", allow_inf_nan=False, ser_json_inf_nan="constants"

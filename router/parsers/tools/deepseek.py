@@ -16,7 +16,7 @@ SEP = f"<{_BAR}tool▁sep{_BAR}>"
 
 
 class DeepSeekV31Parser(Reader):
-    """Parser of one answer of V3.1."""
+    """Parses one answer of DeepSeek V3.1."""
 
     markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEP)
 
@@ -81,7 +81,7 @@ class DeepSeekV31Parser(Reader):
 
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
-    """Parser of one answer of V3 or R1."""
+    """Parses one answer of DeepSeek V3 or R1, whose calls have JSON in a Markdown code block."""
 
     def _begin(self, name: str) -> None:
         # The text before the separator is the type; the name is a line of its own.

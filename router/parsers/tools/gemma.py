@@ -12,7 +12,7 @@ PREFIX = "call:"
 
 
 class FunctionGemmaParser(Reader):
-    """Parser of one answer of FunctionGemma, which translates the arguments to JSON."""
+    """Parses one answer of FunctionGemma, which translates the arguments to JSON."""
 
     open, close, quote = "<start_function_call>", "<end_function_call>", "<escape>"
     markers = (open, close, quote)
@@ -118,7 +118,7 @@ class FunctionGemmaParser(Reader):
 
 
 class Gemma4Parser(FunctionGemmaParser):
-    """Parser of one answer of Gemma 4."""
+    """Parses one answer of Gemma 4."""
 
     open, close, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
     markers = (open, close, quote)

@@ -6,7 +6,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(JsonReader):
-    """Parser of one answer; text between the tags that is not a call is content."""
+    """Parses one answer; text between the tags that is not a call is content."""
 
     markers = (OPEN, CLOSE)
 

@@ -9,7 +9,7 @@ TAG = "<|python_tag|>"
 
 
 class LlamaJsonParser(JsonReader):
-    """Parser of one answer; an answer that does not begin with a call is content up to a tag."""
+    """Parses one answer; an answer that does not begin with a call is content up to a tag."""
 
     markers = (TAG,)
 

@@ -12,7 +12,7 @@ OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class MistralParser(JsonListReader):
-    """Parser of one answer."""
+    """Parses one answer of Mistral's models."""
 
     markers = (OPEN, CALL_ID, ARGS)
 

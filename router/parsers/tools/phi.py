@@ -9,7 +9,7 @@ OPEN, CLOSE, OLD = "<|tool_call|>", "<|/tool_call|>", "functools["
 
 
 class PhiParser(JsonListReader):
-    """Parser of one answer."""
+    """Parses one answer of Phi-4 mini."""
 
     markers = (OPEN, CLOSE)
 

@@ -16,7 +16,7 @@ MAX_KEY_CHARS = 300  # of an argument's name, with white space
 
 
 class PythonicParser(Reader):
-    """Parser of one answer; an answer that does not begin with a call is content."""
+    """Parses one answer; an answer that does not begin with a call is content."""
 
     markers = (BEGIN, END)
 

@@ -90,7 +90,7 @@ class FairQueue:
         return (through - entry.cost) / speed
 
     def has_waited_too_long(self, request: int, now: float) -> bool:
-        """Return whether a queued request exceeds `max_wait`; a requeued one never does."""
+        """Return whether a request exceeds `max_wait`; False for a requeued one."""
         entry = self._entries[request]
         return not entry.is_requeued and now - entry.arrived_at > self.max_wait
 

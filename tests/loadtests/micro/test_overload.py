@@ -44,7 +44,7 @@ def test_sequences_beyond_the_bound_wait_and_are_reported() -> None:
     assert (load.running, load.queued, load.queued_tokens) == (2, 2, 8)
     assert load.prompt_tokens_computed == 8
     assert worker.welcome().max_sequences == 2
-    for _ in range(2):  # both end after two tokens
+    for _ in range(2):  # both running requests end after two tokens
         session.make_step(list(session.runs.values()))
     session.admit()
     assert running(session) == [2, 3]

@@ -99,7 +99,7 @@ def test_slot_becomes_free_for_a_tenant_that_was_served_less() -> None:
     assert [line.take([0]) is not None for _ in range(5)] == [True] * 4 + [False]
     line.add("other", "o", SIZE)
     line.end(0)
-    assert line.take([0]) is None  # room for one of `greedy`, which has been served more
+    assert line.take([0]) is None  # the slot is kept for `other`, which was served less
     for _ in range(3):
         line.end(0)
     begun = line.take([0])
