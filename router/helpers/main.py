@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from penstock.common.text.chat_renderer import ChatRenderer
+from penstock.router.api.generation.parsed_body import BODY_KIND, parse_job
 from penstock.router.api.grpc_check import GRPC_KIND, check_job
-from penstock.router.api.openai.parsed_body import BODY_KIND, parse_job
 from penstock.router.errors import invalid
 from penstock.router.helpers.fork_server import serve_forks
 from penstock.router.helpers.limits import end_with_parent

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from pydantic import BaseModel
 
 from penstock.protos import inference_pb2, worker_pb2
-from penstock.router.api.openai.messages import StrictModel
+from penstock.router.api.generation.strict_model import StrictModel
 from penstock.router.api.openai.schema import CompletionRequest
 from penstock.router.frontend import Frontend
 from penstock.router.requests.prompt_encoder import PromptEncoder

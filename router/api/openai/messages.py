@@ -1,29 +1,52 @@
 """Messages of a chat, in OpenAI's format."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from penstock.common.text.chat_source import TemplateOptions
+from penstock.router.api.generation.chat_body import ChatBody
+from penstock.router.api.generation.strict_model import FreeObjects, StrictModel, length_of
+from penstock.router.api.openai.unsupported_fields import check_unsupported_fields
+from penstock.router.config import RequestBounds
 from penstock.router.errors import invalid
 from penstock.router.requests.chat import check_role, check_variables
-from penstock.router.requests.tools import check_tools
-
-Ids: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
-Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
-"""Lists whose validation stops at the first error, since a large body could have a million."""
+from penstock.router.requests.cost import CallSizes
+from penstock.router.requests.request import ModelLimits
+from penstock.router.requests.tools import check_json, check_tools
 
 
-class StrictModel(BaseModel):
-    """A pydantic model without conversions: it refuses strings for numbers, NaN and infinities."""
+class OpenAiBody(StrictModel):
+    """A body of a route of OpenAI or of vLLM."""
 
-    model_config = ConfigDict(
-        strict=True, extra="allow", allow_inf_nan=False, ser_json_inf_nan="constants"
-    )
+    CONTENT: ClassVar[Mapping[str, Any]] = {
+        "messages": [],
+        "tools": None,
+        "documents": None,
+        "prompt": "",
+        "tokens": [],
+    }
 
-    def check(self) -> None:
-        """Refuse combinations of fields that are invalid."""
+    def check_extra(self) -> None:
+        check_unsupported_fields(self.model_extra or {})
+
+    @classmethod
+    def sizes(cls, body: Mapping[str, Any]) -> CallSizes:
+        messages = body.get("messages")
+        content_pieces, tool_calls = _message_sizes(messages)
+        return CallSizes(
+            prompts=_num_prompts(body.get("prompt")),
+            messages=length_of(messages),
+            content_pieces=content_pieces,
+            tool_calls=tool_calls,
+            tools=length_of(body.get("tools")),
+            documents=length_of(body.get("documents")),
+            logit_bias=length_of(body.get("logit_bias")),
+            stop=length_of(body.get("stop")),
+            stop_token_ids=length_of(body.get("stop_token_ids")),
+            bad_words=length_of(body.get("bad_words")),
+        )
 
 
 class ContentPart(StrictModel):
@@ -105,10 +128,7 @@ class Message(StrictModel):
         return {name: value for name, value in members.items() if value is not None}
 
 
-FreeObjects: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-
-
-class Conversation(StrictModel):
+class Conversation(ChatBody, OpenAiBody):
     """Fields of every body with messages."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
@@ -123,22 +143,24 @@ class Conversation(StrictModel):
         if self.tools:
             check_tools(self.tools)
 
+    def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
+        depth = bounds.max_json_depth
+        check_json("chat_template_kwargs", self.chat_template_kwargs, bounds.max_template_kwargs)
+        check_json("tools", self.tools, bounds.max_tools_bytes, depth)
+        check_json("documents", self.documents, bounds.max_body_bytes, depth)
+
     def template_tools(self) -> Sequence[Mapping[str, Any]]:
-        """Return the tools that the chat template gets."""
         return self.tools or ()
 
-    def forced_schema(self) -> str:
-        """Return the JSON schema that forces the answer to be tool calls, or an empty text."""
-        return ""
+    def template_documents(self) -> Sequence[Mapping[str, Any]]:
+        return self.documents or ()
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return all messages, in the form for chat templates."""
         if not self.messages:
             raise invalid("messages is empty: send at least one", "messages")
         return [message.plain() for message in self.messages]
 
     def template_options(self, known: Collection[str]) -> TemplateOptions:
-        """Return the options for the model's chat template, which reads the `known` variables."""
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid(
                 "continue_final_message and add_generation_prompt exclude each other: set one",
@@ -155,3 +177,27 @@ class Conversation(StrictModel):
     def template_variables(self, known: Collection[str]) -> Mapping[str, Any]:
         """Return the further variables for a template that reads the `known` variables."""
         return self.chat_template_kwargs or {}
+
+
+def _message_sizes(messages: object) -> tuple[int, int]:
+    """Return the numbers of content parts and tool calls of messages, perhaps not yet parsed."""
+    content_pieces = tool_calls = 0
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, Message):
+            content, calls = message.content, message.tool_calls
+        elif isinstance(message, dict):
+            content, calls = message.get("content"), message.get("tool_calls")
+        else:
+            continue
+        if isinstance(content, list):
+            content_pieces += len(content)
+        if isinstance(calls, list):
+            tool_calls += len(calls)
+    return content_pieces, tool_calls
+
+
+def _num_prompts(prompt: object) -> int:
+    """Return the number of prompts; 1 for a list of token ids and for an invalid prompt."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        return len(prompt)
+    return 1

@@ -8,6 +8,7 @@ from dataclasses import replace
 from json.encoder import encode_basestring
 from typing import Any
 
+from penstock.router.api.generation.answer_pieces import AnswerPieces
 from penstock.router.api.openai.json_fragments import dumps
 from penstock.router.api.openai.response import ChatFormatter
 from penstock.router.api.openai.response_context import ResponseContext
@@ -17,38 +18,14 @@ from penstock.router.parsers.pieces import (
     CALL,
     CONTENT,
     REASONING,
-    OutputParser,
     Piece,
 )
 from penstock.router.requests.answer_parsing import AnswerParsing
 from penstock.router.requests.response_stream import Delta
 
-TOOL_CALLS = "tool_calls"
-"""Finish reason of an answer that ended with tool calls."""
-
 CHARS_PER_FRAGMENT = 4096  # parsed in about 2 ms
 
 FIELDS = {CONTENT: "content", REASONING: "reasoning_content"}
-
-
-class ParsedAnswer:
-    """The parser of one answer that is streamed."""
-
-    def __init__(self, parser: OutputParser) -> None:
-        self._parser = parser
-        self._has_calls = False
-
-    def feed(self, text: str, has_ended: bool = False) -> list[Piece]:
-        """Return the pieces of new text."""
-        pieces = self._parser.feed(text) if text else []
-        if has_ended:
-            pieces += self._parser.finish()
-        self._has_calls = self._has_calls or any(piece.kind == CALL for piece in pieces)
-        return pieces
-
-    def finish_reason(self, given: str) -> str:
-        """Return the finish reason, which is `tool_calls` instead of `stop` after calls."""
-        return TOOL_CALLS if given == "stop" and self._has_calls else given
 
 
 class ParsedChatFormatter(ChatFormatter):
@@ -62,7 +39,7 @@ class ParsedChatFormatter(ChatFormatter):
     def __init__(self, context: ResponseContext, parsing: AnswerParsing) -> None:
         super().__init__(context)
         self._parsing = parsing
-        self._answers: dict[int, ParsedAnswer] = {}  # by index of the choice, while streamed
+        self._answers: dict[int, AnswerPieces] = {}  # by index of the choice, while streamed
         self._sides: dict[tuple[int, str, int], tuple[str, str]] = {}  # see `_piece_event`
         self.token_chunk = self._token_chunk
 
@@ -172,7 +149,5 @@ class ParsedChatFormatter(ChatFormatter):
             return {"tool_calls": [{"index": call, "function": {"arguments": piece.text}}]}
         return {FIELDS[piece.kind]: piece.text}
 
-    def _new_answer(self) -> ParsedAnswer:
-        parser = self._parsing.new_parser()
-        assert parser is not None
-        return ParsedAnswer(parser)
+    def _new_answer(self) -> AnswerPieces:
+        return AnswerPieces(self._parsing.new_parser())

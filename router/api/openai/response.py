@@ -3,9 +3,10 @@
 For speed, the constant parts of a chunk are serialized once per call.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+from penstock.router.api.http import error_body
 from penstock.router.api.openai.json_fragments import (
     TOKENS_PER_FRAGMENT,
     Columns,
@@ -23,32 +24,18 @@ from penstock.router.api.openai.response_context import (
 )
 from penstock.router.api.openai.text_offsets import TextOffsets
 from penstock.router.api.openai.token_chunks import PLAIN, StreamProgress, TokenChunks
-from penstock.router.requests.response_stream import AnswerBuilder, Delta
+from penstock.router.errors import ServingError
+from penstock.router.requests.response_stream import Delta
 
 DONE = "data: [DONE]\n\n"
+"""The event that ends every stream."""
 
 LOGPROB_COLUMNS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
 
-class ResponseFormatter(Protocol):
-    """A formatter of a call's answers for one OpenAI API: completions or chat completions."""
-
-    @property
-    def token_chunk(self) -> Callable[[int, int, str], bytes | None]:
-        """Return the chunk for a token that only adds text: see `TokenChunks.get`."""
-        ...
-
-    def full_response(self, deltas: Sequence[Delta]) -> Iterator[str]:
-        """Yield the complete response; `deltas` has one item per choice, in order of prompts."""
-        ...
-
-    def chunk(self, delta: Delta) -> Iterator[str]:
-        """Yield the server-sent events for some new tokens; `token_chunk` is faster."""
-        ...
-
-    def end_of_stream(self) -> str:
-        """Return the events that end a stream: usage, if requested, and the end marker."""
-        ...
+def error_events(error: ServingError) -> str:
+    """Return the events that end a stream with an error."""
+    return f"data: {dumps(error_body(error))}\n\n{DONE}"
 
 
 class CompletionFormatter:
@@ -56,6 +43,7 @@ class CompletionFormatter:
 
     def __init__(self, context: ResponseContext) -> None:
         self._context = context
+        self.error_events = error_events
         self._progress = StreamProgress()
         self.token_chunks = TokenChunks(self._progress, context.wants_only_text)
         self.token_chunk = self.token_chunks.get
@@ -180,6 +168,7 @@ class ChatFormatter:
 
     def __init__(self, context: ResponseContext) -> None:
         self._context = context
+        self.error_events = error_events
         self._progress = StreamProgress()
         self.token_chunks = TokenChunks(self._progress, context.wants_only_text)
         self.token_chunk = self.token_chunks.get
@@ -286,17 +275,3 @@ def _plain_choice(index: int, text: str) -> dict[str, Any]:
 
 def _plain_chat_choice(index: int, text: str) -> dict[str, Any]:
     return {"index": index, "delta": {"content": text}, **PLAIN}
-
-
-class Answers:
-    """The answers of a call, merged per choice as their deltas arrive."""
-
-    def __init__(self) -> None:
-        self._builders: dict[tuple[int, int], AnswerBuilder] = {}
-
-    def add(self, delta: Delta) -> None:
-        self._builders.setdefault((delta.index, delta.choice), AnswerBuilder()).add(delta)
-
-    def merged(self) -> list[Delta]:
-        """Return one delta per choice, in order of prompts and choices."""
-        return [self._builders[name].build() for name in sorted(self._builders)]

@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,50 +14,30 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 import penstock
-from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.sampling_params import SamplingParams
-from penstock.common.structured_outputs import StructuredOutputs
 from penstock.router.api import explain
 from penstock.router.api.auth import ApiKeys
-from penstock.router.api.connection import BODY_WRITER, BodyWriter
-from penstock.router.api.http import (
-    ERROR_HANDLERS,
-    AuthMiddleware,
-    Json,
-    cancel_on_disconnect,
-    error_body,
-    error_response,
-    json_response,
-)
-from penstock.router.api.openai.bodies import on_disconnect, read_request, while_connected
-from penstock.router.api.openai.json_fragments import dumps
-from penstock.router.api.openai.parsed_body import ParsedBody
+from penstock.router.api.generation.bodies import on_disconnect, read_request, while_connected
+from penstock.router.api.generation.calls import CallOptions, GenerationCalls
+from penstock.router.api.generation.parsed_body import ParsedBody
+from penstock.router.api.generation.response import GenerationResponse, ResponseFormatter
+from penstock.router.api.http import ERROR_HANDLERS, AuthMiddleware, Json, json_response
 from penstock.router.api.openai.parsed_chat import ParsedChatFormatter
-from penstock.router.api.openai.response import (
-    DONE,
-    Answers,
-    ChatFormatter,
-    CompletionFormatter,
-    ResponseFormatter,
-)
+from penstock.router.api.openai.response import ChatFormatter, CompletionFormatter
 from penstock.router.api.openai.response_context import ResponseContext
 from penstock.router.api.openai.schema import (
     BaseRequest,
     ChatCompletionRequest,
     CompletionRequest,
 )
-from penstock.router.api.openai.sending import send_event, send_json
 from penstock.router.api.openai.tokens import TokenApi
-from penstock.router.errors import ServingError, invalid, renamed
+from penstock.router.errors import invalid
 from penstock.router.frontend import Frontend
 from penstock.router.parsers.answer_parser import ParsingOptions
-from penstock.router.requests.answer_parsing import ModelParsers
-from penstock.router.requests.cost import check_least_cost
-from penstock.router.requests.request import GenerationRequest, safe_request_id
-from penstock.router.requests.response_stream import ClientDisconnectedError, Delta, ResponseStream
+from penstock.router.requests.answer_parsing import AnswerParsing
+from penstock.router.requests.response_stream import ClientDisconnectedError
 from penstock.router.requests.slices import Slices
 from penstock.router.requests.text_decoding import decode
 
@@ -68,12 +47,6 @@ HTTP_HANDLERS = {**ERROR_HANDLERS, ClientDisconnectedError: on_disconnect}
 PUBLIC_PATHS = frozenset({"/health", "/health/"})
 DEFAULT_COMPLETION_TOKENS = 16
 """Default max_tokens of /v1/completions; chats default to the rest of the context."""
-
-STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
 
 
 def openai_app(frontend: Frontend) -> Starlette:
@@ -104,7 +77,7 @@ class OpenAiApi:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._parsers = ModelParsers(frontend.tokenizer, frontend.config)
+        self._calls = GenerationCalls(frontend)
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -129,7 +102,7 @@ class OpenAiApi:
         parsed = await read_request("completion", request, self._frontend)
         body: CompletionRequest = parsed.body
         self._frontend.check_model(body.model)
-        sampling = self._sampling_params(body, len(parsed.prompts))
+        sampling = self._calls.sampling_params(body, len(parsed.prompts))
         encoding = self._frontend.prompts.encode_prompts(
             parsed.prompts,
             request.state.tenant,
@@ -141,18 +114,8 @@ class OpenAiApi:
 
     async def chat(self, request: Request) -> Response:
         parsed = await read_request("chat", request, self._frontend)
-        body: ChatCompletionRequest = parsed.body
-        self._frontend.check_model(body.model)
-        sampling = self._sampling_params(body, 1)
-        if schema := parsed.messages.forced_schema:
-            sampling = _forced(sampling, schema)
-        options = body.template_options(self._frontend.helpers.template_variables)
-        encoding = self._frontend.prompts.encode_chat(
-            parsed.messages, request.state.tenant, options
-        )
-        prompt = await while_connected(request, encoding)
-        if parsed.messages.tools and not schema:
-            self._parsers.check_tools()
+        self._frontend.check_model(parsed.body.model)
+        prompt, sampling = await self._calls.encode_chat(request, parsed)
         return await self._respond(request, parsed, [prompt], sampling)
 
     def _model_info(self, name: str) -> Json:
@@ -165,16 +128,6 @@ class OpenAiApi:
             "max_model_len": model.max_model_len,
             "vocab_size": model.vocab_size,
         }
-
-    def _sampling_params(self, body: BaseRequest, num_prompts: int) -> SamplingParams:
-        """Return the sampling parameters without bad words; refuse a call that costs too much."""
-        frontend = self._frontend
-        sampling = body.sampling_params(frontend.defaults)
-        try:
-            check_least_cost(sampling, num_prompts, frontend.model, frontend.config.bounds)
-        except ServingError as error:
-            raise renamed(error, body.client_names()) from error
-        return sampling
 
     async def _respond(
         self,
@@ -194,37 +147,23 @@ class OpenAiApi:
         max_model_len = frontend.model.max_model_len
         prompts = [body.truncated(prompt, max_model_len, max_tokens) for prompt in prompts]
         _check_stream(body, sampling)
-        name = ("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12)
-        trace = safe_request_id(request.headers.get("x-request-id", "")) or name
-        options: ParsingOptions | None = None
-        if isinstance(body, ChatCompletionRequest):
-            options = body.parsing_options(parsed.messages)
-        shown = self._parsers.shown_tokens(options) if options is not None else frozenset()
-        requests = [
-            GenerationRequest(
-                prompt,
-                sampling,
-                default_max_tokens=max_tokens,
-                tenant=tenant,
-                priority=body.priority or 0,
-                request_id=trace,
-                cache_salt=body.cache_salt or "",
-                shown_tokens=shown,
-                prompt_copies=_prompt_copies(body, sampling),
-            )
-            for prompt in prompts
-        ]
-        try:
-            answers = await frontend.submit(requests)
-        except ServingError as error:
-            raise renamed(error, body.client_names()) from error
+        options = CallOptions(
+            name=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+            default_max_tokens=max_tokens,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            prompt_copies=_prompt_copies(body, sampling),
+            parsing=_parsing_options(parsed),
+            client_names=body.client_names(),
+        )
+        call = await self._calls.submit(request, prompts, sampling, options)
         try:
             echo = await self._echo(parsed, prompts)
         except BaseException:
-            answers.close()
+            call.answers.close()
             raise
-        call = ResponseContext(
-            id=name,
+        context = ResponseContext(
+            id=call.name,
             created=int(time.time()),
             model=self._frontend.model.name,
             prompts=prompts,
@@ -236,23 +175,14 @@ class OpenAiApi:
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             wants_usage=body.wants_usage,
             wants_continuous_usage=body.wants_continuous_usage,
-            prompt_logprobs=answers.prompt_logprobs,
+            prompt_logprobs=call.answers.prompt_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
-            num_cached=answers.num_cached,
+            num_cached=call.answers.num_cached,
             echo=echo,
             only_echo=isinstance(body, CompletionRequest) and body.only_echo,
         )
-        formatter = self._formatter(call, options, trace)
-        return GenerationResponse(answers, formatter, trace, bool(body.stream))
-
-    def _formatter(
-        self, call: ResponseContext, options: ParsingOptions | None, request_id: str
-    ) -> ResponseFormatter:
-        """Return the formatter of a call; `options` are None for completions."""
-        if options is None:
-            return CompletionFormatter(call)
-        parsing = self._parsers.parsing(call.prompts[0], request_id, options)
-        return ChatFormatter(call) if parsing is None else ParsedChatFormatter(call, parsing)
+        formatter = _formatter(context, call.parsing, is_chat)
+        return GenerationResponse(call.answers, formatter, call.request_id, bool(body.stream))
 
     async def _echo(
         self, parsed: ParsedBody[Any], prompts: Sequence[Sequence[int]]
@@ -276,20 +206,18 @@ class OpenAiApi:
         return texts
 
 
-def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
-    """Return sampling parameters whose answers are tool calls that fit `schema`."""
-    if sampling.structured_outputs is not None:
-        raise invalid(
-            "a tool_choice that forces calls leaves no room for another form of the answer: leave "
-            "out one of them",
-            "tool_choice",
-        )
-    forced = StructuredOutputs("json", schema)
-    try:
-        forced.validate()
-    except InvalidParameterError as error:
-        raise invalid(f"the schema of the calls: {error}", "tools") from error
-    return replace(sampling, structured_outputs=forced)
+def _parsing_options(parsed: ParsedBody[Any]) -> ParsingOptions | None:
+    body = parsed.body
+    is_chat = isinstance(body, ChatCompletionRequest)
+    return body.parsing_options(parsed.messages) if is_chat else None
+
+
+def _formatter(
+    context: ResponseContext, parsing: AnswerParsing | None, is_chat: bool
+) -> ResponseFormatter:
+    if not is_chat:
+        return CompletionFormatter(context)
+    return ChatFormatter(context) if parsing is None else ParsedChatFormatter(context, parsing)
 
 
 def _check_stream(body: BaseRequest, sampling: SamplingParams) -> None:
@@ -310,76 +238,3 @@ def _prompt_copies(body: BaseRequest, sampling: SamplingParams) -> int:
     if body.prompt_logprobs is None and not body.return_token_ids:
         return sampling.num_sequences if isinstance(body, CompletionRequest) and body.echo else 0
     return sampling.num_sequences if isinstance(body, CompletionRequest) else 1
-
-
-class GenerationResponse(Response):
-    """A streamed or complete response; its requests are canceled if the client disconnects."""
-
-    def __init__(
-        self, deltas: ResponseStream, formatter: ResponseFormatter, request_id: str, stream: bool
-    ) -> None:
-        self._deltas = deltas
-        self._formatter = formatter
-        self._own_headers = {"x-request-id": request_id}
-        self._stream = stream
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with cancel_on_disconnect(receive, self._deltas):
-            try:
-                # Wait for the first tokens before sending a status: an earlier error gets its own.
-                first = await anext(self._deltas)
-                if self._stream:
-                    await self._send_stream(
-                        first, send, scope.get("extensions", {}).get(BODY_WRITER)
-                    )
-                    return
-                answers = await self._read_answers(first)
-            except ServingError as error:
-                response = error_response(error)
-                response.headers.update(self._own_headers)
-            except ClientDisconnectedError:
-                return
-            else:
-                whole = self._formatter.full_response(answers)
-                await send_json(send, whole, self._own_headers, lambda: not self._deltas.has_failed)
-                return
-        await response(scope, receive, send)
-
-    async def _read_answers(self, first: Delta) -> Sequence[Delta]:
-        answers = Answers()
-        answers.add(first)
-        slices = Slices()
-        async for delta in self._deltas:
-            answers.add(delta)
-            await slices.pause()
-        return answers.merged()
-
-    async def _send_stream(self, first: Delta, send: Send, body: BodyWriter | None) -> None:
-        own = [(name.encode(), value.encode()) for name, value in self._own_headers.items()]
-        headers = [*STREAM_HEADERS, *own]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        slices = Slices()
-        await send_event(send, self._formatter.chunk(first), slices)
-        if body is not None:
-            self._deltas.writer = partial(self._write_token, body)
-        try:
-            async for delta in self._deltas:
-                await send_event(send, self._formatter.chunk(delta), slices)
-            last = self._formatter.end_of_stream()
-        except ServingError as error:
-            last = f"data: {dumps(error_body(error))}\n\n{DONE}"
-        await send_event(send, [last], slices, is_last=True)
-
-    def _write_token(
-        self, body: BodyWriter, index: int, choice: int, position: int, token: int, text: str
-    ) -> bool:
-        """Send a token at once (a `TokenWriter`)."""
-        try:
-            chunk = None if body.is_paused else self._formatter.token_chunk(index, choice, text)
-            if chunk is None:
-                return False
-            if chunk:  # an empty chunk would end the body
-                body.write(chunk)
-        except Exception as error:  # an error here must end this call, not the worker's stream
-            self._deltas.fail(error)
-        return True

@@ -11,13 +11,17 @@ from typing import Any, Literal, TypeAlias
 from pydantic import ConfigDict
 
 from penstock.common.sampling_params import SamplingParams
-from penstock.router.api.openai.messages import Conversation, Ids, StrictModel, Texts
+from penstock.router.api.generation.strict_model import Ids, StrictModel, Texts
+from penstock.router.api.openai.messages import Conversation, OpenAiBody
 from penstock.router.api.openai.structured_fields import StructuredFields
+from penstock.router.config import RequestBounds
 from penstock.router.errors import invalid
 from penstock.router.parsers.answer_parser import ParsingOptions
 from penstock.router.requests.chat import Chat
+from penstock.router.requests.cost import check_num_tokens
 from penstock.router.requests.forced_calls import forced_schema
 from penstock.router.requests.generation_defaults import GenerationDefaults
+from penstock.router.requests.request import ModelLimits
 from penstock.router.requests.tools import ToolChoice, read_tool_choice
 
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -227,6 +231,13 @@ class ChatCompletionRequest(Conversation, BaseRequest):
             name = "continue_final_message"
             raise invalid(f"{name} cannot be combined with a tool_choice that forces calls", name)
 
+    def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
+        super().check_content(bounds, model)
+        check_allowed_tokens(self.allowed_token_ids, model)
+
+    def repeats_final_text(self) -> bool:
+        return bool(self.echo)
+
     def _chosen(self) -> ToolChoice:
         """Return the tool choice of the body."""
         return read_tool_choice(self.tool_choice, self.tools or ())
@@ -285,7 +296,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
         return {**variables, name: self.reasoning_effort}
 
 
-class TokenizeFields(StrictModel):
+class TokenizeFields(OpenAiBody):
     """Fields of every body of /tokenize."""
 
     model: str | None = None
@@ -301,11 +312,16 @@ class TokenizeChatRequest(Conversation, TokenizeFields):
     pass
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(OpenAiBody):
     """Body of /detokenize."""
 
     model: str | None = None
     tokens: Ids
+
+
+def check_allowed_tokens(tokens: Sequence[int] | None, model: ModelLimits) -> None:
+    """Refuse a list of allowed tokens that is longer than the vocabulary."""
+    check_num_tokens("allowed_token_ids", len(tokens or ()), model.vocab_size)
 
 
 def _is_tokens(item: object) -> bool:

@@ -6,7 +6,8 @@ from typing import Any, Literal, TypeAlias
 
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import StructuredOutputs, choice, json_schema
-from penstock.router.api.openai.messages import StrictModel, Texts
+from penstock.router.api.generation.strict_model import StrictModel, Texts
+from penstock.router.api.openai.messages import OpenAiBody
 from penstock.router.errors import invalid
 
 Schema: TypeAlias = dict[str, Any] | bool
@@ -45,7 +46,7 @@ class ResponseFormat(StrictModel):
         return _schema(schema, name)
 
 
-class StructuredFields(StrictModel):
+class StructuredFields(OpenAiBody):
     """The fields of a body; at most one may demand a form."""
 
     response_format: ResponseFormat | None = None

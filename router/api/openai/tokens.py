@@ -8,11 +8,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.router.api.openai.bodies import read_request, while_connected
+from penstock.router.api.generation.bodies import read_request, while_connected
+from penstock.router.api.generation.parsed_body import ParsedBody
+from penstock.router.api.generation.sending import send_json
 from penstock.router.api.openai.json_fragments import array, ids, items_of
-from penstock.router.api.openai.parsed_body import ParsedBody
 from penstock.router.api.openai.schema import TokenizeChatRequest, TokenizeTextRequest
-from penstock.router.api.openai.sending import send_json
 from penstock.router.errors import invalid
 from penstock.router.frontend import Frontend
 from penstock.router.requests.json_text import string

@@ -15,7 +15,7 @@ import pytest_asyncio
 from penstock.common.sampling_params import SamplingParams
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
-from penstock.router.api.openai.parsed_body import INLINE_BYTES
+from penstock.router.api.generation.parsed_body import INLINE_BYTES
 from penstock.router.api.openai.schema import BaseRequest
 from penstock.router.config import HelperLimits, RequestBounds, RouterConfig
 from penstock.router.requests.generation_defaults import GenerationDefaults

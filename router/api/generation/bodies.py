@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.router.api.http import read_body
-from penstock.router.api.openai.parsed_body import (
+from penstock.router.api.generation.parsed_body import (
     BODY_KIND,
     INLINE_BYTES,
     ParsedBody,
@@ -16,6 +15,7 @@ from penstock.router.api.openai.parsed_body import (
     parse_body,
     read_parsed,
 )
+from penstock.router.api.http import read_body
 from penstock.router.frontend import Frontend
 from penstock.router.requests.prompt_encoder import INLINE_CHARS
 from penstock.router.requests.response_stream import ClientDisconnectedError

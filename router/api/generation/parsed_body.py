@@ -12,8 +12,9 @@ from typing import Any, Generic
 
 from pydantic_core import from_json
 
-from penstock.router.api.openai.messages import Conversation, Message, StrictModel
-from penstock.router.api.openai.parsing import Body, keys, parse
+from penstock.router.api.generation.chat_body import ChatBody
+from penstock.router.api.generation.parsing import Body, keys, parse
+from penstock.router.api.generation.strict_model import StrictModel
 from penstock.router.api.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -21,14 +22,15 @@ from penstock.router.api.openai.schema import (
     Prompt,
     TokenizeChatRequest,
     TokenizeTextRequest,
+    check_allowed_tokens,
 )
 from penstock.router.config import RequestBounds
+from penstock.router.errors import ServingError, renamed
 from penstock.router.requests.chat import Chat, array_of, final_text, num_chars, num_chars_of
-from penstock.router.requests.cost import CallSizes, check_num_tokens, check_sizes
+from penstock.router.requests.cost import check_num_tokens, check_sizes
 from penstock.router.requests.json_text import dumps
 from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
 from penstock.router.requests.slices import Slices
-from penstock.router.requests.tools import check_json
 
 BODY_KIND = "body"
 """Name of the job that parses a body."""
@@ -44,14 +46,16 @@ class ParsedBody(Generic[Body]):
     """A valid request body.
 
     Attributes:
-        body: its fields; those in `CONTENT` may be empty.
+        body: its fields; those in the model's `CONTENT` may be empty.
         prompts: its texts and lists of token ids.
         chat: its messages.
+        kept: see `ChatBody.kept`.
     """
 
     body: Body
     prompts: Sequence[Prompt] = ()
     chat: Chat | None = None
+    kept: Sequence[bytes] = ()
 
     @property
     def messages(self) -> Chat:
@@ -78,15 +82,6 @@ MODELS: Mapping[str, type[StrictModel]] = {
     )
 }
 
-CONTENT: Mapping[str, Any] = {
-    "messages": [],
-    "tools": None,
-    "documents": None,
-    "prompt": "",
-    "tokens": [],
-}
-"""Fields that are sent apart from the others, with the empty values that replace them."""
-
 
 def parse_body(
     name: str, data: bytes, bounds: RequestBounds, model: ModelLimits
@@ -96,23 +91,29 @@ def parse_body(
     Raises:
         ServingError: INVALID if the body is not valid, or one of its lists is too long.
     """
+    kind = BODIES[name](data)
+    try:
+        return _parse(kind, data, bounds, model)
+    except ServingError as error:
+        raise renamed(error, kind.FIELD_NAMES) from error
+
+
+def _parse(
+    kind: type[StrictModel], data: bytes, bounds: RequestBounds, model: ModelLimits
+) -> ParsedBody[Any]:
     if len(data) > INLINE_BYTES:
-        _check_raw(data, bounds)
-    body = parse(BODIES[name](data), data)
-    check_sizes(_sizes(vars(body)), bounds)  # the declared fields
-    if isinstance(body, Conversation):
-        _check_free_json(body, bounds)
+        _check_raw(kind, data, bounds)
+    body = parse(kind, data)
+    check_sizes(kind.sizes(vars(body)), bounds)  # the declared fields
     match body:
-        case ChatCompletionRequest():
-            _check_allowed_tokens(body.allowed_token_ids, model)
-            return ParsedBody(body, chat=_chat(body))
+        case ChatBody():
+            body.check_content(bounds, model)
+            return ParsedBody(body, chat=_chat(body), kept=body.kept())
         case CompletionRequest():
-            _check_allowed_tokens(body.allowed_token_ids, model)
+            check_allowed_tokens(body.allowed_token_ids, model)
             if body.truncate_prompt_tokens is None:
                 _check_prompt_lengths(body.prompt, model)
             return ParsedBody(body, body.prompts())
-        case TokenizeChatRequest():
-            return ParsedBody(body, chat=_chat(body))
         case TokenizeTextRequest():
             return ParsedBody(body, [body.prompt])
         case DetokenizeRequest():
@@ -120,7 +121,7 @@ def parse_body(
             check_num_tokens("tokens", len(body.tokens), most)
             check_vocabulary(body.tokens, model, "tokens")
             return ParsedBody(body, [body.tokens])
-    raise AssertionError(f"there is no body {name!r}")
+    raise AssertionError(f"there is no body {kind.__name__!r}")
 
 
 # ------------------------------------------------------------ between processes
@@ -137,12 +138,13 @@ def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
     parsed = parse_body(name, items[1], bounds, ModelLimits(*model))
     body = parsed.body
     wanted = body.model_fields_set & type(body).model_fields.keys()
-    empty = {name: CONTENT[name] for name in wanted & CONTENT.keys()}
+    empty = {name: body.CONTENT[name] for name in wanted & body.CONTENT.keys()}
     fields = body.model_copy(update=empty).model_dump_json(include=wanted)
     if parsed.chat is not None:
         chat = parsed.chat
         head: list[object] = [type(body).__name__, None, chat.num_chars, chat.final_text]
         content = [chat.messages, chat.tools, chat.documents, chat.forced_schema.encode()]
+        content += parsed.kept
     else:
         fragments = [list(_fragments(prompt)) for prompt in parsed.prompts]
         head = [type(body).__name__, list(map(len, fragments))]
@@ -156,10 +158,10 @@ async def read_parsed(items: Sequence[bytes]) -> ParsedBody[Any]:
     name, counts, *sizes = from_json(head)
     body = MODELS[name].model_validate_json(fields)
     if counts is None:
-        messages, tools, documents, forced = content
+        messages, tools, documents, forced, *kept = content
         num_chars, text = sizes
         chat = Chat(messages, num_chars, text, tools, documents, forced.decode())
-        return ParsedBody(body, chat=chat)
+        return ParsedBody(body, chat=chat, kept=kept)
     slices = Slices()
     prompts: list[Prompt] = []
     fragments = iter(content)
@@ -185,85 +187,29 @@ def _fragments(prompt: Prompt) -> Iterator[bytes]:
 # ------------------------------------------------------------ checks
 
 
-def _chat(body: Conversation) -> Chat:
-    messages, tools = body.conversation(), body.template_tools()
+def _chat(body: ChatBody) -> Chat:
+    messages, tools, documents = (
+        body.conversation(),
+        body.template_tools(),
+        body.template_documents(),
+    )
     count = sum(map(num_chars_of, messages))
-    if tools or body.documents:
-        count += num_chars([tools, body.documents])
-    is_repeated = isinstance(body, ChatCompletionRequest) and bool(body.echo)
-    text = final_text(messages) if is_repeated else ""
+    if tools or documents:
+        count += num_chars([tools, documents])
+    text = final_text(messages) if body.repeats_final_text() else ""
     found = dumps(messages).encode()
     forced = body.forced_schema()
-    return Chat(found, count, text, array_of(tools), array_of(body.documents), forced)
+    return Chat(found, count, text, array_of(tools), array_of(documents), forced)
 
 
-def _check_free_json(body: Conversation, bounds: RequestBounds) -> None:
-    """Refuse the fields with free JSON if they are too large or too deep."""
-    depth = bounds.max_json_depth
-    check_json("chat_template_kwargs", body.chat_template_kwargs, bounds.max_template_kwargs)
-    check_json("tools", body.tools, bounds.max_tools_bytes, depth)
-    check_json("documents", body.documents, bounds.max_body_bytes, depth)
-
-
-def _check_allowed_tokens(tokens: Sequence[int] | None, model: ModelLimits) -> None:
-    check_num_tokens("allowed_token_ids", len(tokens or ()), model.vocab_size)
-
-
-def _check_raw(data: bytes, bounds: RequestBounds) -> None:
+def _check_raw(kind: type[StrictModel], data: bytes, bounds: RequestBounds) -> None:
     """Check the sizes of lists first, because validating the fields takes many times as long."""
     try:
         raw = from_json(data, cache_strings=False)  # faster for many different keys
     except ValueError:
         return  # the validation fails too, with an error message for the client
     if isinstance(raw, dict):
-        check_sizes(_sizes(raw), bounds)
-
-
-def _sizes(body: Mapping[str, Any]) -> CallSizes:
-    """Return the sizes of the lists of a body that may be invalid."""
-    messages = body.get("messages")
-    content_pieces, tool_calls = _message_sizes(messages)
-    return CallSizes(
-        prompts=_num_prompts(body.get("prompt")),
-        messages=_length(messages),
-        content_pieces=content_pieces,
-        tool_calls=tool_calls,
-        tools=_length(body.get("tools")),
-        documents=_length(body.get("documents")),
-        logit_bias=_length(body.get("logit_bias")),
-        stop=_length(body.get("stop")),
-        stop_token_ids=_length(body.get("stop_token_ids")),
-        bad_words=_length(body.get("bad_words")),
-    )
-
-
-def _length(value: object) -> int:
-    """Return the length of a list or a mapping; 0 for other values."""
-    return len(value) if isinstance(value, list | dict) else 0
-
-
-def _message_sizes(messages: object) -> tuple[int, int]:
-    """Return the numbers of content parts and tool calls of messages, perhaps not yet parsed."""
-    content_pieces = tool_calls = 0
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, Message):
-            content, calls = message.content, message.tool_calls
-        elif isinstance(message, dict):
-            content, calls = message.get("content"), message.get("tool_calls")
-        else:
-            continue
-        if isinstance(content, list):
-            content_pieces += len(content)
-        if isinstance(calls, list):
-            tool_calls += len(calls)
-    return content_pieces, tool_calls
-
-
-def _num_prompts(prompt: object) -> int:
-    """Return the number of prompts; 1 for a list of token ids and for an invalid prompt."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        return len(prompt)
-    return 1
+        check_sizes(kind.sizes(raw), bounds)
 
 
 def _check_prompt_lengths(prompt: object, model: ModelLimits) -> None:

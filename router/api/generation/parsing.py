@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from penstock.router.api.openai.messages import StrictModel
-from penstock.router.api.openai.unsupported_fields import check_unsupported_fields
+from penstock.router.api.generation.strict_model import StrictModel
 from penstock.router.errors import ServingError, invalid
 
 Body = TypeVar("Body", bound=StrictModel)
@@ -26,7 +25,7 @@ def parse(kind: type[Body], body: bytes) -> Body:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise _to_serving_error(error, body) from error
-    check_unsupported_fields(parsed.model_extra or {})
+    parsed.check_extra()
     parsed.check()
     return parsed
 

@@ -1,0 +1,178 @@
+"""From a parsed body to the stream of an answer's deltas, for all HTTP APIs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from starlette.requests import Request
+
+from penstock.common.invalid_parameter import InvalidParameterError
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.structured_outputs import StructuredOutputs
+from penstock.router.api.generation.bodies import while_connected
+from penstock.router.api.generation.chat_body import AnsweredChat
+from penstock.router.api.generation.parsed_body import ParsedBody
+from penstock.router.errors import ServingError, invalid, renamed
+from penstock.router.frontend import Frontend
+from penstock.router.parsers.answer_parser import ParsingOptions
+from penstock.router.requests.answer_parsing import AnswerParsing, ModelParsers
+from penstock.router.requests.cost import check_least_cost
+from penstock.router.requests.request import GenerationRequest, safe_request_id
+from penstock.router.requests.response_stream import ResponseStream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """Options of a call, besides its prompts and sampling parameters.
+
+    Attributes:
+        name: id of the response; also the request id, if the client has sent none.
+        default_max_tokens: see `GenerationRequest`.
+        priority: see `GenerationRequest`.
+        cache_salt: see `GenerationRequest`.
+        prompt_copies: see `GenerationRequest`.
+        parsing: options for the parsing of a chat's answers; None: not a chat.
+        client_names: our names of fields for which the client sent another name, with that name.
+    """
+
+    name: str
+    default_max_tokens: int | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    prompt_copies: int = 0
+    parsing: ParsingOptions | None = None
+    client_names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedCall:
+    """A call whose requests are submitted.
+
+    Attributes:
+        name: id of the response.
+        request_id: the client's id of the request, or `name`.
+        prompts: token ids of each prompt.
+        sampling: sampling parameters of all requests.
+        answers: the answers; must be closed.
+        parsing: makes the parser of each answer; None: all text is content.
+    """
+
+    name: str
+    request_id: str
+    prompts: Sequence[Sequence[int]]
+    sampling: SamplingParams
+    answers: ResponseStream
+    parsing: AnswerParsing | None
+
+
+class GenerationCalls:
+    """Encodes and submits the calls of clients."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._parsers = ModelParsers(frontend.tokenizer, frontend.config)
+
+    async def start_chat(
+        self, request: Request, parsed: ParsedBody[Any], name: str
+    ) -> SubmittedCall:
+        """Submit a chat; `parsed.body` is an `AnsweredChat`, `name` the id of the response.
+
+        Raises:
+            ServingError: the chat is refused.
+            ClientDisconnectedError: the client has disconnected.
+        """
+        body: AnsweredChat = parsed.body
+        self._frontend.check_model(body.model)
+        prompt, sampling = await self.encode_chat(request, parsed)
+        options = CallOptions(
+            name=name,
+            default_max_tokens=self._frontend.defaults.default_max_tokens(None),
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            parsing=body.parsing_options(parsed.messages),
+            client_names=body.client_names(),
+        )
+        return await self.submit(request, [prompt], sampling, options)
+
+    def sampling_params(self, body: AnsweredChat | Any, num_prompts: int) -> SamplingParams:
+        """Return the sampling parameters of a body; refuse a call that costs too much."""
+        frontend = self._frontend
+        sampling: SamplingParams = body.sampling_params(frontend.defaults)
+        try:
+            check_least_cost(sampling, num_prompts, frontend.model, frontend.config.bounds)
+        except ServingError as error:
+            raise renamed(error, body.client_names()) from error
+        return sampling
+
+    async def encode_chat(
+        self, request: Request, parsed: ParsedBody[Any]
+    ) -> tuple[list[int], SamplingParams]:
+        """Return the token ids of a chat and its sampling parameters, with forced calls."""
+        body: AnsweredChat = parsed.body
+        chat, frontend = parsed.messages, self._frontend
+        sampling = self.sampling_params(body, 1)
+        if schema := chat.forced_schema:
+            sampling = _forced(sampling, schema)
+        options = body.template_options(frontend.helpers.template_variables)
+        encoding = frontend.prompts.encode_chat(chat, request.state.tenant, options)
+        try:
+            prompt = await while_connected(request, encoding)
+        except ServingError as error:
+            raise renamed(error, body.client_names()) from error
+        if chat.tools and not schema:
+            self._parsers.check_tools()
+        return prompt, sampling
+
+    async def submit(
+        self,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        options: CallOptions,
+    ) -> SubmittedCall:
+        """Submit one request for each prompt.
+
+        Raises:
+            ServingError: the call is refused; the error has the client's names of fields.
+        """
+        request_id = safe_request_id(request.headers.get("x-request-id", "")) or options.name
+        parsing = options.parsing
+        shown = self._parsers.shown_tokens(parsing) if parsing is not None else frozenset()
+        requests = [
+            GenerationRequest(
+                prompt,
+                sampling,
+                default_max_tokens=options.default_max_tokens,
+                tenant=request.state.tenant,
+                priority=options.priority,
+                request_id=request_id,
+                cache_salt=options.cache_salt,
+                shown_tokens=shown,
+                prompt_copies=options.prompt_copies,
+            )
+            for prompt in prompts
+        ]
+        try:
+            answers = await self._frontend.submit(requests)
+        except ServingError as error:
+            raise renamed(error, options.client_names) from error
+        found: AnswerParsing | None = None
+        if parsing is not None:
+            found = self._parsers.parsing(prompts[0], request_id, parsing)
+        return SubmittedCall(options.name, request_id, prompts, sampling, answers, found)
+
+
+def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
+    """Return sampling parameters whose answers are tool calls that fit `schema`."""
+    if sampling.structured_outputs is not None:
+        raise invalid(
+            "a tool_choice that forces calls leaves no room for another form of the answer: leave "
+            "out one of them",
+            "tool_choice",
+        )
+    forced = StructuredOutputs("json", schema)
+    try:
+        forced.validate()
+    except InvalidParameterError as error:
+        raise invalid(f"the schema of the calls: {error}", "tools") from error
+    return replace(sampling, structured_outputs=forced)

@@ -1,0 +1,82 @@
+"""The bodies of all HTTP APIs that contain a chat."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.text.chat_source import TemplateOptions
+from penstock.router.api.generation.strict_model import StrictModel
+from penstock.router.config import RequestBounds
+from penstock.router.parsers.answer_parser import ParsingOptions
+from penstock.router.requests.chat import Chat
+from penstock.router.requests.generation_defaults import GenerationDefaults
+from penstock.router.requests.request import ModelLimits
+
+
+class ChatBody(StrictModel):
+    """A body with the messages of a chat, in the format of some API.
+
+    A large body is parsed in a helper process: except for `template_options`, these methods are
+    called only there.
+    """
+
+    def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
+        """Refuse fields that are too large or too deep."""
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Return all messages, in the form for chat templates."""
+        raise NotImplementedError
+
+    def template_tools(self) -> Sequence[Mapping[str, Any]]:
+        """Return the tools that the chat template gets, in OpenAI's form."""
+        return ()
+
+    def template_documents(self) -> Sequence[Mapping[str, Any]]:
+        """Return the documents that the chat template gets."""
+        return ()
+
+    def forced_schema(self) -> str:
+        """Return the JSON schema that forces the answer to be tool calls, or an empty text."""
+        return ""
+
+    def repeats_final_text(self) -> bool:
+        """Return whether the answer repeats the text of the assistant's last message."""
+        return False
+
+    def kept(self) -> Sequence[bytes]:
+        """Return texts that the router keeps until the answer is sent (see `ParsedBody.kept`)."""
+        return ()
+
+    def template_options(self, known: Collection[str]) -> TemplateOptions:
+        """Return the options for the model's chat template, which reads the `known` variables."""
+        raise NotImplementedError
+
+
+class AnsweredChat(Protocol):
+    """What a `ChatBody` has besides if the model answers it.
+
+    The fields in `CONTENT` may be empty when these methods are called.
+    """
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+
+    def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
+        """Return the sampling parameters; absent fields get the `defaults`."""
+        ...
+
+    def parsing_options(self, chat: Chat) -> ParsingOptions:
+        """Return the options for the parsing of the answers to the body's `chat`."""
+        ...
+
+    def template_options(self, known: Collection[str]) -> TemplateOptions:
+        """Return the options for the model's chat template, which reads the `known` variables."""
+        ...
+
+    def client_names(self) -> Mapping[str, str]:
+        """Return our names of fields for which the client sent another name, with that name."""
+        ...

@@ -1,0 +1,157 @@
+"""Responses with the answers of a call: a stream of server-sent events, or one JSON object."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.router.api.connection import BODY_WRITER, BodyWriter
+from penstock.router.api.generation.sending import send_event, send_json
+from penstock.router.api.http import cancel_on_disconnect, error_response
+from penstock.router.errors import ServingError
+from penstock.router.requests.response_stream import (
+    AnswerBuilder,
+    ClientDisconnectedError,
+    Delta,
+    ResponseStream,
+)
+from penstock.router.requests.slices import Slices
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ResponseFormatter(Protocol):
+    """A formatter of a call's answers in the format of one API."""
+
+    @property
+    def token_chunk(self) -> Callable[[int, int, str], bytes | None]:
+        """Return a function that makes the chunk for a token that only adds text.
+
+        Its arguments are the request's index, the choice and the text. It returns None if `chunk`
+        must send the token, and empty bytes if there is nothing to send yet. Most tokens are sent
+        by this function, so that it must be fast.
+        """
+        ...
+
+    def full_response(self, deltas: Sequence[Delta]) -> Iterator[str]:
+        """Yield the complete response; `deltas` has one item per choice, in order of prompts."""
+        ...
+
+    def chunk(self, delta: Delta) -> Iterator[str]:
+        """Yield the server-sent events for some new tokens; `token_chunk` is faster."""
+        ...
+
+    def end_of_stream(self) -> str:
+        """Return the events that end a stream: usage, if requested, and the end marker."""
+        ...
+
+    def error_events(self, error: ServingError) -> str:
+        """Return the events that end a stream with an error."""
+        ...
+
+
+class Answers:
+    """The answers of a call, merged per choice as their deltas arrive."""
+
+    def __init__(self) -> None:
+        self._builders: dict[tuple[int, int], AnswerBuilder] = {}
+
+    def add(self, delta: Delta) -> None:
+        self._builders.setdefault((delta.index, delta.choice), AnswerBuilder()).add(delta)
+
+    def merged(self) -> list[Delta]:
+        """Return one delta per choice, in order of prompts and choices."""
+        return [self._builders[name].build() for name in sorted(self._builders)]
+
+
+class GenerationResponse(Response):
+    """A streamed or complete response; its requests are canceled if the client disconnects.
+
+    Args:
+        deltas: the answers.
+        formatter: formats the answers.
+        request_id: sent in the header `x-request-id`.
+        stream: whether to send events instead of a JSON object.
+        refusal: makes the response if the call fails before its first tokens.
+    """
+
+    def __init__(
+        self,
+        deltas: ResponseStream,
+        formatter: ResponseFormatter,
+        request_id: str,
+        stream: bool,
+        refusal: Callable[[ServingError], Response] = error_response,
+    ) -> None:
+        self._deltas = deltas
+        self._formatter = formatter
+        self._own_headers = {"x-request-id": request_id}
+        self._stream = stream
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with cancel_on_disconnect(receive, self._deltas):
+            try:
+                # Wait for the first tokens before sending a status: an earlier error gets its own.
+                first = await anext(self._deltas)
+                if self._stream:
+                    await self._send_stream(
+                        first, send, scope.get("extensions", {}).get(BODY_WRITER)
+                    )
+                    return
+                answers = await self._read_answers(first)
+            except ServingError as error:
+                response = self._refusal(error)
+                response.headers.update(self._own_headers)
+            except ClientDisconnectedError:
+                return
+            else:
+                whole = self._formatter.full_response(answers)
+                await send_json(send, whole, self._own_headers, lambda: not self._deltas.has_failed)
+                return
+        await response(scope, receive, send)
+
+    async def _read_answers(self, first: Delta) -> Sequence[Delta]:
+        answers = Answers()
+        answers.add(first)
+        slices = Slices()
+        async for delta in self._deltas:
+            answers.add(delta)
+            await slices.pause()
+        return answers.merged()
+
+    async def _send_stream(self, first: Delta, send: Send, body: BodyWriter | None) -> None:
+        own = [(name.encode(), value.encode()) for name, value in self._own_headers.items()]
+        headers = [*STREAM_HEADERS, *own]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        slices = Slices()
+        await send_event(send, self._formatter.chunk(first), slices)
+        if body is not None:
+            self._deltas.writer = partial(self._write_token, body)
+        try:
+            async for delta in self._deltas:
+                await send_event(send, self._formatter.chunk(delta), slices)
+            last = self._formatter.end_of_stream()
+        except ServingError as error:
+            last = self._formatter.error_events(error)
+        await send_event(send, [last], slices, is_last=True)
+
+    def _write_token(
+        self, body: BodyWriter, index: int, choice: int, position: int, token: int, text: str
+    ) -> bool:
+        """Send a token at once (a `TokenWriter`)."""
+        try:
+            chunk = None if body.is_paused else self._formatter.token_chunk(index, choice, text)
+            if chunk is None:
+                return False
+            if chunk:  # an empty chunk would end the body
+                body.write(chunk)
+        except Exception as error:  # an error here must end this call, not the worker's stream
+            self._deltas.fail(error)
+        return True
