@@ -5,7 +5,6 @@ checkpoints of DeepSeek V3.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,46 +13,18 @@ from penstock.kernels.linear.quantized import Kind, QuantizedMatrix, even_groups
 from penstock.workers.layers.parameter import FLOATS
 from penstock.workers.models.config import BadCheckpoint
 from penstock.workers.models.quantization import WeightScheme
-from penstock.workers.parallel.mesh import BadShape
+from penstock.workers.weights.quantized_module import (
+    QuantizedModule,
+    StoredTensor,
+    divided,
+    group_cut,
+)
 from penstock.workers.weights.regions import Ranges, Region
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column, among eight, that AWQ stores in the i-th lowest four bits of a word."""
 
 _ROWS_AT_ONCE = 512  # bounds the memory for unpacked codes of AWQ
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizedModule:
-    """A module of the checkpoint, [outputs, inputs] for the whole model, and its scheme."""
-
-    name: str
-    scheme: WeightScheme
-    outputs: int
-    inputs: int
-    has_group_table: bool  # the checkpoint has `g_idx`, the group of each input
-
-    @property
-    def num_groups(self) -> int:
-        size = self.scheme.group_size
-        return -(-self.inputs // size) if size > 0 else 1
-
-    @property
-    def per_word(self) -> int:
-        """Number of codes in a word of 32 bits."""
-        return 32 // self.scheme.bits
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a module: its name is the module's, a dot and `suffix`."""
-
-    suffix: str
-    shape: tuple[int, ...]  # for the whole model
-    dtype: torch.dtype  # in which it is held until the module is finished
-    accepts: tuple[str, ...]  # dtypes in the file
-    region: Region = ()  # the part that a rank loads
-    alternatives: tuple[tuple[int, ...], ...] = ()  # other shapes in the file, of the same items
 
 
 def check_module(module: QuantizedModule) -> None:
@@ -128,9 +99,9 @@ def _scale_shape(
     scheme, outputs = module.scheme, module.outputs
     if scheme.per_tensor:
         return (1,), (), ((),)
-    groups = _group_cut(module, columns)
+    groups = group_cut(module, columns)
     if scheme.block_rows > 1:
-        blocks = _divided(module, rows, scheme.block_rows, outputs, "outputs")
+        blocks = divided(module, rows, scheme.block_rows, outputs, "outputs")
         return (-(-outputs // scheme.block_rows), module.num_groups), (blocks, groups), ()
     flat: tuple[tuple[int, ...], ...] = ((outputs,),) if module.num_groups == 1 else ()
     return (outputs, module.num_groups), (rows, groups), flat
@@ -140,14 +111,14 @@ def _packed(
     module: QuantizedModule, rows: Ranges | None, columns: Ranges | None
 ) -> Iterator[StoredTensor]:
     word = module.per_word
-    words = _divided(module, columns, word, module.inputs, "inputs")
+    words = divided(module, columns, word, module.inputs, "inputs")
     shape = module.outputs, module.inputs // word
     yield StoredTensor("weight_packed", shape, torch.int32, ("I32",), (rows, words))
     yield from _row_scales(module, rows, columns)
     if not module.scheme.symmetric:
-        words = _divided(module, rows, word, module.outputs, "outputs")
+        words = divided(module, rows, word, module.outputs, "outputs")
         shape = -(-module.outputs // word), module.num_groups
-        region = words, _group_cut(module, columns)
+        region = words, group_cut(module, columns)
         yield StoredTensor("weight_zero_point", shape, torch.int32, ("I32",), region)
     if module.has_group_table:
         yield _group_table(module, "weight_g_idx", columns)
@@ -157,10 +128,10 @@ def _by_inputs(
     module: QuantizedModule, rows: Ranges | None, columns: Ranges | None
 ) -> Iterator[StoredTensor]:
     """Yield the tensors of GPTQ and AWQ, whose first dimension is the inputs or their groups."""
-    word, groups = module.per_word, _group_cut(module, columns)
-    row_words = _divided(module, rows, word, module.outputs, "outputs")
+    word, groups = module.per_word, group_cut(module, columns)
+    row_words = divided(module, rows, word, module.outputs, "outputs")
     if module.scheme.storage == "gptq":
-        words = _divided(module, columns, word, module.inputs, "inputs")
+        words = divided(module, columns, word, module.inputs, "inputs")
         shape, region = (module.inputs // word, module.outputs), (words, rows)
     else:
         shape, region = (module.inputs, module.outputs // word), (columns, row_words)
@@ -175,28 +146,6 @@ def _by_inputs(
 
 def _group_table(module: QuantizedModule, suffix: str, columns: Ranges | None) -> StoredTensor:
     return StoredTensor(suffix, (module.inputs,), torch.int32, ("I32",), (columns,))
-
-
-def _group_cut(module: QuantizedModule, columns: Ranges | None) -> Ranges | None:
-    """Return a rank's groups; with a table, all groups, because any input may be in any group."""
-    if module.num_groups == 1 or module.has_group_table:
-        return None
-    return _divided(module, columns, module.scheme.group_size, module.inputs, "inputs")
-
-
-def _divided(
-    module: QuantizedModule, ranges: Ranges | None, unit: int, size: int, what: str
-) -> Ranges | None:
-    """Return ranges in units of `unit` items; only the end of the dimension may cut a unit."""
-    if ranges is None or ranges == ((0, size),):
-        return None if ranges is None else ((0, -(-size // unit)),)
-    for bound in (bound for each in ranges for bound in each):
-        if bound % unit and bound != size:
-            raise BadShape(
-                f"{module.name}: a rank's {what} end at {bound}, inside a unit of {unit} {what} "
-                f"({module.scheme.name}): use fewer tensor-parallel ranks"
-            )
-    return tuple((first // unit, -(-last // unit)) for first, last in ranges)
 
 
 def read_matrix(module: QuantizedModule, tensors: dict[str, Tensor]) -> QuantizedMatrix:

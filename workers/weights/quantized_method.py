@@ -15,12 +15,8 @@ from penstock.workers.layers.parameter import FLOATS, Parameter
 from penstock.workers.models.config import UnsupportedModel
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.quantization import QuantizationSpec, WeightScheme
-from penstock.workers.weights.quantized_layouts import (
-    QuantizedModule,
-    check_module,
-    read_matrix,
-    stored_tensors,
-)
+from penstock.workers.weights.quantized_layouts import check_module, read_matrix, stored_tensors
+from penstock.workers.weights.quantized_module import QuantizedModule
 from penstock.workers.weights.regions import Region
 from penstock.workers.weights.sharding import region_shape
 from penstock.workers.weights.tensor_entry import TensorEntry

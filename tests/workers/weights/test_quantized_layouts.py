@@ -19,12 +19,8 @@ from penstock.workers.parallel.collectives import ProcessGroup
 from penstock.workers.parallel.mesh import BadShape, Mesh, MeshCoord
 from penstock.workers.parallel.parallel_groups import ParallelGroups
 from penstock.workers.weights.loading import load_model
-from penstock.workers.weights.quantized_layouts import (
-    QuantizedModule,
-    check_module,
-    read_matrix,
-    stored_tensors,
-)
+from penstock.workers.weights.quantized_layouts import check_module, read_matrix, stored_tensors
+from penstock.workers.weights.quantized_module import QuantizedModule
 from tests.support.quantized import WEIGHT_ONLY, make_quantized
 
 CPU = torch.device("cpu")
