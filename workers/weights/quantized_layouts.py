@@ -11,8 +11,15 @@ from torch import Tensor
 
 from penstock.kernels.linear.quantized import Kind, QuantizedMatrix, even_groups
 from penstock.workers.layers.parameter import FLOATS
-from penstock.workers.models.config import BadCheckpoint
-from penstock.workers.models.quantization import WeightScheme
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
+from penstock.workers.models.weight_scheme import WeightScheme
+from penstock.workers.weights.bitsandbytes_layouts import (
+    int8_tensors,
+    read_int8,
+    read_table,
+    table_tensors,
+)
+from penstock.workers.weights.fp4_layouts import fp4_tensors, read_fp4
 from penstock.workers.weights.quantized_module import (
     QuantizedModule,
     StoredTensor,
@@ -28,9 +35,14 @@ _ROWS_AT_ONCE = 512  # bounds the memory for unpacked codes of AWQ
 
 
 def check_module(module: QuantizedModule) -> None:
-    """Raise `BadCheckpoint` if groups or words do not divide the module."""
+    """Raise `BadCheckpoint` or `UnsupportedModel` if groups or words do not divide the module."""
     scheme, name = module.scheme, module.name
     size = scheme.group_size
+    if scheme.storage.startswith("bitsandbytes") and size > 0 and module.inputs % size:
+        raise UnsupportedModel(
+            f"{name} has {module.inputs} inputs, not a multiple of {size}: blocks of bitsandbytes "
+            "that cross rows are not served"
+        )
     if scheme.block_rows == 1 and size > 0 and module.inputs % size:
         raise BadCheckpoint(
             f"{name} has {module.inputs} inputs, which groups of {size} (quantization_config) do "
@@ -40,7 +52,8 @@ def check_module(module: QuantizedModule) -> None:
     packed_inputs = scheme.storage in ("packed", "gptq")
     if packed_inputs and module.inputs % word:
         raise BadCheckpoint(f"{name} has {module.inputs} inputs, not a multiple of {word}")
-    if scheme.storage == "awq" and module.inputs % 2:
+    pairs = scheme.storage in ("awq", "mxfp4", "nvfp4", "modelopt nvfp4", "bitsandbytes 4 bits")
+    if pairs and module.inputs % 2:
         raise BadCheckpoint(f"{name} has {module.inputs} inputs, not an even number")
     packed_outputs = scheme.storage in ("gptq", "awq")
     if packed_outputs and module.outputs % word:
@@ -75,6 +88,12 @@ def stored_tensors(module: QuantizedModule, region: Region) -> Iterator[StoredTe
             yield from _packed(module, rows, columns)
         case "gptq" | "awq":
             yield from _by_inputs(module, rows, columns)
+        case "mxfp4" | "nvfp4" | "modelopt nvfp4":
+            yield from fp4_tensors(module, rows, columns)
+        case "bitsandbytes int8":
+            yield from int8_tensors(module, rows, columns)
+        case "bitsandbytes 4 bits":
+            yield from table_tensors(module, rows, columns)
 
 
 def _row_scales(
@@ -148,16 +167,25 @@ def _group_table(module: QuantizedModule, suffix: str, columns: Ranges | None) -
     return StoredTensor(suffix, (module.inputs,), torch.int32, ("I32",), (columns,))
 
 
-def read_matrix(module: QuantizedModule, tensors: dict[str, Tensor]) -> QuantizedMatrix:
+def read_matrix(
+    module: QuantizedModule, tensors: dict[str, Tensor], region: Region = ()
+) -> QuantizedMatrix:
     """Return the codes and scales of a rank's part of a module.
 
     Args:
         tensors: those of `stored_tensors`, by suffix; they are removed from the dictionary.
+        region: the rank's part of the weights [outputs, inputs].
 
     Raises:
-        BadCheckpoint: The table of groups names a group that does not exist.
+        BadCheckpoint: The tensors contradict the module or each other.
     """
     match module.scheme.storage:
+        case "mxfp4" | "nvfp4" | "modelopt nvfp4":
+            return read_fp4(module, tensors)
+        case "bitsandbytes int8":
+            return read_int8(module, tensors)
+        case "bitsandbytes 4 bits":
+            return read_table(module, tensors, region)
         case "fp8":
             codes = tensors.pop("weight").view(torch.uint8)
         case "int8":

@@ -1,10 +1,11 @@
 """A quantized module of a checkpoint, its stored tensors, and cuts along groups and words."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-from penstock.workers.models.quantization import WeightScheme
+from penstock.workers.models.weight_scheme import WeightScheme
 from penstock.workers.parallel.mesh import BadShape
 from penstock.workers.weights.regions import Ranges, Region
 
@@ -18,6 +19,8 @@ class QuantizedModule:
     outputs: int
     inputs: int
     has_group_table: bool  # the checkpoint has `g_idx`, the group of each input
+    optional: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes in the file of tensors that only some checkpoints have, or whose sizes differ."""
 
     @property
     def num_groups(self) -> int:
