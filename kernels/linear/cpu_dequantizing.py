@@ -21,7 +21,13 @@ from penstock.kernels.linear.cpu_f32_avx512 import BLOCK_K, PANEL, TILE_ROWS, su
 from penstock.kernels.linear.cpu_load_codes import (
     load_e4m3,
     load_high_bits,
+    load_high_e2m1,
+    load_high_fp4,
+    load_high_nf4,
     load_low_bits,
+    load_low_e2m1,
+    load_low_fp4,
+    load_low_nf4,
     load_u8,
     vsub,
 )
@@ -30,7 +36,7 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int32]
 
-INT4, INT8, FP8 = 0, 1, 2
+INT4, INT8, FP8, E2M1, NF4, FP4 = range(6)
 """Kinds of codes."""
 
 _BLOCK_ROWS = 256
@@ -40,6 +46,22 @@ _BLOCK_ROWS = 256
 @inner()
 def _store_scaled(difference: Any, scales: Floats, group_at: int, out: Floats, at: int) -> None:
     store(out, at, vmul(difference, load_wide(scales, group_at)))
+
+
+@inner()
+def _load_table_values(kind: int, is_odd: bool, codes: Bytes, at: int) -> Any:
+    """Load the values of E2M1, NF4 or FP4 codes: those of an odd input are in the upper bits."""
+    if kind == E2M1:
+        if is_odd:
+            return load_high_e2m1(codes, at)
+        return load_low_e2m1(codes, at)
+    if kind == NF4:
+        if is_odd:
+            return load_high_nf4(codes, at)
+        return load_low_nf4(codes, at)
+    if is_odd:
+        return load_high_fp4(codes, at)
+    return load_low_fp4(codes, at)
 
 
 @inner()
@@ -64,6 +86,11 @@ def _dequantize(
             for c in range(0, PANEL, VECTOR_WIDTH):
                 difference = vsub(load_u8(codes, at + c), load_u8(zeros, group + c))
                 _store_scaled(difference, scales, group + c, out, into + c)
+        elif kind != FP8:
+            at = (panel * (num_inputs // 2) + k // 2) * PANEL
+            for c in range(0, PANEL, VECTOR_WIDTH):
+                value = _load_table_values(kind, k % 2 == 1, codes, at + c)
+                _store_scaled(value, scales, group + c, out, into + c)
         else:
             at = (panel * num_inputs + k) * PANEL
             for c in range(0, PANEL, VECTOR_WIDTH):
@@ -110,9 +137,9 @@ def _serial(
     x: Floats,  # [T * K]
     num_rows: int,  # 1, or a multiple of TILE_ROWS
     kind: int,
-    codes: Bytes,  # [P, K, PANEL]; INT4: [P, K / 2, PANEL]
+    codes: Bytes,  # [P, K, PANEL]; 4 bits: [P, K / 2, PANEL]
     scales: Floats,  # [P, G, PANEL]
-    zeros: Bytes,  # [P, G, PANEL]; empty for FP8
+    zeros: Bytes,  # [P, G, PANEL]; empty except for INT4 and INT8
     groups: Ints,  # [K]
     bias: Floats,  # [P * PANEL]
     y: Floats,  # [T * P * PANEL]

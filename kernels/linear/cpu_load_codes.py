@@ -5,10 +5,12 @@
 import math
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 
 from penstock.kernels.cpu_common.simd import VECTOR_WIDTH, F32Vec, simd_intrinsic
+from penstock.kernels.linear.code_tables import E2M1, FP4, NF4
 
 _WIDE = ir.VectorType(ir.IntType(32), VECTOR_WIDTH)
 _FLOATS = ir.VectorType(ir.FloatType(), VECTOR_WIDTH)
@@ -43,6 +45,49 @@ def _integers(shift: int, mask: int):
 
 load_u8, load_low_bits, load_high_bits = _integers(0, 255), _integers(0, 15), _integers(4, 15)
 """Loads of whole bytes, and of bits 0 to 3 or 4 to 7 of each byte."""
+
+
+def _permuted(builder, indices, values: tuple[float, ...]):
+    """Emit the selection of `values` by int32 indices: one permutation of a register."""
+    count = len(values)
+    wide, floats = (ir.VectorType(each, count) for each in (ir.IntType(32), ir.FloatType()))
+    name = {16: "llvm.x86.avx512.permvar.sf.512", 8: "llvm.x86.avx2.permps"}[count]
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(floats, [floats, wide]), name
+    )
+    return builder.call(function, [ir.Constant(floats, list(values)), indices])
+
+
+def _select(builder, indices, table: tuple[float, ...]):
+    """Emit the selection from 16 floats; 8 lanes need a permutation of each half of the table."""
+    if len(table) == VECTOR_WIDTH:
+        return _permuted(builder, indices, table)
+    low, high = (_permuted(builder, indices, half) for half in (table[:8], table[8:]))
+    return builder.select(builder.icmp_unsigned("<", indices, _all(8)), low, high)
+
+
+def _table_values(shift: int, table: tuple[float, ...]):
+    # On x86 only, like all loops of `cpu_dequantizing`.
+    table = tuple(float(np.float32(value)) for value in table)
+
+    @simd_intrinsic
+    def load(typing, codes, at):
+        """Load the values of the codes in some bits of the bytes `codes[at:]`."""
+
+        def code(context, builder, signature, arguments):
+            found = _load_bytes(context, builder, signature, arguments)
+            shifted = builder.lshr(found, _all(shift)) if shift else found
+            return _select(builder, builder.and_(shifted, _all(15)), table)
+
+        return F32Vec(VECTOR_WIDTH)(codes, types.intp), code
+
+    return load
+
+
+load_low_e2m1, load_high_e2m1 = _table_values(0, E2M1), _table_values(4, E2M1)
+load_low_nf4, load_high_nf4 = _table_values(0, NF4), _table_values(4, NF4)
+load_low_fp4, load_high_fp4 = _table_values(0, FP4), _table_values(4, FP4)
+"""Loads of the values of codes in bits 0 to 3 or 4 to 7 of each byte; see `code_tables`."""
 
 
 @simd_intrinsic

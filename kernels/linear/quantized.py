@@ -7,7 +7,9 @@ covers the published formats:
 - FP8 (e4m3) codes, with one scale per tensor, per output or per block of inputs, without zeros;
 - 8-bit integers, with one scale per output or per group;
 - 4-bit integers, two per byte, as GPTQ, AWQ and compressed-tensors store them. With act-order, the
-  groups are not ranges of inputs: g(k) is a table.
+  groups are not ranges of inputs: g(k) is a table;
+- 4-bit codes that index a table of 16 floats (`TABLES`), two per byte, without zeros: e2m1 (MXFP4
+  and NVFP4), and NF4 and FP4 of bitsandbytes.
 
 On a GPU, `triton_quantized` converts a tile of W to the dtype of x in the product's main loop; on a
 CPU with AVX-512, `cpu_dequantizing` converts it to float32. Elsewhere, W is converted by tiles of
@@ -28,16 +30,31 @@ from torch.nn import functional
 from penstock.kernels.checks import FLOATS, check, check_contiguous
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.fallback import record_fallback
+from penstock.kernels.linear.code_tables import E2M1, FP4, NF4
 from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS, has_avx512
 from penstock.kernels.linear.triton_quantized import TILE_INPUTS, quantized_matmul_triton
 from penstock.kernels.triton_common.launch import runs_kernels, use_triton
 
-Kind = Literal["int4", "int8", "fp8"]
+Kind = Literal["int4", "int8", "fp8", "e2m1", "nf4", "fp4"]
 
 TILE_WEIGHTS = 1 << 20
 """Maximum number of weights that `TiledLinear` holds as floats at a time, or one row."""
 
-_KINDS: dict[Kind, int] = {"int4": 0, "int8": 1, "fp8": 2}  # as in `cpu_dequantizing`
+_KINDS: dict[Kind, int] = {"int4": 0, "int8": 1, "fp8": 2, "e2m1": 3, "nf4": 4, "fp4": 5}
+"""Numbers of the kinds, as in `cpu_dequantizing`."""
+
+TABLES: dict[Kind, tuple[float, ...]] = {"e2m1": E2M1, "nf4": NF4, "fp4": FP4}
+"""Kinds whose codes have 4 bits and index a table: the float32 values of the 16 codes."""
+
+
+def is_narrow(kind: Kind) -> bool:
+    """Return whether codes have 4 bits and are stored two per byte."""
+    return kind == "int4" or kind in TABLES
+
+
+def has_zeros(kind: Kind) -> bool:
+    """Return whether the weights of this kind have zero points."""
+    return kind in ("int4", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +62,13 @@ class QuantizedMatrix:
     """A matrix [N, K] as codes, scales and zero points; `kind` gives the meaning of a code.
 
     "int4" and "int8" are unsigned: signed codes are stored with 8 or 128 added, and their zero
-    point is that number. "fp8" has no zero points.
+    point is that number. The other kinds have no zero points.
     """
 
     kind: Kind
-    codes: Tensor  # [N, K] uint8; "int4": [N, K / 2], inputs 2 i and 2 i + 1 in bits 0-3 and 4-7
+    codes: Tensor  # [N, K] uint8; 4 bits: [N, K / 2], inputs 2 i and 2 i + 1 in bits 0-3 and 4-7
     scales: Tensor  # [N, G] float32
-    zeros: Tensor  # [N, G] uint8; [N, 0] for "fp8"
+    zeros: Tensor  # [N, G] uint8; [N, 0] without zero points
     groups: Tensor  # [K] int32, the group of each input
 
     @property
@@ -65,8 +82,11 @@ class QuantizedMatrix:
         scales = self.scales[rows][:, groups]
         if self.kind == "fp8":
             return codes.view(torch.float8_e4m3fn).to(torch.float32).mul_(scales)
-        if self.kind == "int4":
+        if is_narrow(self.kind):
             codes = torch.stack((codes & 15, codes >> 4), -1).view(len(codes), -1)
+        if self.kind in TABLES:
+            values = torch.tensor(TABLES[self.kind], dtype=torch.float32, device=codes.device)
+            return values[codes.long()].mul_(scales)
         return codes.to(torch.float32).sub_(self.zeros[rows][:, groups]).mul_(scales)
 
     def take_rows(self, rows: Tensor) -> "QuantizedMatrix":
@@ -147,10 +167,10 @@ def quantized_matmul(
     check("x", x, ("T", "K"), FLOATS)
     num_inputs, num_groups = x.shape[1], scales.shape[-1]
     check("groups", groups, (num_inputs,), (torch.int32,), like=x)
-    width = num_inputs // 2 if kind == "int4" else num_inputs
+    width = num_inputs // 2 if is_narrow(kind) else num_inputs
     check("codes", codes, ("N", width), (torch.uint8,), like=x)
     check("scales", scales, (len(codes), "G"), (torch.float32,), like=x)
-    counts = 0 if kind == "fp8" else num_groups
+    counts = num_groups if has_zeros(kind) else 0
     check("zeros", zeros, (len(codes), counts), (torch.uint8,), like=x)
     for name, tensor in (("codes", codes), ("scales", scales), ("zeros", zeros)):
         check_contiguous(name, tensor)
@@ -193,9 +213,9 @@ class DequantizingLinear:
     """
 
     kind: Kind
-    codes: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, K, 48], "int4": [P, K / 2, 48]
+    codes: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, K, 48], 4 bits: [P, K / 2, 48]
     scales: npt.NDArray[np.float32] = field(repr=False)  # flat; [P, G, 48]
-    zeros: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, G, 48]; empty for "fp8"
+    zeros: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, G, 48]; empty without zero points
     groups: npt.NDArray[np.int32] = field(repr=False)  # [K]
     bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48], zero past `num_outputs`
     num_outputs: int

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from penstock.kernels.triton_common.launch import jit, launch, tl
 
-INT4, INT8, FP8 = 0, 1, 2
+INT4, INT8, FP8, E2M1, NF4, FP4 = range(6)
 """Kinds of codes, as in `cpu_dequantizing`."""
 
 
@@ -19,12 +19,71 @@ def _e4m3_to_float(code):
     return tl.where(code >= 0x80, -value, value)
 
 
+@jit
+def _e2m1_to_float(code):
+    """Convert e2m1 codes (int32, 0 to 15) to float32; the only subnormal number is 0.5."""
+    rest = code & 7
+    value = ((rest << 22) + (126 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(rest < 2, rest.to(tl.float32) * 0.5, value)
+    return tl.where(code >= 8, -value, value)
+
+
+@jit
+def _nf4_to_float(code):
+    """Convert NF4 codes (int32, 0 to 15) to float32: a binary search for the value."""
+    low = tl.where(
+        code < 4,
+        tl.where(
+            code < 2,
+            tl.where(code < 1, -1.0, -0.6961928009986877),
+            tl.where(code < 3, -0.5250730514526367, -0.39491748809814453),
+        ),
+        tl.where(
+            code < 6,
+            tl.where(code < 5, -0.28444138169288635, -0.18477343022823334),
+            tl.where(code < 7, -0.09105003625154495, 0.0),
+        ),
+    )
+    high = tl.where(
+        code < 12,
+        tl.where(
+            code < 10,
+            tl.where(code < 9, 0.07958029955625534, 0.16093020141124725),
+            tl.where(code < 11, 0.24611230194568634, 0.33791524171829224),
+        ),
+        tl.where(
+            code < 14,
+            tl.where(code < 13, 0.44070982933044434, 0.5626170039176941),
+            tl.where(code < 15, 0.7229568362236023, 1.0),
+        ),
+    )
+    return tl.where(code < 8, low, high)
+
+
+@jit
+def _fp4_to_float(code):
+    """Convert FP4 codes of bitsandbytes (int32, 0 to 15) to float32."""
+    rest = code & 7
+    low = tl.where(
+        rest < 2,
+        tl.where(rest < 1, 0.0, 0.005208333333333333),
+        tl.where(rest < 3, 0.6666666666666666, 1.0),
+    )
+    high = tl.where(
+        rest < 6,
+        tl.where(rest < 5, 0.3333333333333333, 0.5),
+        tl.where(rest < 7, 0.16666666666666666, 0.25),
+    )
+    value = tl.where(rest < 4, low, high)
+    return tl.where(code >= 8, -value, value)
+
+
 @jit(unspecialized=("num_rows",))
 def _dequantizing_matmul_kernel(
     x,  # [T, K] with strides x_row, 1
-    codes,  # [N, K] uint8, INT4: [N, K / 2]
+    codes,  # [N, K] uint8; 4 bits: [N, K / 2]
     scales,  # [N, G] float32
-    zeros,  # [N, G] uint8; not read for FP8
+    zeros,  # [N, G] uint8; read for INT4 and INT8 only
     groups,  # [K] int32
     bias,  # [N]; not read without HAS_BIAS
     out,  # [T, N]
@@ -58,7 +117,7 @@ def _dequantizing_matmul_kernel(
         inputs = start + in_tile
         has_input = inputs[None, :] < num_inputs
         left = tl.load(x_rows + inputs[None, :], mask=has_row & has_input, other=0.0)
-        if KIND == 0:
+        if KIND != 1 and KIND != 2:
             width = num_inputs // 2
             pairs = start // 2 + tl.arange(0, TILE_INPUTS // 2)
             at = codes + outputs.to(tl.int64)[:, None] * width + pairs[None, :]
@@ -79,6 +138,12 @@ def _dequantizing_matmul_kernel(
             next_group = tl.load(groups + following, mask=following < num_inputs, other=0)
         if KIND == 2:
             value = _e4m3_to_float(code)
+        elif KIND == 3:
+            value = _e2m1_to_float(code)
+        elif KIND == 4:
+            value = _nf4_to_float(code)
+        elif KIND == 5:
+            value = _fp4_to_float(code)
         else:
             zero = tl.load(zeros + at, mask=inside, other=0).to(tl.int32)
             value = (code - zero).to(tl.float32)

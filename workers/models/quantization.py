@@ -1,87 +1,22 @@
 """Reads `quantization_config` of a `config.json`: how the checkpoint's weights are quantized.
 
 Needs no torch. Sources of the formats: the configuration classes of `transformers`
-(`FineGrainedFP8Config`, `GPTQConfig`, `AwqConfig`) and of `compressed-tensors`
-(`QuantizationConfig`), and the checkpoints that these write.
+(`FineGrainedFP8Config`, `GPTQConfig`, `AwqConfig`, `BitsAndBytesConfig`) and of
+`compressed-tensors` (`QuantizationConfig`), and the checkpoints that these and ModelOpt write.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from penstock.workers.models.config import Config, Fields, UnsupportedModel
-
-Storage = Literal["fp8", "int8", "packed", "gptq", "awq"]
-"""Layout of a module's tensors; `workers/weights/quantized_layouts.py` defines the tensors."""
-
-PER_OUTPUT = 0
-"""Value of `WeightScheme.group_size`: the scales are per output, or one for the whole tensor."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightScheme:
-    """The quantization and the storage format of the weights of some modules."""
-
-    storage: Storage
-    bits: int
-    group_size: int = PER_OUTPUT  # inputs per group; PER_OUTPUT, -1: one group
-    block_rows: int = 1  # outputs that share a scale, for blocks
-    per_tensor: bool = False  # one scale for a whole module
-    symmetric: bool = True  # False: the checkpoint has zero points
-    act_order: bool = False  # the checkpoint has a table of each input's group
-    zero_offset: int = 0  # added to stored zero points ("gptq": 1, except in format gptq_v2)
-    scale_name: str = "weight_scale"
-    activations: str = ""  # dtype to which products quantize activations: "", "fp8" or "int8"
-
-    @property
-    def name(self) -> str:
-        """Description for messages, and part of the KV layout string."""
-        if self.block_rows > 1:
-            scales = f"blocks of {self.block_rows} x {self.group_size}"
-        elif self.group_size > 0:
-            scales = f"groups of {self.group_size}"
-        else:
-            scales = "per tensor" if self.per_tensor else "per channel"
-        kind = "fp8" if self.storage == "fp8" else f"int{self.bits}"
-        order = ", act-order" if self.act_order else ""
-        return f"{self.storage} {kind} {scales}{order}".replace("fp8 fp8", "fp8")
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    targets: tuple[str, ...]  # module names, "re:" and a regular expression, or "Linear" for all
-    scheme: WeightScheme
-
-
-@dataclass(frozen=True, slots=True)
-class QuantizationSpec:
-    """The quantization of a checkpoint: the scheme of each module."""
-
-    method: str  # `quant_method`
-    rules: tuple[_Rule, ...]
-    ignore: tuple[str, ...]  # modules that are not quantized, as in `_Rule.targets`
-    by_component: bool  # True: an entry of `ignore` names any components of a module's dotted name
-
-    def scheme_of(self, module: str) -> WeightScheme | None:
-        """Return the scheme of a module, by its name in the checkpoint; None: not quantized."""
-        if any(self._is_ignored(module, entry) for entry in self.ignore):
-            return None
-        for rule in self.rules:
-            if any(_matches(module, target) for target in rule.targets):
-                return rule.scheme
-        return next((rule.scheme for rule in self.rules if "Linear" in rule.targets), None)
-
-    def _is_ignored(self, module: str, entry: str) -> bool:
-        if self.by_component:
-            return f".{entry}." in f".{module}."
-        return entry == "Linear" or _matches(module, entry)
-
-
-def _matches(module: str, target: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
-    return target == module
+from penstock.workers.models.weight_scheme import (
+    PER_OUTPUT,
+    QuantizationSpec,
+    Rule,
+    Storage,
+    WeightScheme,
+)
 
 
 def read_quantization(config: Fields) -> QuantizationSpec | None:
@@ -141,7 +76,7 @@ class _Options:
             raise self.refuse(key, "a list of module names")
         for each in found:
             try:
-                re.compile(each.removeprefix("re:"))
+                re.compile(each.removeprefix("re:") if each.startswith("re:") else "")
             except re.error:
                 raise self.refuse(key, "names and valid regular expressions") from None
         return tuple(found)
@@ -156,7 +91,7 @@ class _Options:
 
 
 def _for_all(options: _Options, scheme: WeightScheme, ignore: str) -> QuantizationSpec:
-    rules = (_Rule(("Linear",), scheme),)
+    rules = (Rule(("Linear",), scheme),)
     return QuantizationSpec(options.path, rules, options.names(ignore), by_component=True)
 
 
@@ -220,7 +155,42 @@ def _read_awq(options: _Options) -> QuantizationSpec:
     return _for_all(options, scheme, "modules_to_not_convert")
 
 
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+def _read_bitsandbytes(options: _Options) -> QuantizationSpec:
+    """Read LLM.int8, NF4 or FP4. Outliers of LLM.int8 need no care: products are weight-only."""
+    ignore = "llm_int8_skip_modules"
+    if options.only("load_in_8bit", False, True):
+        options.only("load_in_4bit", False)
+        options.only("llm_int8_has_fp16_weight", False)
+        return _for_all(options, WeightScheme("bitsandbytes int8", 8), ignore)
+    options.only("load_in_4bit", True)
+    options.only("bnb_4bit_quant_storage", "uint8", None)
+    table = options.only("bnb_4bit_quant_type", "fp4", "nf4")
+    nested = options.only("bnb_4bit_use_double_quant", False, True)
+    scheme = WeightScheme("bitsandbytes 4 bits", 4, 64, table=table, nested=nested)
+    return _for_all(options, scheme, ignore)
+
+
+def _read_modelopt(options: _Options) -> QuantizationSpec:
+    options.only("quant_method", "modelopt", "modelopt_fp4")
+    ignore = "exclude_modules" if "exclude_modules" in options.values else "ignore"
+    if options.only("quant_algo", "NVFP4", "FP8") == "FP8":
+        scheme = WeightScheme("fp8", 8, per_tensor=True, activations="fp8")
+    else:
+        options.only("group_size", 16, None)
+        scheme = WeightScheme("modelopt nvfp4", 4, 16, activations="fp4")
+    return _for_all(options, scheme, ignore)
+
+
+_FLOATS_OF_4_BITS: dict[str, tuple[Storage, int, str]] = {
+    "mxfp4-pack-quantized": ("mxfp4", 32, "group"),
+    "nvfp4-pack-quantized": ("nvfp4", 16, "tensor_group"),
+}
+"""Storage, group size and strategy by the format."""
+
+_FORMATS = (
+    *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),
+    *_FLOATS_OF_4_BITS,
+)
 
 
 def _read_compressed_tensors(options: _Options) -> QuantizationSpec:
@@ -240,7 +210,7 @@ def _read_compressed_tensors(options: _Options) -> QuantizationSpec:
             raise groups.refuse(name, "an object")
         stored = group if group.values.get("format") is not None else options
         targets = group.names("targets") or ("Linear",)
-        rules.append(_Rule(targets, _read_group(group, stored.only("format", *_FORMATS))))
+        rules.append(Rule(targets, _read_group(group, stored.only("format", *_FORMATS))))
     return QuantizationSpec(options.path, tuple(rules), options.names("ignore"), by_component=False)
 
 
@@ -250,6 +220,8 @@ def _read_group(group: _Options, form: str) -> WeightScheme:
     if weights is None:
         raise group.refuse("weights", "an object")
     group.only("output_activations", None)
+    if form in _FLOATS_OF_4_BITS:
+        return _read_float_of_4_bits(group, weights, form)
     kind, bits = weights.only("type", "int", "float"), weights.only("num_bits", 8, 4)
     weights.only("dynamic", False)
     symmetric = weights.only("symmetric", True, False)
@@ -279,11 +251,24 @@ def _read_group(group: _Options, form: str) -> WeightScheme:
     )
 
 
+def _read_float_of_4_bits(group: _Options, weights: _Options, form: str) -> WeightScheme:
+    storage, size, strategy = _FLOATS_OF_4_BITS[form]
+    served: dict[str, Any] = {
+        "type": "float", "num_bits": 4, "group_size": size, "strategy": strategy,
+        "symmetric": True, "dynamic": False,
+    }  # fmt: skip
+    for key, value in served.items():
+        weights.only(key, value)
+    return WeightScheme(storage, 4, size, activations=_activations(group))
+
+
 def _activations(group: _Options) -> str:
     given = group.inner("input_activations")
     if given is None:
         return ""
-    given.only("num_bits", 8)
+    if given.only("num_bits", 8, 4) == 4:
+        given.only("type", "float")
+        return "fp4"
     return {"float": "fp8", "int": "int8"}[given.only("type", "int", "float")]
 
 
@@ -292,4 +277,7 @@ _READERS = {
     "fp8": _read_fp8,
     "gptq": _read_gptq,
     "awq": _read_awq,
+    "bitsandbytes": _read_bitsandbytes,
+    "modelopt": _read_modelopt,
+    "modelopt_fp4": _read_modelopt,
 }

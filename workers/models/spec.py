@@ -19,9 +19,10 @@ from penstock.workers.models.deepseek import (
 )
 from penstock.workers.models.family import Family
 from penstock.workers.models.family_registry import FAMILIES
-from penstock.workers.models.quantization import QuantizationSpec, read_quantization
+from penstock.workers.models.quantization import read_quantization
 from penstock.workers.models.rope_config import RopeSpec, read_ropes, stretched_scores
 from penstock.workers.models.tensor_names import TensorNames
+from penstock.workers.models.weight_scheme import QuantizationSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from penstock.workers.models.spec import (
 from penstock.workers.models.transformers_backend.loading import load_transformers_model
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
 from penstock.workers.weights.gguf.tensors import find_gguf_tensors, log_loading
-from penstock.workers.weights.quantized_layouts import QuantizedModule
 from penstock.workers.weights.quantized_method import (
     UNUSED_SUFFIXES,
     assign_methods,
@@ -36,6 +35,7 @@ from penstock.workers.weights.quantized_method import (
     method_names,
     quantized_modules,
 )
+from penstock.workers.weights.quantized_module import QuantizedModule
 from penstock.workers.weights.regions import Region
 from penstock.workers.weights.safetensors import read_header
 from penstock.workers.weights.sharding import (

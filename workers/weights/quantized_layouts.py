@@ -5,16 +5,27 @@ checkpoints of DeepSeek V3.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.linear.quantized import Kind, QuantizedMatrix, even_groups
 from penstock.workers.layers.parameter import FLOATS
-from penstock.workers.models.config import BadCheckpoint
-from penstock.workers.models.quantization import WeightScheme
-from penstock.workers.parallel.mesh import BadShape
+from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
+from penstock.workers.models.weight_scheme import WeightScheme
+from penstock.workers.weights.bitsandbytes_layouts import (
+    int8_tensors,
+    read_int8,
+    read_table,
+    table_tensors,
+)
+from penstock.workers.weights.fp4_layouts import fp4_tensors, read_fp4
+from penstock.workers.weights.quantized_module import (
+    QuantizedModule,
+    StoredTensor,
+    divided,
+    group_cut,
+)
 from penstock.workers.weights.regions import Ranges, Region
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -23,43 +34,15 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _ROWS_AT_ONCE = 512  # bounds the memory for unpacked codes of AWQ
 
 
-@dataclass(frozen=True, slots=True)
-class QuantizedModule:
-    """A module of the checkpoint, [outputs, inputs] for the whole model, and its scheme."""
-
-    name: str
-    scheme: WeightScheme
-    outputs: int
-    inputs: int
-    has_group_table: bool  # the checkpoint has `g_idx`, the group of each input
-
-    @property
-    def num_groups(self) -> int:
-        size = self.scheme.group_size
-        return -(-self.inputs // size) if size > 0 else 1
-
-    @property
-    def per_word(self) -> int:
-        """Number of codes in a word of 32 bits."""
-        return 32 // self.scheme.bits
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a module: its name is the module's, a dot and `suffix`."""
-
-    suffix: str
-    shape: tuple[int, ...]  # for the whole model
-    dtype: torch.dtype  # in which it is held until the module is finished
-    accepts: tuple[str, ...]  # dtypes in the file
-    region: Region = ()  # the part that a rank loads
-    alternatives: tuple[tuple[int, ...], ...] = ()  # other shapes in the file, of the same items
-
-
 def check_module(module: QuantizedModule) -> None:
-    """Raise `BadCheckpoint` if groups or words do not divide the module."""
+    """Raise `BadCheckpoint` or `UnsupportedModel` if groups or words do not divide the module."""
     scheme, name = module.scheme, module.name
     size = scheme.group_size
+    if scheme.storage.startswith("bitsandbytes") and size > 0 and module.inputs % size:
+        raise UnsupportedModel(
+            f"{name} has {module.inputs} inputs, not a multiple of {size}: blocks of bitsandbytes "
+            "that cross rows are not served"
+        )
     if scheme.block_rows == 1 and size > 0 and module.inputs % size:
         raise BadCheckpoint(
             f"{name} has {module.inputs} inputs, which groups of {size} (quantization_config) do "
@@ -69,7 +52,8 @@ def check_module(module: QuantizedModule) -> None:
     packed_inputs = scheme.storage in ("packed", "gptq")
     if packed_inputs and module.inputs % word:
         raise BadCheckpoint(f"{name} has {module.inputs} inputs, not a multiple of {word}")
-    if scheme.storage == "awq" and module.inputs % 2:
+    pairs = scheme.storage in ("awq", "mxfp4", "nvfp4", "modelopt nvfp4", "bitsandbytes 4 bits")
+    if pairs and module.inputs % 2:
         raise BadCheckpoint(f"{name} has {module.inputs} inputs, not an even number")
     packed_outputs = scheme.storage in ("gptq", "awq")
     if packed_outputs and module.outputs % word:
@@ -104,6 +88,12 @@ def stored_tensors(module: QuantizedModule, region: Region) -> Iterator[StoredTe
             yield from _packed(module, rows, columns)
         case "gptq" | "awq":
             yield from _by_inputs(module, rows, columns)
+        case "mxfp4" | "nvfp4" | "modelopt nvfp4":
+            yield from fp4_tensors(module, rows, columns)
+        case "bitsandbytes int8":
+            yield from int8_tensors(module, rows, columns)
+        case "bitsandbytes 4 bits":
+            yield from table_tensors(module, rows, columns)
 
 
 def _row_scales(
@@ -128,9 +118,9 @@ def _scale_shape(
     scheme, outputs = module.scheme, module.outputs
     if scheme.per_tensor:
         return (1,), (), ((),)
-    groups = _group_cut(module, columns)
+    groups = group_cut(module, columns)
     if scheme.block_rows > 1:
-        blocks = _divided(module, rows, scheme.block_rows, outputs, "outputs")
+        blocks = divided(module, rows, scheme.block_rows, outputs, "outputs")
         return (-(-outputs // scheme.block_rows), module.num_groups), (blocks, groups), ()
     flat: tuple[tuple[int, ...], ...] = ((outputs,),) if module.num_groups == 1 else ()
     return (outputs, module.num_groups), (rows, groups), flat
@@ -140,14 +130,14 @@ def _packed(
     module: QuantizedModule, rows: Ranges | None, columns: Ranges | None
 ) -> Iterator[StoredTensor]:
     word = module.per_word
-    words = _divided(module, columns, word, module.inputs, "inputs")
+    words = divided(module, columns, word, module.inputs, "inputs")
     shape = module.outputs, module.inputs // word
     yield StoredTensor("weight_packed", shape, torch.int32, ("I32",), (rows, words))
     yield from _row_scales(module, rows, columns)
     if not module.scheme.symmetric:
-        words = _divided(module, rows, word, module.outputs, "outputs")
+        words = divided(module, rows, word, module.outputs, "outputs")
         shape = -(-module.outputs // word), module.num_groups
-        region = words, _group_cut(module, columns)
+        region = words, group_cut(module, columns)
         yield StoredTensor("weight_zero_point", shape, torch.int32, ("I32",), region)
     if module.has_group_table:
         yield _group_table(module, "weight_g_idx", columns)
@@ -157,10 +147,10 @@ def _by_inputs(
     module: QuantizedModule, rows: Ranges | None, columns: Ranges | None
 ) -> Iterator[StoredTensor]:
     """Yield the tensors of GPTQ and AWQ, whose first dimension is the inputs or their groups."""
-    word, groups = module.per_word, _group_cut(module, columns)
-    row_words = _divided(module, rows, word, module.outputs, "outputs")
+    word, groups = module.per_word, group_cut(module, columns)
+    row_words = divided(module, rows, word, module.outputs, "outputs")
     if module.scheme.storage == "gptq":
-        words = _divided(module, columns, word, module.inputs, "inputs")
+        words = divided(module, columns, word, module.inputs, "inputs")
         shape, region = (module.inputs // word, module.outputs), (words, rows)
     else:
         shape, region = (module.inputs, module.outputs // word), (columns, row_words)
@@ -177,38 +167,25 @@ def _group_table(module: QuantizedModule, suffix: str, columns: Ranges | None) -
     return StoredTensor(suffix, (module.inputs,), torch.int32, ("I32",), (columns,))
 
 
-def _group_cut(module: QuantizedModule, columns: Ranges | None) -> Ranges | None:
-    """Return a rank's groups; with a table, all groups, because any input may be in any group."""
-    if module.num_groups == 1 or module.has_group_table:
-        return None
-    return _divided(module, columns, module.scheme.group_size, module.inputs, "inputs")
-
-
-def _divided(
-    module: QuantizedModule, ranges: Ranges | None, unit: int, size: int, what: str
-) -> Ranges | None:
-    """Return ranges in units of `unit` items; only the end of the dimension may cut a unit."""
-    if ranges is None or ranges == ((0, size),):
-        return None if ranges is None else ((0, -(-size // unit)),)
-    for bound in (bound for each in ranges for bound in each):
-        if bound % unit and bound != size:
-            raise BadShape(
-                f"{module.name}: a rank's {what} end at {bound}, inside a unit of {unit} {what} "
-                f"({module.scheme.name}): use fewer tensor-parallel ranks"
-            )
-    return tuple((first // unit, -(-last // unit)) for first, last in ranges)
-
-
-def read_matrix(module: QuantizedModule, tensors: dict[str, Tensor]) -> QuantizedMatrix:
+def read_matrix(
+    module: QuantizedModule, tensors: dict[str, Tensor], region: Region = ()
+) -> QuantizedMatrix:
     """Return the codes and scales of a rank's part of a module.
 
     Args:
         tensors: those of `stored_tensors`, by suffix; they are removed from the dictionary.
+        region: the rank's part of the weights [outputs, inputs].
 
     Raises:
-        BadCheckpoint: The table of groups names a group that does not exist.
+        BadCheckpoint: The tensors contradict the module or each other.
     """
     match module.scheme.storage:
+        case "mxfp4" | "nvfp4" | "modelopt nvfp4":
+            return read_fp4(module, tensors)
+        case "bitsandbytes int8":
+            return read_int8(module, tensors)
+        case "bitsandbytes 4 bits":
+            return read_table(module, tensors, region)
         case "fp8":
             codes = tensors.pop("weight").view(torch.uint8)
         case "int8":

@@ -14,13 +14,10 @@ from penstock.workers.layers.linear import Linear, PackingOptions
 from penstock.workers.layers.parameter import FLOATS, Parameter
 from penstock.workers.models.config import UnsupportedModel
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.quantization import QuantizationSpec, WeightScheme
-from penstock.workers.weights.quantized_layouts import (
-    QuantizedModule,
-    check_module,
-    read_matrix,
-    stored_tensors,
-)
+from penstock.workers.models.weight_scheme import QuantizationSpec, WeightScheme
+from penstock.workers.weights.bitsandbytes_layouts import state_suffix
+from penstock.workers.weights.quantized_layouts import check_module, read_matrix, stored_tensors
+from penstock.workers.weights.quantized_module import QuantizedModule
 from penstock.workers.weights.regions import Region
 from penstock.workers.weights.sharding import region_shape
 from penstock.workers.weights.tensor_entry import TensorEntry
@@ -77,7 +74,8 @@ class QuantizedMethod:
         """Return the fused matrix; free the loaded tensors."""
         matrices = []
         for module, tensors in zip(self.modules, self._loaded, strict=True):
-            matrices.append(read_matrix(module, tensors))
+            region = self.regions.get(f"{module.name}.weight", ())
+            matrices.append(read_matrix(module, tensors, region))
             tensors.clear()
         try:
             matrix = concatenate(matrices)
@@ -143,9 +141,23 @@ def quantized_modules(
                 table = "weight_g_idx" if scheme.storage == "packed" else "g_idx"
                 has_table = scheme.act_order or f"{name}.{table}" in entries
                 inputs = linear.weight.shape[1]
-                found[name] = QuantizedModule(name, scheme, size, inputs, has_table)
+                optional = _optional(name, scheme, entries)
+                found[name] = QuantizedModule(name, scheme, size, inputs, has_table, optional)
                 check_module(found[name])
     return found
+
+
+def _optional(
+    module: str, scheme: WeightScheme, entries: Mapping[str, TensorEntry]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the module's tensors that only some checkpoints have, by suffix."""
+    suffixes = {
+        "bitsandbytes int8": "weight_format",
+        "bitsandbytes 4 bits": state_suffix(scheme.table),
+    }
+    suffix = suffixes.get(scheme.storage)
+    entry = entries.get(f"{module}.{suffix}")
+    return {} if suffix is None or entry is None else {suffix: entry.shape}
 
 
 def _described(scheme: WeightScheme | None) -> str:
@@ -166,7 +178,7 @@ def _scheme_of(
 
 UNUSED_SUFFIXES = (
     *("input_scale", "input_zero_point", "activation_scale", "weight_shape"),
-    *("k_scale", "v_scale", "q_scale", "output_scale"),
+    *("k_scale", "v_scale", "q_scale", "output_scale", "input_global_scale"),
 )
 """Tensors of quantized checkpoints that are not loaded: activations are quantized at run time or
 not at all, the KV cache has no static scales, and shapes are known."""

@@ -9,7 +9,7 @@ from penstock.kernels.linear.batch_invariant import (
     batch_invariant_bmm,
     batch_invariant_matmul,
 )
-from penstock.kernels.linear.quantized import Kind, quantized_matmul
+from penstock.kernels.linear.quantized import Kind, has_zeros, is_narrow, quantized_matmul
 from tests.aot.case import AotCase, meta
 
 
@@ -39,7 +39,10 @@ def aot_cases() -> Iterator[AotCase]:
         products=products,
     )
     quantized = ("_dequantizing_matmul_kernel",)
-    cases: tuple[tuple[Kind, int], ...] = (("int4", 16), ("int4", 4096), ("fp8", 64))
+    cases: tuple[tuple[Kind, int], ...] = (
+        *(("int4", 16), ("int4", 4096), ("fp8", 64)),
+        *(("e2m1", 16), ("nf4", 16), ("fp4", 64)),
+    )
     for kind, rows in cases:
         yield AotCase(
             f"4096 by 4096, {kind} in groups of 128, {rows} rows, bf16",
@@ -57,9 +60,9 @@ def _quantized(rows: int, kind: Kind, one_group: bool) -> None:
     bytes_ = {"dtype": torch.uint8}
     quantized_matmul(
         meta(rows, 4096),
-        meta(4096, 2048 if kind == "int4" else 4096, **bytes_),
+        meta(4096, 2048 if is_narrow(kind) else 4096, **bytes_),
         meta(4096, 32, dtype=torch.float32),
-        meta(4096, 0 if kind == "fp8" else 32, **bytes_),
+        meta(4096, 32 if has_zeros(kind) else 0, **bytes_),
         meta(4096, dtype=torch.int32),
         kind=kind,
         one_group=one_group,

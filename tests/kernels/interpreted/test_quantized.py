@@ -8,12 +8,14 @@ from penstock.kernels.linear.quantized import (
     QuantizedMatrix,
     TritonQuantizedLinear,
     even_groups,
+    has_zeros,
+    is_narrow,
     pack_quantized,
 )
 from tests.support.devices import DTYPES
 from tests.support.poison import poisoned_memory
 
-KINDS: tuple[Kind, ...] = ("int4", "int8", "fp8")
+KINDS: tuple[Kind, ...] = ("int4", "int8", "fp8", "e2m1", "nf4", "fp4")
 SHAPES = [(1, 1, 64, 64), (3, 70, 130, 26), (17, 64, 256, 128), (70, 33, 192, 192)]
 """Rows, outputs, inputs, inputs per group."""
 
@@ -24,11 +26,12 @@ def matrix(
     groups = even_groups(inputs, size, torch.device("cpu"))
     if act_order:
         groups = groups[torch.randperm(inputs)]
-    count, width = inputs // size, inputs // 2 if kind == "int4" else inputs
+    count, width = inputs // size, inputs // 2 if is_narrow(kind) else inputs
     codes = torch.randint(0, 256, (outputs, width), dtype=torch.uint8)
     zeros = torch.randint(0, 16, (outputs, count), dtype=torch.uint8)
     if kind == "fp8":
         codes[codes & 127 == 127] = 3  # NaN
+    if not has_zeros(kind):
         zeros = zeros[:, :0]
     scales = torch.rand(outputs, count) + 0.1
     parts = (each.to(device) for each in (codes, scales, zeros, groups))
@@ -74,3 +77,13 @@ def test_every_fp8_code_has_its_value(device: torch.device) -> None:
     found = pack_quantized(given, None, torch.float32)(x)[0]
     expected = codes[:, 0].contiguous().view(torch.float8_e4m3fn).float()
     assert torch.equal(found.nan_to_num(999.0), expected.nan_to_num(999.0))
+
+
+@pytest.mark.parametrize("kind", ["e2m1", "nf4", "fp4"])
+def test_every_code_of_4_bits_has_the_value_of_its_table(device: torch.device, kind: Kind) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(256, 1)
+    ones, none = torch.ones(256, 1, device=device), torch.zeros(256, 0, dtype=torch.uint8)
+    groups = torch.zeros(2, dtype=torch.int32, device=device)
+    given = QuantizedMatrix(kind, codes, ones, none.to(device), groups)
+    found = pack_quantized(given, None, torch.float32)(torch.eye(2, device=device))
+    assert torch.equal(found.T, given.dequantize())

@@ -14,12 +14,27 @@ from penstock.kernels.linear.quantized import (
     TiledLinear,
     concatenate,
     even_groups,
+    has_zeros,
+    is_narrow,
     pack_quantized,
 )
 from tests.support.threads import threads
 
 CPU = torch.device("cpu")
-KINDS: tuple[Kind, ...] = ("int4", "int8", "fp8")
+KINDS: tuple[Kind, ...] = ("int4", "int8", "fp8", "e2m1", "nf4", "fp4")
+TABLES: dict[Kind, list[float]] = {
+    "nf4": [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ],
+    "fp4": [
+        sign * value / 192 for sign in (1, -1) for value in (0, 1, 128, 192, 64, 96, 32, 48)
+    ],
+}  # fmt: skip
+"""Values of the codes of bitsandbytes."""
+
 SHAPES = [(1, 32, 32), (47, 96, 32), (48, 384, 128), (49, 200, 100), (145, 578, 289)]
 """Outputs, inputs, inputs per group. A tile of weights has 192 inputs and 48 outputs."""
 ROWS = (0, 1, 2, 7, 8, 9, 255, 257, 300)
@@ -31,11 +46,12 @@ def matrix(kind: Kind, outputs: int, inputs: int, size: int, act_order: bool) ->
     if act_order:
         groups = groups[torch.randperm(inputs, generator=generator)]
     count = inputs // size
-    width = inputs // 2 if kind == "int4" else inputs
+    width = inputs // 2 if is_narrow(kind) else inputs
     codes = torch.randint(0, 256, (outputs, width), dtype=torch.uint8, generator=generator)
     zeros = torch.randint(0, 16, (outputs, count), dtype=torch.uint8, generator=generator)
     if kind == "fp8":
         codes[codes & 127 == 127] = 3  # NaN
+    if not has_zeros(kind):
         zeros = zeros[:, :0]
     scales = torch.rand(outputs, count, generator=generator) + 0.1
     return QuantizedMatrix(kind, codes, scales, zeros, groups)
@@ -48,6 +64,20 @@ def e4m3(code: int) -> float:
     return -size if code & 128 else size
 
 
+def e2m1(code: int) -> float:
+    """Return the value of a code of MXFP4 and NVFP4 from its definition."""
+    exponent, mantissa = code >> 1 & 3, code & 1
+    size = mantissa * 0.5 if exponent == 0 else (2 + mantissa) * 2.0 ** (exponent - 2)
+    return -size if code & 8 else size
+
+
+def value_of(kind: Kind, code: int) -> float:
+    """Return the value of a code of 4 bits, in float32 precision."""
+    if kind == "e2m1":
+        return e2m1(code)
+    return float(torch.tensor(TABLES[kind][code], dtype=torch.float32))
+
+
 def weights(given: QuantizedMatrix) -> torch.Tensor:
     """Dequantize in float64, one weight after the other."""
     outputs, inputs = given.shape
@@ -56,11 +86,13 @@ def weights(given: QuantizedMatrix) -> torch.Tensor:
     for n in range(outputs):
         codes, scales, zeros = given.codes[n].tolist(), given.scales[n].tolist(), given.zeros[n]
         for k, group in enumerate(groups):
+            code = codes[k // 2] >> 4 * (k % 2) & 15 if is_narrow(given.kind) else codes[k]
             if given.kind == "fp8":
-                value = e4m3(codes[k])
-            else:
-                code = codes[k // 2] >> 4 * (k % 2) & 15 if given.kind == "int4" else codes[k]
+                value = e4m3(code)
+            elif has_zeros(given.kind):
                 value = code - int(zeros[group])
+            else:
+                value = value_of(given.kind, code)
             result[n, k] = value * scales[group]
     return result
 

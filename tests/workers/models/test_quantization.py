@@ -6,13 +6,18 @@ from typing import Any
 import pytest
 
 from penstock.workers.models.config import BadCheckpoint, Fields, UnsupportedModel
-from penstock.workers.models.quantization import QuantizationSpec, read_quantization
+from penstock.workers.models.quantization import read_quantization
+from penstock.workers.models.weight_scheme import QuantizationSpec
 
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+       "bnb_4bit_use_double_quant": True}  # fmt: skip
 
 
 def compressed(weights: dict[str, Any] = WEIGHTS, **changes: Any) -> dict[str, Any]:
@@ -49,6 +54,14 @@ def name_of(value: Any, module: str = "model.layers.0.mlp.up_proj") -> str:
         (GPTQ | {"bits": 8, "group_size": -1}, "gptq int8 per channel"),
         (GPTQ | {"desc_act": True}, "gptq int4 groups of 128, act-order"),
         (AWQ, "awq int4 groups of 128"),
+        (MODELOPT, "modelopt nvfp4 groups of 16"),
+        (MODELOPT | {"quant_algo": "FP8"}, "fp8 per tensor"),
+        (BNB, "bitsandbytes nf4 groups of 64, double quantization"),
+        (
+            BNB | {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},
+            "bitsandbytes fp4 groups of 64",
+        ),
+        (BNB | {"load_in_4bit": False, "load_in_8bit": True}, "bitsandbytes int8 per channel"),
     ],
 )
 def test_scheme_has_a_name(config: dict[str, Any], name: str) -> None:
@@ -104,7 +117,10 @@ def test_groups_with_names_precede_the_group_of_all_linears() -> None:
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         (AWQ | {"version": "gemv"}, "version 'gemv' is not served, only 'gemm'"),
         (AWQ | {"zero_point": False}, "zero_point False"),
-        (compressed(format="nvfp4-pack-quantized"), "format 'nvfp4-pack-quantized'"),
+        (compressed(format="nvfp4-pack-quantized"), "weights: num_bits 8 is not served, only 4"),
+        (compressed(format="mxfp6-pack-quantized"), "format 'mxfp6-pack-quantized'"),
+        (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
+        (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage 'bfloat16'"),
         (compressed(quantization_status="frozen"), "quantization_status 'frozen'"),
         (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config: format"),
         (compressed(transform_config={"config_groups": {}}), "transform_config"),

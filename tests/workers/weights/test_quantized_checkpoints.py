@@ -26,6 +26,7 @@ from tests.support.quantized import (
     make_quantized,
     small,
 )
+from tests.support.quantized_fp4 import FP4_AND_BITSANDBYTES
 
 CPU = torch.device("cpu")
 MAX_NEW, CHUNK = 4, 21
@@ -36,9 +37,12 @@ def prompts() -> list[list[int]]:
     return [numbers.integers(4, VOCAB_SIZE, length).tolist() for length in (12, 37)]
 
 
-@pytest.mark.parametrize("name", WEIGHT_ONLY)
+ALL_FORMS = FORMS | FP4_AND_BITSANDBYTES
+
+
+@pytest.mark.parametrize("name", [*WEIGHT_ONLY, *FP4_AND_BITSANDBYTES])
 def test_logits_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) -> None:
-    reference = make_quantized(tmp_path, FORMS[name])
+    reference = make_quantized(tmp_path, ALL_FORMS[name])
     _, decoder = load_model(tmp_path, "auto", CPU)
     assert all(linear.weight.numel() == 0 for _, linear in decoder.linears())
     check(
@@ -66,12 +70,12 @@ def test_engine_serves_quantized_checkpoints(deterministic: bool, tmp_path: Path
     if deterministic and not has_avx512():
         pytest.skip("needs AVX-512")
     layouts = []
-    for name in ("fp8-blocks", "awq"):
-        reference = make_quantized(tmp_path / name, FORMS[name])
+    for name in ("fp8-blocks", "awq", "nvfp4", "bitsandbytes-nf4-nested"):
+        reference = make_quantized(tmp_path / name, ALL_FORMS[name])
         engine = make_engine(tmp_path / name, deterministic=deterministic)
         assert answers(engine) == expected_answers(reference, prompts(), MAX_NEW)[0]
         layouts.append(engine.layout)
-    assert len(set(layouts)) == 2
+    assert len(set(layouts)) == 4
 
 
 def test_int8_products_are_those_of_quantization_while_loading(
@@ -116,12 +120,12 @@ def deepseek() -> Any:
     )
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-4-act-order", "awq-32"])
+@pytest.mark.parametrize("name", ["fp8-blocks", "gptq-4-act-order", "awq-32", "mxfp4"])
 @pytest.mark.parametrize("config", [mixtral, deepseek])
 def test_experts_and_latent_attention_take_every_form(
     name: str, config: Callable[[], Any], tmp_path: Path
 ) -> None:
-    reference = make_quantized(tmp_path, FORMS[name], config())
+    reference = make_quantized(tmp_path, ALL_FORMS[name], config())
     _, decoder = load_model(tmp_path, "auto", CPU)
     expected = expected_answers(reference, prompts(), MAX_NEW)
     check(generate(decoder, prompts(), MAX_NEW, CHUNK), expected)

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from compressed_tensors.compressors import BaseCompressor  # type: ignore[import-untyped]
 from compressed_tensors.quantization import (  # type: ignore[import-untyped]
     QuantizationArgs,
@@ -14,18 +15,15 @@ from compressed_tensors.quantization import (  # type: ignore[import-untyped]
 from penstock.workers.layers.linear import RowParallelLinear
 from penstock.workers.models.config import BadCheckpoint
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.quantization import WeightScheme
+from penstock.workers.models.weight_scheme import WeightScheme
 from penstock.workers.parallel.collectives import ProcessGroup
 from penstock.workers.parallel.mesh import BadShape, Mesh, MeshCoord
 from penstock.workers.parallel.parallel_groups import ParallelGroups
 from penstock.workers.weights.loading import load_model
-from penstock.workers.weights.quantized_layouts import (
-    QuantizedModule,
-    check_module,
-    read_matrix,
-    stored_tensors,
-)
-from tests.support.quantized import WEIGHT_ONLY, make_quantized
+from penstock.workers.weights.quantized_layouts import check_module, read_matrix, stored_tensors
+from penstock.workers.weights.quantized_module import QuantizedModule
+from tests.support.quantized import WEIGHT_ONLY, make_quantized, small
+from tests.support.quantized_fp4 import BITSANDBYTES, FLOATS_OF_4_BITS
 
 CPU = torch.device("cpu")
 
@@ -110,9 +108,16 @@ CUT_INSIDE_A_UNIT = {
 table of groups (GPTQ), a rank holds the scales of all groups, so any cut is possible."""
 
 
-@pytest.mark.parametrize("name", sorted(WEIGHT_ONLY.keys() - CUT_INSIDE_A_UNIT))
+WHOLE_BLOCKS = {
+    **{name: WEIGHT_ONLY[name] for name in WEIGHT_ONLY.keys() - CUT_INSIDE_A_UNIT},
+    **FLOATS_OF_4_BITS,
+    "bitsandbytes-int8": BITSANDBYTES["bitsandbytes-int8"],
+}
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE_BLOCKS))
 def test_two_ranks_hold_the_parts_of_every_product(name: str, tmp_path: Path) -> None:
-    make_quantized(tmp_path, WEIGHT_ONLY[name])
+    make_quantized(tmp_path, WHOLE_BLOCKS[name])
     whole = dense(load_model(tmp_path, "auto", CPU)[1])
     parts = [rank(tmp_path, Mesh(2).coord(number)) for number in range(2)]
     assert isinstance(parts[0].layers[0].attention.output, RowParallelLinear)
@@ -128,9 +133,35 @@ def test_two_ranks_hold_the_parts_of_every_product(name: str, tmp_path: Path) ->
         assert torch.equal(torch.cat(joined), expected)
 
 
-@pytest.mark.parametrize("name", sorted(CUT_INSIDE_A_UNIT))
+TABLES = ["bitsandbytes-nf4", "bitsandbytes-nf4-nested", "bitsandbytes-fp4-nested"]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_two_ranks_hold_whole_blocks_of_bitsandbytes(name: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "tie_word_embeddings": False}
+    make_quantized(tmp_path, BITSANDBYTES[name], transformers.LlamaConfig(**small() | sizes))
+    whole = dense(load_model(tmp_path, "auto", CPU)[1])
+    parts = [dense(rank(tmp_path, Mesh(2).coord(number))) for number in range(2)]
+    for product, expected in whole.items():
+        both = [part[product] for part in parts]
+        if product.endswith(("o_proj", "down_proj")):
+            assert torch.equal(torch.cat(both, 1), expected)
+            continue
+        widths = {3: [256, 128, 128], 2: [640, 640]}[len(product.split())]
+        split = [torch.split(each, [width // 2 for width in widths]) for each in both]
+        joined = [torch.cat(pair) for pair in zip(*split, strict=True)]
+        assert torch.equal(torch.cat(joined), expected)
+
+
+FORMS_WITH_UNITS = {
+    **{name: WEIGHT_ONLY[name] for name in CUT_INSIDE_A_UNIT},
+    **{name: BITSANDBYTES[name] for name in TABLES},
+}
+
+
+@pytest.mark.parametrize("name", sorted(FORMS_WITH_UNITS))
 def test_ranks_that_would_cut_a_group_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    make_quantized(tmp_path, WEIGHT_ONLY[name])
+    make_quantized(tmp_path, FORMS_WITH_UNITS[name])
     with pytest.raises(
         BadShape, match=r"_proj: a rank's (in|out)puts end at \d+, inside a unit of"
     ):
@@ -143,6 +174,7 @@ def test_ranks_that_would_cut_a_group_are_refused_by_name(name: str, tmp_path: P
         (WeightScheme("awq", 4), 8, 7, "m has 7 inputs, not an even number"),
         (WeightScheme("awq", 4), 7, 8, "m has 7 outputs, not a multiple of 8"),
         (WeightScheme("gptq", 4), 8, 12, "m has 12 inputs, not a multiple of 8"),
+        (WeightScheme("mxfp4", 4, 32), 8, 48, "m has 48 inputs, which groups of 32"),
         (WeightScheme("packed", 8, 16), 8, 24, "m has 24 inputs, which groups of 16"),
     ],
 )

@@ -1,0 +1,91 @@
+"""How the weights of a checkpoint are quantized: one scheme for each module. Needs no torch."""
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+Storage = Literal[
+    "fp8", "int8", "packed", "gptq", "awq",
+    "mxfp4", "nvfp4", "modelopt nvfp4", "bitsandbytes 4 bits", "bitsandbytes int8",
+]  # fmt: skip
+"""Layout of a module's tensors; `workers/weights/quantized_layouts.py` defines the tensors."""
+
+UNNAMED_KIND = ("mxfp4", "nvfp4", "modelopt nvfp4", "bitsandbytes 4 bits", "bitsandbytes int8")
+"""Storages whose name says the kind of the codes."""
+
+PER_OUTPUT = 0
+"""Value of `WeightScheme.group_size`: the scales are per output, or one for the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScheme:
+    """The quantization and the storage format of the weights of some modules."""
+
+    storage: Storage
+    bits: int
+    group_size: int = PER_OUTPUT  # inputs per group; PER_OUTPUT, -1: one group
+    block_rows: int = 1  # outputs that share a scale, for blocks
+    per_tensor: bool = False  # one scale for a whole module
+    symmetric: bool = True  # False: the checkpoint has zero points
+    act_order: bool = False  # the checkpoint has a table of each input's group
+    zero_offset: int = 0  # added to stored zero points ("gptq": 1, except in format gptq_v2)
+    scale_name: str = "weight_scale"
+    activations: str = ""  # dtype to which products quantize activations, such as "fp8"
+    table: str = ""  # bitsandbytes: "nf4" or "fp4"
+    nested: bool = False  # bitsandbytes: the scales are quantized too (double quantization)
+
+    @property
+    def name(self) -> str:
+        """Description for messages, and part of the KV layout string."""
+        if self.block_rows > 1:
+            scales = f"blocks of {self.block_rows} x {self.group_size}"
+        elif self.group_size > 0:
+            scales = f"groups of {self.group_size}"
+        else:
+            scales = "per tensor" if self.per_tensor else "per channel"
+        if self.storage in UNNAMED_KIND:
+            nested = ", double quantization" if self.nested else ""
+            table = f" {self.table}" if self.table else ""
+            return f"{self.storage.removesuffix(' 4 bits')}{table} {scales}{nested}"
+        kind = "fp8" if self.storage == "fp8" else f"int{self.bits}"
+        order = ", act-order" if self.act_order else ""
+        return f"{self.storage} {kind} {scales}{order}".replace("fp8 fp8", "fp8")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The scheme of some modules."""
+
+    targets: tuple[str, ...]  # module names, "re:" and a regular expression, or "Linear" for all
+    scheme: WeightScheme
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSpec:
+    """The quantization of a checkpoint: the scheme of each module."""
+
+    method: str  # `quant_method`
+    rules: tuple[Rule, ...]
+    ignore: tuple[str, ...]  # modules that are not quantized, as in `Rule.targets`
+    by_component: bool  # True: an entry of `ignore` names any components of a module's dotted name
+
+    def scheme_of(self, module: str) -> WeightScheme | None:
+        """Return the scheme of a module, by its name in the checkpoint; None: not quantized."""
+        if any(self._is_ignored(module, entry) for entry in self.ignore):
+            return None
+        for rule in self.rules:
+            if any(_matches(module, target) for target in rule.targets):
+                return rule.scheme
+        return next((rule.scheme for rule in self.rules if "Linear" in rule.targets), None)
+
+    def _is_ignored(self, module: str, entry: str) -> bool:
+        if self.by_component:
+            return f".{entry}." in f".{module}." or ("*" in entry and fnmatchcase(module, entry))
+        return entry == "Linear" or _matches(module, entry)
+
+
+def _matches(module: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target.removeprefix("re:"), module) is not None
+    return target == module

@@ -1,0 +1,71 @@
+"""A quantized module of a checkpoint, its stored tensors, and cuts along groups and words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.workers.models.weight_scheme import WeightScheme
+from penstock.workers.parallel.mesh import BadShape
+from penstock.workers.weights.regions import Ranges, Region
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedModule:
+    """A module of the checkpoint, [outputs, inputs] for the whole model, and its scheme."""
+
+    name: str
+    scheme: WeightScheme
+    outputs: int
+    inputs: int
+    has_group_table: bool  # the checkpoint has `g_idx`, the group of each input
+    optional: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes in the file of tensors that only some checkpoints have, or whose sizes differ."""
+
+    @property
+    def num_groups(self) -> int:
+        size = self.scheme.group_size
+        return -(-self.inputs // size) if size > 0 else 1
+
+    @property
+    def per_word(self) -> int:
+        """Number of codes in a word of 32 bits."""
+        return 32 // self.scheme.bits
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a module: its name is the module's, a dot and `suffix`."""
+
+    suffix: str
+    shape: tuple[int, ...]  # for the whole model
+    dtype: torch.dtype  # in which it is held until the module is finished
+    accepts: tuple[str, ...]  # dtypes in the file
+    region: Region = ()  # the part that a rank loads
+    alternatives: tuple[tuple[int, ...], ...] = ()  # other shapes in the file, of the same items
+
+
+def group_cut(module: QuantizedModule, columns: Ranges | None) -> Ranges | None:
+    """Return a rank's groups; with a table, all groups, because any input may be in any group."""
+    if module.num_groups == 1 or module.has_group_table:
+        return None
+    return divided(module, columns, module.scheme.group_size, module.inputs, "inputs")
+
+
+def divided(
+    module: QuantizedModule, ranges: Ranges | None, unit: int, size: int, what: str
+) -> Ranges | None:
+    """Return ranges in units of `unit` items; only the end of the dimension may cut a unit.
+
+    Raises:
+        BadShape: A range begins or ends inside a unit.
+    """
+    if ranges is None or ranges == ((0, size),):
+        return None if ranges is None else ((0, -(-size // unit)),)
+    for bound in (bound for each in ranges for bound in each):
+        if bound % unit and bound != size:
+            raise BadShape(
+                f"{module.name}: a rank's {what} end at {bound}, inside a unit of {unit} {what} "
+                f"({module.scheme.name}): use fewer tensor-parallel ranks"
+            )
+    return tuple((first // unit, -(-last // unit)) for first, last in ranges)
