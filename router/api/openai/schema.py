@@ -15,6 +15,7 @@ from penstock.router.api.openai.messages import Conversation, Ids, StrictModel, 
 from penstock.router.api.openai.structured_fields import StructuredFields
 from penstock.router.errors import invalid
 from penstock.router.parsers.answer_parser import ParsingOptions
+from penstock.router.parsers.tools.tool_parameters import ToolParameters
 from penstock.router.requests.chat import Chat
 from penstock.router.requests.forced_calls import forced_schema
 from penstock.router.requests.generation_defaults import GenerationDefaults
@@ -247,6 +248,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
             forced_name=self.tool_choice["function"]["name"] if is_forced and named else "",
             is_parallel=self.parallel_tool_calls is not False,
             shows_reasoning=self.include_reasoning is not False,
+            tools=ToolParameters(chat.tools),
         )
 
     def template_tools(self) -> Sequence[Mapping[str, Any]]:
