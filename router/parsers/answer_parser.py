@@ -1,7 +1,7 @@
 """Parsing of whole answers: reasoning first, then tool calls in the content."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.router.parsers.harmony import HarmonyParser
 from penstock.router.parsers.parser_names import (
@@ -28,6 +28,7 @@ from penstock.router.parsers.pieces import (
 )
 from penstock.router.parsers.think import ThinkParser
 from penstock.router.parsers.tools.forced import NamedCallParser, RequiredCallsParser
+from penstock.router.parsers.tools.tool_parameters import ToolParameters
 
 PROMPT_END_TOKENS = 16
 """Number of tokens at the end of a prompt that show whether reasoning has begun."""
@@ -46,6 +47,7 @@ class ParsingOptions:
         forced_name: function whose arguments the forced answer is; empty: it is an array of calls.
         is_parallel: whether calls after the first one are kept.
         shows_reasoning: whether reasoning is kept.
+        tools: the parameters of the request's tools.
     """
 
     reads_calls: bool = False
@@ -53,6 +55,7 @@ class ParsingOptions:
     forced_name: str = ""
     is_parallel: bool = True
     shows_reasoning: bool = True
+    tools: ToolParameters = field(default_factory=ToolParameters)
 
 
 class AnswerParser:
@@ -163,7 +166,7 @@ class AnswerParsers:
         reads_calls = options.reads_calls and self.reads_tools
         if self._is_harmony or (reads_calls and self.tools == HARMONY_TOOLS):
             return AnswerParser(HarmonyParser(), None, options)
-        calls = new_tool_parser(self.tools) if reads_calls else None
+        calls = new_tool_parser(self.tools, options.tools) if reads_calls else None
         if self._tags is not None:
             first = ThinkParser(self._tags, self._tags.are_open(prompt_end))
             return AnswerParser(first, calls, options)

@@ -11,11 +11,16 @@ from penstock.router.parsers.reader import Reader
 from penstock.router.parsers.think import Tags
 from penstock.router.parsers.tools.deepseek import CALL_BEGIN, DeepSeekV3Parser, DeepSeekV31Parser
 from penstock.router.parsers.tools.gemma import FunctionGemmaParser, Gemma4Parser
+from penstock.router.parsers.tools.glm import GlmParser
 from penstock.router.parsers.tools.hermes import HermesParser
+from penstock.router.parsers.tools.kimi import SECTION_BEGIN, KimiParser
 from penstock.router.parsers.tools.llama_json import LlamaJsonParser
 from penstock.router.parsers.tools.mistral import MistralParser
 from penstock.router.parsers.tools.phi import PhiParser
 from penstock.router.parsers.tools.pythonic import PythonicParser
+from penstock.router.parsers.tools.qwen_coder import QwenCoderParser
+from penstock.router.parsers.tools.tagged_arguments import TaggedArgumentsParser
+from penstock.router.parsers.tools.tool_parameters import ToolParameters
 
 AUTO, NONE = "auto", "none"
 HARMONY_TOOLS, HARMONY_REASONING = "openai", "openai_gptoss"
@@ -25,7 +30,10 @@ TOOL_PARSERS: Mapping[str, Any] = {
     "deepseek_v31": DeepSeekV31Parser,
     "functiongemma": FunctionGemmaParser,
     "gemma4": Gemma4Parser,
+    "glm45": GlmParser,
+    "glm47": GlmParser,
     "hermes": HermesParser,
+    "kimi_k2": KimiParser,
     "llama3_json": LlamaJsonParser,
     "llama4_json": LlamaJsonParser,
     "llama4_pythonic": PythonicParser,
@@ -33,6 +41,8 @@ TOOL_PARSERS: Mapping[str, Any] = {
     HARMONY_TOOLS: HarmonyParser,
     "phi4_mini_json": PhiParser,
     "pythonic": PythonicParser,
+    "qwen3_coder": QwenCoderParser,
+    "qwen3_xml": QwenCoderParser,
 }
 """Classes of parsers of tool calls."""
 
@@ -71,6 +81,7 @@ def detect_tool_parser(template: str) -> str:
     marks = (
         ("<|channel|>", HARMONY_TOOLS),
         ("[TOOL_CALLS]", "mistral"),
+        (SECTION_BEGIN, "kimi_k2"),
         ("<start_function_call>", "functiongemma"),
         ("<|tool_call>", "gemma4"),
         ("<|tool_call|>", "phi4_mini_json"),
@@ -85,8 +96,9 @@ def detect_tool_parser(template: str) -> str:
     if CALL_BEGIN in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     if "<tool_call>" in template:
-        # Qwen3-Coder and GLM use this tag for calls that are not JSON.
-        return NONE if "<function=" in template or "<arg_key>" in template else "hermes"
+        if "<arg_key>" in template:
+            return "glm45"
+        return "qwen3_coder" if "<function=" in template else "hermes"
     for mark, name in marks:
         if mark in template:
             return name
@@ -111,7 +123,7 @@ def markers_of(name: str) -> tuple[str, ...]:
     return () if name == NONE else tuple(TOOL_PARSERS[name].markers)
 
 
-def new_tool_parser(name: str) -> Reader:
-    """Return a new parser for one answer."""
-    parser: Reader = TOOL_PARSERS[name]()
-    return parser
+def new_tool_parser(name: str, tools: ToolParameters) -> Reader:
+    """Return a new parser for one answer; `tools` are the parameters of the request's tools."""
+    kind: type[Reader] = TOOL_PARSERS[name]
+    return kind(tools) if issubclass(kind, TaggedArgumentsParser) else kind()

@@ -17,11 +17,13 @@ class Piece(NamedTuple):
             `ARGUMENTS` (the text continues the JSON of the call's arguments).
         text: never empty.
         call: index of the call in the answer, for `CALL` and `ARGUMENTS`.
+        call_id: id that the model gave the call, for `CALL`; empty if its format has no ids.
     """
 
     kind: str
     text: str
     call: int = 0
+    call_id: str = ""
 
 
 class OutputParser(Protocol):

@@ -123,9 +123,9 @@ class Reader:
 
     # ------------------------------------------------------------ writing
 
-    def _add(self, kind: str, text: str, call: int = 0) -> None:
+    def _add(self, kind: str, text: str, call: int = 0, call_id: str = "") -> None:
         if text:
-            self._pieces.append(Piece(kind, text, call))
+            self._pieces.append(Piece(kind, text, call, call_id))
 
     def _add_content(self, text: str) -> None:
         """Add content; white space at its end waits for more content."""
@@ -137,11 +137,11 @@ class Reader:
             self._follows_call = False
             self._add(CONTENT, text[start:end])
 
-    def _add_call(self, name: str) -> None:
+    def _add_call(self, name: str, call_id: str = "") -> None:
         """Begin a call; `_add_arguments` continues it."""
         self._space = ""
         self._follows_call = True
-        self._add(CALL, name, self._num_calls)
+        self._add(CALL, name, self._num_calls, call_id)
         self._num_calls += 1
 
     def _add_arguments(self, text: str) -> None:

@@ -61,13 +61,13 @@ class ParsedChatFormatter(ChatFormatter):
         texts = {
             kind: "".join(piece.text for piece in pieces if piece.kind == kind) for kind in FIELDS
         }
-        names = [piece.text for piece in pieces if piece.kind == CALL]
-        arguments = [""] * len(names)
+        calls = [piece for piece in pieces if piece.kind == CALL]
+        arguments = [""] * len(calls)
         for piece in pieces:
             if piece.kind == ARGUMENTS:
                 arguments[piece.call] += piece.text
         content, reasoning = echoed + texts[CONTENT], texts[REASONING]
-        has_more = bool(names or reasoning)
+        has_more = bool(calls or reasoning)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": None if has_more and not content else content,
@@ -75,14 +75,14 @@ class ParsedChatFormatter(ChatFormatter):
         }
         if reasoning:
             message["reasoning_content"] = reasoning
-        if names:
+        if calls:
             message["tool_calls"] = [
                 {
-                    "id": self._parsing.call_id(index, call),
+                    "id": self._call_id(index, piece),
                     "type": "function",
-                    "function": {"name": name, "arguments": arguments[call]},
+                    "function": {"name": piece.text, "arguments": arguments[piece.call]},
                 }
-                for call, name in enumerate(names)
+                for piece in calls
             ]
         return message
 
@@ -142,12 +142,15 @@ class ParsedChatFormatter(ChatFormatter):
         call = piece.call
         if piece.kind == CALL:
             function = {"name": piece.text, "arguments": ""}
-            name = self._parsing.call_id(index, call)
-            begun = {"index": call, "id": name, "type": "function", "function": function}
-            return {"tool_calls": [begun]}
+            begun = {"index": call, "id": self._call_id(index, piece), "type": "function"}
+            return {"tool_calls": [{**begun, "function": function}]}
         if piece.kind == ARGUMENTS:
             return {"tool_calls": [{"index": call, "function": {"arguments": piece.text}}]}
         return {FIELDS[piece.kind]: piece.text}
+
+    def _call_id(self, index: int, piece: Piece) -> str:
+        """Return the id of a call: that of the model, if it gave one."""
+        return piece.call_id or self._parsing.call_id(index, piece.call)
 
     def _new_answer(self) -> AnswerPieces:
         return AnswerPieces(self._parsing.new_parser())

@@ -17,6 +17,7 @@ from penstock.router.api.openai.structured_fields import StructuredFields
 from penstock.router.config import RequestBounds
 from penstock.router.errors import invalid
 from penstock.router.parsers.answer_parser import ParsingOptions
+from penstock.router.parsers.tools.tool_parameters import ToolParameters
 from penstock.router.requests.chat import Chat
 from penstock.router.requests.cost import check_num_tokens
 from penstock.router.requests.forced_calls import forced_schema
@@ -258,6 +259,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
             forced_name=self.tool_choice["function"]["name"] if is_forced and named else "",
             is_parallel=self.parallel_tool_calls is not False,
             shows_reasoning=self.include_reasoning is not False,
+            tools=ToolParameters(chat.tools),
         )
 
     def template_tools(self) -> Sequence[Mapping[str, Any]]:

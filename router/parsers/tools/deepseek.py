@@ -18,7 +18,9 @@ SEP = f"<{_BAR}tool▁sep{_BAR}>"
 class DeepSeekV31Parser(Reader):
     """Parses one answer of DeepSeek V3.1."""
 
-    markers = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEP)
+    calls_begin, calls_end, separator = CALLS_BEGIN, CALLS_END, SEP
+    call_begin, call_end = CALL_BEGIN, CALL_END
+    markers: tuple[str, ...] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEP)
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,33 +28,33 @@ class DeepSeekV31Parser(Reader):
         self._span = JsonSpan()
 
     def _start(self) -> bool:
-        text, marker = self._until(CALLS_BEGIN, CALLS_END)
+        text, marker = self._until(self.calls_begin, self.calls_end)
         self._add_content(text)
-        if marker == CALLS_BEGIN:
+        if marker == self.calls_begin:
             self._state = self._between
         return marker is not None
 
     def _between(self) -> bool:
         """Skip the text between calls."""
-        _, marker = self._until(CALL_BEGIN, CALLS_END)
-        if marker == CALL_BEGIN:
+        _, marker = self._until(self.call_begin, self.calls_end)
+        if marker == self.call_begin:
             self._head = ""
             self._state = self._read_head
-        elif marker == CALLS_END:
+        elif marker == self.calls_end:
             self._state = self._start
         return marker is not None
 
     def _read_head(self) -> bool:
         """Read the text before the separator, which is the name."""
-        text, marker = self._until(SEP)
+        text, marker = self._until(self.separator)
         self._head += text
         if marker:
             self._begin(self._head)
         return marker is not None
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, call_id: str = "") -> None:
         if name.strip():
-            self._add_call(name.strip())
+            self._add_call(name.strip(), call_id)
             self._span = JsonSpan()
             self._state = self._before_arguments
         else:
@@ -61,7 +63,12 @@ class DeepSeekV31Parser(Reader):
     def _before_arguments(self) -> bool:
         if not self._skip():
             return False
-        self._state = self._read_arguments
+        is_empty = self._starts_with(self.call_end)
+        if is_empty is None:
+            return False
+        if is_empty:
+            self._add_arguments("{}")
+        self._state = self._between if is_empty else self._read_arguments
         return True
 
     def _read_arguments(self) -> bool:
@@ -83,15 +90,15 @@ class DeepSeekV31Parser(Reader):
 class DeepSeekV3Parser(DeepSeekV31Parser):
     """Parses one answer of DeepSeek V3 or R1, whose calls have JSON in a Markdown code block."""
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, call_id: str = "") -> None:
         # The text before the separator is the type; the name is a line of its own.
         self._head = ""
         self._state = self._read_name
 
     def _read_name(self) -> bool:
-        text, marker = self._until("\n", "{", CALL_END)
+        text, marker = self._until("\n", "{", self.call_end)
         self._head += text
-        if marker is None or marker == CALL_END:
+        if marker is None or marker == self.call_end:
             self._state = self._between if marker else self._state
             return marker is not None
         if marker == "{":
@@ -101,11 +108,11 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
 
     def _before_arguments(self) -> bool:
         """Skip the start of the code block."""
-        _, marker = self._until("{", CALL_END)
+        _, marker = self._until("{", self.call_end)
         if marker == "{":
             self._text = marker + self._text
             self._state = self._read_arguments
-        elif marker == CALL_END:
+        elif marker == self.call_end:
             self._state = self._between
         return marker is not None
 

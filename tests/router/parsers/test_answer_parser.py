@@ -82,7 +82,9 @@ def test_long_texts_are_parsed_in_steps() -> None:
         ("{{ messages }}", NONE, NONE),
         ("{{ tools }}<tool_call>{'name': ...", "hermes", NONE),
         ("{{ tools }}<tool_call> <think>", "hermes", "qwen3"),
-        ("{{ tools }}<tool_call><function=", NONE, NONE),
+        ("{{ tools }}<tool_call><function=<parameter=", "qwen3_coder", NONE),
+        ("{{ tools }}<tool_call>{{ name }}<arg_key><think>", "glm45", "qwen3"),
+        ("{{ tools }}<|tool_calls_section_begin|>", "kimi_k2", NONE),
         ("{{ tools }}[TOOL_CALLS] [THINK]", "mistral", "mistral"),
         ("{{ tools }}<|python_tag|>", "llama3_json", NONE),
         ("{{ tools }}<|python_start|>", "llama4_pythonic", NONE),
@@ -123,6 +125,7 @@ FRAGMENTS = sorted(
         *("functools[", '{"name": "f", "arguments": {"a": [1, "x"]}}', '"name"', "call:f", "f(a="),
         *("[", "]", "{", "}", "(", ")", ",", ":", ";", '"', "'", "\\", "=", "\n", " ", "x", "é"),
         *("to=functions.f", "analysis", "final", "```json", "1", "null", "<", "f"),
+        *("<function=f>", "<function=", "</function>", "<parameter=a>", "</parameter>", "f:0"),
     }
 )
 NAMES = [("hermes", "qwen3"), (NONE, HARMONY_REASONING)] + [

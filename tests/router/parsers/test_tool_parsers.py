@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.router.parsers.parser_names import TOOL_PARSERS
+from penstock.router.parsers.pieces import CALL
 from penstock.router.parsers.tools.deepseek import (
     CALL_BEGIN,
     CALL_END,
@@ -13,7 +14,10 @@ from penstock.router.parsers.tools.deepseek import (
     CALLS_END,
     SEP,
 )
-from tests.support.parsed import Answer, check_splits
+from penstock.router.parsers.tools.kimi import ARGUMENT_BEGIN, SECTION_BEGIN, SECTION_END
+from penstock.router.parsers.tools.kimi import CALL_BEGIN as KIMI_BEGIN
+from penstock.router.parsers.tools.kimi import CALL_END as KIMI_END
+from tests.support.parsed import Answer, check_splits, parse
 from tests.support.tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -156,6 +160,26 @@ DEEPSEEK_V31: list[tuple[str, Answer]] = [
     (deepseek_v31(*BOTH), Answer("", BOTH)),
     (f"I add.\n{deepseek_v31(BOTH[0])}", Answer("I add.", BOTH[:1])),
     (f"{CALLS_BEGIN}{CALL_BEGIN}add", Answer("add")),
+    (f"{CALLS_BEGIN}{CALL_BEGIN}now{SEP}{CALL_END}{CALLS_END}", Answer("", [("now", "{}")])),
+]
+
+
+def kimi(*calls: tuple[str, str], first: int = 0) -> str:
+    texts = [
+        f"{KIMI_BEGIN}functions.{name}:{index}{ARGUMENT_BEGIN}{arguments}{KIMI_END}"
+        for index, (name, arguments) in enumerate(calls, first)
+    ]
+    return SECTION_BEGIN + "".join(texts) + SECTION_END
+
+
+KIMI: list[tuple[str, Answer]] = [
+    ("Hello <|tool", Answer("Hello <|tool")),
+    (kimi(*BOTH), Answer("", BOTH)),
+    (f"I add.\n{kimi(BOTH[0], first=12)}\nDone.", Answer("I add.Done.", BOTH[:1])),
+    (kimi(("a.b", "{}")).replace("functions.", " "), Answer("", [("a.b", "{}")])),
+    (kimi(("now", "")), Answer("", [("now", "{}")])),
+    (f"{SECTION_BEGIN}{KIMI_BEGIN}functions.add:0", Answer("functions.add:0")),
+    (kimi(("add", '{"a": ')).partition(KIMI_END)[0], Answer("", [("add", '{"a": ')])),
 ]
 
 PHI: list[tuple[str, Answer]] = [
@@ -206,6 +230,7 @@ CASES: dict[str, list[tuple[str, Answer]]] = {
     "mistral": MISTRAL,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
+    "kimi_k2": KIMI,
     "phi4_mini_json": PHI,
     "functiongemma": gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     "gemma4": gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -227,3 +252,13 @@ def test_answer_is_the_same_in_every_split(name: str, text: str, expected: Answe
         ]
         return
     assert found == expected
+
+
+def test_calls_of_kimi_have_the_ids_that_the_model_gave_them() -> None:
+    texts = ["functions.f:3", "f:4", "functions.f:3", "functions.g", "a:b"]
+    calls = [f"{KIMI_BEGIN}{text}{ARGUMENT_BEGIN}{{}}{KIMI_END}" for text in texts]
+    make: Any = TOOL_PARSERS["kimi_k2"]
+    found = parse(make(), [SECTION_BEGIN + "".join(calls) + SECTION_END])
+    pairs = [(piece.text, piece.call_id) for piece in found if piece.kind == CALL]
+    # The third id names another call, and the last two have no index.
+    assert pairs == [("f", "functions.f:3"), ("f", "f:4"), ("f", ""), ("g", ""), ("a:b", "")]

@@ -1,0 +1,136 @@
+"""Calls of Qwen3-Coder and later models of Qwen: the arguments are between tags.
+
+    <tool_call>
+    <function=NAME>
+    <parameter=KEY>
+    VALUE
+    </parameter>
+    </function>
+    </tool_call>
+
+Models sometimes forget `<tool_call>` or an end tag. A function that a tool has may therefore begin
+without `<tool_call>`, and the next tag ends a value, a call or a block that is still open.
+"""
+
+import re
+
+from penstock.router.parsers.tools.tagged_arguments import NAME, TaggedArgumentsParser
+from penstock.router.parsers.tools.tool_parameters import ToolParameters
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+KEY = re.compile(r"[^<>\n]{1,256}")  # bounded, since it is matched at every token
+
+
+class QwenCoderParser(TaggedArgumentsParser):
+    """Parses one answer; text after a tag that is not a call is content."""
+
+    markers = (OPEN, CLOSE)
+    strips_newlines = True
+
+    def __init__(self, tools: ToolParameters | None = None) -> None:
+        super().__init__(tools)
+        self._opened = ""  # text that becomes content if no call follows
+        self._is_in_block = False
+
+    def _start(self) -> bool:
+        text, marker = self._until(OPEN, FUNCTION)
+        self._add_content(text)
+        if marker:
+            self._open(marker)
+        return marker is not None
+
+    def _open(self, marker: str) -> None:
+        """Read the text after `<tool_call>` or `<function=`."""
+        self._opened = marker
+        self._is_in_block |= marker == OPEN
+        self._state = self._read_function if marker == OPEN else self._read_name
+
+    def _read_function(self) -> bool:
+        rest = self._text.lstrip()
+        if not rest:
+            return False
+        if rest.startswith(FUNCTION):
+            self._opened += self._text[: len(self._text) - len(rest)] + FUNCTION
+            self._text = rest[len(FUNCTION) :]
+            self._state = self._read_name
+            return True
+        return False if FUNCTION.startswith(rest) and not self._is_ended else self._fail()
+
+    def _read_name(self) -> bool:
+        name, bracket, rest = self._text.partition(">")
+        is_name = NAME.fullmatch(name) is not None
+        if not bracket and is_name and not self._is_ended:
+            return False
+        if not (bracket and is_name and (self._is_in_block or self._tools.has(name))):
+            return self._fail()
+        self._text = rest
+        self._begin_call(name)
+        self._state = self._between
+        return True
+
+    def _fail(self) -> bool:
+        """Read the text as content."""
+        self._is_in_block = False
+        self._add_content(self._opened)
+        self._state = self._start
+        return True
+
+    def _between(self) -> bool:
+        """Skip the text between parameters."""
+        _, marker = self._until(PARAMETER, FUNCTION_END, CLOSE, OPEN)
+        if marker == PARAMETER:
+            self._state = self._read_key
+        elif marker:
+            self._end_call()
+            self._after_call(marker)
+        return marker is not None
+
+    def _read_key(self) -> bool:
+        key, bracket, rest = self._text.partition(">")
+        if not KEY.fullmatch(key):
+            self._state = self._between
+            return True
+        if not bracket:
+            return False
+        self._text = rest
+        self._begin_value(key.strip())
+        self._state = self._read_value
+        return True
+
+    def _read_value(self) -> bool:
+        text, marker = self._until(PARAMETER_END, PARAMETER, FUNCTION_END)
+        self._continue_value(text)
+        if marker is None:
+            return False
+        self._end_value()
+        self._state = self._read_key if marker == PARAMETER else self._between
+        if marker == FUNCTION_END:
+            self._end_call()
+            self._after_call(marker)
+        return True
+
+    def _after_call(self, marker: str) -> None:
+        if marker == OPEN:
+            self._open(marker)
+        else:
+            self._is_in_block &= marker != CLOSE
+            self._state = self._start if marker == CLOSE else self._close
+
+    def _close(self) -> bool:
+        """Skip `</tool_call>`, if it comes next."""
+        if not self._skip():
+            return False
+        found = self._starts_with(CLOSE)
+        if found is not None:
+            self._is_in_block &= not found
+            self._state = self._start
+        return found is not None
+
+    def _end(self) -> None:
+        if self._state in (self._read_function, self._read_name):
+            self._text = self._opened + self._text
+        elif self._state != self._start:
+            self._text = ""
+        super()._end()
