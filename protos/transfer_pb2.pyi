@@ -31,20 +31,22 @@ class FromDestination(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., value: _Optional[_Union[StoreValue, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., outcome: _Optional[_Union[Outcome, _Mapping]] = ...) -> None: ...
 
 class Introduction(_message.Message):
-    __slots__ = ("protocol", "worker", "incarnation", "layout", "block_size", "ranks")
+    __slots__ = ("protocol", "worker", "incarnation", "layout", "block_size", "ranks", "early")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    EARLY_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     incarnation: str
     layout: str
     block_size: int
     ranks: _containers.RepeatedCompositeFieldContainer[Holding]
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ...) -> None: ...
+    early: bool
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[Holding, _Mapping]]] = ..., early: _Optional[bool] = ...) -> None: ...
 
 class Holding(_message.Message):
     __slots__ = ("first_layer", "last_layer", "first_head", "last_head")

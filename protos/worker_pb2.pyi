@@ -26,7 +26,7 @@ FINISH_STOP: Finish
 FINISH_LENGTH: Finish
 
 class ToWorker(_message.Message):
-    __slots__ = ("number", "hello", "submit", "send", "drop", "heartbeat", "resync_cache")
+    __slots__ = ("number", "hello", "submit", "send", "drop", "heartbeat", "resync_cache", "connect_peers")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class ToWorker(_message.Message):
     DROP_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     RESYNC_CACHE_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_PEERS_FIELD_NUMBER: _ClassVar[int]
     number: int
     hello: Hello
     submit: Submit
@@ -42,7 +43,8 @@ class ToWorker(_message.Message):
     drop: Drop
     heartbeat: Heartbeat
     resync_cache: ResyncCache
-    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resync_cache: _Optional[_Union[ResyncCache, _Mapping]] = ..., **kwargs) -> None: ...
+    connect_peers: ConnectPeers
+    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resync_cache: _Optional[_Union[ResyncCache, _Mapping]] = ..., connect_peers: _Optional[_Union[ConnectPeers, _Mapping]] = ..., **kwargs) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol", "router", "incarnation", "cache_events")
@@ -59,6 +61,12 @@ class Hello(_message.Message):
 class ResyncCache(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class ConnectPeers(_message.Message):
+    __slots__ = ("destinations",)
+    DESTINATIONS_FIELD_NUMBER: _ClassVar[int]
+    destinations: _containers.RepeatedCompositeFieldContainer[TransferEndpoint]
+    def __init__(self, destinations: _Optional[_Iterable[_Union[TransferEndpoint, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("request", "attempt", "prompt", "log", "params", "source", "yield_after", "salt", "request_id", "prompt_known")
@@ -262,7 +270,7 @@ class ToRouter(_message.Message):
     def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., yielded: _Optional[_Union[Yielded, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load", "step_bounds", "machine")
+    __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load", "step_bounds", "machine", "transfer")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +286,7 @@ class Welcome(_message.Message):
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STEP_BOUNDS_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     incarnation: str
@@ -293,7 +302,8 @@ class Welcome(_message.Message):
     load: Load
     step_bounds: _containers.RepeatedScalarFieldContainer[float]
     machine: str
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_bounds: _Optional[_Iterable[float]] = ..., machine: _Optional[str] = ...) -> None: ...
+    transfer: TransferEndpoint
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_bounds: _Optional[_Iterable[float]] = ..., machine: _Optional[str] = ..., transfer: _Optional[_Union[TransferEndpoint, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("request", "attempt", "choice", "position", "token", "finish", "logprobs", "ended", "load", "prompts", "cached", "cache")

@@ -33,7 +33,7 @@ from penstock.loadtests.micro.source_tree import SourceTree
 from penstock.protos import transfer_pb2_grpc
 from penstock.workers.engine.warm_up import warm_up_block_moves
 from penstock.workers.kv_transfer import sender
-from penstock.workers.kv_transfer.peer_channel import Peer
+from penstock.workers.kv_transfer.protocol.messages import Peer
 from penstock.workers.kv_transfer.protocol.receive import ExpectedTransfer, TransferResult
 from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.rank_endpoints import RankEndpoints

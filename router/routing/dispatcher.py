@@ -45,6 +45,7 @@ from penstock.router.routing.queue.tenant_quotas import Amount
 from penstock.router.routing.queue.timeouts import DEADLINE_PASSED, RequestTimeouts
 from penstock.router.routing.request_state import Phase, RequestState, phase_of
 from penstock.router.routing.token_runs import TokenRun, append_runs
+from penstock.router.routing.transfer_peers import TransferPeers
 from penstock.router.routing.worker_events import Counters, WorkerEventHandler
 from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
 
@@ -106,15 +107,10 @@ class Dispatcher:
         self._placer = Placer(policy, self._registry, self._queue, pace, self.prefix_index)
         self._migrator = RequestMigrator(self._placer, self._registry)
         self.cache_feed = CacheFeed(self.prefix_index)
+        self._transfer_peers = TransferPeers()
         self._timeouts = RequestTimeouts(limits.no_worker_timeout_seconds)
-        self._worker_events = reports = WorkerEventHandler(
-            self._registry,
-            self._placer,
-            self._migrator,
-            self._queue,
-            self._timeouts,
-            limits.max_gaps,
-        )
+        components = self._registry, self._placer, self._migrator, self._queue, self._timeouts
+        self._worker_events = reports = WorkerEventHandler(*components, limits.max_gaps)
         self._handlers: dict[type[Any], Callable[[Any, Commands, float], None]] = {
             RequestArrived: self._request_arrived,
             ClientDisconnected: self._client_disconnected,
@@ -219,8 +215,8 @@ class Dispatcher:
             self._placer.reconcile(state, out, now)
         suspects, silent = self._registry.check_liveness(now)
         for view in silent:
-            seconds = now - view.last_received
-            self._worker_events.close_stream(view, f"silent for {seconds:.1f} seconds", out, now)
+            reason = f"silent for {now - view.last_received:.1f} seconds"
+            self._worker_events.close_stream(view, reason, out, now)
         for view in self._registry.find_stuck(self._placer.busy_since, now):
             seconds = now - view.last_progress
             reason = f"the worker responds, but has completed no step for {seconds:.1f} seconds"
@@ -232,11 +228,12 @@ class Dispatcher:
             if state.check_source(out):
                 self._placer.reconcile(state, out, now)
         self._migrator.rebalance(out, now)
-        out += self.cache_feed.due_resyncs(now)
+        peers = self._transfer_peers.due_commands(self._registry.views())
+        out += (*self.cache_feed.due_resyncs(now), *peers)
         self._migrator.return_answers(out, now)
         self._placer.dirty = True
 
-    # -------------------------------------------------------------- cached blocks
+    # -------------------------------------------------------------- workers, cached blocks
 
     def _worker_up(self, event: WorkerUp, out: Commands, now: float) -> None:
         info = event.info

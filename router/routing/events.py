@@ -16,6 +16,7 @@ from penstock.router.routing.prefix_cache.cache_events import (
     CacheSnapshot,
     ResyncCache,
 )
+from penstock.router.routing.transfer_peers import ConnectPeers, TransferEndpoint
 
 
 class Finish(IntEnum):
@@ -78,16 +79,7 @@ class WorkerInfo:
     max_sequences: int
     step_bounds: tuple[float, ...] = ()  # bucket bounds of `WorkerLoad.step_counts` in seconds
     machine: str = ""  # workers with the same value share the cores of a machine; "": shares none
-
-
-@dataclass(frozen=True, slots=True)
-class TransferEndpoint:
-    """Address and secret that a destination creates so that a source can connect to it."""
-
-    worker: str
-    incarnation: str
-    address: str
-    secret: str
+    transfer: TransferEndpoint | None = None  # where other workers send KV; None: not reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +385,6 @@ class CloseStream:
     stuck: bool = False  # the worker is alive but completes no steps, and must be replaced
 
 
-WorkerCommand: TypeAlias = Submit | Yield | Send | Drop | ResyncCache
+WorkerCommand: TypeAlias = Submit | Yield | Send | Drop | ResyncCache | ConnectPeers
 ClientCommand: TypeAlias = Deliver | DeliverEnd | DeliverPrompt | EndRequest
 Command: TypeAlias = WorkerCommand | ClientCommand | CloseStream

@@ -12,6 +12,7 @@ from penstock.router.routing.prefix_cache.cache_events import (
     CacheSnapshot,
     ResyncCache,
 )
+from penstock.router.routing.transfer_peers import ConnectPeers, TransferEndpoint
 
 PROTOCOL_VERSION = 1
 
@@ -31,6 +32,7 @@ def decode_welcome(welcome: pb.Welcome) -> ev.WorkerInfo:
         max_sequences=welcome.max_sequences,
         step_bounds=tuple(welcome.step_bounds),
         machine=welcome.machine,
+        transfer=_decode_endpoint(welcome.transfer) if welcome.HasField("transfer") else None,
     )
 
 
@@ -89,8 +91,12 @@ def _decode_yielded(worker: str, body: pb.Yielded) -> ev.Event:
     return ev.Yielded(worker, body.request, body.attempt, body.kv_len)
 
 
+def _decode_endpoint(body: pb.TransferEndpoint) -> TransferEndpoint:
+    return TransferEndpoint(body.worker, body.incarnation, body.address, body.secret)
+
+
 def _decode_ready(worker: str, body: pb.Ready) -> ev.Event:
-    at = ev.TransferEndpoint(body.at.worker, body.at.incarnation, body.at.address, body.at.secret)
+    at = _decode_endpoint(body.at)
     return ev.Ready(worker, body.request, body.attempt, body.epoch, body.have, at)
 
 
@@ -175,15 +181,21 @@ def _encode_yield(command: ev.Yield) -> pb.ToWorker:
     return message
 
 
+def _encode_endpoint(endpoint: TransferEndpoint) -> pb.TransferEndpoint:
+    return pb.TransferEndpoint(
+        worker=endpoint.worker,
+        incarnation=endpoint.incarnation,
+        address=endpoint.address,
+        secret=endpoint.secret,
+    )
+
+
 def _encode_send(command: ev.Send) -> pb.ToWorker:
-    to = command.endpoint
     return pb.ToWorker(
         send=pb.Send(
             request=command.request,
             attempt=command.attempt,
-            to=pb.TransferEndpoint(
-                worker=to.worker, incarnation=to.incarnation, address=to.address, secret=to.secret
-            ),
+            to=_encode_endpoint(command.endpoint),
             epoch=command.epoch,
             have=command.have,
             to_attempt=command.to_attempt,
@@ -201,12 +213,18 @@ def _encode_resync_cache(command: ResyncCache) -> pb.ToWorker:
     return pb.ToWorker(resync_cache=pb.ResyncCache())
 
 
+def _encode_connect_peers(command: ConnectPeers) -> pb.ToWorker:
+    destinations = [_encode_endpoint(each) for each in command.destinations]
+    return pb.ToWorker(connect_peers=pb.ConnectPeers(destinations=destinations))
+
+
 ENCODERS: Mapping[type, Callable[[Any], pb.ToWorker]] = {
     ev.Submit: encode_submit,
     ev.Yield: _encode_yield,
     ev.Send: _encode_send,
     ev.Drop: _encode_drop,
     ResyncCache: _encode_resync_cache,
+    ConnectPeers: _encode_connect_peers,
 }
 
 

@@ -25,11 +25,11 @@ from penstock.router.routing.events import (
     Stepped,
     Submit,
     TokenColumns,
-    TransferEndpoint,
     WorkerInfo,
     Yield,
     Yielded,
 )
+from penstock.router.routing.transfer_peers import TransferEndpoint
 from tests.support.columns import NewToken, columns_of
 
 STOP_ONE_IN = 13

@@ -12,9 +12,9 @@ from penstock.router.routing.events import (
     Request,
     Source,
     Submit,
-    TransferEndpoint,
 )
 from penstock.router.routing.request_state import Phase, RequestState, phase_of
+from penstock.router.routing.transfer_peers import TransferEndpoint
 from tests.support.router_world import info_of
 
 W, V, X = info_of("w", "prefill"), info_of("v", "decode"), info_of("x", "decode")

@@ -16,11 +16,11 @@ from penstock.router.routing.events import (
     Stepped,
     Submit,
     Tick,
-    TransferEndpoint,
     WorkerInfo,
     WorkerUp,
 )
 from penstock.router.routing.placement.routing_strategies import policy_of
+from penstock.router.routing.transfer_peers import TransferEndpoint
 from tests.support.columns import NewToken, columns_of
 from tests.support.router_world import info_of
 

@@ -83,9 +83,9 @@ class Pair:
 class Channel:
     """One connection: the sending protocol, the control channel and the rank pairs."""
 
-    def __init__(self, incarnation: str) -> None:
+    def __init__(self, incarnation: str, now: float) -> None:
         self.incarnation = incarnation
-        self.protocol = SendProtocol(SOURCE_SHAPE.block_size, SECONDS)
+        self.protocol = SendProtocol(SOURCE_SHAPE.block_size, SECONDS, now)
         self.generation = 0  # 0: the destination has not accepted the channel
         self.down: deque[Header | End | str] = deque(["connect"])
         self.up: deque[Credit | Outcome | str] = deque()
@@ -149,7 +149,7 @@ class TransferWorld:
         outgoing = OutgoingTransfer(*about, expected.start, stop, numbers)
         channel = next((each for each in self.channels if self._is_usable(each)), None)
         if channel is None:
-            channel = Channel(self.incarnation)
+            channel = Channel(self.incarnation, self.now)
             self.channels.append(channel)
         channel.pinned.append(outgoing)
         channel.protocol.send(outgoing, 16, self.now)

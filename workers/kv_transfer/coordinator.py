@@ -14,7 +14,7 @@ from functools import partial
 
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.engine.engine_thread import EngineThread
-from penstock.workers.kv_transfer.peer_channel import Peer
+from penstock.workers.kv_transfer.protocol.messages import Peer
 from penstock.workers.kv_transfer.protocol.receive import ExpectedTransfer, TransferResult
 from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.rank_endpoints import RankEndpoints
@@ -35,6 +35,9 @@ class KvTransfer:
     Args:
         address: host:port at which other workers open the control channel to this worker.
         seconds: Timeout of each network operation and of a transfer that makes no progress.
+
+    Attributes:
+        endpoint: How other workers connect to send KV to this worker.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class KvTransfer:
         self.receiver = KvReceiver(identity, ends, seconds)
         self.sender = KvSender(identity, ends, seconds)
         self._identity = identity
-        self._endpoint = wire.TransferEndpoint(
+        self.endpoint = wire.TransferEndpoint(
             worker=identity.worker,
             incarnation=identity.incarnation,
             address=address,
@@ -103,7 +106,7 @@ class KvTransfer:
             attempt=key.attempt,
             epoch=held.epoch,
             have=reserved.have,
-            at=self._endpoint,
+            at=self.endpoint,
         )
         session.put(wire.ToRouter(ready=ready))
 
@@ -130,6 +133,10 @@ class KvTransfer:
 
     # ------------------------------------------------------------ as source
 
+    def set_peers(self, session: Session, command: wire.ConnectPeers) -> None:
+        """Connect to the workers to which a router expects this worker to send KV."""
+        self.sender.set_peers(session.session_id, list(map(_peer, command.destinations)))
+
     def send(self, session: Session, command: wire.Send) -> None:
         """Start a task that sends the blocks of a lease."""
         task = asyncio.create_task(self._send_lease(session, command))
@@ -137,8 +144,7 @@ class KvTransfer:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_lease(self, session: Session, command: wire.Send) -> None:
-        to = command.to
-        peer = Peer(to.worker, to.incarnation, to.address, to.secret)
+        to, peer = command.to, _peer(command.to)
         try:
             outgoing = await self._pin_lease(session, command)
             if outgoing is None:
@@ -183,3 +189,7 @@ class KvTransfer:
     def _unpin(self, session: Session, command: wire.Send) -> Callable[[], None]:
         key = session.key(command.request, command.attempt)
         return partial(self._engine.post, lambda engine: engine.batcher.unpin(key))
+
+
+def _peer(to: wire.TransferEndpoint) -> Peer:
+    return Peer(to.worker, to.incarnation, to.address, to.secret)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import gcd
 
@@ -29,6 +29,7 @@ from penstock.workers.kv_transfer.protocol.messages import (
     Credit,
     Outcome,
     PairKey,
+    Peer,
     TransferRoutes,
 )
 from penstock.workers.kv_transfer.protocol.send import (
@@ -55,16 +56,6 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """Address and credentials of a destination worker."""
-
-    worker: str
-    incarnation: str
-    address: str
-    secret: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
 class _Callbacks:
     """Callbacks of a transfer: when its blocks are no longer read, and when it has ended."""
 
@@ -80,6 +71,7 @@ class PeerChannel:
     Args:
         bytes_by_pair: Counts the bytes that the ranks have sent.
         on_idle: Called when the channel may have become idle.
+        early: No transfer waits for the channel; a destination without a free slot refuses it.
     """
 
     def __init__(
@@ -90,27 +82,36 @@ class PeerChannel:
         seconds: float,
         bytes_by_pair: Counter[PairKey],
         on_idle: Callable[[], None],
+        early: bool = False,
     ) -> None:
         self.peer = peer
+        self._early = early
         self._identity = identity
         self._rank_endpoints = endpoints
         self._seconds = seconds
         self._bytes_by_pair = bytes_by_pair
         self._on_idle = on_idle
         self._loop = asyncio.get_running_loop()
-        self._protocol = SendProtocol(endpoints.shape.block_size, seconds)
+        self._protocol = SendProtocol(endpoints.shape.block_size, seconds, self._loop.time())
         self._callbacks: dict[OutgoingTransfer, _Callbacks] = {}
         self._outbox: asyncio.Queue[wire.FromSource] = asyncio.Queue()
         self._endpoints: dict[PairKey, RankEndpoint] = {}
         self._connecting: set[PairKey] = set()
         self._routes: TransferRoutes | None = None
-        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = self._loop.call_later(
+            seconds, self._check_deadlines
+        )
         self._task = asyncio.create_task(self._run())
 
     @property
     def broken(self) -> str:
         """Reason why the channel is broken; empty if it is not broken."""
         return self._protocol.broken
+
+    @property
+    def connected(self) -> bool:
+        """True if the destination has accepted and all rank pairs were connected."""
+        return self._protocol.is_connected
 
     @property
     def idle(self) -> bool:
@@ -164,6 +165,7 @@ class PeerChannel:
             layout=self._identity.layout,
             block_size=self._rank_endpoints.shape.block_size,
             ranks=holdings(self._rank_endpoints.rectangles),
+            early=self._early,
         )
         yield wire.FromSource(introduction=introduction)
         while True:

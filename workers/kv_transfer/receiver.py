@@ -173,7 +173,8 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         """Connect a source and open its rank pairs; return None if there is no room for it."""
         source = (introduction.worker, introduction.incarnation)
         theirs = [rectangle_of(each) for each in introduction.ranks]
-        peer = self._protocol.connect(source, introduction.block_size, theirs)
+        early = introduction.early
+        peer = self._protocol.connect(source, introduction.block_size, theirs, early)
         self._execute()
         if peer is not None:
             channel = self._channels[peer.generation] = _SourceChannel()

@@ -1,20 +1,25 @@
 """Source side of KV transfers: sends a lease's blocks over the channels to other workers.
 
-`PeerChannel` sends over one channel; the code here opens and closes the channels. Each rank gathers
-and sends its own shard (`rank_mover`).
+`PeerTable` decides which channels to open and close, also before their first transfer; the code
+here does so. `PeerChannel` sends over one channel. Each rank gathers and sends its own shard
+(`rank_mover`).
 """
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from penstock.workers.kv_transfer.peer_channel import Peer, PeerChannel
-from penstock.workers.kv_transfer.protocol.messages import MAX_PEERS, PairKey
+from penstock.workers.kv_transfer.peer_channel import PeerChannel
+from penstock.workers.kv_transfer.protocol.messages import MAX_PEERS, PairKey, Peer
+from penstock.workers.kv_transfer.protocol.peer_table import PeerTable
 from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.rank_endpoints import RankEndpoints
 from penstock.workers.kv_transfer.staging import WorkerIdentity
 from penstock.workers.kv_transfer.transport import PairBroken
 from penstock.workers.kv_transfer.verification import MESSAGE_BYTES as MESSAGE_BYTES
+
+log = logging.getLogger(__name__)
 
 
 class KvSender:
@@ -24,15 +29,20 @@ class KvSender:
         self._identity = identity
         self._endpoints = endpoints
         self._seconds = seconds
-        self._channels: dict[
-            str, PeerChannel
-        ] = {}  # by name of the destination worker, least recently used first
+        self._loop = asyncio.get_running_loop()
+        self._table: PeerTable[PeerChannel] = PeerTable()
         self._channel_idle = asyncio.Event()  # set when a channel may have become idle
+        self._check: asyncio.Handle | None = None  # next call of `_check_peers`
+        self._stopped = False
         self.bytes_by_pair: Counter[PairKey] = Counter()
 
     @property
     def bytes_sent(self) -> int:
         return self.bytes_by_pair.total()
+
+    def channels(self) -> Sequence[PeerChannel]:
+        """Return all channels, least recently used first."""
+        return self._table.connections()
 
     async def send(
         self, peer: Peer, outgoing: OutgoingTransfer, on_read: Callable[[], None]
@@ -53,58 +63,95 @@ class KvSender:
         """Send an abort to the destination. Raises `PairBroken` if it is unreachable."""
         await self.send(peer, OutgoingTransfer.aborting(epoch), lambda: None)
 
+    def set_peers(self, stream: object, peers: Sequence[Peer]) -> None:
+        """Connect to `peers` now, in place of the peers that `stream` listed before.
+
+        A peer that does not answer is logged and tried again later.
+        """
+        self._table.set_peers(
+            stream, [each for each in peers if each.worker != self._identity.worker]
+        )
+        self._check_soon()
+
+    def forget_peers(self, stream: object) -> None:
+        """Drop the peers of a router's stream that has ended; channels to them stay open."""
+        self._table.forget(stream)
+
     def stop(self) -> None:
         """Close all channels."""
-        for channel in self._channels.values():
+        self._stopped = True
+        if self._check is not None:
+            self._check.cancel()
+        for channel in self._table.connections():
             channel.close("the worker is stopping")
 
-    async def _find_or_open(self, peer: Peer) -> PeerChannel:
-        """Return the channel to a worker, and open it if needed."""
-        channel = self._find(peer)
-        if channel is None:
-            await self._wait_for_slot()
-            # Another task may have opened the channel while this task waited.
-            channel = self._find(peer) or self._new_channel(peer)
-        self._channels[peer.worker] = channel
-        return channel
+    # ------------------------------------------------------------ channels
 
-    def _new_channel(self, peer: Peer) -> PeerChannel:
-        return PeerChannel(
+    async def _find_or_open(self, peer: Peer) -> PeerChannel:
+        """Return the channel to a worker, perhaps in the making; open it if there is none."""
+        deadline = self._loop.time() + self._seconds
+        while True:
+            # Another task may have opened the channel while this task waited.
+            channel = self._table.use(peer)
+            if channel is not None:
+                return channel
+            has_slot, replaced = self._table.make_slot(peer)
+            if replaced is not None and replaced.peer.worker == peer.worker:
+                replaced.close(f"worker {peer.worker} has restarted or changed its address")
+            elif replaced is not None:
+                replaced.close("it was idle, and another destination needs its slot")
+            if has_slot:
+                return self._open(peer)
+            await self._wait_for_idle_channel(deadline)
+
+    def _open(self, peer: Peer, early: bool = False) -> PeerChannel:
+        channel = PeerChannel(
             self._identity,
             peer,
             self._endpoints,
             self._seconds,
             self.bytes_by_pair,
-            self._channel_idle.set,
+            self._on_idle,
+            early,
         )
-
-    def _find(self, peer: Peer) -> PeerChannel | None:
-        """Remove and return the channel to `peer`, or close it if it is broken or outdated."""
-        channel = self._channels.pop(peer.worker, None)
-        if channel is not None and (channel.broken or channel.peer != peer):
-            channel.close(f"worker {peer.worker} has restarted or changed its address")
-            return None
+        self._table.add(channel)
         return channel
 
-    async def _wait_for_slot(self) -> None:
-        """Make room for one more channel; if all channels are busy, wait until one becomes idle."""
+    async def _wait_for_idle_channel(self, deadline: float) -> None:
+        self._channel_idle.clear()
         try:
-            async with asyncio.timeout(self._seconds):
-                while not self._evict():
-                    self._channel_idle.clear()
-                    await self._channel_idle.wait()
+            async with asyncio.timeout_at(deadline):
+                await self._channel_idle.wait()
         except TimeoutError:
             reason = f"all {MAX_PEERS} channels to other workers are busy for {self._seconds:g} s"
             raise PairBroken(reason) from None
 
-    def _evict(self) -> bool:
-        for name, channel in list(self._channels.items()):
-            if channel.broken and channel.idle:
-                del self._channels[name]
-        if len(self._channels) < MAX_PEERS:
-            return True
-        idle = [name for name, channel in self._channels.items() if channel.idle]
-        if idle:
-            reason = "it was idle, and another destination needs its slot"
-            self._channels.pop(idle[0]).close(reason)
-        return bool(idle)
+    # ------------------------------------------------------------ early channels
+
+    def _on_idle(self) -> None:
+        self._channel_idle.set()
+        self._check_soon()
+
+    def _check_soon(self) -> None:
+        """Call `_check_peers` after the current callback, which may be in a channel."""
+        if self._check is not None:
+            self._check.cancel()
+        if not self._stopped:
+            self._check = self._loop.call_soon(self._check_peers)
+
+    def _check_peers(self) -> None:
+        due = self._table.due(self._loop.time())
+        for channel, reason in due.closing:
+            channel.close(reason)
+        for failure in due.failures:
+            log.warning(
+                "no connection for KV transfers to worker %s: %s; next attempt in %g s",
+                *(failure.peer.worker, failure.reason, failure.retry_seconds),
+            )
+        for peer in due.opening:
+            self._open(peer, early=True)
+        if self._check is not None:  # `close` calls `_on_idle`
+            self._check.cancel()
+        self._check = None
+        if due.next_check is not None:
+            self._check = self._loop.call_at(due.next_check, self._check_peers)

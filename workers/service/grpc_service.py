@@ -259,7 +259,8 @@ async def serve_worker(
         watchdog.state_source, pulse = engine.debug_state, watchdog.timer("the engine")
     times = config.transfer_seconds, config.canary_seconds
     dispatch = SessionManager(engine, identity, address, *times, pulse)
-    service = WorkerService(config, dispatch, _welcome(config, engine, identity))
+    welcome = _welcome(config, engine, dispatch.kv_transfer.endpoint)
+    service = WorkerService(config, dispatch, welcome)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     transfer_pb2_grpc.add_TransferServicer_to_server(dispatch.kv_transfer.receiver, server)  # type: ignore[no-untyped-call]
     healthy = health.aio.HealthServicer()
@@ -316,11 +317,11 @@ def _warm_engine(
     return engine
 
 
-def _welcome(config: WorkerConfig, engine: Engine, identity: WorkerIdentity) -> wire.Welcome:
+def _welcome(config: WorkerConfig, engine: Engine, endpoint: wire.TransferEndpoint) -> wire.Welcome:
     return wire.Welcome(
         protocol=PROTOCOL,
         worker=config.name,
-        incarnation=identity.incarnation,
+        incarnation=endpoint.incarnation,
         role=config.role,
         model=engine.model,
         layout=engine.layout,
@@ -332,4 +333,5 @@ def _welcome(config: WorkerConfig, engine: Engine, identity: WorkerIdentity) -> 
         vocab_size=engine.spec.vocab_size,
         step_bounds=STEP_BOUNDS,
         machine=engine.machine,
+        transfer=endpoint,
     )

@@ -94,6 +94,7 @@ class SessionManager:
         """Remove a session whose stream has ended, and drop all sequences held for it."""
         self._sessions.pop(session.session_id, None)
         self._cache_stream.close(session)
+        self.kv_transfer.sender.forget_peers(session.session_id)
         self._release(session, list(session.held))
 
     def drain(self) -> None:
@@ -162,6 +163,8 @@ class SessionManager:
                 self._drop(session, message.drop)
             case "resync_cache":
                 self._cache_stream.resync(session)
+            case "connect_peers":
+                self.kv_transfer.set_peers(session, message.connect_peers)
             case "heartbeat":
                 pass
             case other:

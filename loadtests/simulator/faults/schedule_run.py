@@ -20,6 +20,7 @@ from penstock.loadtests.simulator.faults.schedules import (
 )
 from penstock.loadtests.simulator.model.executors import TimedHashModel
 from penstock.loadtests.simulator.world.clock import Clock
+from penstock.loadtests.simulator.world.kv_transfer import transfer_endpoint
 from penstock.loadtests.simulator.world.network import Network
 from penstock.loadtests.simulator.world.rank_pairs import TransferTiming
 from penstock.loadtests.simulator.world.router import Router
@@ -308,6 +309,7 @@ def _worker_shape(plan: WorkerPlan, incarnation: str, same_machine: bool) -> Wor
         max_model_len=MAX_MODEL_LEN,
         max_sequences=plan.max_sequences,
         machine="m" if same_machine else "",
+        transfer=transfer_endpoint(plan.name, incarnation),
     )
     limits = SchedulerConfig(
         num_blocks=plan.num_blocks,

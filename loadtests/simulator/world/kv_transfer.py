@@ -10,8 +10,9 @@ from penstock.loadtests.simulator.world.sender import Sender
 from penstock.loadtests.simulator.world.session import HeldSequence, Key, Session, WorkerShape
 from penstock.loadtests.simulator.world.steps import StepRunner
 from penstock.loadtests.simulator.world.transfer_endpoints import Receiver
-from penstock.router.routing.events import Failed, Ready, Received, Send, TransferEndpoint
-from penstock.workers.kv_transfer.protocol.messages import WorkerId
+from penstock.router.routing.events import Failed, Ready, Received, Send
+from penstock.router.routing.transfer_peers import ConnectPeers, TransferEndpoint
+from penstock.workers.kv_transfer.protocol.messages import Peer, WorkerId
 from penstock.workers.kv_transfer.protocol.receive import ExpectedTransfer, TransferResult
 from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.shards import BlockShape
@@ -19,7 +20,7 @@ from penstock.workers.scheduling import sequence as seq
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.kv_pool import State
 
-Peer = Callable[[WorkerId], Receiver | None]
+FindReceiver = Callable[[WorkerId], Receiver | None]
 
 
 class KvTransfer:
@@ -39,10 +40,11 @@ class KvTransfer:
         process: Process,
         network: Network,
         sessions: Mapping[int, Session],
-        peer: Peer,
+        peer: FindReceiver,
     ) -> None:
         info = shape.info
         self._name = (info.worker, info.incarnation)
+        self._endpoint = info.transfer or transfer_endpoint(*self._name)
         self._post = steps.post
         self._batcher = batcher
         self._executor = executor
@@ -57,7 +59,6 @@ class KvTransfer:
     def send(self, session: Session, command: Send) -> None:
         """Send the blocks of a lease, or an abort if it is gone; call this at a step boundary."""
         key = Key(session.number, command.request, command.attempt)
-        to = (command.endpoint.worker, command.endpoint.incarnation)
         outgoing = self._pin_lease(session, key, command)
 
         def on_read() -> None:
@@ -71,7 +72,16 @@ class KvTransfer:
                 reason = f"{self._name[0]} could not send: {broken}"
                 session.send(Failed(*about, reason), self._clock.now)
 
+        to = _peer(command.endpoint)
         self._sender.send(to, outgoing or OutgoingTransfer.aborting(command.epoch), on_read, on_end)
+
+    def set_peers(self, session: Session, command: ConnectPeers) -> None:
+        """Connect to the workers to which a router expects this worker to send KV."""
+        self._sender.set_peers(session.number, list(map(_peer, command.destinations)))
+
+    def forget_peers(self, session: Session) -> None:
+        """Drop the peers of a router's stream that has ended."""
+        self._sender.forget_peers(session.number)
 
     def _pin_lease(self, session: Session, key: Key, command: Send) -> OutgoingTransfer | None:
         """Pin the lease's blocks; None if the lease is gone or has no positions after `have`."""
@@ -99,8 +109,7 @@ class KvTransfer:
             session.router, key.request, key.attempt, held.source, have, stop, blocks
         )
         held.epoch = epoch = self.receiver.open(expected, partial(self._on_result, session, key))
-        at = TransferEndpoint(*self._name, "address", "secret")
-        ready = Ready(self._name[0], key.request, key.attempt, epoch, have, at)
+        ready = Ready(self._name[0], key.request, key.attempt, epoch, have, self._endpoint)
         session.send(ready, self._clock.now)
 
     def cancel(self, held: HeldSequence) -> None:
@@ -145,3 +154,12 @@ class KvTransfer:
         states = self._batcher.pool.state[blocks]
         assert (states <= State.LEASED).all(), "a transfer reads blocks that are not held"
         return self._executor.read(blocks)
+
+
+def transfer_endpoint(worker: str, incarnation: str) -> TransferEndpoint:
+    """Return how other simulated workers connect to a worker."""
+    return TransferEndpoint(worker, incarnation, "address", "secret")
+
+
+def _peer(endpoint: TransferEndpoint) -> Peer:
+    return Peer(endpoint.worker, endpoint.incarnation, endpoint.address, endpoint.secret)

@@ -1,6 +1,7 @@
 """The sending side of a simulated worker's KV transfers, like `workers/kv_transfer/sender`."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from penstock.loadtests.simulator.world.clock import Process
 from penstock.loadtests.simulator.world.network import Network
@@ -10,7 +11,8 @@ from penstock.loadtests.simulator.world.transfer_endpoints import (
     SendChannel,
     TransferCallbacks,
 )
-from penstock.workers.kv_transfer.protocol.messages import WorkerId
+from penstock.workers.kv_transfer.protocol.messages import Peer, WorkerId
+from penstock.workers.kv_transfer.protocol.peer_table import PeerTable
 from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.shards import BlockShape
 from penstock.workers.scheduling.sequence import Ints
@@ -41,16 +43,20 @@ class Sender:
         self._timing = timing
         self._read = read
         self._find = find
-        self._channels: dict[str, SendChannel] = {}  # by name of the destination
+        self._table: PeerTable[SendChannel] = PeerTable()
+        self._check_time = inf  # time of the next check of the early connections
+        # Closed channels whose transfers have not ended, because a rank still sends.
+        self._closed: list[SendChannel] = []
 
     @property
     def num_unfinished(self) -> int:
         """Number of transfers that have not ended at the source."""
-        return sum(channel.num_unfinished for channel in self._channels.values())
+        channels = (*self._table.connections(), *self._closed)
+        return sum(channel.num_unfinished for channel in channels)
 
     def send(
         self,
-        to: WorkerId,
+        to: Peer,
         outgoing: OutgoingTransfer,
         on_read: Callable[[], None],
         on_end: Callable[[str], None],
@@ -61,25 +67,40 @@ class Sender:
             on_read: called once, when the blocks are no longer read.
             on_end: called once, when the transfer has ended; with the reason if the channel broke.
         """
-        channel = self._channels.get(to[0])
-        if channel is None or channel.broken or channel.peer != to:
-            if channel is not None:
-                channel.close(f"worker {to[0]} has restarted")
-            receiver = self._find(to)
-            if receiver is None:
-                on_read()
-                on_end("UNAVAILABLE")
-                return
-            channel = self._channels[to[0]] = self._open(to, receiver)
-        channel.send(outgoing, TransferCallbacks(on_read, on_end))
+        channel, reason = self._table.use(to), "UNAVAILABLE"
+        if channel is None:
+            has_slot, replaced = self._table.make_slot(to)
+            if replaced is not None:
+                self._close(replaced, "another destination needs its slot")
+            if has_slot:
+                channel = self._open(to, early=False)
+            else:  # the product waits for a slot
+                reason = "all channels to other workers are busy"
+        if channel is None:
+            on_read()
+            on_end(reason)
+        else:
+            channel.send(outgoing, TransferCallbacks(on_read, on_end))
+
+    def set_peers(self, stream: object, peers: Sequence[Peer]) -> None:
+        """Connect to the peers that a router lists."""
+        self._table.set_peers(stream, peers)
+        self._check_soon()
+
+    def forget_peers(self, stream: object) -> None:
+        """Drop the peers of a router's stream that has ended."""
+        self._table.forget(stream)
 
     def break_channels(self) -> None:
         """Close all channels, as the host of a killed process does."""
-        for channel in self._channels.values():
+        for channel in self._table.connections():
             channel.break_off()
 
-    def _open(self, to: WorkerId, receiver: Receiver) -> SendChannel:
-        return SendChannel(
+    def _open(self, to: Peer, early: bool) -> SendChannel | None:
+        receiver = self._find((to.worker, to.incarnation))
+        if receiver is None:
+            return None
+        channel = SendChannel(
             self._process,
             self._name,
             to,
@@ -88,4 +109,34 @@ class Sender:
             self._shape,
             self._timing,
             self._read,
+            self._check_soon,
+            early,
         )
+        self._table.add(channel)
+        return channel
+
+    def _close(self, channel: SendChannel, reason: str) -> None:
+        channel.close(reason)
+        self._closed = [each for each in (*self._closed, channel) if each.num_unfinished]
+
+    def _check_soon(self) -> None:
+        self._check_at(self._process.clock.now)
+
+    def _check_at(self, time: float) -> None:
+        if time < self._check_time:
+            self._check_time = time
+            self._process.at(time, lambda: self._check_peers(time))
+
+    def _check_peers(self, time: float) -> None:
+        if time != self._check_time:
+            return  # an earlier check has replaced this one
+        self._check_time = inf
+        due = self._table.due(time)
+        for channel, reason in due.closing:
+            self._close(channel, reason)
+        if due.next_check is not None:
+            self._check_at(due.next_check)
+        for peer in due.opening:
+            if self._open(peer, early=True) is None:
+                failure = self._table.failed(peer, "UNAVAILABLE", time)
+                self._check_at(time + failure.retry_seconds)

@@ -24,6 +24,7 @@ from penstock.workers.kv_transfer.protocol.messages import (
     Moved,
     Outcome,
     PairKey,
+    Peer,
     TransferRoutes,
     WorkerId,
 )
@@ -192,7 +193,8 @@ class Receiver:
     # ------------------------------------------------------------ messages of the sources
 
     def accept(self, source: "SendChannel", channel: ControlChannel) -> None:
-        peer = self._protocol.connect(source.name, self._shape.block_size, [WHOLE])
+        block_size = self._shape.block_size
+        peer = self._protocol.connect(source.name, block_size, [WHOLE], source.early)
         self._execute()
         if peer is None:
             channel.close_destination()
@@ -271,27 +273,33 @@ class SendChannel:
 
     Args:
         name: name and incarnation of the source.
-        peer: name and incarnation of the destination.
+        peer: the destination.
         read: returns the contents of blocks.
+        on_idle: called when the channel may have become idle.
+        early: no transfer waits for the channel.
     """
 
     def __init__(
         self,
         process: Process,
         name: WorkerId,
-        peer: WorkerId,
+        peer: Peer,
         receiver: Receiver,
         network: Network,
         shape: BlockShape,
         timing: TransferTiming,
         read: Callable[[Ints], Sequence[int]],
+        on_idle: Callable[[], None],
+        early: bool,
     ) -> None:
         self.process = process
         self.name = name
         self.peer = peer
+        self.early = early
+        self._on_idle = on_idle
         self._shape = shape
         self._timing = timing
-        self._protocol = SendProtocol(shape.block_size, timing.silence)
+        self._protocol = SendProtocol(shape.block_size, timing.silence, process.clock.now)
         self._callbacks: dict[OutgoingTransfer, TransferCallbacks] = {}
         self._timer = _DeadlineTimer(
             process, self._protocol.check_deadlines, self._execute, timing.silence
@@ -304,12 +312,23 @@ class SendChannel:
             lambda data: receiver.on_data(control.generation, data),
         )
         self._end = SendingEnd(process, shape, network.bandwidth, path, read, self._on_moved)
+        self._timer.start()
         control.connect()
 
     @property
     def broken(self) -> str:
         """Reason why the channel is broken; empty if it is not broken."""
         return self._protocol.broken
+
+    @property
+    def idle(self) -> bool:
+        """True if the channel can be closed."""
+        return self._protocol.idle
+
+    @property
+    def connected(self) -> bool:
+        """True if the destination has accepted the channel."""
+        return self._protocol.is_connected
 
     @property
     def num_unfinished(self) -> int:
@@ -345,6 +364,8 @@ class SendChannel:
     def _execute(self) -> None:
         for command in self._protocol.commands():
             self._execute_one(command)
+        if self.idle:
+            self._on_idle()
 
     def _execute_one(self, command: SendCommand) -> None:
         match command:

@@ -36,6 +36,7 @@ from penstock.router.routing.events import (
     Yield,
 )
 from penstock.router.routing.prefix_cache.cache_events import ResyncCache
+from penstock.router.routing.transfer_peers import ConnectPeers
 from penstock.workers.kv_transfer.protocol.messages import WorkerId
 from penstock.workers.scheduling import sequence as seq
 from penstock.workers.scheduling.batcher import Batcher
@@ -89,12 +90,8 @@ class Worker:
         self._heartbeats = heartbeats
         self._new: dict[Key, seq.NewSequence] = {}
 
-        def peer(name: WorkerId) -> Receiver | None:
-            worker = find(name)
-            return None if worker is None else worker.kv_transfer.receiver
-
-        components = self.steps, self.batcher, executor, self.process, network
-        self.kv_transfer = KvTransfer(shape, *components, self.sessions, peer)
+        components = self.steps, self.batcher, executor, self.process, network, self.sessions
+        self.kv_transfer = KvTransfer(shape, *components, partial(_receiver_of, find))
 
     @property
     def clock(self) -> Clock:
@@ -137,6 +134,7 @@ class Worker:
         self.steps.catch_up()
         if self.sessions.pop(session.number, None) is not None:
             self.cache_stream.close(session)
+            self.kv_transfer.forget_peers(session)
             self._release(session, list(session.held))
 
     def drain(self) -> None:
@@ -192,6 +190,8 @@ class Worker:
                 self._drop_command(session, Key(session.number, request, attempt), choice)
             case ResyncCache():
                 self.cache_stream.resync(session)
+            case ConnectPeers():
+                self.kv_transfer.set_peers(session, command)
 
     def _submit(self, session: Session, submit: Submit) -> None:
         key = Key(session.number, submit.request.id, submit.attempt)
@@ -302,6 +302,11 @@ class Worker:
         check_rest(self.batcher, self.info.worker)
         assert self.idle, f"{self.info.worker} holds sequences for a router"
         self.kv_transfer.check_rest()
+
+
+def _receiver_of(find: Find, name: WorkerId) -> Receiver | None:
+    worker = find(name)
+    return None if worker is None else worker.kv_transfer.receiver
 
 
 def report_load(worker: Worker) -> None:

@@ -12,6 +12,7 @@ from penstock.router.observability.request_metrics import (
     RequestMetrics,
 )
 from penstock.router.routing import events as ev
+from penstock.router.routing.transfer_peers import TransferEndpoint
 from tests.support.columns import NewToken, columns_of
 
 NONE = ev.Finish.NONE
@@ -130,7 +131,7 @@ def test_failed_request_has_a_reason_and_no_duration() -> None:
 
 def test_stale_and_repeated_transfer_events_are_not_counted() -> None:
     metrics = RequestMetrics(NAMES)
-    to = ev.TransferEndpoint("d", "i", "address", "secret")
+    to = TransferEndpoint("d", "i", "address", "secret")
     metrics.opened(request_of(1, "t1"), 0.0)
     metrics.sent(ev.Send("p", 1, 1, to, 2, 5, 0), 1.0)
     metrics.received(ev.Received("d", 1, 9, 5, 100), 1.5)

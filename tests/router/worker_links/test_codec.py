@@ -13,13 +13,14 @@ from penstock.router.routing.prefix_cache.cache_events import (
     CacheSnapshot,
     ResyncCache,
 )
+from penstock.router.routing.transfer_peers import ConnectPeers, TransferEndpoint
 from penstock.router.worker_links import codec
 
 PARAMS = SamplingParams(temperature=0.5, max_tokens=7, seed=3)
 REQUEST = ev.Request(
     9, [1, 2, 3], PARAMS, num_choices=2, priority=-1, salt=b"tenant", external_id="order-66"
 )
-ENDPOINT = ev.TransferEndpoint("d0", "d0-1", "10.0.0.1:7", "secret")
+ENDPOINT = TransferEndpoint("d0", "d0-1", "10.0.0.1:7", "secret")
 
 
 def test_submit_carries_every_field() -> None:
@@ -56,6 +57,14 @@ def test_yield_send_and_drop_are_encoded() -> None:
     assert (send.request, send.attempt, send.to_attempt, send.epoch, send.have) == (9, 1, 2, 77, 16)
     assert not codec.encode_command(ev.Drop("w", 9, 2)).drop.HasField("choice")
     assert codec.encode_command(ev.Drop("w", 9, 2, 0)).drop.HasField("choice")
+
+
+def test_peers_to_connect_to_are_encoded_and_endpoints_of_workers_decoded() -> None:
+    message = codec.encode_command(ConnectPeers("p0", [ENDPOINT]))
+    (sent,) = message.connect_peers.destinations
+    assert codec.decode_welcome(pb.Welcome(worker="d0", transfer=sent)).transfer == ENDPOINT
+    assert codec.decode_welcome(pb.Welcome(worker="d0")).transfer is None
+    assert "secret=" not in repr(ENDPOINT)
 
 
 def test_step_with_all_fields_is_decoded() -> None:

@@ -11,7 +11,8 @@ import torch
 from penstock.protos import ranks_pb2 as wire
 from penstock.workers.kv_transfer import sender as source_side
 from penstock.workers.kv_transfer.codec import encode_piece
-from penstock.workers.kv_transfer.protocol.messages import Piece
+from penstock.workers.kv_transfer.protocol import peer_table
+from penstock.workers.kv_transfer.protocol.messages import Peer, Piece
 from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.rank_mover import RankMover
 from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard, routes
@@ -187,7 +188,7 @@ async def test_source_releases_blocks_after_the_last_read_even_if_the_pairs_brok
         await reading.reached()
         both.destination.stop()
         assert "broke" in (await both.verdict()).reason
-        link = both.source._channels["d"]
+        (link,) = both.source.channels()
         await eventually(lambda: link.broken)
         await asyncio.sleep(0.05)
         assert both.read == []
@@ -325,7 +326,7 @@ async def test_late_order_for_a_drained_epoch_writes_nothing() -> None:
 
 
 async def test_only_idle_channels_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_side, "MAX_PEERS", 1)
+    monkeypatch.setattr(peer_table, "MAX_PEERS", 1)
     source, others = Blocks(1, ONE, 4), [Blocks(seed, ONE, 4) for seed in (2, 3, 4)]
     reading = Held(source.stagings[0], "gather")
     async with sides(source, others[0]) as one, sides(others[1], others[2], "e") as two:
@@ -336,12 +337,14 @@ async def test_only_idle_channels_are_evicted(monkeypatch: pytest.MonkeyPatch) -
         other = two.expect(LENGTH, blocks(4, 4))
         waiting = asyncio.create_task(two.send(other, LENGTH, blocks(4, 3)))
         await asyncio.sleep(0.1)
-        assert list(one.source._channels) == ["d"], "a busy channel must not be evicted"
+        assert [each.peer.worker for each in one.source.channels()] == ["d"], (
+            "a busy channel must not be evicted"
+        )
         reading.open()
         await busy
         await waiting
         assert (await one.verdict()).reason == (await two.verdict()).reason == ""
-        assert list(one.source._channels) == ["e"]
+        assert [each.peer.worker for each in one.source.channels()] == ["e"]
 
 
 async def test_destination_refuses_sources_beyond_its_limit(
@@ -353,3 +356,67 @@ async def test_destination_refuses_sources_beyond_its_limit(
         with pytest.raises(PairBroken, match="RESOURCE_EXHAUSTED"):
             await both.send(epoch, LENGTH, blocks(4, 3))
         both.destination.close(epoch)
+
+
+# ------------------------------------------------------------------ early connections
+
+
+async def test_transfer_uses_the_channel_that_was_made_early() -> None:
+    source, target = Blocks(1, TP2, 4), Blocks(2, ONE, 4)
+    async with sides(source, target) as both:
+        both.source.set_peers("router", [both.peer])
+        await eventually(lambda: [each.connected for each in both.source.channels()] == [True])
+        (early,) = both.source.channels()
+        epoch = both.expect(LENGTH, blocks(4, 4))
+        await both.send(epoch, LENGTH, blocks(4, 3))
+        assert (await both.verdict()).reason == ""
+        assert both.source.channels() == [early]
+
+
+async def test_transfer_waits_for_a_channel_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = Blocks(1, ONE, 4), Blocks(2, ONE, 4)
+    may_connect, connect = threading.Event(), RankPair._connect
+
+    def held(self: RankPair, host: str) -> None:
+        assert may_connect.wait(60)
+        connect(self, host)
+
+    monkeypatch.setattr(RankPair, "_connect", held)
+    async with sides(source, target) as both:
+        both.source.set_peers("router", [both.peer])
+        await eventually(lambda: source.movers.own._endpoints)
+        (early,) = both.source.channels()
+        epoch = both.expect(LENGTH, blocks(4, 4))
+        sending = asyncio.create_task(both.send(epoch, LENGTH, blocks(4, 3)))
+        await eventually(lambda: not early.idle)
+        assert not early.connected
+        may_connect.set()
+        await sending
+        assert (await both.verdict()).reason == ""
+        assert both.source.channels() == [early]
+
+
+async def test_peer_that_does_not_answer_is_logged_and_does_not_disturb_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source, target = Blocks(1, ONE, 4), Blocks(2, ONE, 4)
+    async with sides(source, target) as both:
+        absent = Peer("gone", "inc", "127.0.0.1:1", "secret")
+        both.source.set_peers("router", [absent, both.peer])
+        await eventually(lambda: "no connection for KV transfers to worker gone" in caplog.text)
+        await eventually(lambda: [each.connected for each in both.source.channels()] == [True])
+        epoch = both.expect(LENGTH, blocks(4, 4))
+        await both.send(epoch, LENGTH, blocks(4, 3))
+        assert (await both.verdict()).reason == ""
+        assert caplog.text.count("no connection for KV transfers") == 1, "attempts are spaced"
+
+
+async def test_loss_of_a_peer_frees_its_channel_and_both_ends_of_its_pairs() -> None:
+    source, target = Blocks(1, ONE, 4), Blocks(2, ONE, 4)
+    async with sides(source, target) as both:
+        both.source.set_peers("router", [both.peer])
+        await eventually(lambda: [each.connected for each in both.source.channels()] == [True])
+        both.source.set_peers("router", [])  # as when its router has lost the peer
+        await eventually(lambda: not both.source.channels())
+        for worker in (source, target):
+            await eventually(lambda mover=worker.movers.own: not mover._endpoints)  # type: ignore[misc]

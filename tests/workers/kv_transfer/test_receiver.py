@@ -13,7 +13,7 @@ import torch
 
 from penstock.protos import transfer_pb2 as wire
 from penstock.protos import transfer_pb2_grpc
-from penstock.workers.kv_transfer.peer_channel import Peer
+from penstock.workers.kv_transfer.protocol.messages import Peer
 from penstock.workers.kv_transfer.protocol.receive import ExpectedTransfer, TransferResult
 from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.rank_endpoints import RankEndpoints

@@ -5,7 +5,7 @@ Between two ranks, a rank pair carries the bytes of the pieces, in the order of 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from penstock.workers.kv_transfer.shards import BlockShape, Route, Shard
@@ -19,6 +19,16 @@ PairKey: TypeAlias = tuple[int, int]
 
 MAX_PEERS = 16
 """Maximum number of connected sources, and of destinations; idle workers are disconnected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Address and credentials of a destination worker."""
+
+    worker: str
+    incarnation: str
+    address: str
+    secret: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -234,15 +234,20 @@ class ReceiveProtocol:
     # ------------------------------------------------------------ sources
 
     def connect(
-        self, source: WorkerId, block_size: int, rectangles: Sequence[LayerHeadRange]
+        self,
+        source: WorkerId,
+        block_size: int,
+        rectangles: Sequence[LayerHeadRange],
+        early: bool = False,
     ) -> IncomingPeer | None:
-        """Accept a connection of a source; return None if there is no room for it.
+        """Accept a connection of a source; return None if there is no slot for it.
 
         An earlier connection of the same worker is closed. If there are too many sources, an idle
-        one is closed. A source is busy if an open transfer expects data from it.
+        one, from which no open transfer expects data, is closed; but not for an `early` connection.
         """
         earlier = [each for each in self._peers.values() if each.source[0] == source[0]]
-        if not earlier and len(self._peers) >= MAX_PEERS and not self._evict_idle_peer(source[0]):
+        has_slot = bool(earlier) or len(self._peers) < MAX_PEERS
+        if not has_slot and (early or not self._evict_idle_peer(source[0])):
             return None
         for each in earlier:
             self._drop_peer(each, "the source opened another channel", each.source == source)

@@ -107,7 +107,7 @@ class _Sending:
 
     outgoing: OutgoingTransfer
     message_bytes: int
-    deadline: float  # for the first answer, then for the credits after the last announcement
+    deadline: float  # for the credits after the last announcement
     messages: deque[tuple[PairKey, Shard]] = field(default_factory=deque)  # not announced yet
     num_announced: int = 0
     num_pending: int = 0  # announced, but neither sent nor discarded
@@ -146,13 +146,15 @@ class SendProtocol:
 
     Args:
         block_size: Positions per block at the source.
-        seconds: Time limit for an answer of the destination.
+        seconds: Time limit for the connection, and for an answer of the destination.
+        now: Time at which the channel begins to connect.
     """
 
-    def __init__(self, block_size: int, seconds: float) -> None:
+    def __init__(self, block_size: int, seconds: float, now: float) -> None:
         self.broken = ""  # reason why the channel is broken; empty: it is not broken
         self._block_size = block_size
         self._seconds = seconds
+        self._connect_by = now + seconds
         self._routes: TransferRoutes | None = None  # None: not connected yet
         self._transfers: dict[int, _Sending] = {}  # by epoch
         self._open_epochs: set[int] = set()  # epochs without an Outcome from the destination
@@ -165,6 +167,11 @@ class SendProtocol:
         """Return the commands since the last call, to be executed in this order."""
         commands, self._commands = self._commands, []
         return commands
+
+    @property
+    def is_connected(self) -> bool:
+        """True if the destination has accepted and all rank pairs were connected."""
+        return self._routes is not None
 
     @property
     def idle(self) -> bool:
@@ -253,17 +260,20 @@ class SendProtocol:
     # ------------------------------------------------------------ progress of the transfers
 
     def check_deadlines(self, now: float) -> float | None:
-        """Close the channel if the destination has not answered in time.
+        """Close the channel if it did not connect, or the destination did not answer, in time.
 
         Returns:
             Time of the next check, or None if nothing is awaited.
         """
-        deadlines = [each.deadline for each in self._transfers.values()]
+        if self._routes is None:
+            deadlines, awaited = [self._connect_by], "connection to"
+        else:
+            deadlines = [each.deadline for each in self._transfers.values()]
+            awaited = "credit from"
         if self.broken or not deadlines:
             return None
         if min(deadlines) <= now:
-            awaited = "answer" if self._routes is None else "credit"
-            self.close(f"no {awaited} from the destination for {self._seconds:g} s")
+            self.close(f"no {awaited} the destination for {self._seconds:g} s")
             return None
         return min(deadlines)
 

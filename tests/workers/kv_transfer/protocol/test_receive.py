@@ -244,3 +244,12 @@ def test_idle_source_makes_room_for_another_and_busy_sources_do_not(
     target.expect(("c", "1"))
     assert target.protocol.connect(("d", "1"), 4, [WHOLE]) is None
     assert target.protocol.commands() == []
+
+
+def test_early_connection_takes_no_slot_of_another_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receive, "MAX_PEERS", 1)
+    target = Target()
+    target.connect(("a", "1"))
+    assert target.protocol.connect(("b", "1"), 4, [WHOLE], early=True) is None
+    assert target.protocol.commands() == []
+    assert target.protocol.connect(("a", "2"), 4, [WHOLE], early=True) is not None, "its own slot"

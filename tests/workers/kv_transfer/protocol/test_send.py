@@ -49,7 +49,7 @@ class Source:
     """A connected channel with one rank pair and messages of one block."""
 
     def __init__(self) -> None:
-        self.protocol = SendProtocol(4, SECONDS)
+        self.protocol = SendProtocol(4, SECONDS, 0.0)
         self.protocol.connected(ROUTES, 0.0)
 
     def send(self, transfer: OutgoingTransfer, now: float = 0.0) -> OutgoingTransfer:
@@ -64,7 +64,7 @@ class Source:
 
 
 def test_nothing_is_announced_before_the_channel_is_connected() -> None:
-    protocol = SendProtocol(4, SECONDS)
+    protocol = SendProtocol(4, SECONDS, 0.0)
     protocol.send(outgoing(1, 2), 10, 0.0)
     assert protocol.commands() == []
     protocol.connected(ROUTES, 1.0)
@@ -221,13 +221,31 @@ def test_second_transfer_of_an_epoch_is_refused() -> None:
     ]
 
 
-@pytest.mark.parametrize("connected", [False, True])
-def test_channel_breaks_when_the_destination_does_not_answer(connected: bool) -> None:
-    protocol = SendProtocol(4, SECONDS)
-    if connected:
-        protocol.connected(ROUTES, 0.0)
+def test_channel_breaks_when_the_destination_grants_no_credit() -> None:
+    protocol = SendProtocol(4, SECONDS, 0.0)
+    protocol.connected(ROUTES, 0.0)
     protocol.send(outgoing(1, 1), 10, 2.0)
     assert protocol.check_deadlines(2.0 + SECONDS - 0.1) == 2.0 + SECONDS
     assert protocol.check_deadlines(2.0 + SECONDS) is None
-    awaited = "credit" if connected else "answer"
-    assert protocol.broken == f"no {awaited} from the destination for 5 s"
+    assert protocol.broken == "no credit from the destination for 5 s"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_channel_that_does_not_connect_in_time_breaks_with_or_without_a_transfer(
+    waits: bool,
+) -> None:
+    protocol = SendProtocol(4, SECONDS, 1.0)
+    if waits:
+        protocol.send(outgoing(1, 1), 10, 2.0)
+    assert not protocol.is_connected
+    assert protocol.check_deadlines(1.0) == 1.0 + SECONDS
+    assert protocol.check_deadlines(1.0 + SECONDS) is None
+    assert protocol.broken == "no connection to the destination for 5 s"
+
+
+def test_connected_channel_without_transfers_has_no_deadline() -> None:
+    protocol = SendProtocol(4, SECONDS, 0.0)
+    protocol.connected(ROUTES, 1.0)
+    assert protocol.is_connected
+    assert protocol.check_deadlines(100.0) is None
+    assert not protocol.broken

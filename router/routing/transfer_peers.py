@@ -1,0 +1,130 @@
+"""Chooses the workers to which each prefill worker connects before its first KV transfer.
+
+Connecting takes time: over NCCL it allocates memory on both GPUs. The router therefore names each
+prefill worker its probable destinations as soon as the workers are known. With few workers, these
+are all workers that generate answers. Otherwise their number is bounded on both sides: workers lie
+on a ring, in the order of a hash of their names, and a prefill worker gets the next destinations
+that have not enough sources yet (consistent hashing, Karger et al., 1997). If a worker appears or
+is lost, few others get a new list, and all routers that know the same workers choose the same.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Protocol
+
+MAX_EARLY_PEERS = 8
+"""Maximum number of early connections of a worker, in each direction. Half of the connections that
+a worker can have; the others are for transfers between other pairs of workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEndpoint:
+    """Address and secret that a destination creates so that a source can connect to it."""
+
+    worker: str
+    incarnation: str
+    address: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectPeers:
+    """Connect to workers to which `worker` will probably send KV; replaces the previous list."""
+
+    worker: str
+    destinations: Sequence[TransferEndpoint]
+
+
+class Info(Protocol):
+    """Attributes of a worker's `WorkerInfo` that are read here."""
+
+    @property
+    def layout(self) -> str: ...
+    @property
+    def transfer(self) -> TransferEndpoint | None: ...
+
+
+class View(Protocol):
+    """Attributes of a worker's view that are read here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def info(self) -> Info: ...
+
+
+class TransferPeers:
+    """The destinations that were sent to each worker, to send only changes."""
+
+    def __init__(self) -> None:
+        self._views: Sequence[View] = ()
+        self._sent: dict[str, tuple[View, Sequence[TransferEndpoint]]] = {}
+
+    def due_commands(self, views: Sequence[View]) -> list[ConnectPeers]:
+        """Return the commands for workers whose destinations have changed.
+
+        A worker that gets no destinations any more, because of its new role, gets an empty list.
+
+        Args:
+            views: all workers; another object if any worker or role has changed. A worker with a
+                new stream, which knows no list yet, must have a new view.
+        """
+        if views is self._views:
+            return []
+        commands, chosen, before = [], choose_destinations(views), self._sent
+        self._views, self._sent = views, {}
+        for view in views:
+            if view.name in chosen:
+                destinations = chosen[view.name]
+                earlier, known = before.get(view.name, (None, ()))
+                if destinations != (known if earlier is view else ()):
+                    commands.append(ConnectPeers(view.name, destinations))
+                self._sent[view.name] = view, destinations
+        return commands
+
+
+def choose_destinations(views: Iterable[View]) -> dict[str, Sequence[TransferEndpoint]]:
+    """Return the destinations of each worker that can send KV, by its name.
+
+    Workers of the role prefill get destinations of another role that have the same cache layout;
+    other workers get none, because they seldom send.
+    """
+    by_layout: dict[str, list[View]] = {}
+    for view in views:
+        if view.info.transfer is not None:
+            by_layout.setdefault(view.info.layout, []).append(view)
+    chosen: dict[str, Sequence[TransferEndpoint]] = {}
+    for group in by_layout.values():
+        chosen |= _of_group(group)
+    return chosen
+
+
+def _of_group(views: Sequence[View]) -> dict[str, Sequence[TransferEndpoint]]:
+    ring = sorted((_hash(view.name), view.name, view) for view in views)
+    hashes = [entry[0] for entry in ring if entry[2].role != "prefill"]
+    destinations = [entry[2] for entry in ring if entry[2].role != "prefill"]
+    num_sources: Counter[str] = Counter()
+    chosen: dict[str, Sequence[TransferEndpoint]] = {}
+    for hashed, name, view in ring:
+        taken: list[TransferEndpoint] = []
+        if view.role == "prefill":
+            first = bisect_left(hashes, hashed)
+            for destination in (*destinations[first:], *destinations[:first]):
+                if len(taken) == MAX_EARLY_PEERS:
+                    break
+                if num_sources[destination.name] < MAX_EARLY_PEERS:
+                    num_sources[destination.name] += 1
+                    endpoint = destination.info.transfer
+                    assert endpoint is not None  # see `choose_destinations`
+                    taken.append(endpoint)
+        chosen[name] = tuple(taken)
+    return chosen
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
