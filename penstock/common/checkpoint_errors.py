@@ -6,4 +6,4 @@ class BadCheckpoint(ValueError):
 
 
 class UnsupportedModel(ValueError):
-    """The checkpoint is valid, but its model or an option (named in the message) is not served."""
+    """The checkpoint is valid, but its model or an option (named in the message) is unsupported."""

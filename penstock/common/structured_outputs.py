@@ -17,6 +17,8 @@ NAME = "structured_outputs"
 MAX_BYTES = 64 << 10
 """Maximum size of a constraint's text, in UTF-8."""
 
+UNPAIRED = "the text contains an unpaired surrogate, which is not a character: remove it"
+
 KINDS: Mapping[str, str] = {
     "json": "a JSON Schema",
     "json_object": "an empty text",
@@ -29,8 +31,8 @@ KINDS: Mapping[str, str] = {
 
 
 def invalid(problem: str) -> InvalidParameterError:
-    """Return the error of a constraint; `problem` continues the word structured_outputs."""
-    return InvalidParameterError(f"{NAME} {problem}", NAME)
+    """Return the error of a constraint; `problem` is a clause."""
+    return InvalidParameterError(f"{NAME}: {problem}", NAME)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +54,15 @@ class StructuredOutputs:
             InvalidParameterError: the kind is unknown, or the text is empty or too long.
         """
         if self.kind not in KINDS:
-            raise invalid(f"has the kind {self.kind[:40]!r}; known are {', '.join(KINDS)}")
+            raise invalid(f"unknown kind {self.kind[:40]!r}: expected one of {', '.join(KINDS)}")
         if bool(self.text) != (self.kind != "json_object"):
-            raise invalid(f"of kind {self.kind} takes {KINDS[self.kind]}")
+            raise invalid(f"{self.kind} must be {KINDS[self.kind]}, not {self.text[:40]!r}")
         try:
             size = len(self.text.encode())
         except UnicodeEncodeError as error:
-            raise invalid("has half of a surrogate pair, which is no character") from error
+            raise invalid(UNPAIRED) from error
         if size > MAX_BYTES:
-            raise invalid(f"has {size} bytes; at most {MAX_BYTES} are allowed")
+            raise invalid(f"the text has {size} bytes; at most {MAX_BYTES} are allowed")
 
 
 def json_schema(schema: Mapping[str, Any] | bool | str) -> StructuredOutputs:
@@ -76,7 +78,7 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> StructuredOutputs:
     try:
         return StructuredOutputs("json", json.dumps(schema, ensure_ascii=False))
     except RecursionError as error:
-        raise invalid("has a schema that is nested too deeply") from error
+        raise invalid("the schema is nested too deeply") from error
 
 
 def choice(options: Sequence[str]) -> StructuredOutputs:

@@ -84,9 +84,9 @@ INVALID: list[tuple[SamplingParams, str, str]] = [
     (replace(BEAMS, length_penalty=math.nan), "length_penalty", "from -5 to 5"),
     (replace(BEAMS, early_stopping="soon"), "early_stopping", '"never"'),
     (replace(BEAMS, max_tokens=4097), "max_tokens", "at most 4096"),
-    (formed("yaml", "x"), "structured_outputs", "kind 'yaml'; known are json, "),
-    (formed("regex", ""), "structured_outputs", "takes a regular expression"),
-    (formed("json_object", "x"), "structured_outputs", "takes an empty text"),
+    (formed("yaml", "x"), "structured_outputs", "unknown kind 'yaml': expected one of json, "),
+    (formed("regex", ""), "structured_outputs", "regex must be a regular expression"),
+    (formed("json_object", "x"), "structured_outputs", "must be an empty text, not 'x'"),
     (formed("regex", "é" * (1 << 15) + "x"), "structured_outputs", "65537 bytes; at most 65536"),
     (replace(formed("regex", "x"), ignore_eos=True), "ignore_eos", "cannot be combined"),
     (

@@ -96,7 +96,7 @@ async def test_schema_that_cannot_be_followed_is_refused_as_a_tool(model: Model)
 
 async def test_forced_calls_exclude_another_form_of_the_answer(model: Model) -> None:
     body = {**NAMED, "response_format": {"type": "json_object"}}
-    with pytest.raises(openai.BadRequestError, match="no room for another form") as refusal:
+    with pytest.raises(openai.BadRequestError, match="cannot be combined with a form") as refusal:
         await model(SUM, **body)
     assert refusal.value.param == "tool_choice"
 
@@ -104,6 +104,6 @@ async def test_forced_calls_exclude_another_form_of_the_answer(model: Model) -> 
 async def test_schema_that_is_too_long_is_refused(model: Model) -> None:
     parameters = {"type": "object", "description": "x" * (65 << 10)}
     tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
-    with pytest.raises(openai.BadRequestError, match="the schema of the calls") as refusal:
+    with pytest.raises(openai.BadRequestError, match="the schema of the tool calls") as refusal:
         await model(SUM, **{**NAMED, "tools": [tool]})
     assert refusal.value.param == "tools"

@@ -56,7 +56,7 @@ CHANGES_THE_ANSWER = {
 async def test_field_that_would_change_the_answer_is_refused(
     client: Any, served: Served, name: str, value: object
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match=f"{name} is not served") as refusal:
+    with pytest.raises(openai.BadRequestError, match=f"{name} is not supported") as refusal:
         await client.chat.completions.create(model="stub", messages=HELLO, extra_body={name: value})
     assert refusal.value.param == name
     assert served.worker.submits == []

@@ -107,7 +107,7 @@ def _json(value: object) -> bytes:
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
-    """Draw a JSON object for a route; some have a field that is not served."""
+    """Draw a JSON object for a route; some have a field that is not supported."""
     models = BODIES[path]
     if not models:
         worker = draw(st.sampled_from(["w1", "w1", "w9"]))

@@ -39,10 +39,10 @@ class RoutingSpec:
 def read_latent(config: Fields) -> LatentSpec:
     has_query_rank = config.values.get("q_lora_rank") is not None
     if config.values.get("attention_bias") and not has_query_rank:
-        raise config.unsupported("attention_bias without q_lora_rank is not served")
+        raise config.unsupported("attention_bias without q_lora_rank is not supported")
     rope_dim = config.size("qk_rope_head_dim")
     if rope_dim % 2:
-        raise config.bad("qk_rope_head_dim", "even, as rotary embedding requires")
+        raise config.bad("qk_rope_head_dim", "an even number, which rotary embeddings require")
     return LatentSpec(
         rank=config.size("kv_lora_rank"),
         query_rank=config.size("q_lora_rank") if has_query_rank else 0,
@@ -60,20 +60,25 @@ def read_routing(
     method = values.get("topk_method") or methods[0]
     if method not in methods:
         known = " or ".join(methods)
-        raise config.unsupported(f"topk_method {method!r} is not served, only {known}")
+        raise config.unsupported(f"topk_method {method!r} is not supported: expected {known}")
     scoring = "sigmoid" if method == "noaux_tc" else "softmax"
     if values.get("scoring_func", scoring) != scoring:
         found = values["scoring_func"]
-        raise config.unsupported(f"scoring_func {found!r} with {method} is not served")
+        raise config.unsupported(
+            f"scoring_func {found!r} is not supported with topk_method {method!r}: expected "
+            f"{scoring!r}"
+        )
     if values.get("moe_layer_freq", 1) != 1:
-        raise config.unsupported("moe_layer_freq other than 1 is not served")
+        raise config.unsupported("moe_layer_freq other than 1 is not supported")
     scale = config.number("routed_scaling_factor", 1.0)
     if method == "greedy":
         return RoutingSpec(method, scale)
     num_groups, top_groups = config.size("n_group"), config.size("topk_group")
     size, rest = divmod(num_experts, num_groups)
     if rest or (method == "noaux_tc" and size < 2):
-        raise config.bad("n_group", f"a divisor that cuts {num_experts} experts into equal groups")
+        raise config.bad("n_group", f"a number of equal groups of the {num_experts} experts")
     if top_groups > num_groups or top_groups * size < top_k:
-        raise config.bad("topk_group", f"at most n_group and enough for {top_k} experts")
+        raise config.bad(
+            "topk_group", f"a number of at most {num_groups} groups with {top_k} experts or more"
+        )
     return RoutingSpec(method, scale, num_groups, top_groups)

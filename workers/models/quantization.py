@@ -23,7 +23,7 @@ def read_quantization(config: Fields) -> QuantizationSpec | None:
     """Read `quantization_config`; return None if the checkpoint is not quantized.
 
     Raises:
-        UnsupportedModel: The method or one of its options is not served.
+        UnsupportedModel: The method or one of its options is not supported.
         BadCheckpoint: A value is invalid.
     """
     found = config.values.get("quantization_config") or config.values.get("compression_config")
@@ -35,7 +35,7 @@ def read_quantization(config: Fields) -> QuantizationSpec | None:
     reader = _READERS.get(method)
     if reader is None:
         raise config.unsupported(
-            f"weights quantized by {method or 'an unnamed quant_method'} are not served: use a "
+            f"weights quantized by {method or 'an unnamed quant_method'} are not supported: use a "
             f"checkpoint in one of {', '.join(_READERS)}, or in bfloat16"
         )
     return reader(_Options(config, found, method))
@@ -51,8 +51,8 @@ class _Options:
 
     def refuse(self, key: str, served: str) -> UnsupportedModel:
         return self._config.unsupported(
-            f"quantization_config of {self.path}: {key} {self.values.get(key)!r} is not served, "
-            f"only {served}"
+            f"quantization_config of {self.path}: {key} {self.values.get(key)!r} is not supported: "
+            f"expected {served}"
         )
 
     def only(self, key: str, *served: Any) -> Any:

@@ -67,7 +67,7 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
     if not isinstance(found, dict):
         raise config.bad("rope_scaling", "an object")
     if any(isinstance(value, dict) for value in found.values()):
-        raise config.unsupported("rope parameters that differ between layers are not served")
+        raise config.unsupported("rope parameters that differ between layers are not supported")
     fraction = values.get("partial_rotary_factor")
     merged = {
         "rope_theta": values.get("rope_theta") or 10000.0,
@@ -76,7 +76,10 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
     }
     rope = Fields(merged, config.path)
     if merged["partial_rotary_factor"] != 1.0 and not partial:
-        raise config.unsupported("partial_rotary_factor other than 1 is not served")
+        raise config.unsupported(
+            f"partial_rotary_factor {merged['partial_rotary_factor']!r} is not supported for this "
+            "architecture: expected 1"
+        )
     plain = RopeSpec(
         rope.number("rope_theta", 10000.0),
         rotated_fraction=rope.number("partial_rotary_factor", 1.0),
@@ -85,7 +88,9 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
     if kind == "su" or (kind == "yarn" and "long_factor" in found):  # earlier names of longrope
         kind = "longrope"
     if kind not in KINDS:
-        raise config.unsupported(f"rope scaling {kind!r} is not served, only {', '.join(KINDS)}")
+        raise config.unsupported(
+            f"rope scaling {kind!r} is not supported: expected one of {', '.join(KINDS)}"
+        )
     if kind in ("default", "dynamic"):
         return plain
     return _stretched(config, rope, replace(plain, kind=kind))
@@ -113,7 +118,7 @@ def _stretched(config: Fields, rope: Fields, plain: RopeSpec) -> RopeSpec:
 def _llama3(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
     low, high = rope.number("low_freq_factor", 1.0), rope.number("high_freq_factor", 4.0)
     if low >= high:
-        raise rope.bad("low_freq_factor", f"below high_freq_factor ({high:g})")
+        raise rope.bad("low_freq_factor", f"a number below high_freq_factor ({high:g})")
     return replace(spec, low_freq_factor=low, high_freq_factor=high)
 
 

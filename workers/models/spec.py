@@ -135,7 +135,7 @@ def read_config(folder: Path) -> Fields:
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
     architectures = config.values.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
-        raise config.unsupported(f"must name exactly one architecture; {supported_architectures()}")
+        raise config.unsupported(f"expected one name in architectures; {supported_architectures()}")
     return config
 
 
@@ -198,17 +198,18 @@ def _family(config: Fields) -> Family:
     architecture = str(values["architectures"][0])
     family = FAMILIES.get(architecture)
     if family is None:
-        raise config.unsupported(f"{architecture} is not served; {supported_architectures()}")
+        raise config.unsupported(f"{architecture} is not supported; {supported_architectures()}")
     key = family.activation_key
     if values.get(key, family.activation) != family.activation:
-        raise config.unsupported(f"{key} {values[key]!r} is not served, only {family.activation!r}")
+        expected = family.activation
+        raise config.unsupported(f"{key} {values[key]!r} is not supported: expected {expected!r}")
     for key in ("use_bidirectional_attention", *family.refused):
         if _value_at(values, key):
-            raise config.unsupported(f"{key} is not served")
+            raise config.unsupported(f"{key} is not supported")
     for key, served_value in family.only.items():
         value = _value_at(values, key)
         if value not in (None, served_value):
-            raise config.unsupported(f"{key} {value!r} is not served, only {served_value!r}")
+            raise config.unsupported(f"{key} {value!r} is not supported: expected {served_value!r}")
     return family
 
 
@@ -286,7 +287,7 @@ def _heads(config: Fields, family: Family, latent: LatentSpec | None) -> tuple[i
     default = family.head_dim or config.size("hidden_size") // num_heads
     head_dim = config.size("head_dim", default)
     if head_dim % 2 and not family.alibi:
-        raise config.bad("head_dim", "even, as rotary embedding requires")
+        raise config.bad("head_dim", "an even number, which rotary embeddings require")
     return num_kv_heads, head_dim
 
 
@@ -312,7 +313,7 @@ def _alibi(config: Fields, family: Family, num_heads: int, num_kv_heads: int) ->
         return None
     rounded = family.alibi == "rounded"
     if rounded and num_kv_heads != num_heads:
-        raise config.unsupported("alibi with fewer KV heads than heads is not served")
+        raise config.unsupported("alibi with fewer KV heads than heads is not supported")
     return AlibiSpec(alibi_slopes(num_heads, config.size("alibi_bias_max", 8)), rounded)
 
 
@@ -323,7 +324,7 @@ def _checked_rope(config: Fields, family: Family, rope: RopeSpec, head_dim: int)
             "partial_rotary_factor", "a number between 0 and 1 whose product with head_dim is even"
         )
     if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
-        raise config.bad("rope_scaling", f"one whose lists have {num_features // 2} factors each")
+        raise config.bad("rope_scaling", f"an object with lists of {num_features // 2} factors")
     interleaved = family.latent and config.flag("rope_interleave", True)
     return replace(rope, interleaved=interleaved or family.interleaved)
 
@@ -337,7 +338,7 @@ def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
     num_experts = config.size(key)
     top_k = config.size("num_experts_per_tok")
     if top_k > num_experts:
-        raise config.bad("num_experts_per_tok", f"at most the number of experts ({num_experts})")
+        raise config.bad("num_experts_per_tok", f"1 to the number of experts ({num_experts})")
     try:
         layers = tuple(found.layers(config.values))
     except (TypeError, ZeroDivisionError):
@@ -380,7 +381,7 @@ def read_dtype(config: Fields) -> str:
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
     if name not in ("float32", "bfloat16", "float16"):
         raise config.unsupported(
-            f"dtype {name!r} is not served, only float32, bfloat16 and float16"
+            f"dtype {name!r} is not supported: expected float32, bfloat16 or float16"
         )
     return name
 

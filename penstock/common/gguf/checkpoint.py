@@ -75,7 +75,7 @@ def _other_headers(path: Path, metadata: Metadata) -> list[GgufHeader]:
     if count <= 1:
         return []
     if count > MAX_FILES:
-        raise metadata.bad("split.count", f"at most {MAX_FILES}")
+        raise metadata.bad("split.count", f"a number of at most {MAX_FILES}")
     split = SPLIT_NAME.fullmatch(path.name)
     if split is None or int(split["count"]) != count:
         raise BadCheckpoint(
@@ -94,8 +94,8 @@ def _other_headers(path: Path, metadata: Metadata) -> list[GgufHeader]:
         found = own.count("split.no", 0), own.count("split.count", 1)
         if found != (number, count):
             raise BadCheckpoint(
-                f"{header.path}: split.no and split.count are {found[0]} and {found[1]}, "
-                f"not {number} and {count}"
+                f"{header.path}: split.no is {found[0]} and split.count is {found[1]}, expected "
+                f"{number} and {count}: the files do not belong together"
             )
         headers.append(header)
     return headers

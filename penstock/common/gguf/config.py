@@ -65,7 +65,11 @@ def _full_attention(reader: _Reader, values: Values) -> Values:
     window = reader.count("attention.sliding_window")
     if 0 < window < values["max_position_embeddings"]:
         key = reader.key("attention.sliding_window")
-        raise reader.metadata.unsupported(f"{key} is {window}: a window is not served here")
+        context = values["max_position_embeddings"]
+        raise reader.metadata.unsupported(
+            f"{key} is {window}: sliding windows are not supported for this architecture, expected "
+            f"0 or at least the context length ({context})"
+        )
     return {
         "attention_bias": "blk.0.attn_q.bias" in reader.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in reader.tensors,
@@ -122,7 +126,7 @@ def read_config(checkpoint: GgufCheckpoint, eos_tokens: list[int]) -> Values:
 
     Raises:
         BadCheckpoint: A value is missing or invalid.
-        UnsupportedModel: The architecture, or an entry that may change answers, is not served.
+        UnsupportedModel: The architecture, or an entry that may change answers, is not supported.
     """
     metadata = checkpoint.metadata
     prefix = metadata.text("general.architecture")
@@ -130,7 +134,7 @@ def read_config(checkpoint: GgufCheckpoint, eos_tokens: list[int]) -> Values:
     if architecture is None:
         served = ", ".join(sorted(ARCHITECTURES))
         raise metadata.unsupported(
-            f"general.architecture {prefix!r:.80} is not served from GGUF files, only {served}"
+            f"general.architecture {prefix!r:.80} is not supported: expected one of {served}"
         )
     reader = _Reader(checkpoint, prefix)
     values = {
@@ -152,10 +156,11 @@ def _check_neutral(reader: _Reader) -> None:
     for name in ("expert_count", "expert_used_count", "pooling_type"):
         if reader.count(name):
             raise reader.metadata.unsupported(
-                f"{reader.key(name)} is {reader.count(name)}, which is not served, only 0"
+                f"{reader.key(name)} is {reader.count(name)}, which is not supported: expected 0"
             )
     if not reader.metadata.flag(reader.key("attention.causal"), True):
-        raise reader.metadata.unsupported(f"{reader.key('attention.causal')} false is not served")
+        key = reader.key("attention.causal")
+        raise reader.metadata.unsupported(f"{key} is false, which is not supported: expected true")
 
 
 def _sizes(reader: _Reader) -> Values:
@@ -163,15 +168,17 @@ def _sizes(reader: _Reader) -> Values:
     head_dim = reader.size("attention.key_length", max(1, hidden // heads))
     if reader.size("attention.value_length", head_dim) != head_dim:
         raise reader.metadata.bad(
-            reader.key("attention.value_length"), f"the length of a key ({head_dim})"
+            reader.key("attention.value_length"), f"{head_dim}, the length of a key"
         )
     embeddings = reader.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
-        raise reader.metadata.unsupported("the file has no matrix token_embd.weight")
+        raise reader.metadata.unsupported(
+            "the file has no tensor token_embd.weight of 2 dimensions"
+        )
     vocab_size = embeddings.shape[0]
     if reader.size("vocab_size", vocab_size) != vocab_size:
         raise reader.metadata.bad(
-            reader.key("vocab_size"), f"the {vocab_size} rows of token_embd.weight"
+            reader.key("vocab_size"), f"{vocab_size}, the number of rows of token_embd.weight"
         )
     return {
         "vocab_size": vocab_size,
@@ -192,7 +199,7 @@ def _rope(reader: _Reader, values: Values, partial: bool) -> Values:
     rotated = reader.size("rope.dimension_count", head_dim)
     if rotated > head_dim or (rotated != head_dim and not partial):
         raise reader.metadata.bad(
-            reader.key("rope.dimension_count"), f"the length of a key ({head_dim})"
+            reader.key("rope.dimension_count"), f"{head_dim}, the length of a key"
         )
     found: Values = {}
     if rotated != head_dim:
@@ -216,7 +223,7 @@ def _scaling(reader: _Reader, values: Values, num_pairs: int) -> Values:
     if factors:
         if kind not in ("linear", "longrope", "none") or (kind == "linear" and factor != 1.0):
             raise reader.metadata.unsupported(
-                f"rope scaling {kind!r:.40} together with tensor {factors[0]} is not served"
+                f"rope scaling {kind!r:.40} together with tensor {factors[0]} is not supported"
             )
         return _divisors(reader, original, num_pairs)
     if kind == "none" or (kind == "linear" and factor == 1.0):
@@ -225,8 +232,8 @@ def _scaling(reader: _Reader, values: Values, num_pairs: int) -> Values:
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise reader.metadata.unsupported(
-            f"{reader.key('rope.scaling.type')} {kind!r:.40} is not served without the tensors "
-            f"{LONG_FACTORS} and {SHORT_FACTORS}, only linear and yarn"
+            f"{reader.key('rope.scaling.type')} {kind!r:.40} is not supported without the tensors "
+            f"{LONG_FACTORS} and {SHORT_FACTORS}: expected linear or yarn"
         )
     found = {
         "rope_type": "yarn",

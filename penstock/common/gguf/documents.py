@@ -32,7 +32,7 @@ def config_of(path: Path) -> Json:
 
     Raises:
         BadCheckpoint: The file is missing, truncated or invalid.
-        UnsupportedModel: The file is valid, but not served; the message names the entry.
+        UnsupportedModel: The file is valid, but not supported; the message names the entry.
     """
     checkpoint = open_gguf(path)
     vocabulary = read_vocabulary(checkpoint.metadata)
@@ -40,7 +40,7 @@ def config_of(path: Path) -> Json:
     if len(vocabulary.tokens) > config["vocab_size"]:
         raise checkpoint.metadata.bad(
             "tokenizer.ggml.tokens",
-            f"one of at most {config['vocab_size']} items, the rows of token_embd.weight",
+            f"an array of at most {config['vocab_size']} items (the rows of token_embd.weight)",
         )
     return config
 

@@ -114,7 +114,7 @@ def read_header(path: Path) -> GgufHeader:
 
     Raises:
         BadCheckpoint: The file is missing, truncated or invalid.
-        UnsupportedModel: The version, the byte order or the type of a tensor is not served.
+        UnsupportedModel: The version, the byte order or the type of a tensor is not supported.
     """
     try:
         with path.open("rb") as file:
@@ -297,7 +297,7 @@ def _read_tensor(cursor: _Cursor, what: str, alignment: int) -> GgufTensor:
         raise cursor.bad(f"{what} has {num_dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
     shape = [cursor.count(_UINT64, what) for _ in range(num_dimensions)][::-1]
     if not all(0 < size <= MAX_ITEMS for size in shape) or math.prod(shape) > MAX_ITEMS:
-        raise cursor.bad(f"{what} has the shape {shape}, not 1 to {MAX_ITEMS} items")
+        raise cursor.bad(f"{what} has the shape {shape}: expected 1 to {MAX_ITEMS} items in all")
     code = cursor.count(_UINT32, what)
     if code in OTHER_TYPES:
         served = ", ".join(each.name for each in TENSOR_TYPES.values())

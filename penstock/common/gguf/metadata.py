@@ -78,10 +78,10 @@ class Metadata:
             return self.size(key, default)
         found = set(value.numbers())
         if len(found) != 1:
-            raise self.unsupported(f"{key} differs between layers, which is not served")
+            raise self.unsupported(f"{key} differs between layers, which is not supported")
         (same,) = found
         if type(same) is not int or not 0 < same <= MAX_SIZE:
-            raise self.bad(key, "positive whole numbers")
+            raise self.bad(key, "an array of positive whole numbers")
         return same
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -124,4 +124,6 @@ class Metadata:
             if key.startswith(prefix) and key not in known:
                 value = self._values[key]
                 shown = "an array" if isinstance(value, GgufArray) else f"{value!r:.40}"
-                raise self.unsupported(f"{key} ({shown}) is not served, and may change answers")
+                raise self.unsupported(
+                    f"{key} ({shown}) is not supported, and to ignore it may change answers"
+                )

@@ -37,4 +37,4 @@ OTHER_TYPES = {
     **{29: "IQ1_M", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0"},
     **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 39: "MXFP4", 40: "NVFP4"},
 }
-"""Names of the types that are not served, for error messages."""
+"""Names of the types that are not supported, for error messages."""

@@ -37,7 +37,7 @@ def convert_tokenizer(metadata: Metadata, vocabulary: Vocabulary) -> Json:
 
     Raises:
         BadCheckpoint: An entry is missing or invalid.
-        UnsupportedModel: The kind of tokenizer, or an entry that changes it, is not served.
+        UnsupportedModel: The kind of tokenizer, or an entry that changes it, is not supported.
     """
     kind = metadata.text("tokenizer.ggml.model")
     if kind == "gpt2":
@@ -46,7 +46,7 @@ def convert_tokenizer(metadata: Metadata, vocabulary: Vocabulary) -> Json:
         entries, add_bos = _sentence_piece(metadata, vocabulary)
     else:
         raise metadata.unsupported(
-            f"tokenizer.ggml.model {kind!r:.40} is not served, only 'gpt2' and 'llama'"
+            f"tokenizer.ggml.model {kind!r:.40} is not supported: expected 'gpt2' or 'llama'"
         )
     found = {
         "version": "1.0",
@@ -57,7 +57,7 @@ def convert_tokenizer(metadata: Metadata, vocabulary: Vocabulary) -> Json:
         **entries,
     }
     if metadata.flag("tokenizer.ggml.add_sep_token", False):
-        raise metadata.unsupported("tokenizer.ggml.add_sep_token true is not served")
+        raise metadata.unsupported("tokenizer.ggml.add_sep_token is true, which is not supported")
     metadata.refuse_unread("tokenizer.ggml.", NEUTRAL)
     return found
 
@@ -79,7 +79,9 @@ def _post_processor(metadata: Metadata, vocabulary: Vocabulary, add_bos: bool) -
         return None
     for name in before + after:
         if name not in vocabulary.named:
-            raise metadata.bad(f"tokenizer.ggml.{name}_id", "a token id, as it is added to texts")
+            raise metadata.bad(
+                f"tokenizer.ggml.{name}_id", "a token id, because this token is added to every text"
+            )
 
     def around(sequence: str, type_id: int) -> list[Json]:
         special = [
@@ -112,16 +114,20 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, bool]
     kind = PRE_TOKENIZERS.get(name)
     if kind is None:
         raise metadata.unsupported(
-            f"tokenizer.ggml.pre {name!r:.40} is not served, only {', '.join(PRE_TOKENIZERS)}"
+            f"tokenizer.ggml.pre {name!r:.40} is not supported: expected one of "
+            f"{', '.join(PRE_TOKENIZERS)}"
         )
     for flag in ("add_space_prefix", "remove_extra_whitespaces"):
         if metadata.flag(f"tokenizer.ggml.{flag}", False):
-            raise metadata.unsupported(f"tokenizer.ggml.{flag} true is not served with 'gpt2'")
+            raise metadata.unsupported(
+                f"tokenizer.ggml.{flag} is true, which is not supported for the tokenizer 'gpt2'"
+            )
     merges = [merge.split(" ") for merge in metadata.strings("tokenizer.ggml.merges")]
     for number, merge in enumerate(merges):
         if len(merge) != 2:
             raise metadata.unsupported(
-                f"tokenizer.ggml.merges {number} has {len(merge)} parts, not 2"
+                f"tokenizer.ggml.merges[{number}] is {' '.join(merge)!r:.80}: expected two tokens "
+                "with one space between them"
             )
     # llama.cpp's converter fills gaps in the vocabulary with tokens of this name.
     vocab = {
@@ -167,14 +173,20 @@ def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, b
     joins the pair that comes first in its list of merges. We therefore sort the list by score.
     """
     if metadata.flag("tokenizer.ggml.remove_extra_whitespaces", False):
-        raise metadata.unsupported("tokenizer.ggml.remove_extra_whitespaces true is not served")
+        raise metadata.unsupported(
+            "tokenizer.ggml.remove_extra_whitespaces is true, which is not supported"
+        )
     pre = metadata.text("tokenizer.ggml.pre", "default")
     if pre != "default":
-        raise metadata.unsupported(f"tokenizer.ggml.pre {pre!r:.40} is not served with 'llama'")
+        raise metadata.unsupported(
+            f"tokenizer.ggml.pre {pre!r:.40} is not supported for the tokenizer 'llama': expected "
+            "'default'"
+        )
     scores = metadata.numbers("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(vocabulary.tokens):
         raise metadata.bad(
-            "tokenizer.ggml.scores", f"a score for each of {len(vocabulary.tokens)} tokens"
+            "tokenizer.ggml.scores",
+            f"an array with a score for each of {len(vocabulary.tokens)} tokens",
         )
     unknown = [token for token, kind in enumerate(vocabulary.kinds) if kind == UNKNOWN]
     unknown = [vocabulary.named["unk_token"]] if "unk_token" in vocabulary.named else unknown
@@ -217,7 +229,7 @@ def _merges(
         if len(text) > MAX_PIECE_CHARS:
             raise metadata.unsupported(
                 f"tokenizer.ggml.tokens has a token of {len(text)} characters; at most "
-                f"{MAX_PIECE_CHARS} are served"
+                f"{MAX_PIECE_CHARS} are supported"
             )
         for at in range(1, len(text)):
             left, right = text[:at], text[at:]

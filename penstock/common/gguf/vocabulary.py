@@ -59,10 +59,10 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
     kinds = [NORMAL] * len(tokens) if numbers is None else numbers
     if len(kinds) != len(tokens):
         raise metadata.bad(
-            "tokenizer.ggml.token_type", f"one kind for each of {len(tokens)} tokens"
+            "tokenizer.ggml.token_type", f"an array with a kind for each of {len(tokens)} tokens"
         )
     if not set(kinds) <= {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}:
-        raise metadata.bad("tokenizer.ggml.token_type", f"kinds from {NORMAL} to {BYTE}")
+        raise metadata.bad("tokenizer.ggml.token_type", f"an array of kinds ({NORMAL} to {BYTE})")
     kinds = [int(kind) for kind in kinds]
     _check_distinct(metadata, tokens)
     named = {}
@@ -87,7 +87,7 @@ def _token(metadata: Metadata, key: str, num_tokens: int) -> int | None:
         return None
     token = metadata.count(key)
     if token >= num_tokens:
-        raise metadata.bad(key, f"the id of one of {num_tokens} tokens")
+        raise metadata.bad(key, f"a token id below {num_tokens}")
     return token
 
 
@@ -98,5 +98,6 @@ def _check_distinct(metadata: Metadata, tokens: list[str]) -> None:
     for token, text in enumerate(tokens):
         if known[text] != token:
             raise metadata.unsupported(
-                f"tokenizer.ggml.tokens has {text!r:.80} twice, as {token} and {known[text]}"
+                f"tokenizer.ggml.tokens has {text!r:.80} twice, as tokens {token} and "
+                f"{known[text]}: texts of tokens must be unique"
             )

@@ -13,7 +13,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from penstock.common.grammar.schema_paths import first_path
 from penstock.common.invalid_parameter import InvalidParameterError
-from penstock.common.structured_outputs import StructuredOutputs, invalid
+from penstock.common.structured_outputs import UNPAIRED, StructuredOutputs, invalid
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -50,7 +50,7 @@ def grammar_text(wanted: StructuredOutputs) -> str:
     try:
         return _CONVERTERS[wanted.kind](wanted.text)
     except UnicodeEncodeError as error:  # from an escape in JSON
-        raise invalid("has half of a surrogate pair, which is no character") from error
+        raise invalid(UNPAIRED) from error
 
 
 def check_structured_outputs(wanted: StructuredOutputs) -> None:
@@ -70,27 +70,29 @@ def refusal(wanted: StructuredOutputs, message: str) -> InvalidParameterError:
     """Return the error for a constraint that llguidance refuses with `message`."""
     problem = " ".join(message.split())[:300]
     where = first_path(wanted.text, problem) if wanted.kind == "json" else ""
-    return invalid(f"cannot follow this {wanted.kind}{where}: {problem}")
+    what = "JSON Schema" if wanted.kind == "json" else wanted.kind
+    return invalid(f"cannot compile this {what}{where}: {problem}")
 
 
 def _json_schema(text: str) -> str:
-    schema = _parsed(text, (dict, bool), "a JSON Schema, an object or a boolean")
+    schema = _parsed(text, (dict, bool), "a JSON Schema (an object or a boolean)")
     if schema is False:
-        raise invalid("has a schema that is false: no answer is valid")
+        raise invalid("the schema is false, so no answer is valid: send another schema")
     try:
         return LLMatcher.grammar_from_json_schema(
             "{}" if schema is True else text, overrides=SCHEMA_OPTIONS
         )
     except ValueError as error:
-        raise invalid(f"has a schema that cannot be read: {error}") from error
+        raise invalid(f"the schema cannot be read: {error}") from error
 
 
 def _choice(text: str) -> str:
     options = _parsed(text, (list,), "a JSON list of strings")
     if not 0 < len(options) <= MAX_CHOICES:
-        raise invalid(f"choice takes 1 to {MAX_CHOICES} strings")
-    if not all(isinstance(option, str) and option for option in options):
-        raise invalid("choice takes strings that are not empty")
+        raise invalid(f"choice must have 1 to {MAX_CHOICES} strings, not {len(options)}")
+    for i, option in enumerate(options):
+        if not (isinstance(option, str) and option):
+            raise invalid(f"choice[{i}] must be a non-empty string, not {str(option)[:40]!r}")
     rules = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
     return LLMatcher.grammar_from_lark(f"start: {rules}")
 
@@ -99,7 +101,7 @@ def _grammar(text: str) -> str:
     try:
         lark = any_to_lark(text)
     except Exception as error:  # the library raises no narrower type
-        raise invalid(f"has a grammar in neither Lark's nor GBNF's syntax: {error}") from error
+        raise invalid(f"the grammar is valid neither as Lark nor as GBNF: {error}") from error
     return LLMatcher.grammar_from_lark(lark)
 
 
@@ -107,7 +109,7 @@ def _structural_tag(text: str) -> str:
     content = _parsed(text, (dict,), "a JSON object")
     structures, triggers = content.get("structures"), content.get("triggers")
     if not (isinstance(structures, list) and structures and isinstance(triggers, list)):
-        raise invalid("structural_tag takes the lists structures and triggers")
+        raise invalid("structural_tag must have the lists structures (not empty) and triggers")
     tags = [
         _tag(f"structural_tag.structures[{i}]", each, triggers) for i, each in enumerate(structures)
     ]
@@ -116,15 +118,15 @@ def _structural_tag(text: str) -> str:
 
 def _tag(path: str, structure: Any, triggers: list[Any]) -> StructTag:
     if not isinstance(structure, dict):
-        raise invalid(f"has {path}, which is not an object")
+        raise invalid(f"{path} must be an object")
     begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
     if not (isinstance(begin, str) and begin and isinstance(end, str)):
-        raise invalid(f"has {path}, which takes the strings begin and end")
+        raise invalid(f"{path} must have the strings begin (not empty) and end")
     if not isinstance(schema, dict):
-        raise invalid(f"has {path}, which takes a JSON Schema as schema")
+        raise invalid(f"{path}.schema must be a JSON Schema (an object)")
     found = [each for each in triggers if isinstance(each, str) and each and begin.startswith(each)]
     if not found:
-        raise invalid(f"has {path}, whose begin starts with none of the triggers")
+        raise invalid(f"{path}.begin must start with one of the triggers")
     with_options = {**schema, "x-guidance": dict(SCHEMA_OPTIONS)}
     return StructTag(trigger=found[0], begin=begin, grammar=with_options, end=end)
 
@@ -134,9 +136,9 @@ def _parsed(text: str, types: tuple[type, ...], expected: str) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"takes {expected}; this is not valid JSON: {error}") from error
+        raise invalid(f"the value must be {expected}, but is not valid JSON: {error}") from error
     if not isinstance(value, types):
-        raise invalid(f"takes {expected}")
+        raise invalid(f"the value must be {expected}, not {text[:40]!r}")
     return value
 
 

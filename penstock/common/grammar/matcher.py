@@ -81,7 +81,7 @@ class CompiledGrammar:
             InvalidParameterError: it does not.
         """
         if not self.matcher().advance(tokens):
-            raise invalid("does not allow the tokens that the answer has already")
+            raise invalid("the tokens of the answer so far do not match the grammar")
 
 
 class Matcher:

@@ -166,7 +166,7 @@ def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
     """Return sampling parameters whose answers are tool calls that fit `schema`."""
     if sampling.structured_outputs is not None:
         raise invalid(
-            "a tool_choice that forces calls leaves no room for another form of the answer: leave "
+            "a tool_choice that forces calls cannot be combined with a form of the answer: leave "
             "out one of them",
             "tool_choice",
         )
@@ -174,5 +174,5 @@ def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
     try:
         forced.validate()
     except InvalidParameterError as error:
-        raise invalid(f"the schema of the calls: {error}", "tools") from error
+        raise invalid(f"the schema of the tool calls is not valid: {error}", "tools") from error
     return replace(sampling, structured_outputs=forced)

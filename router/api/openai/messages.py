@@ -57,7 +57,7 @@ class ContentPart(StrictModel):
         """Return a text part, in the form for chat templates."""
         if self.type != "text" or self.text is None:
             raise invalid(
-                f"content of type {self.type[:40]!r} is not served: send text", "messages"
+                f"content of type {self.type[:40]!r} is not supported: send text", "messages"
             )
         return {"type": "text", "text": self.text}
 
@@ -76,7 +76,8 @@ class ToolCall(StrictModel):
         """Return a call of a function, in the form for chat templates."""
         if self.type != "function":
             raise invalid(
-                f"tool calls of type {self.type[:40]!r} are not served: send functions", "messages"
+                f"tool calls of type {self.type[:40]!r} are not supported: send functions",
+                "messages",
             )
         function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": "function", "function": function}
@@ -99,7 +100,7 @@ class Message(StrictModel):
         """Return the message in the form for chat templates."""
         extra = self.model_extra
         if extra and extra.get("function_call"):
-            raise invalid("function_call is not served: send tool_calls", "messages")
+            raise invalid("function_call is not supported: send tool_calls", "messages")
         check_role(self.role)
         if self.role == "tool" and self.tool_call_id is None:
             raise invalid("a message of a tool has no tool_call_id: set it", "messages")

@@ -79,7 +79,7 @@ class StructuredFields(OpenAiBody):
         found = [(name, wanted) for name, wanted in given.items() if wanted is not None]
         if len(found) > 1:
             (first, _), (second, _), *_ = found
-            raise invalid(f"{first} and {second} both demand a form: set one", second)
+            raise invalid(f"{first} and {second} both set the form of the answer: set one", second)
         return found[0] if found else None
 
 
@@ -90,14 +90,14 @@ def _params(params: Mapping[str, Any]) -> StructuredOutputs:
         if value is None or (value is False and name != "json"):
             continue
         if name not in _PARAMS:
-            raise invalid(f"{FIELD}.{name} is not served: leave it out", FIELD)
+            raise invalid(f"{FIELD}.{name} is not supported: leave it out", FIELD)
         types, make = _PARAMS[name]
         if not isinstance(value, types):
             expected = " or ".join(each.__name__ for each in types)
             raise invalid(f"{FIELD}.{name} must be {expected}", FIELD)
         found.append(make(value))
     if len(found) != 1:
-        raise invalid(f"{FIELD} takes exactly one of {', '.join(_PARAMS)}", FIELD)
+        raise invalid(f"{FIELD} must have exactly one of {', '.join(_PARAMS)}", FIELD)
     return found[0]
 
 

@@ -167,30 +167,30 @@ def set_list(key: str, values: list[int]) -> Change:
 REFUSED: dict[str, tuple[Change, str]] = {
     "architecture": (
         set_text("general.architecture", "mamba"),
-        "general.architecture 'mamba' is not served from GGUF files, only gemma2, gemma3, llama",
+        "general.architecture 'mamba' is not supported: expected one of gemma2, gemma3, llama",
     ),
     "experts": (set_uint("llama.expert_count", 8), r"llama\.expert_count is 8, which is not"),
     "window": (
         set_uint("llama.attention.sliding_window", 100),
-        r"llama\.attention\.sliding_window is 100: a window is not served here",
+        r"llama\.attention\.sliding_window is 100: sliding windows are not .* length \(\d+\)",
     ),
     "unknown key": (
         set_uint("llama.attention.clamp_kqv", 8),
-        r"llama\.attention\.clamp_kqv \(8\) is not served, and may change answers",
+        r"llama\.attention\.clamp_kqv \(8\) is not supported, and to ignore it may change answers",
     ),
     "rope kind": (
         set_text("llama.rope.scaling.type", "spiral"), r"rope\.scaling\.type 'spiral' is not",
     ),
     "longrope without factors": (
-        set_text("llama.rope.scaling.type", "longrope"), r"not served without the tensors",
+        set_text("llama.rope.scaling.type", "longrope"), r"not supported without the tensors",
     ),
     "partial rotation": (
         set_uint("llama.rope.dimension_count", 6),
-        r"rope\.dimension_count is 6, not the length of a key \(12\)",
+        r"rope\.dimension_count is 6, not 12, the length of a key",
     ),
     "values of another length": (
         set_uint("llama.attention.value_length", 14),
-        r"value_length is 14, not the length of a key \(12\)",
+        r"value_length is 14, not 12, the length of a key",
     ),
     "heads differ": (
         set_list("llama.attention.head_count_kv", [4, 2]),
@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "huge": (set_uint("llama.block_count", 1 << 31), r"llama\.block_count is 2147483648, not"),
     "no layers": (set_uint("llama.block_count", 0), r"block_count is 0, not a positive whole"),
     "vocabulary": (
-        set_uint("llama.vocab_size", 300), r"vocab_size is 300, not the 307 rows of token_embd",
+        set_uint("llama.vocab_size", 300), r"vocab_size is 300, not 307, the number of rows",
     ),
     "no architecture": (drop("general.architecture"), r"has no general\.architecture"),
 }  # fmt: skip
@@ -238,7 +238,9 @@ def test_more_tokens_than_embeddings_are_refused(llama: Path, tmp_path: Path) ->
         writer.add_token_list([str(number) for number in range(400)])
 
     path = write_gguf(llama, tmp_path / "m.gguf", extra=add)
-    with pytest.raises(BadCheckpoint, match=r"tokens is an array of 400 items, not one of at most"):
+    with pytest.raises(
+        BadCheckpoint, match=r"tokens is an array of 400 items, not an array of at most"
+    ):
         config_of(path)
 
 

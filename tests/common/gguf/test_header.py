@@ -151,10 +151,10 @@ LIES: dict[str, tuple[bytes, str]] = {
     "five dimensions": (
         whole((), (tensor(shape=(32, 1, 1, 1, 1)),)), "tensor a has 5 dimensions, not 1 to 4",
     ),
-    "no rows": (whole((), (tensor(shape=(32, 0)),)), r"tensor a has the shape \[0, 32\], not 1"),
+    "no rows": (whole((), (tensor(shape=(32, 0)),)), r"tensor a has the shape \[0, 32\]: expected"),
     "huge shape": (
         whole((), (tensor(shape=(1 << 63, 1 << 63)),)),
-        rf"tensor a has the shape \[{1 << 63}, {1 << 63}\], not 1 to {MAX_ITEMS} items",
+        rf"tensor a has the shape \[{1 << 63}, {1 << 63}\]: expected 1 to {MAX_ITEMS} items",
     ),
     "unknown tensor type": (
         whole((), (tensor(kind=99),)), "tensor a has the unknown type 99",

@@ -291,21 +291,33 @@ def qwen2_entries() -> Write:
 
 
 BAD: dict[str, tuple[bool, dict[str, Any], str]] = {
-    "model": (True, {"model": "t5"}, "tokenizer.ggml.model 't5' is not served, only 'gpt2' and"),
-    "pre": (True, {"pre": "viking"}, "tokenizer.ggml.pre 'viking' is not served, only gpt-2, "),
+    "model": (
+        True,
+        {"model": "t5"},
+        "tokenizer.ggml.model 't5' is not supported: expected 'gpt2' or",
+    ),
+    "pre": (
+        True,
+        {"pre": "viking"},
+        "tokenizer.ggml.pre 'viking' is not supported: expected one of gpt-2, ",
+    ),
     "no pre": (True, {"pre": None}, "has no tokenizer.ggml.pre: it must be a string"),
-    "merge": (True, {"merges": ["a b", "abc"]}, "tokenizer.ggml.merges 1 has 1 parts, not 2"),
-    "kinds": (True, {"token_type": [1, 1]}, "token_type is an array of 2 items, not one kind for"),
+    "merge": (
+        True,
+        {"merges": ["a b", "abc"]},
+        "tokenizer.ggml.merges[1] is 'abc': expected two tokens",
+    ),
+    "kinds": (True, {"token_type": [1, 1]}, "token_type is an array of 2 items, not an array with"),
     "kind": (False, {"token_type": [9] * 10_000}, "tokenizer.ggml.token_type is an array"),
     "tokens": (True, {"tokens": "x"}, "tokenizer.ggml.tokens is 'x', not an array of strings"),
-    "twice": (True, {"tokens": ["a"] * 2, "token_type": None}, "has 'a' twice, as 0 and 1"),
-    "eos": (True, {"eos_token_id": 99_999}, "eos_token_id is 99999, not the id of one of"),
-    "no scores": (False, {"scores": None}, "has no tokenizer.ggml.scores: it must be a score for"),
-    "spaces": (False, {"remove_extra_whitespaces": True}, "remove_extra_whitespaces true is not"),
-    "prefix": (True, {"add_space_prefix": True}, "add_space_prefix true is not served with 'gpt2'"),
-    "separator": (True, {"add_sep_token": True}, "add_sep_token true is not served"),
+    "twice": (True, {"tokens": ["a"] * 2, "token_type": None}, "has 'a' twice, as tokens 0 and 1"),
+    "eos": (True, {"eos_token_id": 99_999}, "eos_token_id is 99999, not a token id below"),
+    "no scores": (False, {"scores": None}, "has no tokenizer.ggml.scores: it must be an array"),
+    "spaces": (False, {"remove_extra_whitespaces": True}, "remove_extra_whitespaces is true"),
+    "prefix": (True, {"add_space_prefix": True}, "add_space_prefix is true, which is not"),
+    "separator": (True, {"add_sep_token": True}, "add_sep_token is true, which is not supported"),
     "no bos": (False, {"bos_token_id": None}, "has no tokenizer.ggml.bos_token_id: it must be"),
-    "unknown": (True, {"lowercase": True}, "lowercase (True) is not served, and may change"),
+    "unknown": (True, {"lowercase": True}, "lowercase (True) is not supported, and to ignore it"),
 }
 
 

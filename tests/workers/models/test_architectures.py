@@ -106,5 +106,5 @@ def test_refused_architecture_raises_the_documented_error(name: str, tmp_path: P
         write_unconstructed(tmp_path, KINDS[name])
     with pytest.raises(UnsupportedModel) as error:
         load(tmp_path, "auto", torch.device("cpu"))
-    assert f"{name} is not served: " in str(error.value)
+    assert f"{name} is not supported: " in str(error.value)
     assert refused()[name] in str(error.value)

@@ -75,7 +75,7 @@ async def test_commands_for_a_sequence_reach_the_engine_after_it(router: Attache
         ("json", '{"not": {}}', [], "at /not: "),
         ("xml", "x", [], "kind 'xml'"),
         ("regex", "(a", [], "unclosed group"),
-        ("regex", "[0-9]+", TOKENIZER.encode("x"), "tokens that the answer has already"),
+        ("regex", "[0-9]+", TOKENIZER.encode("x"), "tokens of the answer so far do not match"),
     ],
 )
 async def test_form_that_cannot_be_followed_is_rejected_for_ever(

@@ -51,7 +51,7 @@ def load_transformers_model(
             model.spec = _probe(model, theirs, longest, eos_tokens, architecture)
     except Unsupported as reason:
         raise config.unsupported(
-            f"{architecture} is not served: {reason}; {supported_architectures()}"
+            f"{architecture} is not supported: {reason}; {supported_architectures()}"
         ) from None
     return model.spec, model
 
@@ -75,17 +75,15 @@ def _their_config(architecture: str, folder: Path) -> Any:
             f"it has no native implementation, and transformers reports: {_first_line(error)}"
         ) from None
     if kind is None:
-        raise Unsupported(
-            f"transformers makes no causal language model of a {type(found).__name__}"
-        )
+        raise Unsupported(f"transformers has no causal language model for a {type(found).__name__}")
     if kind.__name__ != architecture:
-        raise Unsupported(f"transformers makes {kind.__name__} of such a configuration")
+        raise Unsupported(f"its configuration is that of {kind.__name__} in transformers")
     if found.is_encoder_decoder:
         raise Unsupported("it has an encoder")
     if kind._is_stateful and not _only_attends(found):
         raise Unsupported("it keeps other state than keys and values")
     if not kind._supports_attention_backend:
-        raise Unsupported("its attention does not go through the interface of transformers")
+        raise Unsupported("its attention does not use the attention interface of transformers")
     return found.get_text_config(decoder=True)  # `found` itself for text-only models
 
 
@@ -113,8 +111,8 @@ def _positions(theirs: Any, max_model_len: int | None) -> int:
         original = rope.get("original_max_position_embeddings") or longest
         if rope.get("rope_type") == "longrope" and used > original:
             raise Unsupported(
-                "its longrope changes with the longest sequence of a batch; with max_model_len "
-                f"{original} or less it does not"
+                "its longrope depends on the longest sequence of a batch: set max_model_len to "
+                f"{original} or less"
             )
     return used
 
@@ -173,7 +171,7 @@ def _layers_kept(theirs: Any) -> list[Any]:
     layers: list[Any] = DynamicCache(config=theirs).layers
     for layer in layers:
         if type(layer).__name__ not in _CACHE_LAYERS:
-            raise Unsupported(f"its cache has a {type(layer).__name__}")
+            raise Unsupported(f"its cache has layers of type {type(layer).__name__}")
     return layers
 
 
@@ -182,7 +180,7 @@ def _check_windows(calls: list[AttentionCall], kept: list[Any], longest: int) ->
     for layer, call in zip(kept, calls, strict=True):
         window = getattr(layer, "sliding_window", 0)
         if window != call.window and 0 < window < longest:
-            raise Unsupported(f"its cache keeps {window} positions, and its masks tell otherwise")
+            raise Unsupported(f"its cache keeps {window} positions, but its masks keep others")
 
 
 def _check_head(model: TransformersModel) -> int:

@@ -36,10 +36,10 @@ class MaskProbe:
         """Raise `Unsupported`, because a model that reads tensor attributes computes with masks."""
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Unsupported("it computes with attention masks by itself")
+        raise Unsupported("its own code computes with attention masks")
 
     def __getitem__(self, index: object) -> object:
-        raise Unsupported("it computes with attention masks by itself")
+        raise Unsupported("its own code computes with attention masks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class RecordingAttention:
     def _record(self, module: Any, heads: Qkv, mask: object, options: dict[str, Any]) -> None:
         layer = getattr(module, "layer_idx", None)
         if type(layer) is not int or layer in self.calls:
-            raise Unsupported("its layers do not attend once each")
+            raise Unsupported("a layer does not compute attention exactly once")
         window = _window_of(module, mask, options)
         check_options(module, options)
         score_mod_of(options, heads.query)
@@ -92,7 +92,7 @@ def _window_of(module: Any, mask: object, options: dict[str, Any]) -> int:
     if mask is None:
         return int(window or 0)
     if not isinstance(mask, MaskProbe):
-        raise Unsupported("it makes attention masks of its own")
+        raise Unsupported("its own code makes attention masks")
     if window and mask.window not in (0, window):
         raise Unsupported(f"a layer has two windows, {mask.window} and {window}")
     return mask.window
@@ -110,7 +110,7 @@ def check_options(module: Any, options: dict[str, Any]) -> None:
     if options.get("dropout"):
         raise Unsupported("its attention uses dropout")
     if getattr(module, "sinks", None) is not None and options.get("s_aux") is None:
-        raise Unsupported("it has attention sinks that it does not pass on")
+        raise Unsupported("it has attention sinks that it does not pass to its attention")
 
 
 def read_window(options: dict[str, Any], max_model_len: int) -> int:
@@ -186,14 +186,16 @@ def _probe_at(run: Run, positions: Tensor, max_model_len: int) -> dict[int, Atte
 def check_layers(calls: dict[int, AttentionCall], num_layers: int) -> list[AttentionCall]:
     """Return the calls in layer order; raise `Unsupported` if one cache cannot hold all layers."""
     if sorted(calls) != list(range(num_layers)):
-        raise Unsupported(f"{len(calls)} of its {num_layers} layers attend through the interface")
+        raise Unsupported(
+            f"only {len(calls)} of its {num_layers} layers use the attention interface"
+        )
     found = [calls[layer] for layer in range(num_layers)]
     most = max(call.num_kv_heads for call in found)
     for layer, call in enumerate(found):  # `PagedAttention` repeats heads up to `most` KV heads
         if most % call.num_kv_heads or call.num_heads % most:
             raise Unsupported(
-                f"layer {layer} has {call.num_heads} heads over {call.num_kv_heads} KV heads where "
-                f"another has {most}, which must be a multiple of {call.num_kv_heads} and divide "
-                f"{call.num_heads}"
+                f"layer {layer} has {call.num_heads} heads over {call.num_kv_heads} KV heads, but "
+                f"another has {most} KV heads: {most} must be a multiple of {call.num_kv_heads} "
+                f"and divide {call.num_heads}"
             )
     return found
