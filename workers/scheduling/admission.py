@@ -1,5 +1,8 @@
 """Admission of waiting sequences to the batch."""
 
+import numpy as np
+
+from penstock.workers.scheduling.running_batch import CachedPrefix
 from penstock.workers.scheduling.scheduler_state import SchedulerState
 from penstock.workers.scheduling.sequence import Admitted, Ints, Reserved
 from penstock.workers.scheduling.sequence_groups import SequenceGroups
@@ -66,15 +69,15 @@ class Admission:
             blocks = self._batch.reserved(ticket)
             groups.events.append(Reserved(ticket.key, have, ticket.source_len, blocks))
 
-    def _match_if_fits(self, ticket: SequenceState) -> Ints | None:
-        """Return the cached blocks to reuse, or None if the other blocks of `ticket` do not fit.
+    def _match_if_fits(self, ticket: SequenceState) -> CachedPrefix | None:
+        """Return the cached prefix to reuse, or None if the other blocks of `ticket` do not fit.
 
         Leases are reclaimed only while no sequence has a table row. Otherwise `ticket` waits until
         a running sequence ends and frees its blocks.
         """
         size, batch, pool = self._limits.block_size, self._batch, self._pool
         num_tokens = len(ticket.tokens)
-        chain = ticket.chain(ticket.tokens, ticket.num_reusable(size), size)
+        chain = ticket.chain(ticket.tokens, ticket.num_reusable // size, size)
         if len(batch) and self._is_still_blocked(ticket, chain):
             return None
         kept_free = batch.num_still_needed() + self._limits.watermark * len(batch)
@@ -87,10 +90,28 @@ class Admission:
             matched = pool.match(chain)
             needed = -(-num_tokens // size) - len(matched) + pool.num_idle(matched)
             if needed + kept_free <= pool.num_available:
-                return matched
+                unused = pool.num_available - needed - kept_free
+                return self._with_begun_block(ticket, matched, unused)
             if len(batch) or not self._leases.reclaim():
                 self._blocked = ticket, len(matched)
                 return None
+
+    def _with_begun_block(self, ticket: SequenceState, matched: Ints, unused: int) -> CachedPrefix:
+        """Return `matched`, and the cached block that begins like the rest of `ticket`, if any.
+
+        The copy of that block is one of the blocks that `ticket` needs anyway. The block itself is
+        held until then, which needs one of the `unused` available blocks if it has no holder.
+        """
+        size = self._limits.block_size
+        have = len(matched) * size
+        if ticket.source_len > have:  # the KV transfer begins at the end of a block
+            return CachedPrefix(matched, have)
+        parent = ticket.hashes[len(matched) - 1] if len(matched) else ticket.root
+        end = min(ticket.num_reusable, have + size - 1)
+        begun, length = self._pool.match_begun(parent, ticket.tokens[have:end])
+        if self._pool.num_idle(begun) > unused:
+            return CachedPrefix(matched, have)
+        return CachedPrefix(np.concatenate((matched, begun)), have + length)
 
     def _is_still_blocked(self, ticket: SequenceState, chain: list[bytes]) -> bool:
         """Return True if `ticket` did not fit at the last attempt and still cannot fit.
@@ -106,13 +127,13 @@ class Admission:
         kept_free = self._limits.watermark * len(self._batch)
         return least + kept_free > self._pool.num_available
 
-    def _assign_row(self, ticket: SequenceState, matched: Ints) -> int:
+    def _assign_row(self, ticket: SequenceState, matched: CachedPrefix) -> int:
         """Give `ticket` a table row, then run it or reserve the blocks for its KV transfer.
 
         Return the number of tokens left to compute, or 0 if a KV transfer must end first.
         """
         self._batch.assign_row(ticket, matched)
-        have = len(matched) * self._limits.block_size
+        have = matched.num_tokens
         if ticket.source_len > have:
             self._batch.reserve(ticket)
             return 0

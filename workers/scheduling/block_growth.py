@@ -57,12 +57,15 @@ class BlockGrowth:
         return self._pool.num_copies(self._table.block_table[self._begun_shared_blocks(rows)])
 
     def _copy_on_write(self, rows: Ints) -> Ints:
+        shared, columns = self._begun_shared_blocks(rows)
+        blocks = self._table.block_table[shared, columns]
+        # All destinations are taken before a source is released, so that no block is both.
+        own = iter(self._pool.take(self._pool.num_copies(blocks), State.USED))
         copies = []
-        for row, column in zip(*self._begun_shared_blocks(rows), strict=True):
-            block = self._table.block_table[row, column]
+        for row, column, block in zip(shared, columns, blocks, strict=True):
             if self._pool.is_shared(block):
-                (own,) = self._pool.take(1, State.USED)
-                self._table.block_table[row, column] = own
+                copies.append((block, next(own)))
+                self._table.block_table[row, column] = copies[-1][1]
                 self._pool.release(block[None], State.USED)
-                copies.append((block, own))
+            self.shared_rows.discard(int(row))  # the block that it writes to is its own now
         return np.array(copies, np.int32).reshape(-1, 2)

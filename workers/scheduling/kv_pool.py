@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from penstock.workers.scheduling.block_contents import BlockContents
 from penstock.workers.scheduling.sequence import Ints
 
 
@@ -41,7 +42,7 @@ class BlockChanges:
     """
 
     def __init__(self) -> None:
-        self.stored: dict[bytes, bytes] = {}  # new block -> block before it; b"": none
+        self.stored: dict[bytes, bytes] = {}  # new block -> block before it, or root
         self.evicted: dict[bytes, None] = {}
 
     def __bool__(self) -> bool:
@@ -76,6 +77,7 @@ class BlockPool:
         self._hashed = np.zeros(num_blocks, np.bool_)
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._contents = BlockContents()
         self.changes: BlockChanges | None = None  # None: changes are not recorded
 
     def num(self, state: State) -> int:
@@ -155,6 +157,20 @@ class BlockPool:
             blocks.append(block)
         return np.array(blocks, np.int32)
 
+    def match_begun(self, parent: bytes, tokens: Ints) -> tuple[Ints, int]:
+        """Return the published block that begins with most of `tokens`, and their number.
+
+        Args:
+            parent: hash of the last full block of a sequence, or its root.
+            tokens: [n] the sequence's next tokens, fewer than a block has.
+
+        Returns:
+            [1] the block, or [0] if none begins with the first token; and the number of tokens that
+            they have in common.
+        """
+        digest, length = self._contents.longest_common(parent, tokens)
+        return np.array([self._block_of[digest]] if length else [], np.int32), length
+
     def has_hash(self, digest: bytes) -> bool:
         """Return True if a block is published under this hash."""
         return digest in self._block_of
@@ -164,25 +180,34 @@ class BlockPool:
         return self._block_of.keys()
 
     def publish(
-        self, blocks: Sequence[int], hashes: Sequence[bytes], parents: Sequence[bytes]
+        self,
+        blocks: Sequence[int],
+        hashes: Sequence[bytes],
+        parents: Sequence[bytes],
+        contents: Sequence[bytes] | None = None,
     ) -> None:
         """Publish used blocks under their hashes; a hash that is known keeps its first block.
 
         Args:
             blocks: [n] blocks in state USED.
             hashes: [n] hash of each block.
-            parents: [n] hash of the block before each block; b"" for the first of a sequence.
+            parents: [n] hash of the block before each block; for the first block of a sequence, the
+                sequence's root.
+            contents: [n] tokens of each block as bytes of int32; None: `match_begun` finds none of
+                these blocks.
         """
         if (self.state[blocks] != _USED).any():
             raise ValueError("only blocks in state USED can be published")
         new = []
-        for block, digest, parent in zip(blocks, hashes, parents, strict=True):
+        for index, (block, digest) in enumerate(zip(blocks, hashes, strict=True)):
             if digest not in self._block_of and block not in self._hash_of:
                 self._block_of[digest] = block
                 self._hash_of[block] = digest
                 new.append(block)
+                if contents is not None:
+                    self._contents.add(digest, parents[index], contents[index])
                 if self.changes is not None:
-                    self.changes.store(digest, parent)
+                    self.changes.store(digest, parents[index])
         self._hashed[new] = True
 
     def forget(self, blocks: Ints) -> None:
@@ -220,6 +245,7 @@ class BlockPool:
         assert sorted(self._lru) == np.flatnonzero(self.state == State.CACHED).tolist()
         assert self._hash_of == {block: digest for digest, block in self._block_of.items()}
         assert sorted(self._hash_of) == np.flatnonzero(self._hashed).tolist()
+        self._contents.check(set(self._block_of))
 
     def _evict(self) -> int:
         block, _ = self._lru.popitem(last=False)
@@ -230,6 +256,7 @@ class BlockPool:
         digest = self._hash_of.pop(block)
         del self._block_of[digest]
         self._hashed[block] = False
+        self._contents.remove(digest)
         if self.changes is not None:
             self.changes.evict(digest)
 

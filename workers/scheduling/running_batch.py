@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from dataclasses import replace
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,19 @@ from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 
 _arrival = attrgetter("arrival")
+
+
+class CachedPrefix(NamedTuple):
+    """The cached blocks with which a sequence begins.
+
+    Attributes:
+        blocks: [n] blocks of the sequence, in order. The last one may agree with the sequence in
+            its first tokens only; it is then copied before the sequence writes to it.
+        num_tokens: number of leading tokens whose KV these blocks hold.
+    """
+
+    blocks: Ints
+    num_tokens: int
 
 
 def split_token_budget(remaining: Ints, budget: int) -> Ints:
@@ -73,7 +87,7 @@ class RunningBatch:
 
     # ------------------------------------------------------------ rows
 
-    def assign_row(self, ticket: SequenceState, matched: Ints) -> None:
+    def assign_row(self, ticket: SequenceState, matched: CachedPrefix) -> None:
         """Give the sequence a table row that begins with the cached blocks `matched`.
 
         The forks of the sequence also get rows, and wait there until the prompt is computed.
@@ -87,7 +101,9 @@ class RunningBatch:
             self.fork_parents.append(ticket)
         if ticket.beams:
             self.beams.add(ticket.beams)
-        self._start_row(ticket, matched, len(matched) * table.block_size)
+        self._start_row(ticket, matched.blocks, matched.num_tokens)
+        if matched.num_tokens % table.block_size:
+            self.block_growth.shared_rows.add(ticket.row)
 
     def fork_if_due(self, ticket: SequenceState) -> bool:
         """Start the forks of `ticket` if its prompt is computed; return True if it is computed."""
@@ -215,13 +231,16 @@ class RunningBatch:
         blocks: list[int] = []
         hashes: list[bytes] = []
         parents: list[bytes] = []
+        contents: list[bytes] = []
         firsts = table.num_published[rows].tolist()
         for row, first, end in zip(rows.tolist(), firsts, full.tolist(), strict=True):
             blocks += table.block_table[row, first:end].tolist()
             chain = self._by_row[row].chain(table.tokens[row], end, size)
             hashes += chain[first:]
-            parents += chain[first - 1 : -1] if first else [b"", *chain[:-1]]
-        self._pool.publish(blocks, hashes, parents)
+            parents += chain[first - 1 : -1] if first else [self._by_row[row].root, *chain[:-1]]
+            packed, step = table.tokens[row, first * size : end * size].tobytes(), 4 * size
+            contents += [packed[at : at + step] for at in range(0, len(packed), step)]
+        self._pool.publish(blocks, hashes, parents, contents)
         table.num_published[rows] = full
 
     def holders(self) -> tuple[list[Ints], list[Ints]]:

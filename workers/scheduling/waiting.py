@@ -49,13 +49,14 @@ class SequenceState:
         own = sum(len(follower.tokens) - self.new.num_prompt for follower in self.forks)
         return len(self.tokens) - self.source_len + own
 
-    def num_reusable(self, block_size: int) -> int:
-        """Return how many leading blocks may be taken from the prefix cache.
+    @property
+    def num_reusable(self) -> int:
+        """Number of leading tokens whose KV may be taken from the prefix cache.
 
         The last token must be computed, because the next token is sampled from its logits. A prompt
         token must also be computed if the logprobs of the token after it are requested.
         """
-        return (min(len(self.tokens), self.prompt_known) - 1) // block_size
+        return min(len(self.tokens), self.prompt_known) - 1
 
     def chain(self, tokens: Ints, num_blocks: int, block_size: int) -> list[bytes]:
         """Return the hashes of the first `num_blocks` full blocks of this sequence's `tokens`."""

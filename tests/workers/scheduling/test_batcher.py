@@ -78,8 +78,8 @@ def test_at_least_one_token_is_computed_however_much_is_cached() -> None:
         bench.run()
         bench.expect(new)
     load = bench.batcher.load()
-    assert load.prompt_tokens_cached == 2 * 8
-    assert load.prompt_tokens_computed == 12 + 2 * 4
+    assert load.prompt_tokens_cached == 2 * 11
+    assert load.prompt_tokens_computed == 12 + 2 * 1
 
 
 def test_answers_are_cached_too() -> None:

@@ -1,0 +1,76 @@
+"""The tokens of published blocks, to find a block that begins like the rest of a prompt.
+
+A hash chain finds full blocks only. A prompt may also agree with the first tokens of a cached block
+and differ later in the block; the KV of these tokens is reusable if the block is copied. SGLang's
+radix tree reuses such tokens too, because it splits its nodes at any token.
+"""
+
+import numpy as np
+
+from penstock.workers.scheduling.sequence import Ints
+
+MAX_COMPARED = 16
+"""Number of blocks, newest first, that one look-up compares with a prompt."""
+
+_TOKEN_BYTES = 4
+
+
+class BlockContents:
+    """Tokens of published blocks by the block before each (its parent) and its first token."""
+
+    def __init__(self) -> None:
+        self._tokens_of: dict[bytes, tuple[bytes, bytes]] = {}  # block -> its key here, tokens
+        self._children: dict[bytes, dict[bytes, None]] = {}  # key: parent, then first token
+
+    def add(self, digest: bytes, parent: bytes, tokens: bytes) -> None:
+        """Add a block.
+
+        Args:
+            digest: hash of the block.
+            parent: hash of the block before it, or the root of its sequence.
+            tokens: the block's tokens as the bytes of an int32 array.
+        """
+        key = parent + tokens[:_TOKEN_BYTES]
+        self._tokens_of[digest] = key, tokens
+        self._children.setdefault(key, {})[digest] = None
+
+    def remove(self, digest: bytes) -> None:
+        """Remove a block; ignore a block that was not added."""
+        found = self._tokens_of.pop(digest, None)
+        if found is None:
+            return
+        siblings = self._children[found[0]]
+        del siblings[digest]
+        if not siblings:
+            del self._children[found[0]]
+
+    def longest_common(self, parent: bytes, tokens: Ints) -> tuple[bytes, int]:
+        """Return the block after `parent` that begins with most of `tokens`, and their number.
+
+        Return (b"", 0) if there is none.
+
+        Args:
+            parent: hash of a block, or the root of a sequence.
+            tokens: [n] the tokens that follow; n is less than the size of a block.
+        """
+        if not tokens.size:
+            return b"", 0
+        wanted = np.ascontiguousarray(tokens, np.int32)
+        siblings = self._children.get(parent + wanted[:1].tobytes(), {})
+        best, longest = b"", 0
+        for digest, _ in zip(reversed(siblings), range(MAX_COMPARED), strict=False):
+            found = np.frombuffer(self._tokens_of[digest][1], np.int32, count=wanted.size)
+            differ = np.flatnonzero(found != wanted)
+            length = int(differ[0]) if differ.size else wanted.size
+            if length > longest:
+                best, longest = digest, length
+                if length == wanted.size:
+                    break
+        return best, longest
+
+    def check(self, published: set[bytes]) -> None:
+        """Raise AssertionError if a block is known here that is not `published`."""
+        assert self._tokens_of.keys() <= published
+        known = {digest for siblings in self._children.values() for digest in siblings}
+        assert known == self._tokens_of.keys()
+        assert all(self._children.values())
