@@ -112,7 +112,7 @@ def test_positions_with_known_logprobs_may_come_from_the_cache(
     run_scored(engine, scored_sequence("first", 0))
     before = engine.load().prompt_tokens_computed
     check(run_scored(engine, scored_sequence("again", 2, known=40)), logprobs, 40, 2)
-    assert engine.load().prompt_tokens_computed - before == len(PROMPT) - 32
+    assert engine.load().prompt_tokens_computed - before == len(PROMPT) - 39
 
 
 def test_other_sequences_are_unaffected(engine: Engine, logprobs: torch.Tensor) -> None:
