@@ -1,7 +1,7 @@
 """CPU kernel of paged attention. The kernel reads the blocks of the KV cache in place.
 
 See `attention/op` for the operation. The loops are compiled by numba and use float32 arithmetic
-over a float32 or bfloat16 cache (`cpu_common/bf16`). Compiling takes some seconds, only once per
+over a cache of any format (`kv_cache/cpu_blocks`). Compiling takes some seconds, only once per
 machine: the compiled code is cached on disk.
 
 A tile is a range of consecutive query tokens of one sequence. A work item is a tile and a KV head;
@@ -24,15 +24,15 @@ from penstock.kernels.attention.cpu_inner import (
     softmax_row,
     softmax_rows,
 )
-from penstock.kernels.cpu_common.bf16 import as_f32, convert_block
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import use_threads
 from penstock.kernels.cpu_common.simd import VECTOR_WIDTH
+from penstock.kernels.kv_cache.cpu_blocks import as_f32, convert_block, page_size
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
-Rows: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
-"""A flat KV cache: float32, or the bits of bfloat16 as uint16."""
+Rows: TypeAlias = npt.NDArray[Any]
+"""A flat KV cache, with a dtype as in `kv_cache/cpu_blocks`."""
 
 PREFETCHED_BLOCKS = 4
 """Prefetch distance in pages. A page holds the keys or the values of one head and one block. The
@@ -58,18 +58,10 @@ def _own(
 
 
 @inner()
-def _block_start(table: Ints, at: int, kv_layout: tuple[int, int, int]) -> int:
-    """Return the number of the cache row at which block `at` of the sequence begins."""
-    num_heads, head, block_size = kv_layout
-    row: int = (table[at] * num_heads + head) * block_size
-    return row
-
-
-@inner()
-def _block_at(table: Ints, at: int, kv_layout: tuple[int, int, int]) -> int:
-    """Return the number r such that each position s of block `at` is row r + s of the cache."""
-    row: int = _block_start(table, at, kv_layout) - at * kv_layout[2]
-    return row
+def _page_of(table: Ints, at: int, kv_layout: tuple[int, int, int], size: int) -> int:
+    """Return the offset in the cache of the keys of block `at`; pages have `size` elements."""
+    page: int = (table[at] * kv_layout[0] + kv_layout[1]) * size
+    return page
 
 
 @inner()
@@ -83,7 +75,7 @@ def visible_blocks(tile: tuple[int, int, int], block_size: int) -> tuple[int, in
 @inner()
 def _page_at(
     number: int, blocks: tuple[int, int], table: Ints, kv_layout: tuple[int, int, int],
-    head_dim: int, values_at: int,
+    size: int, values_at: int,
 ) -> int:  # fmt: skip
     """Return the offset in the cache of page `number` of a work item; -1 if there is no such page.
 
@@ -92,7 +84,7 @@ def _page_at(
     first, count = blocks
     if not 0 <= number < 2 * count:
         return -1
-    page = _block_start(table, first + number % count, kv_layout) * head_dim
+    page = _page_of(table, first + number % count, kv_layout, size)
     return page if number < count else values_at + page
 
 
@@ -150,19 +142,19 @@ def attend_few_rows(
     lowest, high = max(context - behind, 0), context + count - 1
     blocks, near = visible_blocks(tile, block_size), as_f32(rows, scratch)
     first, last = blocks[0], blocks[0] + blocks[1]
-    line = 64 // rows.itemsize
-    chunk_size = (block_size * head_dim // (count * group) // line + 1) * line
+    line, size = 64 // rows.itemsize, page_size(rows, block_size, head_dim)
+    chunk_size = (size // (count * group) // line + 1) * line
     for r in range(count * group):
         whole = query[start + r // group, head * group + r % group]
         _scale(whole, 0, head_dim, scale, q, r * padded)
         q[r * padded + head_dim : (r + 1) * padded] = 0
     for at in range(first, last):
-        row_at = _block_at(table, at, kv_layout) * head_dim
+        keys = _page_of(table, at, kv_layout, size)
         begin, end = _visible(at, block_size, lowest, high)
-        row_at = convert_block(rows, row_at, begin, end, head_dim, scratch)
-        page = _page_at(
-            at - first + PREFETCHED_BLOCKS, blocks, table, kv_layout, head_dim, values_at
+        row_at = convert_block(
+            rows, keys, at * block_size, begin, end, block_size, head_dim, scratch
         )
+        page = _page_at(at - first + PREFETCHED_BLOCKS, blocks, table, kv_layout, size, values_at)
         for r in range(count * group):
             begin, end = _own(at, block_size, tile, group, r)
             if begin < end:
@@ -177,15 +169,15 @@ def attend_few_rows(
         ones[r] = softmax_row(scores, r * span, low, seen, cap, slopes[g], sinks[g], powers, spare)
     sums[: count * group * head_dim] = 0
     for at in range(first, last):
-        row_at = values_at + _block_at(table, at, kv_layout) * head_dim
+        values = values_at + _page_of(table, at, kv_layout, size)
         begin, end = _visible(at, block_size, lowest, high)
-        row_at = convert_block(rows, row_at, begin, end, head_dim, scratch)
+        row_at = convert_block(
+            rows, values, at * block_size, begin, end, block_size, head_dim, scratch
+        )
         number = blocks[1] + at - first + PREFETCHED_BLOCKS
         page = max(
-            _page_at(number, blocks, table, kv_layout, head_dim, values_at),
-            _page_at(
-                number - 2 * blocks[1], next_blocks, next_table, next_layout, head_dim, values_at
-            ),
+            _page_at(number, blocks, table, kv_layout, size, values_at),
+            _page_at(number - 2 * blocks[1], next_blocks, next_table, next_layout, size, values_at),
         )
         for r in range(count * group):
             begin, end = _own(at, block_size, tile, group, r)
@@ -213,7 +205,7 @@ def attend_many_rows(
     group, head_dim = len(sinks), query.shape[2]
     height = (count * group + 2 * VECTOR_WIDTH - 1) // (2 * VECTOR_WIDTH) * (2 * VECTOR_WIDTH)
     low, high = max(context - behind, 0), context + count - 1
-    near = as_f32(rows, scratch)
+    near, size = as_f32(rows, scratch), page_size(rows, block_size, head_dim)
     for r in range(height):
         for i in range(head_dim):
             q[i * height + r] = 0
@@ -221,9 +213,11 @@ def attend_many_rows(
                 x = query[start + r // group, head * group + r % group, i]
                 q[i * height + r] = x * scale
     for at in range(low // block_size, (high - 1) // block_size + 1):
-        row_at = _block_at(table, at, kv_layout) * head_dim
+        keys = _page_of(table, at, kv_layout, size)
         begin, end = _visible(at, block_size, low, high)
-        row_at = convert_block(rows, row_at, begin, end, head_dim, scratch)
+        row_at = convert_block(
+            rows, keys, at * block_size, begin, end, block_size, head_dim, scratch
+        )
         qk_rows(q, height, head_dim, near, row_at, begin, end, scores)
     softmax_rows(
         scores, height, group, tile, cap, slopes, sinks, powers, most[:height],
@@ -231,9 +225,11 @@ def attend_many_rows(
     )  # fmt: skip
     sums[: head_dim * height] = 0
     for at in range(low // block_size, (high - 1) // block_size + 1):
-        row_at = values_at + _block_at(table, at, kv_layout) * head_dim
+        values = values_at + _page_of(table, at, kv_layout, size)
         begin, end = _visible(at, block_size, low, high)
-        row_at = convert_block(rows, row_at, begin, end, head_dim, scratch)
+        row_at = convert_block(
+            rows, values, at * block_size, begin, end, block_size, head_dim, scratch
+        )
         pv_rows(scores, height, near, row_at, begin, end, head_dim, sums)
     for r in range(count * group):
         for i in range(head_dim):
@@ -255,7 +251,7 @@ def _largest(tiles: Ints) -> tuple[int, int]:
 
 def _paged_attention(
     query: Floats,  # [T, Hq, D]
-    rows: Rows,  # [2 N H S D] the cache as a flat array
+    rows: Rows,  # the cache as a flat array
     values_at: int,  # index in `rows` at which the values begin
     num_heads: int,
     block_size: int,
@@ -314,14 +310,13 @@ def _paged_attention(
 
 
 @cache
-def compile_paged_attention(narrow: bool) -> Any:
-    """Compile `_paged_attention` for a bfloat16 cache if `narrow`, otherwise for float32.
+def compile_paged_attention(rows: str) -> Any:
+    """Compile `_paged_attention` for a cache whose flat array has numba's dtype `rows`.
 
     The returned function takes the arguments of `_paged_attention`. Callers must pass `num_threads`
     as a keyword argument. It is torch's number of threads, because numba and torch share one OpenMP
     pool.
     """
-    rows = "uint16" if narrow else "float32"
     signature = (
         f"void(float32[:,:,:], {rows}[::1], int64, int64, int64, int32[:,::1], int32[:,::1], int64,"
         " float32, float32, float32[::1], float32[::1], float32[:,:,::1], int64)"

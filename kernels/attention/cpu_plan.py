@@ -1,7 +1,8 @@
 """Plans attention that reads the blocks in place on a CPU, and calls the kernel.
 
-The kernel (`cpu_paged`) uses float32 arithmetic over a float32 or bfloat16 cache. There is one
-compiled version per dtype of the cache; `load_cpu_kernels` or the first call compiles it.
+The kernel (`cpu_paged`) uses float32 arithmetic over a cache of float32, bfloat16, FP8 or INT8
+(`kv_cache/format`). There is one compiled version per format; `load_cpu_kernels` or the first call
+compiles it.
 """
 
 import math
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
+from penstock.kernels.checks import E4M3
 from penstock.kernels.cpu_common.numba_runtime import configure_numba
 
 Ints = npt.NDArray[np.integer[Any]]
@@ -84,7 +86,8 @@ class CpuPagedPlan:
             out: [T, Hq, D] contiguous. If `out` is not float32, results are rounded to its dtype,
                 and rows of tokens that are not in the plan get undefined values.
             query: [T, Hq, D] of the whole batch.
-            layer: [2, N, H, S, D], or [1, N, 1, S, D] if the keys are also the values.
+            layer: [2, N, H, S, W], or [1, N, 1, S, W] if the keys are also the values; W is D,
+                or D + 2 for codes with scales (`kv_cache/format`).
             scores: changes to the scores before the softmax.
         """
         if out.dtype != torch.float32:
@@ -93,13 +96,13 @@ class CpuPagedPlan:
             out.copy_(wide)
             return
         _, num_heads, head_dim = query.shape
-        num_sides, num_blocks, num_kv_heads, block_size, _ = layer.shape
+        num_sides, _, num_kv_heads, block_size, _ = layer.shape
         sinks = _by_head(scores.sinks, num_heads, -np.inf)
         slopes = _by_head(scores.slopes, num_heads, 0.0)
         _kernel(layer.dtype)(
             query.numpy(),
             _rows(layer),
-            (num_sides - 1) * num_blocks * num_kv_heads * block_size * head_dim,
+            layer.numel() // num_sides * (num_sides - 1),
             num_kv_heads,
             block_size,
             self.tables,
@@ -120,11 +123,19 @@ def _by_head(values: Tensor | None, num_heads: int, none: float) -> npt.NDArray[
     return values.float().numpy()
 
 
+_FLAT: dict[torch.dtype, tuple[torch.dtype, str]] = {
+    torch.float32: (torch.float32, "float32"),
+    torch.bfloat16: (torch.int16, "uint16"),
+    E4M3: (torch.uint8, "uint8"),
+    torch.int8: (torch.int8, "int8"),
+}
+"""By dtype of the cache: a dtype of the same size that numpy has, and numba's dtype."""
+
+
 def _rows(layer: Tensor) -> npt.NDArray[Any]:
-    """Return the layer as a flat array: float32, or the bits of bfloat16 as uint16."""
-    if layer.dtype == torch.float32:
-        return layer.view(-1).numpy()
-    return layer.view(-1).view(torch.int16).numpy().view(np.uint16)
+    """Return the layer as a flat array, with a dtype as in `kv_cache/cpu_blocks`."""
+    dtype, name = _FLAT[layer.dtype]
+    return layer.view(-1).view(dtype).numpy().view(name)
 
 
 def _kernel(dtype: torch.dtype) -> Any:
@@ -132,4 +143,4 @@ def _kernel(dtype: torch.dtype) -> Any:
     configure_numba()
     from penstock.kernels.attention.cpu_paged import compile_paged_attention
 
-    return compile_paged_attention(dtype == torch.bfloat16)
+    return compile_paged_attention(_FLAT[dtype][1])

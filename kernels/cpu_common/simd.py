@@ -77,6 +77,60 @@ def load_bf16_as_f32(typing, array, at):
 
 
 @simd_intrinsic
+def load_i8_as_f32(typing, array, at):
+    """Load VECTOR_WIDTH int8 from `array[at:]`, converted to float32."""
+    lanes = F32Vec(VECTOR_WIDTH)
+
+    def code(context, builder, signature, arguments):
+        narrow, wide = (ir.VectorType(ir.IntType(bits), VECTOR_WIDTH) for bits in (8, 32))
+        pointer = _pointer(context, builder, signature, arguments)
+        found = builder.load(builder.bitcast(pointer, narrow.as_pointer()), align=1)
+        return builder.sitofp(builder.sext(found, wide), context.get_value_type(lanes))
+
+    return lanes(array, types.intp), code
+
+
+@simd_intrinsic
+def load_e4m3_as_f32(typing, array, at):
+    """Load VECTOR_WIDTH float8_e4m3fn (stored as uint8) from `array[at:]`, converted to float32.
+
+    NaN is not supported.
+    """
+    lanes = F32Vec(VECTOR_WIDTH)
+
+    def code(context, builder, signature, arguments):
+        narrow, wide = (ir.VectorType(ir.IntType(bits), VECTOR_WIDTH) for bits in (8, 32))
+        floats = context.get_value_type(lanes)
+
+        def splat(kind, value):
+            return ir.Constant(kind, [value] * VECTOR_WIDTH)
+
+        pointer = _pointer(context, builder, signature, arguments)
+        found = builder.load(builder.bitcast(pointer, narrow.as_pointer()), align=1)
+        bits = builder.zext(found, wide)
+        size = builder.and_(bits, splat(wide, 0x7F))
+        # Normal numbers: move the exponent to its place and change its bias from 7 to 127.
+        normal = builder.add(builder.shl(size, splat(wide, 20)), splat(wide, 120 << 23))
+        tiny = builder.fmul(builder.sitofp(size, floats), splat(floats, 2.0**-9))
+        is_tiny = builder.icmp_unsigned("<", size, splat(wide, 8))
+        value = builder.select(is_tiny, builder.bitcast(tiny, wide), normal)
+        sign = builder.shl(builder.and_(bits, splat(wide, 0x80)), splat(wide, 24))
+        return builder.bitcast(builder.or_(value, sign), floats)
+
+    return lanes(array, types.intp), code
+
+
+@simd_intrinsic
+def float_of_bits(typing, bits):
+    """Return the float32 with the bits of an integer; higher bits are ignored."""
+
+    def code(context, builder, signature, arguments):
+        return builder.bitcast(builder.trunc(arguments[0], ir.IntType(32)), ir.FloatType())
+
+    return types.float32(types.int64), code
+
+
+@simd_intrinsic
 def load_i32_as_f32(typing, array, at):
     """Load VECTOR_WIDTH int32 from `array[at:]` and round each to the nearest float32."""
     lanes = F32Vec(VECTOR_WIDTH)

@@ -1,0 +1,144 @@
+"""Formats of the KV cache: floats, or 8-bit codes with one scale per token and KV head.
+
+A **page** is the keys or the values of one block and one KV head: S slots of D features. The cache
+of all layers is [L, sides, N, H, S, W] contiguous, and [S, W] are the elements of a page. `W` is
+`KvCacheFormat.slot_elements(D)`:
+
+- Floats (W = D): a slot is a row of D elements.
+- Codes (W = D + 2): the page holds S rows of D codes, then S float16 scales, one per slot. The
+  last two dimensions are therefore only the size of a page; `codes` and `scales` are the views to
+  index. Whole pages can be copied as bytes.
+
+A feature of a slot is its code times the slot's scale. `quantize` defines code and scale; they
+depend only on the D features of the same token and head. All implementations give the same bits.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.checks import E4M3
+
+SCALE_BYTES = torch.float16.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheFormat:
+    """How a KV cache stores a feature, and how many bytes it needs."""
+
+    name: str  # value of `kv_cache_dtype`
+    dtype: torch.dtype  # of the cache's elements; it identifies the format
+    max_code: float = 0.0  # largest code; 0 for floats, which have no scales
+
+    @property
+    def has_scales(self) -> bool:
+        return self.max_code > 0
+
+    @property
+    def value_gain(self) -> float:
+        """Return the smallest power of two above `max_code`.
+
+        Kernels multiply the scales of values by it, and divide the sum by it at the end. Weights of
+        float16 would otherwise underflow.
+        """
+        return 2.0 ** math.ceil(math.log2(self.max_code)) if self.has_scales else 1.0
+
+    def slot_elements(self, num_features: int) -> int:
+        """Return W, the elements per slot of a page whose slots have `num_features` features.
+
+        Raises:
+            ValueError: scales would not be aligned, because the number of features is odd.
+        """
+        if self.has_scales and num_features % 2:
+            raise ValueError(
+                f"kv_cache_dtype {self.name} needs an even number of features per head, "
+                f"not {num_features}; use auto"
+            )
+        return num_features + (SCALE_BYTES if self.has_scales else 0)
+
+    def token_bytes(self, kv_shape: tuple[int, int, int]) -> int:
+        """Return the bytes of one position in one layer.
+
+        Args:
+            kv_shape: (sides, KV heads, features) of one position in a layer's cache.
+        """
+        sides, num_heads, num_features = kv_shape
+        return sides * num_heads * self.slot_elements(num_features) * self.dtype.itemsize
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        KvCacheFormat("float32", torch.float32),
+        KvCacheFormat("bfloat16", torch.bfloat16),
+        KvCacheFormat("float16", torch.float16),
+        KvCacheFormat("fp8", E4M3, max_code=448.0),
+        KvCacheFormat("int8", torch.int8, max_code=127.0),
+    )
+}
+"""All formats, by name."""
+
+_BY_DTYPE = {each.dtype: each for each in FORMATS.values()}
+
+
+def format_of(dtype: torch.dtype) -> KvCacheFormat:
+    """Return the format of a cache with elements of `dtype`; others are floats of that dtype."""
+    return _BY_DTYPE.get(dtype) or KvCacheFormat(str(dtype).removeprefix("torch."), dtype)
+
+
+def num_features(layer: Tensor) -> int:
+    """Return D, the number of features per slot of a layer [..., S, W]."""
+    return layer.shape[-1] - (SCALE_BYTES if format_of(layer.dtype).has_scales else 0)
+
+
+def codes(cache: Tensor) -> Tensor:
+    """Return a view [..., S, D] of the elements or codes of a cache [..., S, W] of any format.
+
+    Only the last two dimensions of `cache` must be contiguous.
+    """
+    if not format_of(cache.dtype).has_scales:
+        return cache
+    dim = num_features(cache)
+    return cache.as_strided((*cache.shape[:-1], dim), (*cache.stride()[:-2], dim, 1))
+
+
+def scales(cache: Tensor) -> Tensor:
+    """Return a view [..., S] float16 of the scales of a cache [..., S, W] with scales.
+
+    Only the last two dimensions of `cache` must be contiguous.
+    """
+    block_size, halves = cache.shape[-2], cache.view(torch.float16)
+    strides, start = halves.stride()[:-2], block_size * num_features(cache) // SCALE_BYTES
+    return halves.as_strided(cache.shape[:-1], (*strides, 1), halves.storage_offset() + start)
+
+
+def quantize(x: Tensor, form: KvCacheFormat) -> tuple[Tensor, Tensor]:
+    """Quantize each row of `x` [..., D] with its own scale; the reference of all implementations.
+
+    The scale is the largest absolute value divided by the largest code, rounded up to float16. No
+    code is therefore clipped, and `dequantize` is wrong by at most half a unit of the code times
+    the scale: scale / 2 for INT8; for FP8 2^-4 of the value, or 2^-10 scale if that is more. A row
+    with NaN or infinity, or with a scale above float16, gets a scale of NaN or infinity, so that
+    `dequantize` gives no finite value for it.
+
+    Returns:
+        Codes [..., D] of the format's dtype, and scales [...] float16.
+    """
+    x = x.float()
+    exact = x.abs().amax(-1) * (1.0 / form.max_code)
+    scale = exact.half()
+    above = (scale.view(torch.int16) + 1).view(torch.float16)
+    scale = torch.where(scale.float() < exact, above, scale)
+    inverse = torch.where(scale == 0, 0.0, 1.0 / scale.float())
+    scaled = (x * inverse[..., None]).nan_to_num(0.0)
+    return (scaled if form.dtype == E4M3 else scaled.round()).to(form.dtype), scale
+
+
+def dequantize(cache: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the features [..., S, D] of a cache [..., S, W] of any format, in `dtype`."""
+    found = codes(cache).to(dtype)
+    if format_of(cache.dtype).has_scales:
+        found = found * scales(cache).to(dtype)[..., None]
+    return found
