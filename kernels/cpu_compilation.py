@@ -88,7 +88,7 @@ def required_groups(
     groups.append(KernelGroup("checksum", checksum.load_cpu_kernels))
     groups.append(KernelGroup("token-masks", token_mask.load_cpu_kernels))
     if weights == torch.float32:
-        if quantized and cpu_packed_f32.has_amx():
+        if quantized and cpu_packed_int8.has_int8_loops():
             groups.append(KernelGroup("level-products", cpu_packed_int8.load_cpu_kernels))
         groups += [
             KernelGroup(f"rotary-{kept}", lambda: cache.load_cpu_kernels(narrow)),

@@ -12,6 +12,12 @@ def has_avx512() -> bool:
 
 
 @cache
+def has_vnni() -> bool:
+    """Return whether this CPU supports AVX-512 VNNI (products of 8-bit integers)."""
+    return has_avx512() and torch.cpu._is_vnni_supported()
+
+
+@cache
 def has_amx() -> bool:
     """Request permission for AMX from the operating system; return whether AMX can be used."""
     if not (has_avx512() and torch.cpu._is_amx_tile_supported()):

@@ -76,7 +76,7 @@ def _prefetch(weights: Bytes, at: int, count: int) -> None:
 
 
 @inner()
-def _dequantize_sums(
+def dequantize_sums(
     sums: Sums, num_rows: int, num_columns: int, factors: Floats, scales: Floats, bias: Floats,
     y: Floats, at: int, width: int,
 ) -> None:  # fmt: skip
@@ -102,7 +102,7 @@ def _flat(
         _multiply_flat(qvalues, qvalues_at + k, num_inputs, weights, at)
         at += TILES_ACROSS * TILE
     _store_flat(sums, 0, BLOCK_COLUMNS)
-    _dequantize_sums(
+    dequantize_sums(
         sums,
         num_rows,
         BLOCK_COLUMNS,
@@ -136,7 +136,7 @@ def _square(
         _multiply_square(qvalues, qvalues_at + k, num_inputs, weights, at)
         at += TILES_ACROSS * TILE
     _store_square(sums, 0, 32)
-    _dequantize_sums(
+    dequantize_sums(
         sums, num_rows, 32, factors, scales[column:], bias[column:], y, y_at + column, width
     )
 

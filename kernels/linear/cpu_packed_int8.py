@@ -1,4 +1,4 @@
-"""INT8 linear layers on CPUs with AMX: y = s_x s_w (q_x - 128) q_wᵀ + b.
+"""INT8 linear layers on CPUs with AMX or AVX-512 VNNI: y = s_x s_w (q_x - 128) q_wᵀ + b.
 
 Activations are quantized at run time, with one scale per row (`quantize_rows`), and weights once,
 with one scale per row of W. The int32 sums are exact, so the result for a row does not depend on
@@ -6,7 +6,8 @@ the other rows. Each sum is multiplied first by the weights' scale, as in oneDNN
 activations' scale.
 
 W [N, K] is stored in the order in which AMX reads it: blocks of 64 outputs; in each block, steps of
-64 inputs; in each step, four tiles of 16 outputs.
+64 inputs; in each step, four tiles of 16 outputs. VNNI reads the same order. Both give the same
+bits.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu_common.numba_runtime import configure_numba
+from penstock.kernels.cpu_common.cpu_features import has_vnni
+from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS, has_amx
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
 
@@ -30,14 +32,19 @@ _TILE_K, _BLOCK_COLUMNS = (
 )  # inputs per tile and output columns per block, with the values of `linear/cpu_int8_amx`
 
 
-def supports_amx_int8(weight: Tensor) -> bool:
-    """Return whether `pack_int8_amx` supports these weights on this CPU."""
-    return weight.numel() > 0 and weight.shape[1] % _TILE_K == 0 and has_amx()
+def supports_int8_tiles(weight: Tensor) -> bool:
+    """Return whether `pack_int8_tiles` supports these weights on this CPU."""
+    return weight.numel() > 0 and weight.shape[1] % _TILE_K == 0 and has_int8_loops()
+
+
+def has_int8_loops() -> bool:
+    """Return whether this CPU has loops for the tiles: AMX or AVX-512 VNNI, and numba."""
+    return (has_amx() or has_vnni()) and has_numba()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearInt8:
-    """An INT8 linear layer with its weights in AMX tiles."""
+    """An INT8 linear layer with its weights in tiles."""
 
     tiles: npt.NDArray[np.uint8] = field(repr=False)  # flat; [blocks, steps, 4, 16, 16, 4]
     shifts: npt.NDArray[np.int32] = field(repr=False)  # [blocks * 64] -128 * sum of each weight row
@@ -54,7 +61,7 @@ class PackedLinearInt8:
             raise ValueError(f"x: {expected} expected, not {list(x.shape)} {x.dtype}")
         qvalues, factors = quantize_per_token(x)
         y = torch.empty(num_rows, len(self.scales))
-        _amx_kernels().run(
+        _kernels().run(
             qvalues.view(-1).numpy(), num_rows, num_inputs, self.tiles, self.shifts,
             factors.view(-1).numpy(), self.scales, self.bias, y.view(-1).numpy(),
             len(self.scales) // _BLOCK_COLUMNS,
@@ -65,7 +72,7 @@ class PackedLinearInt8:
         return y[:, : self.num_outputs].contiguous()
 
 
-def pack_int8_amx(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> PackedLinearInt8:
+def pack_int8_tiles(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> PackedLinearInt8:
     """Pack `qweight` [N, K] int8 from -127 to 127, with `scales` and `bias` [N] float32."""
     num_outputs, num_inputs = qweight.shape
     num_blocks = -(-num_outputs // _BLOCK_COLUMNS)
@@ -87,12 +94,12 @@ def pack_int8_amx(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> Packe
 
 def load_cpu_kernels() -> None:
     """Load the compiled loops, compiling them if they are not in the cache on disk."""
-    _amx_kernels().load()
+    _kernels().load()
 
 
 @cache
-def _amx_kernels() -> Any:
+def _kernels() -> Any:
     configure_numba()
-    from penstock.kernels.linear import cpu_int8_amx
+    from penstock.kernels.linear import cpu_int8_amx, cpu_int8_vnni
 
-    return cpu_int8_amx
+    return cpu_int8_amx if has_amx() else cpu_int8_vnni

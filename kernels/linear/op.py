@@ -9,9 +9,10 @@ When a model is loaded, its weights are rearranged once into one of these CPU fo
   so `pack_batch_invariant` tests it, and pads the rows if the test fails;
 - INT8, with one scale s_w per weight row, and one scale s_x per activation row that is computed at
   run time: y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, where ()₈ rounds to 8 bits. The int32 sums are
-  exact, so the result for a row does not depend on other rows. AMX is used if the CPU supports it
-  (`cpu_packed_int8`), otherwise oneDNN with VNNI, otherwise FBGEMM. With FBGEMM, activations are
-  quantized to 7 bits, because FBGEMM's products of 8 by 8 bits saturate.
+  exact, so the result for a row does not depend on other rows. AMX or AVX-512 VNNI is used if the
+  CPU supports it (`cpu_packed_int8`), otherwise FBGEMM. oneDNN with VNNI is used for inputs that
+  the tiles of `cpu_packed_int8` do not divide. With FBGEMM, activations are quantized to 7 bits,
+  because FBGEMM's products of 8 by 8 bits saturate.
 
 On a GPU, this module offers only `pack_batch_invariant` (see `batch_invariant`).
 """
@@ -28,7 +29,7 @@ from torch.nn import functional
 from penstock.kernels.checks import FLOATS
 from penstock.kernels.linear.batch_invariant import BatchInvariantLinear
 from penstock.kernels.linear.cpu_packed_f32 import pack_f32, supports_packed_f32
-from penstock.kernels.linear.cpu_packed_int8 import pack_int8_amx, supports_amx_int8
+from penstock.kernels.linear.cpu_packed_int8 import pack_int8_tiles, supports_int8_tiles
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
 from penstock.kernels.triton_common.launch import runs_kernels
 
@@ -197,8 +198,8 @@ def pack_int8_codes(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> Pac
         scales: [N] float32; a weight is its code times its row's scale.
         bias: [N] float32 or None.
     """
-    if supports_amx_int8(qweight):
-        return pack_int8_amx(qweight, scales, bias)
+    if supports_int8_tiles(qweight):
+        return pack_int8_tiles(qweight, scales, bias)
     if _has_vnni():
         packed = torch.ops.onednn.qlinear_prepack(qweight, None)
         return OneDnnInt8Linear(packed, scales, torch.zeros(len(qweight), dtype=torch.int32), bias)

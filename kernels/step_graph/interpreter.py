@@ -14,10 +14,7 @@ from penstock.kernels.attention.cpu_paged import attend_few_rows, visible_blocks
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import use_threads
 from penstock.kernels.cpu_common.partition import f32_array as _floats
-from penstock.kernels.cpu_common.partition import i32_array as _sums
 from penstock.kernels.cpu_common.partition import partition as _partition
-from penstock.kernels.cpu_common.partition import u8_array as _bytes
-from penstock.kernels.cpu_common.simd import prefetch
 from penstock.kernels.cpu_common.thread_barrier import (
     BARRIER_WORDS,
     arrive,
@@ -26,21 +23,14 @@ from penstock.kernels.cpu_common.thread_barrier import (
     phase_done,
 )
 from penstock.kernels.kv_cache.cpu import rope_interleaved, rope_neox, store_kv
-from penstock.kernels.linear import cpu_f32_avx512
-from penstock.kernels.linear.cpu_f32_avx512 import PANEL, TILE_ROWS
-from penstock.kernels.linear.cpu_packed_f32 import MIN_AMX_ROWS, has_amx
-from penstock.kernels.linear.cpu_quantize_rows import quantize_rows
 from penstock.kernels.moe import cpu as expert_loops
 from penstock.kernels.norm.cpu import norm_row
+from penstock.kernels.step_graph import matmuls
 from penstock.kernels.step_graph.opcodes import (
     ADD,
     ADDED,
-    ALIGNMENT,
     ANGLES,
     ATTEND,
-    BATCH_INVARIANT,
-    BIAS,
-    BIAS_SIZE,
     BLOCK_SIZE,
     CAP,
     CONTINUES,
@@ -69,7 +59,6 @@ from penstock.kernels.step_graph.opcodes import (
     PERMUTE_INDEX,
     QUANTIZE,
     ROTARY_DIM,
-    ROW_SCALES,
     SCALE,
     SINKS,
     SLOPES,
@@ -77,29 +66,13 @@ from penstock.kernels.step_graph.opcodes import (
     UNPERMUTE_SUM,
     VALUES_START,
     WEIGHT,
-    WEIGHT_SCALES,
-    WEIGHT_SIZE,
     WINDOW,
     X_WIDTH,
-    ZERO_POINT_CORRECTION,
     X,
 )
 
-_f32_avx512_columns: Any = cpu_f32_avx512.compute_columns
-_f32_amx_columns: Any = (
-    cpu_f32_avx512.compute_columns
-)  # a placeholder, like the next name: both are called only with AMX
-_int8_amx_columns: Any = cpu_f32_avx512.compute_columns
-
-HAS_AMX = has_amx()
-if HAS_AMX:
-    from penstock.kernels.linear.cpu_f32_amx_bf16x6 import compute_columns as _f32_amx_columns
-    from penstock.kernels.linear.cpu_int8_amx import compute_columns as _int8_amx_columns
-
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
-
-_LINE = 16  # number of float32 in a cache line
 
 
 @inner()
@@ -113,60 +86,6 @@ def _norm(op: Longs, eps: float, arena: Floats, num_rows: int, me: int, count: i
         at = op[X] + t * op[X_WIDTH] + group * dim
         out_at = op[OUT] + t * op[OUT_WIDTH] + group * dim
         norm_row(arena, at, more, op[ADDED] + t * dim, weight, eps, arena, out_at, spare)
-
-
-@inner()
-def _linear(
-    op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
-) -> None:  # fmt: skip
-    """Execute opcode MATMUL_F32, see `operations.MatmulF32`."""
-    num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
-    x, y = arena[op[X] + first_row * num_inputs :], arena[op[OUT] + first_row * num_outputs :]
-    panels, bias = _floats(op[WEIGHT], op[WEIGHT_SIZE]), _floats(op[BIAS], op[BIAS_SIZE])
-    if HAS_AMX and (op[BATCH_INVARIANT] or num_rows >= MIN_AMX_ROWS):
-        first, last = _partition(num_outputs // ALIGNMENT, me, count)
-        if first < last:
-            _f32_amx_columns(
-                x, num_rows, num_inputs, panels, bias, y, num_outputs, num_outputs // 16,
-                first * ALIGNMENT // 16, last * ALIGNMENT // 16,
-            )  # fmt: skip
-        return
-    rows = num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
-    first, last = _partition(-(-num_outputs // PANEL), me, count)
-    _f32_avx512_columns(x, rows, num_inputs, panels, bias, y, num_outputs, first, last)
-
-
-@inner()
-def _quantize(
-    op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
-) -> None:  # fmt: skip
-    """Execute opcode QUANTIZE, see `operations.Quantize`."""
-    width = op[X_WIDTH]
-    x = arena[op[X] + first_row * width :][: num_rows * width].reshape(num_rows, width)
-    bytes_at = first_row * width
-    qvalues = arena[op[OUT] :].view(np.uint8)[bytes_at:][: num_rows * width]
-    row_scales = arena[op[ROW_SCALES] + first_row :][:num_rows]
-    first, last = _partition(num_rows, me, count)
-    quantize_rows(x, qvalues.reshape(num_rows, width), row_scales, first, last)
-
-
-@inner()
-def _int8_linear(
-    op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
-) -> None:  # fmt: skip
-    """Execute opcode MATMUL_INT8, see `operations.MatmulInt8`."""
-    num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
-    qvalues = arena[op[X] :].view(np.uint8)[first_row * num_inputs :]
-    y, row_scales = arena[op[OUT] + first_row * num_outputs :], arena[op[ROW_SCALES] + first_row :]
-    weights = _bytes(op[WEIGHT], op[WEIGHT_SIZE])
-    correction = _sums(op[ZERO_POINT_CORRECTION], num_outputs)
-    scales, bias = _floats(op[WEIGHT_SCALES], num_outputs), _floats(op[BIAS], num_outputs)
-    first, last = _partition(num_outputs // ALIGNMENT, me, count)
-    if HAS_AMX and first < last:
-        _int8_amx_columns(
-            qvalues, num_rows, num_inputs, weights, correction, row_scales, scales, bias, y,
-            num_outputs, first, last,
-        )  # fmt: skip
 
 
 @inner()
@@ -252,23 +171,6 @@ def _add(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
         x[i] += more[i]
 
 
-@inner()
-def _prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> int:
-    """Prefetch the next cache line of this thread's weights; return `num_prefetched` + 1."""
-    num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
-    if op[OPCODE] == MATMUL_INT8:
-        first, last = _partition(num_outputs // ALIGNMENT, me, count)
-        at = first * num_inputs * ALIGNMENT + num_prefetched * 64
-        if at < last * num_inputs * ALIGNMENT:
-            prefetch(_bytes(op[WEIGHT], op[WEIGHT_SIZE]), at)
-        return num_prefetched + 1
-    first, last = _partition(-(-num_outputs // PANEL), me, count)
-    at = first * num_inputs * PANEL + num_prefetched * _LINE
-    if at < last * num_inputs * PANEL:
-        prefetch(_floats(op[WEIGHT], op[WEIGHT_SIZE]), at)
-    return num_prefetched + 1
-
-
 MAX_PREFETCHED_LINES = (1 << 20) // 64
 """Maximum number of cache lines to prefetch: 1 MiB, half of a core's L2 cache."""
 
@@ -290,11 +192,11 @@ def _compute(
     if opcode == NORM:
         _norm(op, floats[EPS], arena, num_rows, me, count)
     elif opcode == MATMUL_F32:
-        _linear(op, arena, first, num_rows, thread, count)
+        matmuls.linear(op, arena, first, num_rows, thread, count)
     elif opcode == QUANTIZE:
-        _quantize(op, arena, first, num_rows, me, count)
+        matmuls.quantize(op, arena, first, num_rows, me, count)
     elif opcode == MATMUL_INT8:
-        _int8_linear(op, arena, first, num_rows, thread, count)
+        matmuls.int8_linear(op, arena, first, num_rows, thread, count)
     elif opcode == ATTEND:
         _attend(op, floats[SCALE], floats[CAP], arena, cache, slots, contexts, tables, me, count)
     elif opcode == GATE:
@@ -344,7 +246,7 @@ def _barrier_and_prefetch(
     following, looks = _next_matmul(table, ints, table[number, NEXT]), 0
     while not phase_done(barrier, count, times):
         if following >= 0 and num_prefetched < MAX_PREFETCHED_LINES:
-            num_prefetched = _prefetch_weights(table[following], num_prefetched, me, count)
+            num_prefetched = matmuls.prefetch_weights(table[following], num_prefetched, me, count)
         else:
             backoff(looks)
             looks += 1

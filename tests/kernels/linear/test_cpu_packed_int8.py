@@ -1,5 +1,7 @@
-"""INT8 linears on AMX: exact sums for any shape, and batch-invariant."""
+"""INT8 linears on AMX and VNNI: exact sums for any shape, and batch-invariant."""
 
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -7,28 +9,45 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels.cpu_common.cpu_features import has_amx, has_vnni
 from penstock.kernels.linear import cpu_packed_int8 as levels
-from penstock.kernels.linear.cpu_packed_f32 import has_amx
 from penstock.kernels.linear.cpu_packed_int8 import (
     PackedLinearInt8,
-    pack_int8_amx,
-    supports_amx_int8,
+    has_int8_loops,
+    pack_int8_tiles,
+    supports_int8_tiles,
 )
 from penstock.kernels.linear.op import int8_linear_reference, pack_int8
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
 from tests.support.threads import threads
 
-pytestmark = pytest.mark.skipif(not has_amx(), reason="needs AMX")
+pytestmark = pytest.mark.skipif(not has_int8_loops(), reason="needs AMX or VNNI")
 
 # Constants of `linear/cpu_int8_amx`, which needs numba.
 TILE_K, BLOCK_COLUMNS, BLOCK_ROWS = 64, 64, 32
-ROWS = (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 200)
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 200)
+
+
+@pytest.fixture(params=["AMX", "VNNI"], autouse=True, scope="module")
+def loops(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """Use these loops, even if the CPU has others too."""
+    if not (has_amx() if request.param == "AMX" else has_vnni()):
+        pytest.skip(f"needs {request.param}")
+    levels._kernels()  # numba must be configured before the import
+    from penstock.kernels.linear import cpu_int8_amx, cpu_int8_vnni
+
+    chosen: ModuleType = cpu_int8_amx if request.param == "AMX" else cpu_int8_vnni
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(levels, "_kernels", lambda: chosen)
+        yield chosen
 
 
 def test_constants_match_the_loops() -> None:
+    from penstock.kernels.cpu_common import vnni
     from penstock.kernels.linear import cpu_int8_amx
 
     loops: Any = cpu_int8_amx
+    assert (vnni.TILE_K, 16 * vnni.TILES_ACROSS) == (TILE_K, BLOCK_COLUMNS)
     assert (loops.TILE_K, loops.BLOCK_COLUMNS, loops.BLOCK_ROWS) == (
         TILE_K,
         BLOCK_COLUMNS,
@@ -65,7 +84,7 @@ def test_the_largest_sums_are_exact() -> None:
     """All weights are 127 and all inputs +-127 (255 or 1 as unsigned, with zero point 128)."""
     num_inputs = 200 * TILE_K
     ends = torch.full((2, num_inputs), 127, dtype=torch.int8)
-    product = pack_int8_amx(ends, torch.ones(2), None)
+    product = pack_int8_tiles(ends, torch.ones(2), None)
     x = torch.ones(3, num_inputs)
     assert torch.equal(product(x * 127), torch.full((3, 2), 127.0 * 127 * num_inputs))
     assert torch.equal(product(-x * 127), torch.full((3, 2), -127.0 * 127 * num_inputs))
@@ -104,4 +123,4 @@ def test_invalid_inputs_are_refused() -> None:
     for x in (torch.randn(2, TILE_K + 1), torch.randn(TILE_K), torch.randn(2, TILE_K).double()):
         with pytest.raises(ValueError, match=r"x: \[T, 64\] float32 expected"):
             product(x)
-    assert not supports_amx_int8(torch.randn(70, TILE_K + 8))
+    assert not supports_int8_tiles(torch.randn(70, TILE_K + 8))

@@ -19,6 +19,7 @@ from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.kv_cache.op import rope_and_cache, slot_rows
 from penstock.kernels.linear import cpu_packed_f32 as panels
 from penstock.kernels.linear.cpu_packed_f32 import pack_f32
+from penstock.kernels.linear.cpu_packed_int8 import has_int8_loops
 from penstock.kernels.linear.op import pack_int8
 from penstock.kernels.norm.op import fused_add_rms_norm, rms_norm
 from penstock.kernels.rope.op import rotary_table
@@ -121,7 +122,7 @@ def test_linear_has_the_bits_of_the_op(num_rows: int, num_inputs: int, num_outpu
     assert torch.equal(run_graph(builder, {x: values}, y), product(values))
 
 
-@pytest.mark.skipif(not panels.has_amx(), reason="needs AMX")
+@pytest.mark.skipif(not has_int8_loops(), reason="needs AMX or VNNI")
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_int8_linears_have_the_bits_of_the_op(num_rows: int) -> None:
     """The graph has two layers, which share the scratch buffers of the quantized rows."""
@@ -285,8 +286,8 @@ def test_unsupported_operations_are_refused() -> None:
 
 @pytest.mark.skipif(not panels.has_amx(), reason="needs AMX")
 def test_interpreter_uses_amx_from_the_same_row_count_as_the_op() -> None:
-    from penstock.kernels.step_graph import interpreter
+    from penstock.kernels.step_graph import matmuls
 
-    loops: Any = interpreter
+    loops: Any = matmuls
     assert loops.MIN_AMX_ROWS == panels.MIN_AMX_ROWS
     assert loops.HAS_AMX

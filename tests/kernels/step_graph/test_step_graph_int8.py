@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels.linear.cpu_packed_int8 import pack_int8_amx
+from penstock.kernels.linear.cpu_packed_int8 import pack_int8_tiles
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
 from penstock.kernels.step_graph.builder import GraphBuilder
 from penstock.kernels.step_graph.opcodes import MATMUL_INT8, OPCODE, QUANTIZE
@@ -30,24 +30,24 @@ def plain_columns(
 def test_int8_linear_equals_the_product_of_quantized_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from penstock.kernels.step_graph import interpreter
+    from penstock.kernels.step_graph import matmuls
 
-    loops: Any = interpreter
-    monkeypatch.setattr(interpreter, "HAS_AMX", True)
+    loops: Any = matmuls
+    monkeypatch.setattr(matmuls, "HAS_INT8_LOOPS", True)
     numba = pytest.importorskip("numba")
-    monkeypatch.setattr(interpreter, "_int8_amx_columns", numba.njit(plain_columns))
+    monkeypatch.setattr(matmuls, "_int8_columns", numba.njit(plain_columns))
     execute: Any = {
         code: numba.njit(function.py_func)
         for code, function in [
-            (QUANTIZE, loops._quantize),
-            (MATMUL_INT8, loops._int8_linear),
+            (QUANTIZE, loops.quantize),
+            (MATMUL_INT8, loops.int8_linear),
         ]
     }
     qweight = torch.randint(-127, 128, (192, 128), dtype=torch.int8)
     scales, bias = torch.rand(192), torch.randn(192)
     builder = GraphBuilder(8, torch.zeros(1, 2, 8, 1, 1, 8))
     x, y = builder.alloc(128), builder.alloc(192)
-    builder.linear(x, pack_int8_amx(qweight, scales, bias), y)
+    builder.linear(x, pack_int8_tiles(qweight, scales, bias), y)
     graph, values = builder.build(), torch.randn(8, 128)
     graph.view(x, 8).copy_(values)
     assert graph.table[:, OPCODE].tolist() == [QUANTIZE, MATMUL_INT8]

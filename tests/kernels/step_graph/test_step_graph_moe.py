@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.activation.op import sigmoid, silu_and_mul
-from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32, has_amx, pack_f32
+from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32, pack_f32
+from penstock.kernels.linear.cpu_packed_int8 import has_int8_loops
 from penstock.kernels.linear.op import pack_int8
 from penstock.kernels.moe.expert_loop import moe_forward
 from penstock.kernels.moe.routing import Routing, route, route_reference
@@ -173,14 +174,14 @@ def test_experts_have_the_bits_of_moe_forward(num_rows: int, num_experts: int, t
     check_experts(packed(num_experts, 192, 192), top_k, num_rows)
 
 
-@pytest.mark.skipif(not has_amx(), reason="needs AMX")
+@pytest.mark.skipif(not has_int8_loops(), reason="needs AMX or VNNI")
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_int8_experts_have_the_bits_of_moe_forward(num_rows: int) -> None:
     experts = [pack_int8(torch.randn(192, 192), torch.randn(192)) for _ in range(5)]
     check_experts(experts, 2, num_rows)
 
 
-@pytest.mark.skipif(not has_amx(), reason="needs AMX")
+@pytest.mark.skipif(not has_int8_loops(), reason="needs AMX or VNNI")
 def test_experts_with_different_packing_are_refused() -> None:
     builder = make_builder()
     layout, f32 = builder.expert_layout(2, 1), packed(1, 64, 64)

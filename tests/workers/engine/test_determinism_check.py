@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.cpu_common.cpu_features import has_amx
 from penstock.kernels.linear import cpu_packed_f32
+from penstock.kernels.linear.cpu_packed_int8 import has_int8_loops
 from penstock.kernels.linear.op import PackedLinear
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import model_runner
@@ -212,7 +213,7 @@ def test_cpu_step_graph_has_the_bits_of_separate_operations(
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
     monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
     make_compatible(tmp_path, GRAPH_CONFIGS[name])
-    quantization = "int8" if name == "int8" and cpu_packed_f32.has_amx() else "none"
+    quantization = "int8" if name == "int8" and has_int8_loops() else "none"
     engine = make_engine(tmp_path, quantization=quantization)
     assert engine.executor.runner._step_graph is not None
     check_batch_invariance(engine)

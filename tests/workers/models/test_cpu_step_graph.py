@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from penstock.kernels.linear import cpu_packed_f32
+from penstock.kernels.linear import cpu_packed_f32, cpu_packed_int8
 from penstock.kernels.moe.routing import Routing
 from penstock.workers.engine import model_runner
 from penstock.workers.layers import packing
@@ -172,7 +172,7 @@ def test_graph_has_the_bits_of_eager_execution(
         torch.testing.assert_close(ours, expected, rtol=0.0, atol=tolerance)
 
 
-@pytest.mark.skipif(not cpu_packed_f32.has_amx(), reason="requires AMX")
+@pytest.mark.skipif(not cpu_packed_int8.has_int8_loops(), reason="requires AMX or VNNI")
 @pytest.mark.parametrize(
     "config",
     [

@@ -1,0 +1,135 @@
+"""AVX-512 VNNI loops of `cpu_packed_int8`, compiled by numba, for CPUs without AMX.
+
+They read the weights in the order of the AMX loops. The int32 sums are exact and are scaled by the
+same operations, so the results are bitwise those of `cpu_int8_amx`.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+from penstock.kernels.cpu_common.vnni import TILE_K, multiply_rows
+from penstock.kernels.linear.cpu_int8_amx import BLOCK_COLUMNS, dequantize_sums
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+Sums = npt.NDArray[np.int32]
+
+TILE_ROWS = 6
+"""Rows that are multiplied by a block of weights at a time."""
+
+_BLOCK_ROWS = 32 * TILE_ROWS
+"""Rows processed against all columns before moving to the next rows; they stay in the L2 cache."""
+
+_AHEAD = 8192
+"""Distance of the prefetch ahead of the weights being read, in bytes."""
+
+_six, _six_ahead = multiply_rows(6, 0), multiply_rows(6, _AHEAD)
+_one, _two, _three = (multiply_rows(rows, _AHEAD) for rows in (1, 2, 3))
+_four, _five = (multiply_rows(rows, _AHEAD) for rows in (4, 5))
+
+
+@inner()
+def _multiply(
+    qvalues: Bytes, at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
+    prefetch: bool, shifts: Sums, sums: Sums,
+) -> None:  # fmt: skip
+    """Compute `sums` [num_rows, BLOCK_COLUMNS] of one block of columns, for up to 6 rows."""
+    begin, column = block * num_inputs * BLOCK_COLUMNS, block * BLOCK_COLUMNS
+    steps = num_inputs // TILE_K
+    if num_rows == 6:
+        if prefetch:
+            _six_ahead(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+        else:
+            _six(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+    elif num_rows == 1:
+        _one(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+    elif num_rows == 2:
+        _two(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+    elif num_rows == 3:
+        _three(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+    elif num_rows == 4:
+        _four(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+    else:
+        _five(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+
+
+@inner()
+def compute_columns(
+    qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
+    scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """Compute column blocks [first, last) of y [num_rows, width]."""
+    sums = np.empty(TILE_ROWS * BLOCK_COLUMNS, np.int32)
+    for floor in range(0, num_rows, _BLOCK_ROWS):
+        top = min(floor + _BLOCK_ROWS, num_rows)
+        for block in range(first, last):
+            column = block * BLOCK_COLUMNS
+            for r in range(floor, top, TILE_ROWS):
+                count = min(TILE_ROWS, top - r)
+                _multiply(
+                    qvalues, r * num_inputs, num_inputs, count, weights, block, r == floor, shifts,
+                    sums,
+                )  # fmt: skip
+                dequantize_sums(
+                    sums, count, BLOCK_COLUMNS, factors[r:], scales[column:], bias[column:], y,
+                    r * width + column, width,
+                )  # fmt: skip
+
+
+_SIGNATURE = (
+    "void(uint8[::1], int64, int64, uint8[::1], int32[::1], float32[::1], float32[::1],"
+    " float32[::1], float32[::1], int64"
+)
+
+
+@entry(_SIGNATURE + ")")
+def _serial(
+    qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
+    scales: Floats, bias: Floats, y: Floats, num_blocks: int,
+) -> None:  # fmt: skip
+    """Compute y in one thread; `cpu_int8_amx` describes the arguments."""
+    compute_columns(
+        qvalues, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
+        num_blocks * BLOCK_COLUMNS, 0, num_blocks,
+    )  # fmt: skip
+
+
+@entry(_SIGNATURE + ", int64)", parallel=True)
+def _parallel(
+    qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
+    scales: Floats, bias: Floats, y: Floats, num_blocks: int, num_threads: int,
+) -> None:  # fmt: skip
+    """Parallel version of `_serial`: threads split the columns or, for many rows, the rows."""
+    tiles, width = -(-num_rows // TILE_ROWS), num_blocks * BLOCK_COLUMNS
+    for thread in numba.prange(num_threads):
+        if num_rows >= _BLOCK_ROWS:
+            begin = min(tiles * thread // num_threads * TILE_ROWS, num_rows)
+            end = min(tiles * (thread + 1) // num_threads * TILE_ROWS, num_rows)
+            compute_columns(
+                qvalues[begin * num_inputs :], end - begin, num_inputs, weights, shifts,
+                factors[begin:], scales, bias, y[begin * width :], width, 0, num_blocks,
+            )  # fmt: skip
+        else:
+            first = num_blocks * thread // num_threads
+            last = num_blocks * (thread + 1) // num_threads
+            compute_columns(
+                qvalues, num_rows, num_inputs, weights, shifts, factors, scales, bias, y, width,
+                first, last,
+            )  # fmt: skip
+
+
+def load() -> None:
+    """Compile the loops, or load them from the cache on disk."""
+    load_entries(_serial, _parallel)
+
+
+def run(*given: Any, num_threads: int) -> None:
+    """Compute y with `num_threads` threads; `given` are the arguments of `_serial`."""
+    run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)
