@@ -117,7 +117,10 @@ def test_groups_with_names_precede_the_group_of_all_linears() -> None:
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         (AWQ | {"version": "gemv"}, "version 'gemv' is not supported: expected 'gemm'"),
         (AWQ | {"zero_point": False}, "zero_point False"),
-        (compressed(format="nvfp4-pack-quantized"), "weights: num_bits 8 is not supported: expected 4"),
+        (
+            compressed(format="nvfp4-pack-quantized"),
+            "weights: num_bits 8 is not supported: expected 4",
+        ),
         (compressed(format="mxfp6-pack-quantized"), "format 'mxfp6-pack-quantized'"),
         (MODELOPT | {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ'"),
         (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage 'bfloat16'"),
