@@ -113,7 +113,7 @@ class Frontend:
         if name and name not in self.config.model_names:
             raise ServingError(
                 Code.NOT_FOUND,
-                f"the model {name[:80]!r} does not exist here; {self._limits.name!r} does",
+                f"the model {name[:80]!r} does not exist: this server serves {self._limits.name!r}",
                 "model",
             )
 

@@ -74,7 +74,7 @@ async def test_json_is_the_whole_explanation_and_operators_see_all_requests(
 
 @pytest.mark.parametrize(
     ("name", "key", "words"),
-    [("unknown", USER, "is not known"), ("", "close-sesame-of-nobody", "no valid API key")],
+    [("unknown", USER, "is unknown"), ("", "close-sesame-of-nobody", "no valid API key")],
 )
 async def test_refusal_is_one_line(
     served: Served,
@@ -97,7 +97,7 @@ async def test_other_server_and_wrong_address_are_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert await command("x", "http://127.0.0.1:1") == 1
-    assert "no router answers there" in capsys.readouterr().err
+    assert "cannot reach a router" in capsys.readouterr().err
     assert await command("x", "http://") == 2
     assert "invalid URL" in capsys.readouterr().err
 

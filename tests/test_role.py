@@ -85,7 +85,7 @@ async def test_refusal_gives_a_one_line_error(
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["decode-0", "mixed", "http://127.0.0.1:1"], 1, "no router answers there"),
+        (["decode-0", "mixed", "http://127.0.0.1:1"], 1, "cannot reach a router"),
         (["decode-0", "mixed", "two words"], 2, "invalid URL"),
     ],
 )

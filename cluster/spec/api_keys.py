@@ -44,8 +44,8 @@ def check_access(spec: ClusterSpec, has_keys: bool) -> None:
             continue
         raise SpecError(
             f"router.{name}: {host} can be reached from other machines, and there are no API "
-            f"keys: give --api-key-file FILE or {VARIABLE}, or --allow-anonymous if whoever "
-            "reaches the ports may use the model"
+            f"keys: give --api-key-file FILE or {VARIABLE}, or --allow-anonymous if "
+            "everyone who can reach the ports may use the model"
         )
 
 

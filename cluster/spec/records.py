@@ -81,7 +81,7 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
         if name in moved:
             raise SpecError(f"{name}: has moved: write {moved[name]}")
         if key not in hints:
-            raise SpecError(f"{name}: unknown key; known here: {', '.join(hints)}")
+            raise SpecError(f"{name}: unknown key: expected one of {', '.join(hints)}")
     values: dict[str, Any] = {}
     for key, value in content.items():
         hint, path = hints[key], _below(where, key)

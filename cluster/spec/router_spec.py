@@ -29,7 +29,8 @@ class RouterSpec:
     )
     allow_weak_keys: bool = knob(False, "accept API keys of fewer than 16 characters")
     allow_anonymous: bool = knob(
-        False, "serve other machines without API keys: whoever reaches the ports may use the model"
+        False,
+        "serve other machines without API keys: everyone who can reach the ports may use the model",
     )
     max_queued: int = knob(1024, "maximum number of queued requests", 1)
     routing: Literal["cost", "round_robin", "least_loaded", "power_of_two", "consistent_hash"] = (

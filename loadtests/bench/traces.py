@@ -41,7 +41,7 @@ def read_trace(path: Path) -> list[TraceRow]:
         try:
             rows.append(parse(line))
             if rows[-1].at < rows[max(0, len(rows) - 2)].at:
-                raise ValueError("its time comes before that of the previous line")
+                raise ValueError("the timestamp is before that of the previous line")
         except ValueError as error:
             raise BadTrace(f"{path}:{number}: {error}") from None
     return list(_from_zero(rows))

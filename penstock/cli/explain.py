@@ -63,7 +63,7 @@ def fetch(url: str, request_id: str, key: str = "") -> Json:
         raise NoExplanation(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
     except (OSError, http.client.HTTPException) as error:
         raise NoExplanation(
-            f"no router answers there ({error}): give the URL of a router"
+            f"cannot reach a router ({error}): check the URL, and that `penstock serve` runs"
         ) from None
     finally:
         connection.close()

@@ -49,7 +49,7 @@ def change(url: str, key: str, worker: str, role: str) -> None:
         raise NoStatus(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
     except (OSError, http.client.HTTPException) as error:
         raise NoStatus(
-            f"no router answers there ({error}): give the URL of its operators' port"
+            f"cannot reach a router ({error}): give the URL of its operators' port"
         ) from None
     finally:
         connection.close()

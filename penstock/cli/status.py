@@ -81,7 +81,7 @@ def fetch(url: str, key: str | None = None) -> Json:
         raise NoStatus(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
     except OSError as error:
         raise NoStatus(
-            f"nothing answers there ({error.strerror or error}): start a server with "
+            f"cannot reach a router ({error.strerror or error}): start a server with "
             "`penstock serve`, or give the address of its operators' port"
         ) from None
     except http.client.HTTPException:

@@ -85,8 +85,8 @@ class Explainer:
             raise ServingError(Code.UNAVAILABLE, f"these routers do not answer: {names}: try again")
         raise ServingError(
             Code.NOT_FOUND,
-            f"the request {request_id[:80]!r} is not known: its explanation is no longer kept, or "
-            "the request is not of this API key",
+            f"the request {request_id[:80]!r} is unknown: its explanation is no longer kept, or "
+            "another API key sent it",
         )
 
     def _others(self) -> Sequence[RouterState]:

@@ -43,7 +43,9 @@ class LiveStreams:
         """Return a response that sends updates until the client or the router closes it."""
         if self._num_open >= MAX_STREAMS:
             raise ServingError(
-                Code.OVERLOADED, f"{MAX_STREAMS} pages are open already", retry_after=10
+                Code.OVERLOADED,
+                f"{MAX_STREAMS} live pages are open, the maximum: close one",
+                retry_after=10,
             )
         return StreamingResponse(
             self._lines(), media_type="application/x-ndjson", headers={"cache-control": "no-store"}

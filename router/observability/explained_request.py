@@ -92,13 +92,13 @@ class ExplainedRequest:
         self.num_left_out = 0
         self._start = self._since = now
         self._phase = Spent.QUEUE
-        self._reason = ""  # of the next submission
+        self._reason = ""  # reason of the next submission
         self._placement: ExplainedEvent | None = None  # not yet submitted
-        self._admitted: tuple[int, int] | None = None  # attempt, steps of its worker so far
+        self._admitted: tuple[int, int] | None = None  # attempt, number of its worker's steps
         self._started = 0  # attempt of the last first token
         self._received = 0  # attempt whose KV blocks have arrived
-        self._worker = ""  # that runs the request, as last known
-        self._seen: RequestMessage | None = None  # the last one, of any request
+        self._worker = ""  # worker that last ran the request
+        self._seen: RequestMessage | None = None  # last message of any request
         self._add("arrived", now, tokens=self.num_prompt)
 
     def elapsed(self, now: float) -> float:

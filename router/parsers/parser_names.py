@@ -73,7 +73,9 @@ def check_reasoning_parser(name: str) -> None:
 
 def _check(name: str, known: Mapping[str, object]) -> None:
     if name not in (AUTO, NONE, *known):
-        raise ValueError(f"{name!r} is none of {', '.join((AUTO, NONE, *known))}")
+        raise ValueError(
+            f"unknown parser {name!r}: expected one of {', '.join((AUTO, NONE, *known))}"
+        )
 
 
 def detect_tool_parser(template: str) -> str:

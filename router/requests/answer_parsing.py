@@ -77,7 +77,7 @@ class ModelParsers:
         """Refuse tools whose calls could not be found in the answer."""
         if not self._parsers.reads_tools:
             raise invalid(
-                "the form of this model's tool calls is unknown: leave tools out, or start the "
+                "the format of this model's tool calls is unknown: leave tools out, or start the "
                 "server with --tool-call-parser",
                 "tools",
             )

@@ -57,7 +57,10 @@ def read_tool_choice(given: object, tools: Sequence[Mapping[str, Any]]) -> ToolC
     if not tools:
         raise invalid("tool_choice needs tools: set tools, or leave it out", "tool_choice")
     if chosen.name and chosen.name not in {tool["function"]["name"] for tool in tools}:
-        raise invalid(f"tool_choice names {chosen.name[:80]!r}, but no tool does", "tool_choice")
+        raise invalid(
+            f"tool_choice names {chosen.name[:80]!r}, but tools has no function of this name",
+            "tool_choice",
+        )
     return chosen
 
 
@@ -78,7 +81,9 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
                 "tools",
             )
         if name in names:
-            raise invalid(f"{where}.function.name is {name!r}, as that of another tool", "tools")
+            raise invalid(
+                f"{where}.function.name {name!r} is also the name of another tool", "tools"
+            )
         names.add(name)
         _check_types(function, f"{where}.function")
 

@@ -72,7 +72,7 @@ async def test_auto_forces_nothing(model: Model) -> None:
         (
             {"tools": [{"type": "function", "function": {"name": "add", "description": "x"}}] * 2},
             "tools",
-            "as that of another tool",
+            "is also the name of another tool",
         ),
     ],
 )

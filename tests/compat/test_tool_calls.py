@@ -1,4 +1,4 @@
-"""Rows "tools" of chats: calls and reasoning in answers, whole and streamed (openai's client)."""
+"""Tool calls and reasoning in chats through OpenAI's client, whole and streamed."""
 
 import json
 from collections.abc import AsyncIterator
@@ -278,7 +278,9 @@ async def test_special_tokens_of_the_format_are_read_and_not_shown(
 
 async def test_unknown_parsers_are_refused_with_the_list(tmp_path: Path) -> None:
     for field in ("tool_call_parser", "reasoning_parser"):
-        with pytest.raises(ValueError, match="'gpt9' is none of auto, none, deepseek"):
+        with pytest.raises(
+            ValueError, match="unknown parser 'gpt9': expected one of auto, none, deepseek"
+        ):
             replace(RouterConfig(tmp_path, "stub"), **{field: "gpt9"})  # type: ignore[arg-type]
 
 

@@ -104,7 +104,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools", "tools.0.function must be an object"),
     ({"tools": function(name="")}, "tools", "tools.0.function.name must have 1 to 128"),
     ({"tools": function(name="a b")}, "tools", "tools.0.function.name must have 1 to 128"),
-    ({"tools": function() * 2}, "tools", "tools.1.function.name is 'f'"),
+    ({"tools": function() * 2}, "tools", "tools.1.function.name 'f' is also"),
     ({"tools": function(parameters=[])}, "tools", "tools.0.function.parameters must be"),
     ({"tools": function(strict="yes")}, "tools", "tools.0.function.strict must be a boolean"),
     ({"tools": [1]}, "tools", "tools.0: Input should be"),
@@ -118,7 +118,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
-        "tool_choice names 'g', but no tool does",
+        "tool_choice names 'g', but tools has no function of this name",
     ),
 ]
 

@@ -12,9 +12,9 @@ HEADER = (
 BAR_WIDTH = 40
 
 ADVICE = {
-    "ttft": "first tokens are late first: more prefill workers help",
-    "tpot": "tokens are slow first: more decode workers, or smaller batches, help",
-    "e2el": "whole answers are late first: more workers help",
+    "ttft": "the time to first token misses its goal first: add prefill workers",
+    "tpot": "the time per output token misses its goal first: add decode workers or reduce batches",
+    "e2el": "the end-to-end latency misses its goal first: add workers",
     "failed": "requests fail first: look at the errors of the server",
 }
 

@@ -132,7 +132,10 @@ def _cell(values: Quantiles) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, or install; return 0, 1 (it failed), 2 (flags, not installed) or 130."""
+    """Measure, or install the environments, and return the exit code.
+
+    0: done; 1: a measurement failed; 2: wrong flags, or a router is not installed; 130: Ctrl-C.
+    """
     about = "Router CPU time per token and added first-token time, beside other routers."
     cache = cache_folder()
     try:

@@ -46,15 +46,15 @@ class RateSearch:
         limit: rate above which the search stops.
     """
 
-    PRECISION = 1.1  # ratio of the last two bounds
-    SUSTAINED = 0.95  # achieved rate of a sustained one, relative to the offered rate
+    PRECISION = 1.1  # ratio of the two bounds at which the search ends
+    SUSTAINED = 0.95  # a rate is sustained if this fraction of the offered rate is achieved
     LEAST = 10.0  # rate below which the search gives up
 
     def __init__(self, start: float, limit: float) -> None:
-        self.best = 0.0  # highest achieved rate of the sustained ones
+        self.best = 0.0  # highest achieved rate at a sustained offered rate
         self._start, self._limit = start, limit
         self._low: float | None = None  # highest offered rate that was sustained
-        self._high: float | None = None  # lowest offered rate that was not
+        self._high: float | None = None  # lowest offered rate that was not sustained
 
     def next_rate(self) -> float | None:
         """Return the rate to offer next; None: the search has ended."""

@@ -86,18 +86,18 @@ def model(**settings: Any) -> dict[str, Any]:
     [
         (
             {"modle": "x"},
-            "modle: unknown key; known here: models, ray_address, pass_env, router",
+            "modle: unknown key: expected one of models, ray_address, pass_env, router",
         ),
-        ({"engine": {"hang": 1}}, "engine.hang: unknown key; known here: ttft_slo_seconds"),
-        ({"pools": {"decoder": {}}}, "pools.decoder: unknown key; known here: prefill, decode"),
-        (mixed(block_sise=1), "pools.mixed.block_sise: unknown key; known here: replicas"),
+        ({"engine": {"hang": 1}}, "engine.hang: unknown key: expected one of ttft_slo_seconds"),
+        ({"pools": {"decoder": {}}}, "pools.decoder: unknown key: expected one of prefill, decode"),
+        (mixed(block_sise=1), "pools.mixed.block_sise: unknown key: expected one of replicas"),
         (mixed(block_size="16"), "pools.mixed.block_size: expected a whole number, not '16'"),
         (mixed(block_size=1.5), "pools.mixed.block_size: expected a whole number, not 1.5"),
         (mixed(block_size=True), "pools.mixed.block_size: expected a whole number, not True"),
         (mixed(block_size=0), "pools.mixed.block_size: expected from 1 to 1024, not 0"),
         (mixed(max_sequences=0), "pools.mixed.max_sequences: expected 1 or more, not 0"),
         (model(dtype="int4"), "models.m.dtype: expected one of auto, float32, bfloat16"),
-        (model(block_size=16), "models.m.block_size: unknown key; known here: path, dtype"),
+        (model(block_size=16), "models.m.block_size: unknown key: expected one of path, dtype"),
         (model(path=3), "models.m.path: expected a string, not 3"),
         (model(max_model_len=0), "models.m.max_model_len: expected 1 or more, not 0"),
         (model(deterministic="yes"), "models.m.deterministic: expected true or false, not 'yes'"),
@@ -420,5 +420,7 @@ def test_allowed_origin_must_be_an_origin(origin: str) -> None:
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
 def test_unknown_parsers_are_refused_with_the_list(name: str) -> None:
     assert getattr(parse({"models": {"m": {name: "mistral"}}}).model, name) == "mistral"
-    with pytest.raises(SpecError, match=rf"models\.m: {name}: 'x' is none of auto, none,"):
+    with pytest.raises(
+        SpecError, match=rf"models\.m: {name}: unknown parser 'x': expected one of auto, none,"
+    ):
         parse({"models": {"m": {name: "x"}}})

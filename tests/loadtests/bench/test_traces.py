@@ -46,7 +46,7 @@ def test_azure_rows_are_read(tmp_path: Path) -> None:
         (GOOD.replace("27", "-1"), "timestamp must be"),
         (GOOD.replace("27", "NaN"), "timestamp must be"),
         (GOOD.replace("27", "1e999"), "timestamp must be"),
-        (GOOD.replace("27", "26"), "comes before"),
+        (GOOD.replace("27", "26"), "is before"),
         (GOOD.replace("513", "0"), "input_length must be"),
         (GOOD.replace("513", "1.5"), "input_length must be"),
         (GOOD.replace("513", "true"), "input_length must be"),
@@ -71,7 +71,7 @@ def test_error_names_the_bad_mooncake_line(tmp_path: Path, line: str, message: s
         ("2023-11-16 18:15:46,three,44", "ContextTokens must be"),
         ("2023-11-16 18:15:46,3,0", "GeneratedTokens must be"),
         ("2023-11-16 18:15:46,3,-1", "GeneratedTokens must be"),
-        ("2023-11-16 18:15:44,3,1", "comes before"),
+        ("2023-11-16 18:15:44,3,1", "is before"),
     ],
 )
 def test_error_names_the_bad_azure_line(tmp_path: Path, line: str, message: str) -> None:

@@ -112,7 +112,9 @@ def test_names_have_precedence_over_the_template() -> None:
 
 @pytest.mark.parametrize("field", ["tools", "reasoning"])
 def test_unknown_names_are_refused_with_the_list(field: str) -> None:
-    with pytest.raises(ValueError, match="'gpt9' is none of auto, none, deepseek_") as error:
+    with pytest.raises(
+        ValueError, match="unknown parser 'gpt9': expected one of auto, none, deepseek_"
+    ) as error:
         AnswerParsers(**{field: "gpt9"})
     known = TOOL_PARSERS if field == "tools" else REASONING_TAGS
     assert all(name in str(error.value) for name in known)

@@ -62,7 +62,10 @@ def test_plot_marks_the_knee() -> None:
         ([], "no step was measured"),
         ([step(1.0, 9.0)], "no rate kept the goals (ttft 1 s, tpot 50 ms) for 99% of requests"),
         ([step(1.0)], "knee: 1 requests/s keep ttft 1 s, tpot 50 ms for 99% of requests"),
-        ([step(1.0), step(2.0, 9.0)], "at 2 requests/s first tokens are late first"),
+        (
+            [step(1.0), step(2.0, 9.0)],
+            "at 2 requests/s the time to first token misses its goal first",
+        ),
         # A rate that kept the goals above one that missed them does not count.
         ([step(1.0), step(2.0, 9.0), step(4.0)], "knee: 1 requests/s"),
     ],
