@@ -105,7 +105,8 @@ def _schema(schema: Schema | str, field: str) -> StructuredOutputs:
     try:
         return json_schema(schema)
     except InvalidParameterError as error:
-        raise invalid(str(error), field) from error
+        problem = str(error).removeprefix(f"{error.param}: ")
+        raise invalid(f"{field}: {problem}", field) from error
 
 
 def _dumped(content: Mapping[str, Any]) -> str:

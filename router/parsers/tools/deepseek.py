@@ -113,6 +113,7 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
             self._text = marker + self._text
             self._state = self._read_arguments
         elif marker == self.call_end:
+            self._add_arguments("{}")
             self._state = self._between
         return marker is not None
 

@@ -154,6 +154,7 @@ DEEPSEEK_V3: list[tuple[str, Answer]] = [
     (deepseek_v3(*BOTH), Answer("", BOTH)),
     (f"I add.\n{deepseek_v3(BOTH[0])}", Answer("I add.", BOTH[:1])),
     (f"{CALLS_BEGIN}{CALL_BEGIN}function{SEP}add", Answer("add")),
+    (deepseek_v3(("now", ""), BOTH[0]), Answer("", [("now", "{}"), BOTH[0]])),
 ]
 DEEPSEEK_V31: list[tuple[str, Answer]] = [
     ("Hello <", Answer("Hello <")),
