@@ -84,7 +84,10 @@ _BY_DTYPE = {each.dtype: each for each in FORMATS.values()}
 
 
 def format_of(dtype: torch.dtype) -> KvCacheFormat:
-    """Return the format of a cache with elements of `dtype`; others are floats of that dtype."""
+    """Return the format of a cache whose elements have this dtype.
+
+    A dtype that is neither FP8 nor INT8 gives a format without scales.
+    """
     return _BY_DTYPE.get(dtype) or KvCacheFormat(str(dtype).removeprefix("torch."), dtype)
 
 
@@ -137,7 +140,12 @@ def quantize(x: Tensor, form: KvCacheFormat) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(cache: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the features [..., S, D] of a cache [..., S, W] of any format, in `dtype`."""
+    """Return the keys or values that a cache holds, [..., S, D] in `dtype`.
+
+    Args:
+        cache: [..., S, W] in any format; W is D, or D + 2 for codes with scales.
+        dtype: dtype of the result.
+    """
     found = codes(cache).to(dtype)
     if format_of(cache.dtype).has_scales:
         found = found * scales(cache).to(dtype)[..., None]

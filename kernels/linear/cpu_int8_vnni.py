@@ -131,5 +131,10 @@ def load() -> None:
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Compute y with `num_threads` threads; `given` are the arguments of `_serial`."""
+    """Compute y with `num_threads` threads.
+
+    Args:
+        given: the arguments of `_serial`.
+        num_threads: number of threads.
+    """
     run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

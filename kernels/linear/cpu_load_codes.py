@@ -59,7 +59,10 @@ def _permuted(builder, indices, values: tuple[float, ...]):
 
 
 def _select(builder, indices, table: tuple[float, ...]):
-    """Emit the selection from 16 floats; 8 lanes need a permutation of each half of the table."""
+    """Emit a look-up of each index in a table of 16 floats.
+
+    A vector of 8 lanes holds half of the table, so both halves are permuted and then merged.
+    """
     if len(table) == VECTOR_WIDTH:
         return _permuted(builder, indices, table)
     low, high = (_permuted(builder, indices, half) for half in (table[:8], table[8:]))

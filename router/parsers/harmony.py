@@ -19,7 +19,7 @@ FUNCTIONS = "functions."
 
 
 class HarmonyParser(Reader):
-    """Parses one answer: reasoning, content and calls."""
+    """Splits one answer into reasoning, content and tool calls."""
 
     markers = (START, CHANNEL, MESSAGE, END, RETURN, CALL, CONSTRAIN)
 

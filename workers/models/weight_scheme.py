@@ -71,7 +71,11 @@ class QuantizationSpec:
     by_component: bool  # True: an entry of `ignore` names any components of a module's dotted name
 
     def scheme_of(self, module: str) -> WeightScheme | None:
-        """Return the scheme of a module, by its name in the checkpoint; None: not quantized."""
+        """Return how a module's weights are quantized; None if they are not.
+
+        Args:
+            module: name of the module in the checkpoint.
+        """
         if any(self._is_ignored(module, entry) for entry in self.ignore):
             return None
         for rule in self.rules:

@@ -67,5 +67,5 @@ class BlockGrowth:
                 copies.append((block, next(own)))
                 self._table.block_table[row, column] = copies[-1][1]
                 self._pool.release(block[None], State.USED)
-            self.shared_rows.discard(int(row))  # the block that it writes to is its own now
+            self.shared_rows.discard(int(row))  # no other row holds the block any more
         return np.array(copies, np.int32).reshape(-1, 2)

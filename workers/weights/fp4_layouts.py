@@ -26,7 +26,7 @@ from penstock.workers.weights.quantized_module import (
 from penstock.workers.weights.regions import Ranges
 
 E8M0_NAN = 255
-"""The scale of a block that is not a number."""
+"""The byte of an e8m0 scale that stands for NaN."""
 
 _GLOBAL_SCALES = {"nvfp4": "weight_global_scale", "modelopt nvfp4": "weight_scale_2"}
 

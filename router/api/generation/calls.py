@@ -75,7 +75,12 @@ class GenerationCalls:
     async def start_chat(
         self, request: Request, parsed: ParsedBody[Any], name: str
     ) -> SubmittedCall:
-        """Submit a chat; `parsed.body` is an `AnsweredChat`, `name` the id of the response.
+        """Submit a chat and return the submitted call.
+
+        Args:
+            request: the HTTP request, watched for a disconnect of its client.
+            parsed: a body that implements `AnsweredChat`.
+            name: id of the response.
 
         Raises:
             ServingError: the chat is refused.

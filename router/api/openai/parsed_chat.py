@@ -149,7 +149,7 @@ class ParsedChatFormatter(ChatFormatter):
         return {FIELDS[piece.kind]: piece.text}
 
     def _call_id(self, index: int, piece: Piece) -> str:
-        """Return the id of a call: that of the model, if it gave one."""
+        """Return the id of a tool call: the one that the model wrote, or else a generated one."""
         return piece.call_id or self._parsing.call_id(index, piece.call)
 
     def _new_answer(self) -> AnswerPieces:

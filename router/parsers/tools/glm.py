@@ -21,7 +21,10 @@ HEAD = re.compile(r"\s{0,32}[\w.:/-]{0,128}\s{0,32}", re.ASCII)
 
 
 class GlmParser(TaggedArgumentsParser):
-    """Parses one answer; text after a tag that is not a call is content."""
+    """Parses one answer of GLM.
+
+    If the text after an opening tag is not a tool call, the tag and the text are content.
+    """
 
     markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
 

@@ -33,7 +33,7 @@ class KimiParser(DeepSeekV31Parser):
         if found is None:
             super()._begin("")
             return
-        # An id without an index, or that another call of the answer has, does not identify a call.
+        # An id without an index does not identify a call, nor does one that another call has too.
         is_id = found["index"] is not None and given not in self._ids
         self._ids.add(given)
         super()._begin(found["name"], given if is_id else "")

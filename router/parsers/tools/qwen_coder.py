@@ -24,7 +24,10 @@ KEY = re.compile(r"[^<>\n]{1,256}")  # bounded, since it is matched at every tok
 
 
 class QwenCoderParser(TaggedArgumentsParser):
-    """Parses one answer; text after a tag that is not a call is content."""
+    """Parses one answer of Qwen3-Coder.
+
+    If the text after an opening tag is not a tool call, the tag and the text are content.
+    """
 
     markers = (OPEN, CLOSE)
     strips_newlines = True

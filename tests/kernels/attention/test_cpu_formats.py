@@ -1,4 +1,4 @@
-"""The CPU kernel of paged attention reads a cache of every format in place."""
+"""Paged attention on CPUs over KV caches in float32, bfloat16, FP8 and INT8."""
 
 import numpy as np
 import pytest

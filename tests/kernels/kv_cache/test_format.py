@@ -36,7 +36,8 @@ def max_error(x: Tensor, scale: Tensor, form: KvCacheFormat) -> Tensor:
     step = scale.double()[..., None]
     if form.name == "int8":
         return step * 0.5 + x.double().abs() * 2.0**-22
-    # Three mantissa bits: half a unit is at most 2^-4 of the value; subnormals are 2^-9 apart.
+    # With three mantissa bits, rounding changes a normal value by at most 2^-4 of it. Subnormals
+    # are 2^-9 apart, so rounding changes them by at most 2^-10.
     return torch.maximum(x.double().abs() * (2.0**-4 + 2.0**-22), step * 2.0**-10)
 
 

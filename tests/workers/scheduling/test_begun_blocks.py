@@ -55,7 +55,7 @@ def test_without_the_copy_the_answer_is_wrong() -> None:
 
 
 def test_no_block_of_a_step_is_both_copied_and_overwritten() -> None:
-    """All copies of a step are made at once, so a destination must not be a source."""
+    """Copies of one step may run in any order, so no block is both a source and a destination."""
     bench = Bench(num_blocks=16, max_sequences=4)
     served(bench, "first", [*SYSTEM, 50, 51, 52])
     news = [sequence(key, [*SYSTEM, 60 + key], 3) for key in range(4)]

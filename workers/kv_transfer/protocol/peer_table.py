@@ -70,7 +70,10 @@ class _Retry:
 
 
 class PeerTable(Generic[C]):
-    """Connections to at most `MAX_PEERS` destinations. The caller opens and closes them."""
+    """Decides to which peers a sender keeps connections; the caller opens and closes them.
+
+    There are at most `MAX_PEERS` connections at a time.
+    """
 
     def __init__(self) -> None:
         self._connections: dict[str, C] = {}  # by name of the peer, least recently used first
