@@ -9,7 +9,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil
 
 import numpy as np
 
@@ -152,12 +151,11 @@ def peak_output(done: Sequence[Outcome]) -> float:
     if not done:
         return 0.0
     first = min(outcome.start for outcome in done)
-    last = max(outcome.arrivals[-1] for outcome in done)
-    seconds = np.zeros(ceil(last - first) + 1)
-    for outcome in done:
-        buckets = (np.asarray(outcome.arrivals) - first).astype(np.int64)
-        np.add.at(seconds, buckets, outcome.tokens_per_message())
-    return float(seconds.max())
+    arrivals = np.concatenate([outcome.arrivals for outcome in done])
+    tokens = np.concatenate([outcome.tokens_per_message() for outcome in done])
+    # Only seconds with arrivals are counted: a load may take days.
+    _, second = np.unique(np.floor(arrivals - first), return_inverse=True)
+    return float(np.bincount(second, weights=tokens).max())
 
 
 def peak_concurrent(done: Sequence[Outcome]) -> int:

@@ -89,6 +89,11 @@ def test_peak_output_counts_tokens_not_messages() -> None:
     assert peak_output([STEADY, LUMPY, SINGLE]) == 4
 
 
+def test_peak_output_needs_no_memory_for_seconds_without_tokens() -> None:
+    late = outcome(1e12, [1e12 + 0.1, 1e12 + 0.2], 2)
+    assert peak_output([STEADY, LUMPY, SINGLE, late]) == 4
+
+
 def test_uncounted_tokens_are_divided_among_their_messages() -> None:
     partly_counted = outcome(0.0, [0.1, 0.2, 0.3], 7, counts=[None, 1, None])
     assert partly_counted.tokens_per_message() == [3.0, 1.0, 3.0]
