@@ -47,7 +47,9 @@ class Cluster:
         """Return whether the router's index has exactly the published blocks of each worker."""
         index = router.frontend._dispatcher.prefix_index
         for name, worker in self.workers.items():
-            published = short_hashes(worker._manager._engine._engine.batcher.pool.hashes())
+            published = short_hashes(
+                worker._manager._engine._engine.batcher.pool.published.hashes()
+            )
             if index.num_blocks(name) != len(published):
                 return False
             if not all(name in index.match((digest,)) for digest in published):

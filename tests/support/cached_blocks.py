@@ -23,7 +23,7 @@ def chain(*names: int) -> list[bytes]:
 def cache(pool: BlockPool, names: tuple[int, ...]) -> Ints:
     """Compute a sequence whose blocks fit, publish them and release them; return the blocks."""
     hashes = chain(*names)[: pool.num_blocks]
-    found = pool.match(hashes)
+    found = pool.published.match(hashes)
     pool.retain(found, State.USED)
     taken = pool.take(len(hashes) - len(found), State.USED)
     blocks = np.concatenate((found, taken))

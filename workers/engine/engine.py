@@ -152,7 +152,7 @@ class Engine:
 
     def _set_scheduler(self, limits: SchedulerConfig, times: StepTimes) -> None:
         self.batcher = Batcher(limits)
-        self.cache_reporter = CacheReporter(self.batcher.pool)
+        self.cache_reporter = CacheReporter(self.batcher.pool.published)
         self.outputs = OutputProcessor(self.batcher, self.executor, self._searches, times)
         self._stepper = SyncStepper(self.batcher, self.executor, self.outputs)
 

@@ -87,7 +87,7 @@ class Admission:
             shared = ticket.new.num_prompt // size
             kept_free += sum(-(-len(one.tokens) // size) - shared for one in ticket.forks)
         while True:
-            matched = pool.match(chain)
+            matched = pool.published.match(chain)
             needed = -(-num_tokens // size) - len(matched) + pool.num_idle(matched)
             if needed + kept_free <= pool.num_available:
                 unused = pool.num_available - needed - kept_free
@@ -108,7 +108,7 @@ class Admission:
             return CachedPrefix(matched, have)
         parent = ticket.hashes[len(matched) - 1] if len(matched) else ticket.root
         end = min(ticket.num_reusable, have + size - 1)
-        begun, length = self._pool.match_begun(parent, ticket.tokens[have:end])
+        begun, length = self._pool.published.match_begun(parent, ticket.tokens[have:end])
         if self._pool.num_idle(begun) > unused:
             return CachedPrefix(matched, have)
         return CachedPrefix(np.concatenate((matched, begun)), have + length)
@@ -121,7 +121,7 @@ class Admission:
         if self._blocked is None or self._blocked[0] is not ticket:
             return False
         num_matched = self._blocked[1]
-        if num_matched < len(chain) and self._pool.has_hash(chain[num_matched]):
+        if num_matched < len(chain) and self._pool.published.has_hash(chain[num_matched]):
             return False
         least = -(-len(ticket.tokens) // self._limits.block_size) - num_matched
         kept_free = self._limits.watermark * len(self._batch)

@@ -1,9 +1,13 @@
 """The tokens of published blocks, to find a block that begins like the rest of a prompt.
 
 A hash chain finds full blocks only. A prompt may also agree with the first tokens of a cached block
-and differ later in the block; the KV of these tokens is reusable if the block is copied. SGLang's
-radix tree reuses such tokens too, because it splits its nodes at any token.
+and differ later in the block, or continue a block that its sequence filled only partly; the KV of
+these tokens is reusable if the block is copied. SGLang's radix tree reuses such tokens too, because
+it splits its nodes at any token.
 """
+
+from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -28,7 +32,7 @@ class BlockContents:
         Args:
             digest: hash of the block.
             parent: hash of the block before it, or the root of its sequence.
-            tokens: the block's tokens as the bytes of an int32 array.
+            tokens: the block's tokens as the bytes of an int32 array; at least one token.
         """
         key = parent + tokens[:_TOKEN_BYTES]
         self._tokens_of[digest] = key, tokens
@@ -44,6 +48,21 @@ class BlockContents:
         if not siblings:
             del self._children[found[0]]
 
+    def shorter(self, parent: bytes, tokens: bytes) -> list[bytes]:
+        """Return the blocks after `parent` that hold fewer tokens and with which `tokens` begin.
+
+        Args:
+            parent: hash of a block, or the root of a sequence.
+            tokens: the tokens of a block as the bytes of an int32 array.
+        """
+        siblings = self._children.get(parent + tokens[:_TOKEN_BYTES], {})
+        found = ((digest, self._tokens_of[digest][1]) for digest in self._newest(siblings))
+        return [
+            digest
+            for digest, begin in found
+            if len(begin) < len(tokens) and tokens.startswith(begin)
+        ]
+
     def longest_common(self, parent: bytes, tokens: Ints) -> tuple[bytes, int]:
         """Return the block after `parent` that begins with most of `tokens`, and their number.
 
@@ -58,15 +77,18 @@ class BlockContents:
         wanted = np.ascontiguousarray(tokens, np.int32)
         siblings = self._children.get(parent + wanted[:1].tobytes(), {})
         best, longest = b"", 0
-        for digest, _ in zip(reversed(siblings), range(MAX_COMPARED), strict=False):
-            found = np.frombuffer(self._tokens_of[digest][1], np.int32, count=wanted.size)
-            differ = np.flatnonzero(found != wanted)
-            length = int(differ[0]) if differ.size else wanted.size
+        for digest in self._newest(siblings):
+            found = np.frombuffer(self._tokens_of[digest][1], np.int32)[: wanted.size]
+            differ = np.flatnonzero(found != wanted[: found.size])
+            length = int(differ[0]) if differ.size else found.size
             if length > longest:
                 best, longest = digest, length
                 if length == wanted.size:
                     break
         return best, longest
+
+    def _newest(self, siblings: dict[bytes, None]) -> Iterator[bytes]:
+        return islice(reversed(siblings), MAX_COMPARED)
 
     def check(self, published: set[bytes]) -> None:
         """Raise AssertionError if a block is known here that is not `published`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from penstock.common.block_hash import HASH_BYTES, short_hashes
-from penstock.workers.scheduling.kv_pool import BlockChanges, BlockPool
+from penstock.workers.scheduling.published_blocks import BlockChanges, PublishedBlocks
 
 _NO_BLOCK = bytes(HASH_BYTES)
 
@@ -45,25 +45,25 @@ class CacheReport:
 
 
 class CacheReporter:
-    """Makes the reports of a block pool; the pool records no changes until `request_snapshot`.
+    """Makes the reports of a pool's blocks; no changes are recorded until `request_snapshot`.
 
     A block that is stored and evicted again between two reports is not reported.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
+    def __init__(self, published: PublishedBlocks) -> None:
+        self._published = published
         self._next_number = 0
         self._snapshot_wanted = False
 
     def request_snapshot(self) -> None:
         """Record changes from now on, and add a snapshot to the next report."""
-        if self._pool.changes is None:
-            self._pool.changes = BlockChanges()
+        if self._published.changes is None:
+            self._published.changes = BlockChanges()
         self._snapshot_wanted = True
 
     def stop(self) -> None:
         """Record no more changes, because no router needs them."""
-        self._pool.changes = None
+        self._published.changes = None
         self._snapshot_wanted = False
 
     def report(self) -> CacheReport | None:
@@ -72,16 +72,16 @@ class CacheReporter:
         snapshot = None
         if self._snapshot_wanted:
             self._snapshot_wanted = False
-            snapshot = CacheSnapshot(self._next_number, short_hashes(self._pool.hashes()))
+            snapshot = CacheSnapshot(self._next_number, short_hashes(self._published.hashes()))
         if change is None and snapshot is None:
             return None
         return CacheReport(change, snapshot)
 
     def _take_change(self) -> CacheChange | None:
-        recorded = self._pool.changes
+        recorded = self._published.changes
         if not recorded:
             return None
-        self._pool.changes = BlockChanges()
+        self._published.changes = BlockChanges()
         evicted = short_hashes(recorded.evicted) if recorded.evicted else ()
         number, self._next_number = self._next_number, self._next_number + 1
         return CacheChange(number, evicted, *self._chains(recorded.stored))
@@ -95,7 +95,7 @@ class CacheReporter:
             if parent != last:
                 starts.append(index)
                 # A parent that was evicted is unknown to the router.
-                parents.append(parent if self._pool.has_hash(parent) else _NO_BLOCK)
+                parents.append(parent if self._published.has_hash(parent) else _NO_BLOCK)
             last = digest
         lengths = [end - start for start, end in pairwise([*starts, len(stored)])]
         return short_hashes(stored), short_hashes(parents), lengths

@@ -7,14 +7,14 @@ block is evicted first, so that the remaining prefix can still be matched.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.workers.scheduling.block_contents import BlockContents
+from penstock.workers.scheduling.published_blocks import PublishedBlocks
 from penstock.workers.scheduling.sequence import Ints
 
 
@@ -35,34 +35,8 @@ _NUM_STATES = len(State)
 Hold: TypeAlias = Literal[State.USED, State.LEASED, State.RESERVED]
 
 
-class BlockChanges:
-    """Net changes of the published blocks since this object was made, by hash, in order.
-
-    A block that is published and unpublished again is in neither dict.
-    """
-
-    def __init__(self) -> None:
-        self.stored: dict[bytes, bytes] = {}  # new block -> block before it, or root
-        self.evicted: dict[bytes, None] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self.stored or self.evicted)
-
-    def store(self, digest: bytes, parent: bytes) -> None:
-        if digest in self.evicted:
-            del self.evicted[digest]
-        else:
-            self.stored[digest] = parent
-
-    def evict(self, digest: bytes) -> None:
-        if digest in self.stored:
-            del self.stored[digest]
-        else:
-            self.evicted[digest] = None
-
-
 class BlockPool:
-    """Reference counts, hashes and LRU order of `num_blocks` blocks; O(1) time per block.
+    """Reference counts, published hashes and LRU order of `num_blocks` blocks; O(1) time per block.
 
     Methods take blocks as int32 arrays [n] without duplicates, in the order of the sequence.
     """
@@ -74,11 +48,7 @@ class BlockPool:
         self._holders = np.zeros((3, num_blocks), np.int32)  # by kind: USED, LEASED, RESERVED
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # stack of the free blocks
         self._lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, in order of eviction
-        self._hashed = np.zeros(num_blocks, np.bool_)
-        self._hash_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
-        self._contents = BlockContents()
-        self.changes: BlockChanges | None = None  # None: changes are not recorded
+        self.published = PublishedBlocks(num_blocks)
 
     def num(self, state: State) -> int:
         return self._counts[state]
@@ -94,7 +64,7 @@ class BlockPool:
 
     def is_findable(self, blocks: Ints) -> npt.NDArray[np.bool_]:
         """Return a mask [n]: True for published blocks, which `match` may return."""
-        return self._hashed[blocks]
+        return self.published.mask[blocks]
 
     def take(self, num: int, hold: Hold) -> Ints:
         """Take `num` blocks of undefined content; each gets one holder.
@@ -140,44 +110,12 @@ class BlockPool:
                 writer. If all holders of an unpublished block write, the last writer needs no copy.
         """
         own, writers = np.unique(blocks, return_counts=True)
-        sole_holder = (self._holders[:, own].sum(0) == writers) & ~self._hashed[own]
+        sole_holder = (self._holders[:, own].sum(0) == writers) & ~self.published.mask[own]
         return int((writers - sole_holder).sum())
 
     def is_shared(self, block: int) -> bool:
         """Return True if a write needs a copy: the block is published or has several holders."""
-        return bool(self._hashed[block] or self._holders[:, block].sum() > 1)
-
-    def match(self, hashes: Sequence[bytes]) -> Ints:
-        """Return the blocks of the longest prefix of this hash chain that is published."""
-        blocks = []
-        for digest in hashes:
-            block = self._block_of.get(digest)
-            if block is None:
-                break
-            blocks.append(block)
-        return np.array(blocks, np.int32)
-
-    def match_begun(self, parent: bytes, tokens: Ints) -> tuple[Ints, int]:
-        """Return the published block that begins with most of `tokens`, and their number.
-
-        Args:
-            parent: hash of the last full block of a sequence, or its root.
-            tokens: [n] the sequence's next tokens, fewer than a block has.
-
-        Returns:
-            [1] the block, or [0] if none begins with the first token; and the number of tokens that
-            they have in common.
-        """
-        digest, length = self._contents.longest_common(parent, tokens)
-        return np.array([self._block_of[digest]] if length else [], np.int32), length
-
-    def has_hash(self, digest: bytes) -> bool:
-        """Return True if a block is published under this hash."""
-        return digest in self._block_of
-
-    def hashes(self) -> Collection[bytes]:
-        """Return the hashes of all published blocks."""
-        return self._block_of.keys()
+        return bool(self.published.mask[block] or self._holders[:, block].sum() > 1)
 
     def publish(
         self,
@@ -198,22 +136,23 @@ class BlockPool:
         """
         if (self.state[blocks] != _USED).any():
             raise ValueError("only blocks in state USED can be published")
-        new = []
         for index, (block, digest) in enumerate(zip(blocks, hashes, strict=True)):
-            if digest not in self._block_of and block not in self._hash_of:
-                self._block_of[digest] = block
-                self._hash_of[block] = digest
-                new.append(block)
-                if contents is not None:
-                    self._contents.add(digest, parents[index], contents[index])
-                if self.changes is not None:
-                    self.changes.store(digest, parents[index])
-        self._hashed[new] = True
+            tokens = None if contents is None else contents[index]
+            if tokens is not None:
+                self._forget_contained(parents[index], tokens)
+            self.published.add(block, digest, parents[index], tokens)
+
+    def publish_partial(self, block: int, parent: bytes, tokens: Ints) -> None:
+        """Publish a used block that is filled only partly; see `PublishedBlocks.add_partial`."""
+        if self.state[block] != _USED:
+            raise ValueError("only blocks in state USED can be published")
+        self._forget_contained(parent, tokens.tobytes())
+        self.published.add_partial(block, parent, tokens)
 
     def forget(self, blocks: Ints) -> None:
         """Unpublish blocks whose content may be wrong, so that `match` does not return them."""
-        for block in blocks[self._hashed[blocks]].tolist():
-            self._unpublish(block)
+        for block in blocks[self.published.mask[blocks]].tolist():
+            self.published.remove(block)
         self._update_states(blocks)
 
     def check_total(self) -> None:
@@ -237,32 +176,28 @@ class BlockPool:
             )
         written = self._holders[State.RESERVED] > 0
         others = self._holders[State.USED] + self._holders[State.LEASED] > 0
-        assert not (written & (others | self._hashed)).any(), "a reserved block is readable"
+        assert not (written & (others | self.published.mask)).any(), "a reserved block is readable"
         assert (self.state == self._states(np.arange(self.num_blocks, dtype=np.int32))).all()
         assert self._counts == np.bincount(self.state, minlength=len(State)).tolist()
         free = self._free[: self.num(State.FREE)]
         assert sorted(free.tolist()) == np.flatnonzero(self.state == State.FREE).tolist()
         assert sorted(self._lru) == np.flatnonzero(self.state == State.CACHED).tolist()
-        assert self._hash_of == {block: digest for digest, block in self._block_of.items()}
-        assert sorted(self._hash_of) == np.flatnonzero(self._hashed).tolist()
-        self._contents.check(set(self._block_of))
+        self.published.check()
+
+    def _forget_contained(self, parent: bytes, contents: bytes) -> None:
+        """Unpublish the partly filled blocks that a block with these tokens makes redundant."""
+        contained = self.published.contained(parent, contents)
+        if contained:
+            self.forget(np.array(contained, np.int32))
 
     def _evict(self) -> int:
         block, _ = self._lru.popitem(last=False)
-        self._unpublish(block)
+        self.published.remove(block)
         return block
-
-    def _unpublish(self, block: int) -> None:
-        digest = self._hash_of.pop(block)
-        del self._block_of[digest]
-        self._hashed[block] = False
-        self._contents.remove(digest)
-        if self.changes is not None:
-            self.changes.evict(digest)
 
     def _states(self, blocks: Ints) -> npt.NDArray[np.int8]:
         used, leased, reserved = self._holders[:, blocks] > 0
-        states = np.where(self._hashed[blocks], np.int8(_CACHED), np.int8(_FREE))
+        states = np.where(self.published.mask[blocks], np.int8(_CACHED), np.int8(_FREE))
         states[reserved] = _RESERVED
         states[leased] = _LEASED
         states[used] = _USED

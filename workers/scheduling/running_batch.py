@@ -1,6 +1,7 @@
 """The sequences that hold a row of the sequence table, and the blocks of these rows."""
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 from penstock.workers.scheduling.beam_groups import BeamGroups
 from penstock.workers.scheduling.block_growth import BlockGrowth
 from penstock.workers.scheduling.kv_pool import BlockPool, State
-from penstock.workers.scheduling.sequence import Ints, StepPlan
+from penstock.workers.scheduling.sequence import NEVER, Ints, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 
@@ -184,6 +185,7 @@ class RunningBatch:
         elif ticket.phase is SequencePhase.RUNNING:
             del self._running[bisect_left(self._running, ticket.arrival, key=_arrival)]
             self._rows = None
+            self._publish_last(ticket)
         self._pool.release(blocks[num_kept:], State.USED)
         table.remove(ticket.row)
         del self._by_row[ticket.row]
@@ -242,6 +244,22 @@ class RunningBatch:
             contents += [packed[at : at + step] for at in range(0, len(packed), step)]
         self._pool.publish(blocks, hashes, parents, contents)
         table.num_published[rows] = full
+
+    def _publish_last(self, ticket: SequenceState) -> None:
+        """Publish the last block of a running sequence if it is filled partly."""
+        table, row = self._table, ticket.row
+        num_full, num_left = divmod(int(table.num_computed[row]), table.block_size)
+        if not num_left or table.num_published[row] != num_full:
+            return  # its blocks are not published: see `stop_publishing`
+        chain = ticket.chain(table.tokens[row], num_full, table.block_size)
+        parent = chain[-1] if chain else ticket.root
+        first = num_full * table.block_size
+        tokens = table.tokens[row, first : first + num_left]
+        self._pool.publish_partial(int(table.block_table[row, num_full]), parent, tokens)
+
+    def stop_publishing(self, rows: Sequence[int]) -> None:
+        """Publish no more blocks of `rows`."""
+        self._table.num_published[list(rows)] = NEVER
 
     def holders(self) -> tuple[list[Ints], list[Ints]]:
         """Return used and reserved blocks for `BlockPool.check`: one array of each kind per row."""

@@ -102,6 +102,7 @@ class SequenceGroups:
         for ticket in self._choices(key):
             if ticket.phase is SequencePhase.RUNNING:
                 self._pool.forget(self._table.blocks(ticket.row))
+                self._batch.stop_publishing([ticket.row])
         self.drop(key)
 
     def drop_choice(self, key: Key, choice: int) -> None:

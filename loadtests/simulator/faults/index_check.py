@@ -8,7 +8,7 @@ from penstock.loadtests.simulator.world.worker import Worker
 def check_index(router: Router, worker: Worker) -> None:
     """Raise AssertionError unless the router's index has exactly the worker's cached blocks."""
     name, index = worker.info.worker, router.dispatcher.prefix_index
-    published = short_hashes(worker.batcher.pool.hashes())
+    published = short_hashes(worker.batcher.pool.published.hashes())
     assert router.dispatcher.cache_feed.is_current(name), f"{router.name} lacks {name}'s blocks"
     num = index.num_blocks(name)
     assert num == len(published), f"{router.name} knows {num} of {len(published)} blocks of {name}"

@@ -10,29 +10,18 @@ from typing import TypeAlias
 
 import numpy as np
 
-from penstock.common.block_hash import short_hash
+from penstock.common.block_hash import short_hash, short_hashes
 from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.events import Finish, Stepped, Submit, TokenColumns, WorkerInfo
 from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex
 from penstock.workers.scheduling.kv_pool import BlockPool, State
+from penstock.workers.scheduling.published_blocks import BlockChanges
 
 CHUNK_TOKENS = 2048
 """Prompt tokens of a step; the worker reports its load after each step."""
 
 Schedule: TypeAlias = Callable[[float, Callable[[float], None]], None]
 """Calls a function at a time in seconds."""
-
-
-class RecordingPool(BlockPool):
-    """A block pool that records the hashes of evicted blocks."""
-
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__(num_blocks)
-        self.evicted: list[int] = []
-
-    def _unpublish(self, block: int) -> None:
-        self.evicted.append(short_hash(self._hash_of[block]))
-        super()._unpublish(block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +59,8 @@ class PrefillWorker:
         self._index = index
         self._schedule = schedule
         self._report = report
-        self._pool = RecordingPool(info.num_blocks)
+        self._pool = BlockPool(info.num_blocks)
+        self._pool.published.changes = self._changes = BlockChanges()
         self._jobs: deque[Job] = deque()
         self._left = 0  # uncached tokens of the first job that are not computed yet
         self._num_steps = 0
@@ -86,7 +76,7 @@ class PrefillWorker:
         num_tokens = len(command.request.prompt)
         hashes = command.request.prompt_hashes[self.info.block_size]
         digests = [digest_of(each) for each in hashes]
-        num_cached = len(self._pool.match(digests)) * self.info.block_size
+        num_cached = len(self._pool.published.match(digests)) * self.info.block_size
         job = Job(
             command.request.id,
             command.attempt,
@@ -101,7 +91,7 @@ class PrefillWorker:
     def _start(self, now: float) -> None:
         """Start the first job: take its blocks and compute what is not cached."""
         job = self._jobs[0]
-        found = self._pool.match(job.digests)
+        found = self._pool.published.match(job.digests)
         self._pool.retain(found, State.USED)
         num_blocks = -(-job.num_tokens // self.info.block_size)
         self._held = [*found, *self._pool.take(num_blocks - len(found), State.USED)]
@@ -148,8 +138,8 @@ class PrefillWorker:
         parents = [b"", *job.digests][num_found:full]
         self._pool.publish(self._held[num_found:full], job.digests[num_found:], parents)
         self._pool.release(np.array(self._held, np.int32), State.USED)
-        evicted, self._pool.evicted = self._pool.evicted, []
-        self._index.evict(self.info.worker, evicted)
+        self._index.evict(self.info.worker, short_hashes(self._changes.evicted))
+        self._pool.published.changes = self._changes = BlockChanges()
         parent = short_hash(job.digests[num_found - 1]) if num_found else START
         stored = [short_hash(digest) for digest in job.digests[num_found:]]
         self._index.store(self.info.worker, stored, parent)

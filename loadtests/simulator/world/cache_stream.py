@@ -35,7 +35,7 @@ class CacheStream:
         self._info = info
         self._clock = clock
         self._post = post
-        self._reporter = CacheReporter(pool)
+        self._reporter = CacheReporter(pool.published)
         self._awaiting: dict[int, Session] = {}
         self._live: dict[int, Session] = {}
         self._next_number = 0  # of the next change

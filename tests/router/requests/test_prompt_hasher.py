@@ -35,7 +35,7 @@ def hashes_of_worker(request: GenerationRequest, block_size: int) -> list[int]:
     plan = batcher.plan()
     assert plan is not None
     batcher.commit(plan, np.array([5], np.int32))
-    return short_hashes(batcher.pool.hashes())
+    return short_hashes(batcher.pool.published.hashes())
 
 
 @pytest.mark.parametrize("cache_salt", ["", "own"])

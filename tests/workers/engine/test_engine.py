@@ -350,5 +350,5 @@ def test_block_hashes_are_keyed_by_the_secret_of_the_configuration(checkpoint: P
     engine = make_engine(checkpoint, hash_key=key)
     run_greedy(engine, PROMPT[:40], 1)
     first = np.array(PROMPT[: engine.limits.block_size], np.int32)
-    assert engine.batcher.pool.has_hash(block_hash(root_hash(key, b""), first))
-    assert not engine.batcher.pool.has_hash(block_hash(root_hash(b"", b""), first))
+    assert engine.batcher.pool.published.has_hash(block_hash(root_hash(key, b""), first))
+    assert not engine.batcher.pool.published.has_hash(block_hash(root_hash(b"", b""), first))

@@ -35,7 +35,7 @@ class StubEngine:
 
     def __init__(self, plans_ahead: bool) -> None:
         self.batcher = self.executor = self.outputs = self
-        self.cache_reporter = CacheReporter(BlockPool(1))
+        self.cache_reporter = CacheReporter(BlockPool(1).published)
         self.plans_ahead = plans_ahead
         self.on_device = False
         self.limits = SimpleNamespace(num_stages=1)

@@ -1,11 +1,15 @@
-"""Reuse of a cached block by a prompt that agrees with its first tokens only."""
+"""Reuse of a cached block by a prompt that agrees with its first tokens only.
+
+The rest of the block may hold other tokens, or none.
+"""
 
 import pytest
 
 from penstock.loadtests.simulator.model.hash_model import HashModel
+from penstock.workers.scheduling.cache_report import CacheReporter
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import Admitted, Ints
-from tests.support.batcher_bench import Bench, sequence
+from tests.support.batcher_bench import Bench, beams, sequence
 
 SYSTEM = list(range(10))  # two blocks of four tokens and the begin of a third
 
@@ -98,3 +102,53 @@ def test_rows_with_blocks_of_their_own_are_not_examined_again() -> None:
     bench.step()
     assert bench.num_copies == 1
     assert not bench.batcher.state.batch.block_growth.shared_rows
+
+
+def test_next_turn_reuses_the_partly_filled_last_block() -> None:
+    bench = Bench()
+    served(bench, "first", [1, 2, 3], 4)
+    turn = [1, 2, 3, *bench.answers["first"]]  # the KV of the last token is not computed
+    assert served(bench, "second", [*turn, 70, 71, 72]) == 6
+
+
+def test_partly_filled_block_is_replaced_by_a_block_with_more_tokens() -> None:
+    bench = Bench()
+    served(bench, "first", [1, 2], 1)
+    assert bench.batcher.load().cached_blocks == 1
+    served(bench, "longer", [1, 2, 3], 1)
+    assert bench.batcher.load().cached_blocks == 1
+    served(bench, "shorter again", [1, 2], 1)
+    assert bench.batcher.load().cached_blocks == 1
+    served(bench, "full", [1, 2, 3, 4, 5, 6], 1)
+    assert bench.batcher.load().cached_blocks == 2  # the full block, and one with two tokens
+    assert len(bench.batcher.pool.published.hashes()) == 1
+
+
+def test_partly_filled_blocks_are_not_reported_to_routers() -> None:
+    bench = Bench()
+    reporter = CacheReporter(bench.batcher.pool.published)
+    served(bench, "before", [1, 2, 3], 1)
+    reporter.request_snapshot()
+    report = reporter.report()
+    assert report is not None
+    assert report.snapshot is not None
+    assert not report.snapshot.hashes
+    served(bench, "after", [5, 6, 7], 1)
+    bench.batcher.pool.take(bench.batcher.pool.num_available, State.USED)  # evicts all
+    assert reporter.report() is None
+
+
+def test_failed_sequence_leaves_no_partly_filled_block() -> None:
+    bench = Bench()
+    bench.batcher.submit(sequence("bad", [1, 2, 3], 9))
+    bench.step()
+    bench.batcher.fail("bad")
+    assert bench.batcher.load().free_blocks == 32
+
+
+def test_answers_of_a_beam_search_leave_no_partly_filled_block() -> None:
+    bench = Bench()
+    bench.submit(beams("search", [1, 2, 3, 4, 5], 2, max_tokens=6))
+    bench.run()
+    load = bench.batcher.load()
+    assert (load.cached_blocks, load.free_blocks) == (1, 31)  # the prompt's full block

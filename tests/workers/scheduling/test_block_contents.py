@@ -20,7 +20,7 @@ def common(first: list[int], second: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-blocks_of_tokens = st.lists(st.integers(0, 2), min_size=SIZE, max_size=SIZE)
+blocks_of_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=SIZE)  # some partly filled
 
 
 @given(
@@ -45,6 +45,18 @@ def test_the_longest_common_beginning_is_found(
     assert length == max((common(tokens, wanted) for tokens in left.values()), default=0)
     assert common(left[digest], wanted) == length if length else digest == b""
     assert contents.longest_common(b"other", ints(wanted)) == (b"", 0)
+
+
+@given(st.lists(blocks_of_tokens, max_size=MAX_COMPARED, unique_by=tuple), blocks_of_tokens)
+def test_blocks_that_a_longer_block_contains_are_found(
+    blocks: list[list[int]], wanted: list[int]
+) -> None:
+    contents = BlockContents()
+    for number, tokens in enumerate(blocks):
+        contents.add(bytes([number]), ROOT, ints(tokens).tobytes())
+    found = [blocks[digest[0]] for digest in contents.shorter(ROOT, ints(wanted).tobytes())]
+    expected = [tokens for tokens in blocks if wanted[: len(tokens)] == tokens != wanted]
+    assert sorted(found) == sorted(expected)
 
 
 def test_one_look_up_compares_a_bounded_number_of_blocks() -> None:

@@ -19,7 +19,7 @@ def change_of(reporter: CacheReporter) -> CacheChange:
 def recording(num_blocks: int) -> tuple[BlockPool, CacheReporter]:
     """Return a pool and its reporter, from which the first snapshot has been taken."""
     pool = BlockPool(num_blocks)
-    reporter = CacheReporter(pool)
+    reporter = CacheReporter(pool.published)
     reporter.request_snapshot()
     reporter.report()
     return pool, reporter
@@ -70,9 +70,9 @@ def test_parent_that_was_evicted_is_not_named() -> None:
 
 def test_nothing_is_recorded_before_a_snapshot_and_after_stop() -> None:
     pool = BlockPool(4)
-    reporter = CacheReporter(pool)
+    reporter = CacheReporter(pool.published)
     cache(pool, (1,))
-    assert pool.changes is None
+    assert pool.published.changes is None
     assert reporter.report() is None
     reporter.request_snapshot()
     report = reporter.report()
@@ -82,7 +82,7 @@ def test_nothing_is_recorded_before_a_snapshot_and_after_stop() -> None:
     assert report.snapshot.hashes == [short_hash(chain(1)[0])]
     reporter.stop()
     cache(pool, (2,))
-    assert pool.changes is None
+    assert pool.published.changes is None
     assert reporter.report() is None
 
 
@@ -95,7 +95,7 @@ def test_reports_replay_to_the_published_blocks(actions: list[tuple[str, tuple[i
         if action == "cache":
             cache(pool, names)
         elif action == "forget":
-            forget(pool, pool.match(chain(*names)))
+            forget(pool, pool.published.match(chain(*names)))
         if action == "snapshot":
             reporter.request_snapshot()
         if action not in ("report", "snapshot") or (report := reporter.report()) is None:
@@ -114,4 +114,4 @@ def test_reports_replay_to_the_published_blocks(actions: list[tuple[str, tuple[i
         if report.snapshot is not None:
             assert report.snapshot.next_number == next_number
             assert set(report.snapshot.hashes) == known
-    assert known == set(short_hashes(pool.hashes()))
+    assert known == set(short_hashes(pool.published.hashes()))

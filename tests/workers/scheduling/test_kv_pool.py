@@ -36,12 +36,12 @@ def test_released_blocks_are_cached_until_they_are_taken_again() -> None:
     publish(pool, blocks[:2], chain(1, 2))
     pool.release(blocks, State.USED)
     assert (pool.num(State.CACHED), pool.num(State.FREE)) == (2, 2)
-    assert pool.match(chain(1, 2, 3)).tolist() == blocks[:2].tolist()
-    assert pool.match(chain(5)).size == 0
-    pool.retain(pool.match(chain(1)), State.USED)
+    assert pool.published.match(chain(1, 2, 3)).tolist() == blocks[:2].tolist()
+    assert pool.published.match(chain(5)).size == 0
+    pool.retain(pool.published.match(chain(1)), State.USED)
     assert pool.num_available == 3
     pool.take(3, State.USED)
-    assert pool.match(chain(1, 2)).tolist() == blocks[:1].tolist()
+    assert pool.published.match(chain(1, 2)).tolist() == blocks[:1].tolist()
 
 
 def test_last_block_of_the_least_recently_used_prefix_is_evicted_first() -> None:
@@ -69,7 +69,7 @@ def test_repeated_content_keeps_its_first_block() -> None:
     pool = BlockPool(2)
     blocks = pool.take(2, State.USED)
     publish(pool, blocks, chain(1) * 2)
-    assert pool.match(chain(1)).tolist() == blocks[:1].tolist()
+    assert pool.published.match(chain(1)).tolist() == blocks[:1].tolist()
     pool.release(blocks, State.USED)
     assert (pool.num(State.CACHED), pool.num(State.FREE)) == (1, 1)
 
@@ -93,7 +93,7 @@ def test_shared_block_is_counted_once_as_used_before_leased() -> None:
     assert pool.num(State.CACHED) == 1
     pool.forget(block)
     assert pool.num(State.FREE) == 1
-    assert pool.match(chain(1)).size == 0
+    assert pool.published.match(chain(1)).size == 0
 
 
 def test_check_detects_wrong_block_counts() -> None:
@@ -154,7 +154,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         block = int(held.blocks[len(held.names)])
         held.names.append(name)
-        known = self.pool.match(chain(*held.names)).size == len(held.names)
+        known = self.pool.published.match(chain(*held.names)).size == len(held.names)
         hashes = chain(*held.names)
         self.pool.publish([block], hashes[-1:], hashes[-2:-1] or [b""])
         if not known and block not in self.content:
@@ -162,7 +162,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), names=st.lists(st.integers(0, 2), max_size=4))
     def match(self, data: st.DataObject, names: list[int]) -> None:
-        found = self.pool.match(chain(*names))
+        found = self.pool.published.match(chain(*names))
         for depth, block in enumerate(found.tolist(), start=1):
             assert self.content[block] == tuple(names[:depth])
         published = set(self.content.values())

@@ -25,7 +25,8 @@ from penstock.workers.kv_transfer.protocol.messages import Credit
 from penstock.workers.kv_transfer.protocol.send import SendProtocol
 from penstock.workers.kv_transfer.write_gate import WriteGate
 from penstock.workers.scheduling import leases
-from penstock.workers.scheduling.kv_pool import BlockChanges, State
+from penstock.workers.scheduling.kv_pool import State
+from penstock.workers.scheduling.published_blocks import BlockChanges
 from penstock.workers.scheduling.sequence import Ints, Key
 from tests.support.refusals import assert_refused
 

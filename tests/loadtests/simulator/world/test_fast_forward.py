@@ -30,7 +30,7 @@ def state(batcher: Batcher) -> dict[str, Any]:
         "blocks": {row: table.blocks(row).tolist() for row in rows},
         "pool": [pool.state.tolist(), pool._holders.tolist(), pool._counts, list(pool._lru)],
         "free": pool._free[: pool._counts[-1]].tolist(),
-        "cache": [pool._block_of, pool._hash_of, pool._hashed.tolist()],
+        "cache": [pool.published._block_of, pool.published._hash_of, pool.published.mask.tolist()],
         "load": batcher.load(),
         "steps": batcher.state.totals.steps,
         "last": last and [last.number, last.context_lens.tolist(), last.slots.tolist()],

@@ -222,7 +222,7 @@ class FeedMachine(RuleBasedStateMachine):
     def start_worker(self) -> None:
         self.num_starts += 1
         self.pool = BlockPool(CAPACITY)
-        self.reporter = CacheReporter(self.pool)
+        self.reporter = CacheReporter(self.pool.published)
         for router in self.routers:
             router.connect(self.incarnation, self.now)
 
@@ -236,7 +236,7 @@ class FeedMachine(RuleBasedStateMachine):
 
     @rule(names=PREFIXES)
     def forget(self, names: tuple[int, ...]) -> None:
-        forget(self.pool, self.pool.match(chain(*names)))
+        forget(self.pool, self.pool.published.match(chain(*names)))
 
     @rule(chunk_size=st.integers(1, 3))
     def report(self, chunk_size: int) -> None:
@@ -291,7 +291,7 @@ class FeedMachine(RuleBasedStateMachine):
                 router.is_live = False
 
     def published(self) -> set[int]:
-        return set(short_hashes(self.pool.hashes()))
+        return set(short_hashes(self.pool.published.hashes()))
 
     @invariant()
     def unknown_blocks_are_never_counted(self) -> None:
