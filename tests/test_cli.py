@@ -283,22 +283,54 @@ def test_failed_download_gives_a_one_line_error(
 def test_a_hub_name_becomes_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: f"/cache/{name}")
-    assert checkpoint.find("some/model") == Path("/cache/some/model")
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, *, revision, **_: f"/cache/{name}/{revision}",
+    )
+    assert checkpoint.find("some/model") == Path("/cache/some/model/None")
+    assert checkpoint.find("some/model", "0123abc") == Path("/cache/some/model/0123abc")
+
+
+def test_unknown_revision_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise RevisionNotFoundError.__new__(RevisionNotFoundError)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(checkpoint.NoModel, match="no revision 'v9' of it"):
+        checkpoint.find("some/model", "v9")
+
+
+@pytest.mark.parametrize("name", ["demo", "folder"])
+def test_revision_of_a_local_model_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(checkpoint.NoModel, match=f"revision 'v1' needs a hub name, and {name}"):
+        checkpoint.find(name, "v1")
 
 
 def test_fetching_into_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
     downloads: list[tuple[str, list[str], Path]] = []
+    revisions: list[str | None] = []
 
-    def snapshot_download(name: str, *, allow_patterns: list[str], local_dir: Path) -> str:
+    def snapshot_download(
+        name: str, *, revision: str | None, allow_patterns: list[str], local_dir: Path
+    ) -> str:
         downloads.append((name, allow_patterns, local_dir))
+        revisions.append(revision)
         return str(local_dir)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert fetch.main(["some/model", str(tmp_path)]) == 0
-    assert fetch.main(["some/model", str(tmp_path), "--without-weights"]) == 0
+    assert fetch.main(["some/model", str(tmp_path), "--without-weights", "--revision=v1"]) == 0
+    assert revisions == [None, "v1"]
     assert downloads[0] == ("some/model", checkpoint.WANTED_FILES, tmp_path)
     assert set(downloads[0][1]) - set(downloads[1][1]) == {"*.safetensors"}
 

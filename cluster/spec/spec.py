@@ -26,6 +26,9 @@ class ModelSpec:
     path: str | None = knob(
         None, f"checkpoint folder, hub name, or `{BUNDLED}`, the bundled model; by default its NAME"
     )
+    revision: str | None = knob(
+        None, "commit, tag or branch of a checkpoint from the hub; default: its main branch"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob(
         "auto", "dtype of weights and KV"
     )

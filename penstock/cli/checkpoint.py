@@ -21,19 +21,25 @@ class NoModel(ValueError):
     """MODEL is not a checkpoint that can be found or downloaded; the message is one line."""
 
 
-def find(model: str = BUNDLED) -> Path:
+def find(model: str = BUNDLED, revision: str | None = None) -> Path:
     """Return the folder or GGUF file of a model; download it first if `model` is a hub name.
+
+    Args:
+        model: a folder, a GGUF file, a hub name or `BUNDLED`.
+        revision: commit, tag or branch on the hub; None: the main branch.
 
     The name `demo` (`BUNDLED`) always means the bundled model. To use a local folder with that
     name, pass `./demo`.
 
     Raises:
-        NoModel: the download failed.
+        NoModel: the download failed, or a model that is not on the hub has a revision.
     """
+    if model != BUNDLED and _is_on_hub(model):
+        return download(model, WANTED_FILES, revision=revision)
+    if revision is not None:
+        raise NoModel(f"revision {revision!r} needs a hub name, and {model} is a local model")
     if model == BUNDLED:
         return SHIPPED
-    if _is_on_hub(model):
-        return download(model, WANTED_FILES)
     return Path(model).expanduser().absolute()
 
 
@@ -50,7 +56,9 @@ def _is_on_hub(model: str) -> bool:
     return bool(HUB_NAME.fullmatch(model)) and not (path.exists() or is_gguf(path))
 
 
-def download(model: str, wanted: list[str], folder: Path | None = None) -> Path:
+def download(
+    model: str, wanted: list[str], folder: Path | None = None, revision: str | None = None
+) -> Path:
     """Download a hub model's files that match `wanted`, into the hub's cache or into `folder`.
 
     Raises:
@@ -58,10 +66,17 @@ def download(model: str, wanted: list[str], folder: Path | None = None) -> Path:
     """
     # Imported here, because the import is slow and rarely needed.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
-        return Path(snapshot_download(model, allow_patterns=wanted, local_dir=folder))
+        found = snapshot_download(model, revision=revision, allow_patterns=wanted, local_dir=folder)
+        return Path(found)
+    except RevisionNotFoundError:
+        reason = f"the hub has no revision {revision!r} of it"
     except HfHubHTTPError as error:
         reason = f"the hub refused the download (HTTP {error.response.status_code})"
     except (LocalEntryNotFoundError, OSError):

@@ -25,10 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="skip the weights, for routers and the driver",
     )
+    parser.add_argument(
+        "--revision", metavar="TEXT", help="commit, tag or branch; default: the main branch"
+    )
     given = parser.parse_args(arguments)
     wanted = [name for name in WANTED_FILES if not (given.without_weights and name == WEIGHTS)]
     try:
-        download(given.model, wanted, given.folder)
+        download(given.model, wanted, given.folder, given.revision)
     except NoModel as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         spec = flags.read_spec(arguments)
         api_keys = read_api_keys(spec, os.environ)
         check_access(spec, has_keys=bool(api_keys))
-        folder = checkpoint.find(spec.checkpoint)
+        folder = checkpoint.find(spec.checkpoint, spec.model.revision)
         # Skip the weights with `pool_nodes`, because they are only on the workers' nodes.
         checkpoint.check(folder, with_weights=not spec.pool_nodes)
         check_ranks(spec, folder)

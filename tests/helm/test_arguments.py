@@ -280,7 +280,7 @@ def test_commands_of_hooks_and_probes_are_accepted_by_our_programs(
 def test_models_are_downloaded_to_the_folder_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fetched: list[tuple[str, list[str], Path]] = []
+    fetched: list[tuple[str, list[str], Path, str | None]] = []
     monkeypatch.setattr(fetch, "download", lambda *arguments: fetched.append(arguments))
     objects = found("8b", "standalone")
     for role, pod in chart.pods(objects):
@@ -289,11 +289,26 @@ def test_models_are_downloaded_to_the_folder_of_the_configuration(
                 continue
             assert each["command"] == ["python", "-m", fetch.__name__]
             assert fetch.main(each["args"]) == 0
-            name, wanted, folder = fetched[-1]
-            assert name == "meta-llama/Llama-3.1-8B-Instruct"
+            name, wanted, folder, revision = fetched[-1]
+            assert (name, revision) == ("meta-llama/Llama-3.1-8B-Instruct", None)
             assert str(folder) == parse(yaml.safe_load(config(objects))).checkpoint
             assert (fetch.WEIGHTS in wanted) == (role in ROLES)
     assert len(fetched) == 4  # driver, router, prefill and decode; the head needs no model
+
+
+@pytest.mark.parametrize("revision", ["0123abc", "refs/pr/1", "1.0"])
+def test_all_pods_download_the_same_revision(
+    revision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str | None] = []
+    monkeypatch.setattr(fetch, "download", lambda *arguments: fetched.append(arguments[3]))
+    source = {"hub": {"name": "a/b", "revision": revision}}
+    objects = chart.objects(chart.render({"models": {"m": {"source": source}}}))
+    for _, pod in chart.pods(objects):
+        for each in pod["spec"].get("initContainers", []):
+            if each["name"] == "fetch-model":
+                assert fetch.main(each["args"]) == 0
+    assert set(fetched) == {revision}
 
 
 @pytest.mark.parametrize(
@@ -331,7 +346,8 @@ def test_settings_of_a_model_and_of_pools_reach_the_driver() -> None:
         "reasoning_parser": "qwen3",
         "deterministic": True,
     }
-    assert {"path", *settings} == set(knobs(ModelSpec))
+    # A pod has its checkpoint in a folder; the revision is a setting of `source.hub`.
+    assert {"path", "revision", *settings} == set(knobs(ModelSpec))
     sizes = {"kvCacheMib": 10, "maxSequences": 3}
     values = {
         "models": {"m": settings},
@@ -360,7 +376,8 @@ SCHEMA = json.loads((chart.CHART / "values.schema.json").read_text())
     ],
 )
 def test_schema_has_the_keys_and_bounds_of_the_program(record: type, known: dict[str, Any]) -> None:
-    assert set(known) - {"source"} == set(knobs(record)) - {"path"}, "add it to the schema"
+    here = set(knobs(record)) - {"path", "revision"}  # in the chart: `source`
+    assert set(known) - {"source"} == here, "add it to the schema"
     for name, (field, _) in knobs(record).items():
         bounds = (known.get(name, {}).get("minimum"), known.get(name, {}).get("maximum"))
         assert bounds == (field.metadata["least"], field.metadata["most"]), name

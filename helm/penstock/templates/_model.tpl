@@ -57,6 +57,9 @@ need no weights. */ -}}
     {{- if not .weights }}
     - --without-weights
     {{- end }}
+    {{- with $source.hub.revision }}
+    - {{ printf "--revision=%s" . | quote }}
+    {{- end }}
   env:
     - {name: HOME, value: /tmp}
     {{- with $source.hub.tokenSecret }}

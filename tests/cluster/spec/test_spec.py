@@ -97,7 +97,7 @@ def model(**settings: Any) -> dict[str, Any]:
         (mixed(block_size=0), "pools.mixed.block_size: expected from 1 to 1024, not 0"),
         (mixed(max_sequences=0), "pools.mixed.max_sequences: expected 1 or more, not 0"),
         (model(dtype="int4"), "models.m.dtype: expected one of auto, float32, bfloat16"),
-        (model(block_size=16), "models.m.block_size: unknown key: expected one of path, dtype"),
+        (model(block_size=16), "models.m.block_size: unknown key: expected one of path, revision"),
         (model(path=3), "models.m.path: expected a string, not 3"),
         (model(max_model_len=0), "models.m.max_model_len: expected 1 or more, not 0"),
         (model(deterministic="yes"), "models.m.deterministic: expected true or false, not 'yes'"),
