@@ -6,8 +6,8 @@ import json
 import math
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -84,21 +84,38 @@ def error_response(error: ServingError, status: int | None = None) -> Response:
     return json_response(error_body(error, status), status, headers)
 
 
-async def on_error(request: Request, error: Exception) -> Response:
-    """Convert an exception of a route to a response (a Starlette exception handler)."""
-    if isinstance(error, ServingError):
-        return error_response(error)
-    if isinstance(error, HTTPException):
-        code = Code.NOT_FOUND if error.status_code == 404 else Code.INVALID
-        what = f"{request.method} {request.url.path[:80]}"
-        serving_error = ServingError(code, f"{what}: {error.detail}")
-        response = error_response(serving_error, error.status_code)
-        response.headers.update(error.headers or {})
-        return response
-    return error_response(internal_error())  # the server logs the traceback
+class ErrorFormat(Protocol):
+    """Makes the response for an error, in the format of the API of the request's path."""
+
+    def __call__(self, scope: Scope, error: ServingError, status: int | None = None) -> Response:
+        """Return the response; without a status, the error's code has its own."""
+        ...
 
 
-ERROR_HANDLERS = {ServingError: on_error, HTTPException: on_error, Exception: on_error}
+def openai_error(scope: Scope, error: ServingError, status: int | None = None) -> Response:
+    """Return an error in OpenAI's format (an `ErrorFormat`)."""
+    return error_response(error, status)
+
+
+ErrorHandlers: TypeAlias = dict[Any, Callable[[Request, Exception], Awaitable[Response]]]
+
+
+def error_handlers(respond: ErrorFormat = openai_error) -> ErrorHandlers:
+    """Return Starlette's exception handlers, which convert exceptions of routes to responses."""
+
+    async def on_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, ServingError):
+            return respond(request.scope, error)
+        if isinstance(error, HTTPException):
+            code = Code.NOT_FOUND if error.status_code == 404 else Code.INVALID
+            what = f"{request.method} {request.url.path[:80]}"
+            serving_error = ServingError(code, f"{what}: {error.detail}")
+            response = respond(request.scope, serving_error, error.status_code)
+            response.headers.update(error.headers or {})
+            return response
+        return respond(request.scope, internal_error())  # the server logs the traceback
+
+    return {ServingError: on_error, HTTPException: on_error, Exception: on_error}
 
 
 def internal_error() -> ServingError:
@@ -173,6 +190,7 @@ class AuthMiddleware:
             name, so that a web page cannot reach the server through DNS rebinding.
         public: paths that need no key.
         roles: roles of the keys that are allowed on a path; on other paths those of clients.
+        respond: makes the responses to refused requests.
     """
 
     def __init__(
@@ -183,12 +201,14 @@ class AuthMiddleware:
         public: frozenset[str] = frozenset(),
         roles: Mapping[str, frozenset[Role]] = NO_ROLES,
         other_roles: frozenset[Role] = CLIENTS,
+        respond: ErrorFormat = openai_error,
     ) -> None:
         self._app = app
         self._keys = keys
         self._public = public
         self._roles = roles
         self._other_roles = other_roles
+        self._respond = respond
         self._names = LOOPBACK_NAMES | {host} if is_loopback(host) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -196,7 +216,7 @@ class AuthMiddleware:
             try:
                 self._check(scope)
             except ServingError as error:
-                await error_response(error)(scope, receive, send)
+                await self._respond(scope, error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

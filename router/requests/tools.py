@@ -74,18 +74,23 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         function = tool.get("function")
         if not isinstance(function, dict):
             raise invalid(f"{where}.function must be an object", "tools")
-        name = function.get("name")
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise invalid(
-                f"{where}.function.name must have 1 to 128 letters, digits or characters of _.:/-",
-                "tools",
-            )
-        if name in names:
-            raise invalid(
-                f"{where}.function.name {name!r} is also the name of another tool", "tools"
-            )
-        names.add(name)
+        check_name(function.get("name"), f"{where}.function.name", names)
         _check_types(function, f"{where}.function")
+
+
+def check_name(name: object, where: str, names: set[str]) -> None:
+    """Refuse a name that is invalid or in `names`, else add it to `names`.
+
+    Args:
+        name: name of a function.
+        where: path of the field in the body.
+        names: names of the functions before it.
+    """
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise invalid(f"{where} must have 1 to 128 letters, digits or characters of _.:/-", "tools")
+    if name in names:
+        raise invalid(f"{where} {name!r} is also the name of another tool", "tools")
+    names.add(name)
 
 
 def _check_types(function: Mapping[str, Any], where: str) -> None:

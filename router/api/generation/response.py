@@ -1,6 +1,6 @@
 """Responses with the answers of a call: a stream of server-sent events, or one JSON object."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -24,6 +24,9 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+NO_HEADERS: Mapping[str, str] = {}
 
 
 class ResponseFormatter(Protocol):
@@ -79,6 +82,7 @@ class GenerationResponse(Response):
         request_id: sent in the header `x-request-id`.
         stream: whether to send events instead of a JSON object.
         refusal: makes the response if the call fails before its first tokens.
+        headers: further headers.
     """
 
     def __init__(
@@ -88,10 +92,11 @@ class GenerationResponse(Response):
         request_id: str,
         stream: bool,
         refusal: Callable[[ServingError], Response] = error_response,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> None:
         self._deltas = deltas
         self._formatter = formatter
-        self._own_headers = {"x-request-id": request_id}
+        self._own_headers = {"x-request-id": request_id, **headers}
         self._stream = stream
         self._refusal = refusal
 

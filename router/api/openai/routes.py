@@ -23,7 +23,7 @@ from penstock.router.api.generation.bodies import on_disconnect, read_request, w
 from penstock.router.api.generation.calls import CallOptions, GenerationCalls
 from penstock.router.api.generation.parsed_body import ParsedBody
 from penstock.router.api.generation.response import GenerationResponse, ResponseFormatter
-from penstock.router.api.http import ERROR_HANDLERS, AuthMiddleware, Json, json_response
+from penstock.router.api.http import AuthMiddleware, Json, error_handlers, json_response
 from penstock.router.api.openai.parsed_chat import ParsedChatFormatter
 from penstock.router.api.openai.response import ChatFormatter, CompletionFormatter
 from penstock.router.api.openai.response_context import ResponseContext
@@ -41,7 +41,7 @@ from penstock.router.requests.response_stream import ClientDisconnectedError
 from penstock.router.requests.slices import Slices
 from penstock.router.requests.text_decoding import decode
 
-HTTP_HANDLERS = {**ERROR_HANDLERS, ClientDisconnectedError: on_disconnect}
+HTTP_HANDLERS = {**error_handlers(), ClientDisconnectedError: on_disconnect}
 """Handlers of the exceptions of routes that generate."""
 
 PUBLIC_PATHS = frozenset({"/health", "/health/"})
