@@ -76,12 +76,17 @@ def error_body(error: ServingError, status: int | None = None) -> Json:
 
 def error_response(error: ServingError, status: int | None = None) -> Response:
     status = STATUSES[error.code] if status is None else status
+    return json_response(error_body(error, status), status, headers_of(error))
+
+
+def headers_of(error: ServingError) -> Mapping[str, str]:
+    """Return the headers of the response for an error."""
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     if error.code is Code.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
-    return json_response(error_body(error, status), status, headers)
+    return headers
 
 
 class ErrorFormat(Protocol):
@@ -172,7 +177,7 @@ class CorsMiddleware:
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
             allow_private_network=True,
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "request-id", "retry-after"),
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -230,12 +235,18 @@ class AuthMiddleware:
         if scope["path"] not in self._public:
             roles = self._roles.get(scope["path"], self._other_roles)
             is_loopback = self._names is not None
-            caller = self._keys.authenticate(headers.get("authorization"), roles, is_loopback)
+            caller = self._keys.authenticate(_authorization(headers), roles, is_loopback)
             scope.setdefault("state", {}).update(
                 tenant=caller.tenant,
                 key_name=caller.name,
                 is_operator=caller.role == "operator",
             )
+
+
+def _authorization(headers: Headers) -> str | None:
+    """Return the Authorization header, or the header that stands for it in Anthropic's clients."""
+    given, key = headers.get("authorization"), headers.get("x-api-key")
+    return f"Bearer {key}" if given is None and key is not None else given
 
 
 async def read_body(request: Request, bounds: RequestBounds) -> bytes:

@@ -142,6 +142,11 @@ class AnswerParsers:
         """Whether tool calls of the model can be parsed."""
         return self.tools != NONE
 
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether reasoning of the model can be parsed."""
+        return self.reasoning != NONE
+
     def may_find(self, options: ParsingOptions) -> bool:
         """Return whether answers with these options may contain anything but content."""
         return self.new("", options) is not None

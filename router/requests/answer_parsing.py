@@ -73,6 +73,11 @@ class ModelParsers:
         self._parsers = AnswerParsers(template, config.tool_call_parser, config.reasoning_parser)
         self._shown: dict[bool, frozenset[int]] = {}  # by whether calls are read
 
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether reasoning is found in answers."""
+        return self._parsers.reads_reasoning
+
     def check_tools(self) -> None:
         """Refuse tools whose calls could not be found in the answer."""
         if not self._parsers.reads_tools:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from penstock.protos import inference_pb2
+from penstock.router.api.anthropic.schema import CountTokensBody, MessagesBody
 from penstock.router.api.openai.schema import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -41,6 +42,8 @@ WORKERS = ("w0", "w1")
 BODIES: Mapping[str, Sequence[type[BaseModel]]] = {
     "/v1/completions": (CompletionRequest,),
     "/v1/chat/completions": (ChatCompletionRequest,),
+    "/v1/messages": (MessagesBody,),
+    "/v1/messages/count_tokens": (CountTokensBody,),
     "/tokenize": (TokenizeTextRequest, TokenizeChatRequest),
     "/detokenize": (DetokenizeRequest,),
     "/role": (),
@@ -86,6 +89,7 @@ HEADERS: Mapping[str, Values] = {
     "host": st.sampled_from(["evil.example", "[::1]:1", "", "localhost:99999999"]),
     "origin": st.sampled_from([ORIGIN, "null", "http://evil.example"]),
     "upgrade": st.sampled_from(["websocket", "h2c"]),
+    "x-api-key": st.sampled_from(["x", "", "\xff"]),
     "x-request-id": TEXTS,
     "x-forwarded-for": TEXTS,
 }
@@ -119,6 +123,8 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
         body["prompt"] = draw(st.sampled_from(["hi", [5, 6], ["a", "b"], [[7], [8, 9]]]))
     if "messages" in model.model_fields and draw(st.booleans()):
         body["messages"] = [{"role": "user", "content": "hi"}]
+    if issubclass(model, CountTokensBody) and not draw(one_in(8)):  # else all names are unknown
+        body["model"] = "stub"
     if draw(one_in(10)):
         body[draw(st.sampled_from(sorted(PERMITTED_VALUES)))] = draw(JUNK)
     return body

@@ -2,30 +2,40 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import pytest
 
 from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
+from tests.support.anthropic_client import ADD as ANTHROPIC_ADD
 from tests.support.served_router import Served, serving, until
 from tests.support.stub_worker import Run, StubWorker
 from tests.support.tokenizers import byte_level, write_folder
 from tests.support.tool_chats import ADD
 
 TOKENIZER = byte_level()
+FIELDS = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 TEMPLATE = "{{ tools }}<tool_call><think>{{ messages }}"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 17, "b": "grüße 😀"}}</tool_call>'
 ANSWER = f"<think>\nwhy 😀\n</think>\n\nI add.\n{CALL}\n{CALL}"
 TOKENS = TOKENIZER.encode(ANSWER, add_special_tokens=False).ids
+MESSAGES = [{"role": "user", "content": "sum?"}]
 BODY = {
-    "messages": [{"role": "user", "content": "sum?"}],
+    "messages": MESSAGES,
     "tools": [ADD],
     "stream": True,
     "stream_options": {"include_usage": True},
+}
+ANTHROPIC_BODY = {
+    "model": "stub",
+    "max_tokens": 1000,
+    "messages": MESSAGES,
+    "tools": [ANTHROPIC_ADD],
+    "stream": True,
 }
 
 
@@ -46,7 +56,7 @@ class MortalWorker(StubWorker):
         super()._make_step(runs)
 
 
-async def stream(served: Served) -> list[Any]:
+async def stream_chat(served: Served) -> list[Any]:
     """Return the deltas of a stream, with consecutive texts of the same kind merged."""
     headers = {"x-request-id": "me"}
     async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
@@ -79,8 +89,31 @@ def shape_of(delta: dict[str, Any]) -> tuple[str, str | None]:
     return json.dumps(delta), None
 
 
-async def interrupted(config: RouterConfig, position: int) -> list[Any]:
-    """Return the deltas of a stream whose worker dies after `position` tokens."""
+async def stream_message(served: Served) -> list[Any]:
+    """Return the events of Anthropic's API, with consecutive deltas of a block merged."""
+    headers = {"x-request-id": "me"}
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        response = await http.post("/v1/messages", json=ANTHROPIC_BODY, headers=headers)
+    found: list[Any] = []
+    for event in response.text.strip().split("\n\n"):
+        data = json.loads(event.split("\ndata: ")[1])
+        if data["type"] == "message_start":
+            assert data["message"].pop("id").startswith("msg_")
+        delta = data.get("delta", {})
+        field = FIELDS.get(delta.get("type"), "")
+        key, text = (data["type"], data.get("index"), field), delta.get(field)
+        if field and found[-1][0] == key:
+            found[-1][1] += text
+        else:
+            found.append([key, text if field else data])
+    return found
+
+
+Stream: TypeAlias = Callable[[Served], Coroutine[Any, Any, list[Any]]]
+
+
+async def interrupted(config: RouterConfig, position: int, stream: Stream) -> list[Any]:
+    """Return the content of a stream whose worker dies after `position` tokens."""
     workers = MortalWorker("w0"), MortalWorker("w1")
     for worker in workers:
         worker.last_position = position
@@ -103,13 +136,22 @@ async def interrupted(config: RouterConfig, position: int) -> list[Any]:
 
 
 @pytest.mark.asyncio
-async def test_stream_with_calls_is_the_same_when_its_worker_dies(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stream", "reasoning", "finish"),
+    [
+        (stream_chat, ["reasoning_content", "why 😀"], "tool_calls"),
+        (stream_message, [("content_block_delta", 0, "thinking"), "why 😀"], "tool_use"),
+    ],
+)
+async def test_stream_with_calls_is_the_same_when_its_worker_dies(
+    tmp_path: Path, stream: Stream, reasoning: list[Any], finish: str
+) -> None:
     config = RouterConfig(write_folder(tmp_path / "model", TOKENIZER, TEMPLATE), "stub")
     async with serving(config, MortalWorker("w0")) as served:
         expected = await stream(served)
-    text = json.dumps(expected, ensure_ascii=False)
-    assert expected[-1] == "tool_calls"
-    assert text.count('add\\"') == 2
-    assert ["reasoning_content", "why 😀"] in expected
+    text = json.dumps(expected, ensure_ascii=False).replace("\\", "")
+    assert text.count('"name": "add"') == 2
+    assert reasoning in expected
+    assert f'"{finish}"' in text
     for position in range(1, len(TOKENS), 8):
-        assert await interrupted(config, position) == expected, position
+        assert await interrupted(config, position, stream) == expected, position

@@ -1,4 +1,4 @@
-"""Checks for errors in OpenAI's format, and for texts of errors of all protocols."""
+"""Checks for errors in the formats of OpenAI and Anthropic, and for texts of all errors."""
 
 import re
 from pathlib import Path
@@ -8,11 +8,16 @@ import httpx
 
 
 def check_form(response: httpx.Response) -> dict[str, Any]:
-    """Check that a response is an error in OpenAI's format without internal details."""
-    error: dict[str, Any] = response.json()["error"]
+    """Check that a response is an error in its API's format, without internal details."""
+    body = response.json()
+    error: dict[str, Any] = body["error"]
+    check_text(error["message"])
+    if response.request.url.path.startswith("/v1/messages"):
+        assert (set(error), body["type"]) == ({"message", "type"}, "error")
+        assert response.headers["request-id"] == body["request_id"]
+        return error
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] in (response.status_code, "context_length_exceeded")
-    check_text(error["message"])
     return error
 
 

@@ -72,6 +72,11 @@ class GenerationCalls:
         self._frontend = frontend
         self._parsers = ModelParsers(frontend.tokenizer, frontend.config)
 
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether reasoning is found in the answers of the model."""
+        return self._parsers.reads_reasoning
+
     async def start_chat(
         self, request: Request, parsed: ParsedBody[Any], name: str
     ) -> SubmittedCall:

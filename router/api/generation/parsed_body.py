@@ -12,6 +12,7 @@ from typing import Any, Generic
 
 from pydantic_core import from_json
 
+from penstock.router.api.anthropic.schema import CountTokensBody, MessagesBody
 from penstock.router.api.generation.chat_body import ChatBody
 from penstock.router.api.generation.parsing import Body, keys, parse
 from penstock.router.api.generation.strict_model import StrictModel
@@ -71,6 +72,8 @@ BODIES: Mapping[str, Callable[[bytes], type[StrictModel]]] = {
         TokenizeChatRequest if "messages" in keys(data) else TokenizeTextRequest
     ),
     "detokenize": lambda data: DetokenizeRequest,
+    "messages": lambda data: MessagesBody,
+    "count_tokens": lambda data: CountTokensBody,
 }
 """For each kind of body, by name: a function that returns the pydantic model for a body's bytes."""
 
@@ -79,6 +82,7 @@ MODELS: Mapping[str, type[StrictModel]] = {
     for model in (
         *(ChatCompletionRequest, CompletionRequest, DetokenizeRequest),
         *(TokenizeChatRequest, TokenizeTextRequest),
+        *(CountTokensBody, MessagesBody),
     )
 }
 

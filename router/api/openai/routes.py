@@ -18,6 +18,8 @@ from starlette.routing import Route
 import penstock
 from penstock.common.sampling_params import SamplingParams
 from penstock.router.api import explain
+from penstock.router.api.anthropic.errors import error_of_path
+from penstock.router.api.anthropic.routes import MessagesApi
 from penstock.router.api.auth import ApiKeys
 from penstock.router.api.generation.bodies import on_disconnect, read_request, while_connected
 from penstock.router.api.generation.calls import CallOptions, GenerationCalls
@@ -56,6 +58,7 @@ def openai_app(frontend: Frontend) -> Starlette:
         # Starlette tries the routes in this order: the most frequent ones are first.
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
+        *MessagesApi(frontend).routes(),
         Route("/health", api.health),
         Route("/health/", api.health),
         Route("/version", api.version),
@@ -67,9 +70,14 @@ def openai_app(frontend: Frontend) -> Starlette:
     ]
     config = frontend.config
     guard = Middleware(
-        AuthMiddleware, keys=ApiKeys(config.api_keys), host=config.host, public=PUBLIC_PATHS
+        AuthMiddleware,
+        keys=ApiKeys(config.api_keys),
+        host=config.host,
+        public=PUBLIC_PATHS,
+        respond=error_of_path,
     )
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=HTTP_HANDLERS)
+    handlers = {**HTTP_HANDLERS, **error_handlers(error_of_path)}
+    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
 
 
 class OpenAiApi:

@@ -24,6 +24,11 @@ PUBLIC_PATHS = {"/health", "/health/", *page_files()}
 PUBLIC = {(method, path) for method in ("GET", "HEAD") for path in PUBLIC_PATHS}
 PUBLIC_METHODS = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
 WRONG = ("", "Bearer", "Bearer another", "Bearer a-key-", "Basic a-key", "a-key")
+WRONG_HEADERS: list[dict[str, str]] = [
+    *({"authorization": value} for value in WRONG),
+    *({"x-api-key": value} for value in ("", "another", "Bearer a-key")),
+    {"authorization": "Bearer another", "x-api-key": "a-key"},
+]
 
 
 def keyed(config: RouterConfig) -> RouterConfig:
@@ -43,10 +48,8 @@ async def test_every_http_route_of_both_ports_needs_a_key_except_health(
             assert routes
             for route in routes:
                 for method in route.methods:
-                    for header in WRONG:
-                        reply = await http.request(
-                            method, url + route.path, headers={"authorization": header}
-                        )
+                    for headers in WRONG_HEADERS:
+                        reply = await http.request(method, url + route.path, headers=headers)
                         if reply.status_code != 401:
                             answered.add((method, route.path))
                         elif method != "HEAD":

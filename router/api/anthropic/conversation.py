@@ -1,0 +1,167 @@
+"""Messages of Anthropic's API in the form for chat templates."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+from penstock.router.api.anthropic.blocks import (
+    Message,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+    texts_of,
+    unsupported,
+)
+from penstock.router.errors import invalid
+from penstock.router.requests.json_text import dumps
+
+Located: TypeAlias = tuple[str, Any]
+"""A block or a text, with its path in the body."""
+
+ERROR = "Error: "
+"""Text before the result of a tool that has failed, since templates know no such results."""
+
+
+def conversation(
+    system: str | Sequence[Any] | None, messages: Sequence[Message]
+) -> list[dict[str, Any]]:
+    """Return all messages; consecutive ones of the user or of the assistant become one turn.
+
+    Raises:
+        ServingError: INVALID if a block is not allowed in its message, or a result has no call.
+    """
+    if not messages:
+        raise invalid("messages is empty: send at least one", "messages")
+    texts = texts_of(system, "system")
+    found = [{"role": "system", "content": _content(texts)}] if any(texts) else []
+    names: dict[str, str] = {}  # of called tools, by the id of the call
+    for role, blocks in _merged(messages):
+        match role:
+            case "system":
+                found.append({"role": role, "content": _content(_system_texts(blocks))})
+            case "user":
+                found += _user(blocks, names)
+            case "assistant":
+                found.append(_assistant(blocks, names))
+    return found
+
+
+def continues_last(messages: Sequence[Message]) -> bool:
+    """Return whether the answer continues the last message, which is the assistant's.
+
+    Raises:
+        ServingError: INVALID if that message has no text at its end.
+    """
+    role, blocks = list(_merged(messages))[-1] if messages else ("user", [])
+    if role != "assistant":
+        return False
+    where, last = blocks[-1] if blocks else ("messages", "")
+    if not isinstance(last, str | TextBlock):
+        raise invalid(
+            f"{where}: the last message is the assistant's, so it must end with text, which the "
+            "answer continues",
+            "messages",
+        )
+    return True
+
+
+def _merged(messages: Sequence[Message]) -> Iterator[tuple[str, list[Located]]]:
+    """Yield role and blocks of each turn."""
+    blocks: list[Located] = []
+    role = ""
+    for index, message in enumerate(messages):
+        where = f"messages.{index}.content"
+        if blocks and (message.role != role or role == "system"):
+            yield role, blocks
+            blocks = []
+        role = message.role
+        if isinstance(message.content, str):
+            blocks.append((where, message.content))
+            continue
+        if not message.content and (role != "assistant" or index + 1 < len(messages)):
+            raise invalid(f"{where} is empty: send at least one block", "messages")
+        blocks += [(f"{where}.{number}", block) for number, block in enumerate(message.content)]
+    yield role, blocks
+
+
+def _system_texts(blocks: Sequence[Located]) -> list[str]:
+    return [_text(block, where, "text") for where, block in blocks]
+
+
+def _text(block: Any, where: str, *supported: str) -> str:
+    if isinstance(block, str):
+        return block
+    if isinstance(block, TextBlock):
+        return block.checked(where)
+    raise unsupported(block, where, *supported)
+
+
+def _user(blocks: Sequence[Located], names: dict[str, str]) -> list[dict[str, Any]]:
+    """Return a turn of the user: its texts, and a message for each result of a tool."""
+    found: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for where, block in blocks:
+        if not isinstance(block, ToolResultBlock):
+            texts.append(_text(block, where, "text", "tool_result"))
+            continue
+        if texts:
+            found.append({"role": "user", "content": _content(texts)})
+            texts = []
+        found.append(_result(block, where, names))
+    if texts:
+        found.append({"role": "user", "content": _content(texts)})
+    return found
+
+
+def _result(block: ToolResultBlock, where: str, names: dict[str, str]) -> dict[str, Any]:
+    block.check(where)
+    name = names.get(block.tool_use_id)
+    if name is None:
+        raise invalid(
+            f"{where}.tool_use_id: no tool_use block before it has the id "
+            f"{block.tool_use_id[:80]!r}",
+            "messages",
+        )
+    texts = texts_of(block.content, f"{where}.content")
+    if block.is_error:
+        texts = [ERROR + (texts[0] if texts else ""), *texts[1:]]
+    return {
+        "role": "tool",
+        "content": _content(texts),
+        "name": name,
+        "tool_call_id": block.tool_use_id,
+    }
+
+
+def _assistant(blocks: Sequence[Located], names: dict[str, str]) -> dict[str, Any]:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for where, block in blocks:
+        match block:
+            case ThinkingBlock():
+                reasoning.append(block.thinking)
+            case RedactedThinkingBlock():
+                pass
+            case ToolUseBlock():
+                block.check(where)
+                names[block.id] = block.name
+                function = {"name": block.name, "arguments": dumps(block.input)}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case _:
+                texts.append(_text(block, where, "text", "thinking", "tool_use"))
+    message: dict[str, Any] = {"role": "assistant"}
+    message["content"] = None if calls and not texts else _content(texts)
+    if thought := "".join(reasoning):
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
+    """Return texts as a content; one block means the same as a string."""
+    if len(texts) < 2:
+        return texts[0] if texts else ""
+    return [{"type": "text", "text": text} for text in texts]

@@ -1,0 +1,148 @@
+"""Answers as messages of Anthropic's API: one JSON object, or a stream of events."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.router.api.anthropic.errors import error_body
+from penstock.router.api.anthropic.events import BlockEvents, blocks_of, event
+from penstock.router.api.generation.answer_pieces import TOOL_CALLS, AnswerPieces
+from penstock.router.errors import ServingError
+from penstock.router.parsers.pieces import Piece
+from penstock.router.requests.answer_parsing import AnswerParsing
+from penstock.router.requests.json_text import dumps
+from penstock.router.requests.response_stream import Delta
+
+CHARS_PER_FRAGMENT = 4096  # parsed in about 2 ms
+
+STOP_REASONS: Mapping[str, str] = {"stop": "end_turn", TOOL_CALLS: "tool_use"}
+"""Stop reason for each finish reason; `length` has two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageContext:
+    """Data of a call that its message shows.
+
+    Attributes:
+        id: id of the message.
+        request_id: id of the request.
+        model: name of the model.
+        num_prompt: tokens of the prompt.
+        num_cached: see `ResponseStream.num_cached`.
+        fills_context: whether the longest possible answer fills the model's context, and is shorter
+            than `max_tokens`.
+        omits_thinking: whether blocks of thinking have no text.
+    """
+
+    id: str
+    request_id: str
+    model: str
+    num_prompt: int
+    num_cached: Mapping[int, int]
+    fills_context: bool
+    omits_thinking: bool
+
+    def usage(self, num_output: int) -> Mapping[str, Any]:
+        """Return the numbers of tokens; those read from the prefix cache are no input tokens."""
+        num_cached = self.num_cached.get(0, 0)
+        return {
+            "input_tokens": self.num_prompt - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": num_output,
+            "service_tier": "standard",
+        }
+
+
+class MessageFormatter:
+    """A formatter of messages (a `ResponseFormatter`).
+
+    Args:
+        context: data of the call.
+        parsing: makes the parser of the answer; None: all of its text is content.
+    """
+
+    def __init__(self, context: MessageContext, parsing: AnswerParsing | None) -> None:
+        self._context = context
+        self._parsing = parsing
+        self._answer = AnswerPieces(None if parsing is None else parsing.new_parser())
+        self._blocks = BlockEvents(self._call_id, context.omits_thinking)
+        self._num_tokens = 0
+        self._has_begun = False
+        self._end: Mapping[str, Any] = _no_end()
+        self.token_chunk = self._token_chunk
+
+    def full_response(self, deltas: Sequence[Delta]) -> Iterator[str]:
+        """Yield the complete message in fragments."""
+        (delta,) = deltas
+        pieces: list[Piece] = []
+        for start in range(0, len(delta.text), CHARS_PER_FRAGMENT):
+            pieces += self._answer.feed(delta.text[start : start + CHARS_PER_FRAGMENT])
+            yield ""
+        pieces += self._answer.feed("", has_ended=True)
+        content = blocks_of(pieces, self._call_id, self._context.omits_thinking)
+        yield dumps(self._message(content, self._stop(delta), len(delta.tokens)))
+
+    def chunk(self, delta: Delta) -> Iterator[str]:
+        """Yield the events for some new tokens."""
+        if not self._has_begun:
+            self._has_begun = True
+            yield event("message_start", message=self._message([], _no_end(), 0))
+        self._num_tokens += len(delta.tokens)
+        for piece in self._answer.feed(delta.text, has_ended=bool(delta.finish)):
+            yield self._blocks.add(piece)
+        if delta.finish:
+            self._end = self._stop(delta)
+
+    def end_of_stream(self) -> str:
+        """Return the events that end the message."""
+        usage = self._context.usage(self._num_tokens)
+        ended = event("message_delta", delta=self._end, usage=usage)
+        return self._blocks.end() + ended + event("message_stop")
+
+    def error_events(self, error: ServingError) -> str:
+        """Return the event of an error, after which the stream ends."""
+        body = error_body(error, self._context.request_id)
+        return f"event: error\ndata: {dumps(body)}\n\n"
+
+    def _token_chunk(self, index: int, choice: int, text: str) -> bytes | None:
+        """Return the events for a token (`ResponseFormatter.token_chunk`)."""
+        if not self._has_begun:
+            return None
+        self._num_tokens += 1
+        add = self._blocks.add
+        return "".join([add(piece) for piece in self._answer.feed(text)]).encode()
+
+    def _message(
+        self, content: Sequence[Any], end: Mapping[str, Any], num_output: int
+    ) -> Mapping[str, Any]:
+        return {
+            "id": self._context.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._context.model,
+            "content": content,
+            **end,
+            "usage": self._context.usage(num_output),
+        }
+
+    def _stop(self, delta: Delta) -> Mapping[str, Any]:
+        """Return the reason for which an answer has ended."""
+        if isinstance(delta.stop, str):
+            return _no_end() | {"stop_reason": "stop_sequence", "stop_sequence": delta.stop}
+        finish = self._answer.finish_reason(delta.finish)
+        if finish == "length":
+            full = self._context.fills_context
+            return _no_end() | {
+                "stop_reason": "model_context_window_exceeded" if full else "max_tokens"
+            }
+        return _no_end() | {"stop_reason": STOP_REASONS.get(finish, "end_turn")}
+
+    def _call_id(self, piece: Piece) -> str:
+        """Return the id of a tool call: the one that the model wrote, or else a generated one."""
+        assert self._parsing is not None, "only a parser finds calls"
+        return piece.call_id or self._parsing.call_id(0, piece.call)
+
+
+def _no_end() -> dict[str, Any]:
+    return {"stop_reason": None, "stop_sequence": None, "stop_details": None}

@@ -1,0 +1,215 @@
+"""Request bodies of Anthropic's API. Unknown fields are refused, as that API does."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, PrivateAttr
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.structured_outputs import StructuredOutputs, json_schema
+from penstock.common.text.chat_source import TemplateOptions
+from penstock.router.api.anthropic.blocks import (
+    CacheControl,
+    ClosedModel,
+    Message,
+    TextBlocks,
+    ToolUseBlock,
+    count_blocks,
+)
+from penstock.router.api.anthropic.conversation import continues_last, conversation
+from penstock.router.api.anthropic.thinking import OutputConfig, Thinking
+from penstock.router.api.anthropic.tools import Tool, ToolChoiceParam, Tools, check_tools
+from penstock.router.api.generation.chat_body import ChatBody
+from penstock.router.api.generation.strict_model import Texts, length_of
+from penstock.router.config import RequestBounds
+from penstock.router.errors import invalid
+from penstock.router.parsers.answer_parser import ParsingOptions
+from penstock.router.parsers.tools.tool_parameters import ToolParameters
+from penstock.router.requests.chat import Chat
+from penstock.router.requests.cost import CallSizes
+from penstock.router.requests.forced_calls import forced_schema
+from penstock.router.requests.generation_defaults import GenerationDefaults
+from penstock.router.requests.request import ModelLimits
+from penstock.router.requests.tools import check_json
+
+CONTINUES = b"continues"
+"""Kept if the answer continues the last message."""
+
+
+class CountTokensBody(ChatBody):
+    """Body of /v1/messages/count_tokens: the fields that change the prompt, and those like them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    CONTENT: ClassVar[Mapping[str, Any]] = {"messages": [], "system": None, "tools": None}
+    FIELD_NAMES: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences"}
+
+    model: str
+    messages: Annotated[list[Message], Field(fail_fast=True)]
+    system: str | TextBlocks | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoiceParam | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+    speed: Literal["standard"] | None = None
+
+    _continues: bool = PrivateAttr(False)
+
+    @classmethod
+    def sizes(cls, body: Mapping[str, Any]) -> CallSizes:
+        messages = body.get("messages")
+        blocks, calls = count_blocks(messages, body.get("system"))
+        return CallSizes(
+            messages=length_of(messages),
+            content_pieces=blocks,
+            tool_calls=calls,
+            tools=length_of(body.get("tools")),
+            stop=length_of(body.get("stop_sequences")),
+        )
+
+    def check(self) -> None:
+        check_tools(self.tools or (), self.tool_choice)
+        if self.thinking is not None:
+            self.thinking.check_fields(getattr(self, "max_tokens", None))
+            if self.thinking.type == "enabled" and self._forces_calls:
+                raise invalid(
+                    "tool_choice: calls that are forced exclude reasoning: leave out thinking",
+                    "tool_choice",
+                )
+        if continues_last(self.messages) and self._forces_calls:
+            raise invalid(
+                "tool_choice cannot force calls if the last message is the assistant's",
+                "tool_choice",
+            )
+
+    def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
+        depth = bounds.max_json_depth
+        check_json("tools", self._functions(), bounds.max_tools_bytes, depth)
+        for message in self.messages:
+            blocks = message.content if isinstance(message.content, list) else ()
+            inputs = [block.input for block in blocks if isinstance(block, ToolUseBlock)]
+            check_json("messages", inputs, bounds.max_body_bytes, depth)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        return conversation(self.system, self.messages)
+
+    def template_tools(self) -> Sequence[Mapping[str, Any]]:
+        # A model that does not see the tools does not try to call them.
+        choice = self.tool_choice
+        return () if choice is not None and choice.type == "none" else self._functions()
+
+    def forced_schema(self) -> str:
+        choice = self.tool_choice
+        if choice is None or not choice.is_forced:
+            return ""
+        return forced_schema(choice.chosen(), self._functions(), self._is_parallel)
+
+    def kept(self) -> Sequence[bytes]:
+        return [CONTINUES] if continues_last(self.messages) else []
+
+    def read_kept(self, kept: Sequence[bytes]) -> None:
+        """Read what `kept` returned; call this before `template_options`."""
+        self._continues = CONTINUES in kept
+
+    def template_options(self, known: Collection[str]) -> TemplateOptions:
+        variables: dict[str, Any] = {}
+        for field in (self.thinking, self.output_config):
+            variables |= {} if field is None else field.variables(known)
+        return TemplateOptions(
+            add_generation_prompt=not self._continues,
+            continue_final_message=self._continues,
+            variables=variables,
+        )
+
+    def check_model(self, known: Collection[str], reasons: bool) -> None:
+        """Refuse fields that the model cannot follow (see `Thinking.check_model`)."""
+        if self.thinking is not None:
+            self.thinking.check_model(known, reasons)
+
+    @property
+    def _forces_calls(self) -> bool:
+        return self.tool_choice is not None and self.tool_choice.is_forced
+
+    @property
+    def _is_parallel(self) -> bool:
+        return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
+
+    def _functions(self) -> list[dict[str, Any]]:
+        """Return the tools in OpenAI's form."""
+        return [tool.plain() for tool in self.tools or () if isinstance(tool, Tool)]
+
+
+class Metadata(ClosedModel):
+    """Accepted and not used."""
+
+    user_id: str | None = None
+
+
+class MessagesBody(CountTokensBody):
+    """Body of /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: Texts | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    container: Any = None
+    diagnostics: Any = None
+    inference_geo: Any = None
+
+    @property
+    def priority(self) -> None:
+        return None
+
+    @property
+    def cache_salt(self) -> None:
+        return None
+
+    def check(self) -> None:
+        super().check()
+        for name in ("container", "diagnostics", "inference_geo"):
+            if getattr(self, name) is not None:
+                raise invalid(f"{name} is not supported: leave it out", name)
+
+    def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
+        """Return the sampling parameters; absent fields get the `defaults`."""
+        named = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": tuple(self.stop_sequences or ()),
+            "structured_outputs": self._form(),
+        }
+        return defaults.sampling_params(
+            {name: value for name, value in named.items() if value is not None}
+        )
+
+    def parsing_options(self, chat: Chat) -> ParsingOptions:
+        """Return the options for the parsing of the answers to the body's `chat`."""
+        choice = self.tool_choice
+        return ParsingOptions(
+            reads_calls=bool(chat.tools),
+            is_forced=bool(chat.forced_schema),
+            forced_name=(choice.name or "") if choice is not None else "",
+            is_parallel=self._is_parallel,
+            tools=ToolParameters(chat.tools),
+        )
+
+    def client_names(self) -> Mapping[str, str]:
+        """Return our names of fields for which the client sent another name, with that name."""
+        form = "tools" if self._forces_calls else "output_config"
+        return {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": form}
+
+    @property
+    def omits_thinking(self) -> bool:
+        """Whether blocks of thinking have no text."""
+        return self.thinking is not None and self.thinking.display == "omitted"
+
+    def _form(self) -> StructuredOutputs | None:
+        schema = None if self.output_config is None else self.output_config.answer_schema()
+        return None if schema is None else json_schema(schema)

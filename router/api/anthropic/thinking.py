@@ -1,0 +1,89 @@
+"""The fields that control how much a model reasons, as variables of chat templates."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from penstock.router.api.anthropic.blocks import ClosedModel
+from penstock.router.errors import invalid
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Names by which templates read whether the model should reason."""
+
+BUDGET = "thinking_budget"
+EFFORT = "reasoning_effort"
+
+MIN_BUDGET = 1024
+
+
+class Thinking(ClosedModel):
+    """The field `thinking`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    def check_fields(self, max_tokens: int | None) -> None:
+        """Refuse combinations that Anthropic's API refuses too."""
+        budget, field = self.budget_tokens, "thinking"
+        if (self.type == "enabled") != (budget is not None):
+            raise invalid(
+                "thinking.budget_tokens: set it for the type enabled, and only then", field
+            )
+        if self.type == "disabled" and self.display is not None:
+            raise invalid("thinking.display has no meaning for the type disabled", field)
+        if budget is not None and budget < MIN_BUDGET:
+            raise invalid(f"thinking.budget_tokens must be at least {MIN_BUDGET}", field)
+        if budget is not None and max_tokens is not None and budget >= max_tokens:
+            raise invalid("thinking.budget_tokens must be less than max_tokens", field)
+
+    def check_model(self, known: Collection[str], reasons: bool) -> None:
+        """Refuse a mode that the model does not have.
+
+        Args:
+            known: variables that the model's chat template reads.
+            reasons: whether answers of the model may contain reasoning.
+        """
+        if any(name in known for name in SWITCHES):
+            return
+        if self.type == "enabled" and not reasons:
+            raise invalid("thinking: this model does not reason: leave it out", "thinking")
+        if self.type == "disabled" and reasons:
+            raise invalid(
+                "thinking: this model's chat template cannot disable reasoning: leave it out",
+                "thinking",
+            )
+
+    def variables(self, known: Collection[str]) -> Mapping[str, Any]:
+        """Return the variables for a template that reads the `known` ones."""
+        found: dict[str, Any] = {
+            name: self.type != "disabled" for name in SWITCHES if name in known
+        }
+        if self.budget_tokens is not None and BUDGET in known:
+            found[BUDGET] = self.budget_tokens
+        return found
+
+
+class OutputConfig(ClosedModel):
+    """The field `output_config`."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Any = None
+
+    def variables(self, known: Collection[str]) -> Mapping[str, Any]:
+        """Return the variables for a template that reads the `known` ones."""
+        if self.effort is None:
+            return {}
+        if EFFORT not in known:
+            name = "output_config"
+            raise invalid(f"{name}.effort: this model does not read it: leave it out", name)
+        return {EFFORT: self.effort}
+
+    def answer_schema(self) -> Mapping[str, Any] | None:
+        """Return the JSON schema that the answer must follow; None for free text."""
+        match self.format:
+            case None:
+                return None
+            case {"type": "json_schema", "schema": dict(schema), **rest} if not rest:
+                return schema
+        name = "output_config"
+        raise invalid(f'{name}.format must be {{"type": "json_schema", "schema": {{...}}}}', name)
