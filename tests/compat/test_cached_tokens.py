@@ -13,6 +13,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.server import serve_router
 from penstock.workers.config import WorkerConfig
 from penstock.workers.service.grpc_service import serve_worker
+from tests.support import anthropic_client
 from tests.support.checkpoints import make_checkpoint
 from tests.support.openai_client import connect
 from tests.support.served_router import Served, until
@@ -102,3 +103,18 @@ async def test_grpc_reports_the_same_number(client: Any, module_served: Served) 
         request = grpc_pb.GenerateRequest(text=TEXT, cache_salt="grpc", sampling=sampling)
         replies = [reply async for reply in stub.Generate(request)]
     assert replies[-1].usage.cached_prompt_tokens == full_blocks(usage) > 0
+
+
+async def test_messages_count_cached_tokens_apart_from_input_tokens(module_served: Served) -> None:
+    call = {"model": "stub", "messages": [{"role": "user", "content": f"messages {TEXT}"}]}
+    async with anthropic_client.connect(module_served) as client:
+        empty = (await client.messages.create(**call, max_tokens=0)).usage
+        assert empty.cache_read_input_tokens == 0
+        whole = (await client.messages.create(**call, max_tokens=3)).usage
+        async with client.messages.stream(**call, max_tokens=3) as stream:
+            streamed = (await stream.get_final_message()).usage
+        counted = await client.messages.count_tokens(**call)
+    for usage in (whole, streamed):
+        num_cached = usage.cache_read_input_tokens
+        assert counted.input_tokens > num_cached >= (counted.input_tokens - 1) // BLOCK * BLOCK > 0
+        assert usage.input_tokens + num_cached == counted.input_tokens

@@ -168,6 +168,15 @@ async def test_call_that_is_cut_has_the_stop_reason_max_tokens(model: Model, str
 
 
 @both
+async def test_call_with_max_tokens_0_only_caches_its_prompt(model: Model, stream: bool) -> None:
+    message = await model("It is 42.", stream, max_tokens=0)
+    assert found(message) == ["max_tokens"]
+    assert message.usage.output_tokens == 0
+    (submit,) = model.served.worker.submits
+    assert submit.params.max_tokens == 1
+
+
+@both
 async def test_answer_may_fill_the_context(model: Model, stream: bool) -> None:
     message = await model("a" * 9000, stream, max_tokens=20_000)
     assert message.stop_reason == "model_context_window_exceeded"

@@ -1,7 +1,7 @@
 """Answers as messages of Anthropic's API: one JSON object, or a stream of events."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.router.api.anthropic.errors import error_body
@@ -31,6 +31,7 @@ class MessageContext:
         num_cached: see `ResponseStream.num_cached`.
         fills_context: whether the longest possible answer fills the model's context, and is shorter
             than `max_tokens`.
+        only_prompt: whether the message is empty, although a token was generated.
         omits_thinking: whether blocks of thinking have no text.
     """
 
@@ -40,6 +41,7 @@ class MessageContext:
     num_prompt: int
     num_cached: Mapping[int, int]
     fills_context: bool
+    only_prompt: bool
     omits_thinking: bool
 
     def usage(self, num_output: int) -> Mapping[str, Any]:
@@ -74,7 +76,7 @@ class MessageFormatter:
 
     def full_response(self, deltas: Sequence[Delta]) -> Iterator[str]:
         """Yield the complete message in fragments."""
-        (delta,) = deltas
+        (delta,) = map(self._shown, deltas)
         pieces: list[Piece] = []
         for start in range(0, len(delta.text), CHARS_PER_FRAGMENT):
             pieces += self._answer.feed(delta.text[start : start + CHARS_PER_FRAGMENT])
@@ -88,6 +90,7 @@ class MessageFormatter:
         if not self._has_begun:
             self._has_begun = True
             yield event("message_start", message=self._message([], _no_end(), 0))
+        delta = self._shown(delta)
         self._num_tokens += len(delta.tokens)
         for piece in self._answer.feed(delta.text, has_ended=bool(delta.finish)):
             yield self._blocks.add(piece)
@@ -112,6 +115,12 @@ class MessageFormatter:
         self._num_tokens += 1
         add = self._blocks.add
         return "".join([add(piece) for piece in self._answer.feed(text)]).encode()
+
+    def _shown(self, delta: Delta) -> Delta:
+        """Return a delta without the token that was generated for the prompt alone."""
+        if not self._context.only_prompt:
+            return delta
+        return replace(delta, tokens=(), text="", finish="length", stop=None)
 
     def _message(
         self, content: Sequence[Any], end: Mapping[str, Any], num_output: int

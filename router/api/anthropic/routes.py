@@ -51,7 +51,7 @@ class MessagesApi:
             client_names=body.client_names(),
         )
         # As in Anthropic's API, the answer may end earlier, where the context is full.
-        sampling = replace(sampling, max_tokens=min(body.max_tokens, max(free, 1)))
+        sampling = replace(sampling, max_tokens=min(body.max_tokens or 1, max(free, 1)))
         call = await self._calls.submit(request, [prompt], sampling, options)
         context = MessageContext(
             id=call.name,
@@ -60,6 +60,7 @@ class MessagesApi:
             num_prompt=len(prompt),
             num_cached=call.answers.num_cached,
             fills_context=body.max_tokens > free,
+            only_prompt=body.only_prompt,
             omits_thinking=body.omits_thinking,
         )
         return GenerationResponse(

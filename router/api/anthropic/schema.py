@@ -171,6 +171,8 @@ class MessagesBody(CountTokensBody):
 
     def check(self) -> None:
         super().check()
+        if self.max_tokens < 0:
+            raise invalid("max_tokens must be at least 0", "max_tokens")
         for name in ("container", "diagnostics", "inference_geo"):
             if getattr(self, name) is not None:
                 raise invalid(f"{name} is not supported: leave it out", name)
@@ -178,7 +180,7 @@ class MessagesBody(CountTokensBody):
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
         """Return the sampling parameters; absent fields get the `defaults`."""
         named = {
-            "max_tokens": self.max_tokens,
+            "max_tokens": max(self.max_tokens, 1),  # 0: see `only_prompt`
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -204,6 +206,11 @@ class MessagesBody(CountTokensBody):
         """Return our names of fields for which the client sent another name, with that name."""
         form = "tools" if self._forces_calls else "output_config"
         return {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": form}
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether the call only puts its prompt into the prefix cache, and has no answer."""
+        return self.max_tokens == 0
 
     @property
     def omits_thinking(self) -> bool:

@@ -53,10 +53,10 @@ def test_retry_after_is_sent() -> None:
 
 async def test_invalid_and_unknown_requests(served: Served) -> None:
     async with connect(served) as client:
-        error = await refused(client, anthropic.BadRequestError, max_tokens=0)
+        error = await refused(client, anthropic.BadRequestError, max_tokens=-1)
         assert (error.type, message_of(error)) == (
             "invalid_request_error",
-            "max_tokens must be at least 1",
+            "max_tokens must be at least 0",
         )
         error = await refused(client, anthropic.NotFoundError, model="claude")
         assert error.type == "not_found_error"
