@@ -67,7 +67,9 @@ class MessageFormatter:
     def __init__(self, context: MessageContext, parsing: AnswerParsing | None) -> None:
         self._context = context
         self._parsing = parsing
-        self._answer = AnswerPieces(None if parsing is None else parsing.new_parser())
+        parser = None if parsing is None else parsing.new_parser()
+        self._is_plain = parser is None
+        self._answer = AnswerPieces(parser)
         self._blocks = BlockEvents(self._call_id, context.omits_thinking)
         self._num_tokens = 0
         self._has_begun = False
@@ -113,6 +115,8 @@ class MessageFormatter:
         if not self._has_begun:
             return None
         self._num_tokens += 1
+        if self._is_plain and text:
+            return self._blocks.add_text(text).encode()
         add = self._blocks.add
         return "".join([add(piece) for piece in self._answer.feed(text)]).encode()
 
