@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
@@ -12,15 +11,12 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.router.config import RouterConfig
-from penstock.workers.config import WorkerConfig
-from penstock.workers.service.grpc_service import serve_worker
+from tests.support.demo_served import serving_demo
 from tests.support.openai_client import message_of
-from tests.support.served_router import Served, serving, until
+from tests.support.served_router import Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-FOLDER = Path(__file__).parents[2] / "penstock" / "models" / "demo-small"
 ASK: list[Any] = [{"role": "user", "content": "Who lives in the forest?"}]
 
 
@@ -38,12 +34,8 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCH
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def module_served() -> AsyncIterator[Served]:
-    worker = await serve_worker(WorkerConfig("w0", FOLDER, kv_cache_mib=8))
-    async with serving(RouterConfig(FOLDER, "demo")) as served:
-        await served.router.frontend.set_workers({"w0": worker.address})
-        await until(lambda: not served.router.frontend.why_not_ready())
+    async with serving_demo() as served:
         yield served
-    await worker.stop()
 
 
 @pytest.fixture
