@@ -324,3 +324,13 @@ async def test_class_of_the_client_defines_the_form(model: Model) -> None:
         model="stub", max_tokens=99, messages=HELLO, output_format=Animal
     )
     assert message.parsed_output == Animal(name="fox")
+
+
+async def test_models_are_listed_and_retrieved(model: Model) -> None:
+    listed = [each async for each in model.client.models.list()]
+    assert [(each.id, each.type, each.display_name) for each in listed] == [
+        ("stub", "model", "stub")
+    ]
+    assert (await model.client.models.retrieve("stub")) == listed[0]
+    assert listed[0].created_at.tzinfo is not None
+    assert listed[0].max_input_tokens == 2048

@@ -56,7 +56,7 @@ class MessagesApi:
         context = MessageContext(
             id=call.name,
             request_id=call.request_id,
-            model=body.model,
+            model=self._frontend.model.name,
             num_prompt=len(prompt),
             num_cached=call.answers.num_cached,
             fills_context=body.max_tokens > free,

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.applications import Starlette
@@ -97,9 +98,10 @@ class OpenAiApi:
         return json_response({"version": penstock.__version__})
 
     async def models(self, request: Request) -> Response:
-        return json_response(
-            {"object": "list", "data": [*map(self._model_info, self._frontend.config.model_names)]}
-        )
+        """Return the models as a list of OpenAI's API, which is also a page of Anthropic's."""
+        names = self._frontend.config.model_names
+        page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return json_response({"object": "list", "data": [*map(self._model_info, names)], **page})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -135,6 +137,12 @@ class OpenAiApi:
             "owned_by": "penstock",
             "max_model_len": model.max_model_len,
             "vocab_size": model.vocab_size,
+            # of Anthropic's API
+            "type": "model",
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": model.max_model_len,
         }
 
     async def _respond(
