@@ -47,9 +47,9 @@ def cached(usage: Any) -> int:
     return int(usage.prompt_tokens_details.cached_tokens)
 
 
-def full_blocks(usage: Any) -> int:
-    """Return the tokens that a cache of full blocks can hold: all but at least the last one."""
-    return int((usage.prompt_tokens - 1) // BLOCK * BLOCK)
+def reusable(usage: Any) -> int:
+    """Return the tokens of a repeated prompt that need no computation: all but the last one."""
+    return int(usage.prompt_tokens - 1)
 
 
 async def complete(client: Any, prompt: Any, salt: str, **more: Any) -> Any:
@@ -59,10 +59,10 @@ async def complete(client: Any, prompt: Any, salt: str, **more: Any) -> Any:
     return answer.usage
 
 
-async def test_repeated_prompt_is_cached_up_to_its_last_full_block(client: Any) -> None:
+async def test_repeated_prompt_is_cached_up_to_its_last_token(client: Any) -> None:
     assert cached(await complete(client, TEXT, "repeated")) == 0
     usage = await complete(client, TEXT, "repeated")
-    assert cached(usage) == full_blocks(usage) > 0
+    assert cached(usage) == reusable(usage) > 0
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
@@ -74,13 +74,13 @@ async def test_prompt_under_another_salt_is_not_cached(client: Any) -> None:
 async def test_choices_share_the_prompt_which_counts_once(client: Any) -> None:
     assert cached(await complete(client, TEXT, "choices", n=3)) == 0
     usage = await complete(client, TEXT, "choices", n=3)
-    assert cached(usage) == full_blocks(usage)
+    assert cached(usage) == reusable(usage)
 
 
 async def test_cached_tokens_of_all_prompts_are_added(client: Any) -> None:
     alone = await complete(client, TEXT, "prompts")
     usage = await complete(client, [TEXT, "x", TEXT], "prompts")
-    assert cached(usage) == 2 * full_blocks(alone)
+    assert cached(usage) == 2 * reusable(alone)
 
 
 @pytest.mark.parametrize("is_continuous", [False, True])
@@ -91,7 +91,7 @@ async def test_streams_have_the_same_number(client: Any, is_continuous: bool) ->
     options = {"include_usage": True, "continuous_usage_stats": is_continuous}
     stream = await client.chat.completions.create(**call, stream=True, stream_options=options)
     usages = [chunk.usage async for chunk in stream if chunk.usage is not None]
-    assert {cached(usage) for usage in usages} == {full_blocks(usages[-1])}
+    assert {cached(usage) for usage in usages} == {reusable(usages[-1])}
     assert (len(usages) > 1) == is_continuous
 
 
@@ -102,7 +102,7 @@ async def test_grpc_reports_the_same_number(client: Any, module_served: Served) 
         sampling = grpc_pb.Sampling(max_tokens=2)
         request = grpc_pb.GenerateRequest(text=TEXT, cache_salt="grpc", sampling=sampling)
         replies = [reply async for reply in stub.Generate(request)]
-    assert replies[-1].usage.cached_prompt_tokens == full_blocks(usage) > 0
+    assert replies[-1].usage.cached_prompt_tokens == reusable(usage) > 0
 
 
 async def test_messages_count_cached_tokens_apart_from_input_tokens(module_served: Served) -> None:
@@ -116,5 +116,5 @@ async def test_messages_count_cached_tokens_apart_from_input_tokens(module_serve
         counted = await client.messages.count_tokens(**call)
     for usage in (whole, streamed):
         num_cached = usage.cache_read_input_tokens
-        assert counted.input_tokens > num_cached >= (counted.input_tokens - 1) // BLOCK * BLOCK > 0
+        assert num_cached == counted.input_tokens - 1
         assert usage.input_tokens + num_cached == counted.input_tokens
