@@ -74,7 +74,7 @@ async def chat_of(
     separator = "["
     for message in messages:
         fragments.append(separator)
-        for fragment in _message(message):
+        for fragment in message_json(message):
             fragments.append(fragment)
             await slices.pause()
         separator = ","
@@ -115,7 +115,8 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def _message(message: Mapping[str, Any]) -> Iterator[str]:
+def message_json(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message as JSON, in fragments."""
     content = message["content"]
     yield f'{{"role":{dumps(message["role"])},"content":'
     if isinstance(content, str):

@@ -55,6 +55,7 @@ class SubmittedCall:
         sampling: sampling parameters of all requests.
         answers: the answers; must be closed.
         parsing: makes the parser of each answer; None: all text is content.
+        shown_tokens: special tokens that the text of the answers contains.
     """
 
     name: str
@@ -63,6 +64,7 @@ class SubmittedCall:
     sampling: SamplingParams
     answers: ResponseStream
     parsing: AnswerParsing | None
+    shown_tokens: frozenset[int] = frozenset()
 
 
 class GenerationCalls:
@@ -169,7 +171,7 @@ class GenerationCalls:
         found: AnswerParsing | None = None
         if parsing is not None:
             found = self._parsers.parsing(prompts[0], request_id, parsing)
-        return SubmittedCall(options.name, request_id, prompts, sampling, answers, found)
+        return SubmittedCall(options.name, request_id, prompts, sampling, answers, found, shown)
 
 
 def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
