@@ -22,6 +22,7 @@ from penstock.router.api.openai.schema import (
     TokenizeTextRequest,
 )
 from penstock.router.api.openai.unsupported_fields import PERMITTED_VALUES
+from penstock.router.api.responses.body import ResponsesRequest
 from tests.fuzz.inputs import GrpcInput, Input, Port, RawInput
 from tests.fuzz.values import (
     JUNK,
@@ -46,9 +47,11 @@ BODIES: Mapping[str, Sequence[type[BaseModel]]] = {
     "/v1/messages/count_tokens": (CountTokensBody,),
     "/tokenize": (TokenizeTextRequest, TokenizeChatRequest),
     "/detokenize": (DetokenizeRequest,),
+    "/v1/responses": (ResponsesRequest,),
+    "/v1/responses/{id}/cancel": (),
     "/role": (),
 }
-"""The models of the bodies of each route with a body; the fields come from the models."""
+"""The models of the bodies of each POST route; the fields come from the models."""
 
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"],
@@ -125,6 +128,8 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
         body["messages"] = [{"role": "user", "content": "hi"}]
     if issubclass(model, CountTokensBody) and not draw(one_in(8)):  # else all names are unknown
         body["model"] = "stub"
+    if "input" in model.model_fields and draw(st.booleans()):
+        body["input"] = draw(st.sampled_from(["hi", [{"role": "user", "content": "hi"}]]))
     if draw(one_in(10)):
         body[draw(st.sampled_from(sorted(PERMITTED_VALUES)))] = draw(JUNK)
     return body
@@ -154,7 +159,9 @@ def requests(draw: st.DrawFn, route: HttpRoute, is_last: bool) -> bytes:
     content = draw(content_of(route))
     path = route.path.replace(
         "{name:path}", draw(st.sampled_from(["stub", "a/b", "%00", "..", ""]))
-    ).replace("{id:path}", draw(st.sampled_from([KNOWN_ID, "a/b", "%00", "..", ""])))
+    )
+    for name in ("{id:path}", "{id}"):
+        path = path.replace(name, draw(st.sampled_from([KNOWN_ID, "a/b", "%00", "..", ""])))
     if draw(one_in(16)):
         path += "?" + draw(st.sampled_from(["a=b", "%ff", "=&=", "stream=true"]))
     odd = draw(st.sets(st.sampled_from(sorted(HEADERS)), max_size=2)) if draw(one_in(3)) else ()

@@ -25,6 +25,7 @@ from penstock.router.api.openai.schema import (
     TokenizeTextRequest,
     check_allowed_tokens,
 )
+from penstock.router.api.responses.body import ResponsesRequest
 from penstock.router.config import RequestBounds
 from penstock.router.errors import ServingError, renamed
 from penstock.router.requests.chat import Chat, array_of, final_text, num_chars, num_chars_of
@@ -74,6 +75,7 @@ BODIES: Mapping[str, Callable[[bytes], type[StrictModel]]] = {
     "detokenize": lambda data: DetokenizeRequest,
     "messages": lambda data: MessagesBody,
     "count_tokens": lambda data: CountTokensBody,
+    "response": lambda data: ResponsesRequest,
 }
 """For each kind of body, by name: a function that returns the pydantic model for a body's bytes."""
 
@@ -81,7 +83,7 @@ MODELS: Mapping[str, type[StrictModel]] = {
     model.__name__: model
     for model in (
         *(ChatCompletionRequest, CompletionRequest, DetokenizeRequest),
-        *(TokenizeChatRequest, TokenizeTextRequest),
+        *(ResponsesRequest, TokenizeChatRequest, TokenizeTextRequest),
         *(CountTokensBody, MessagesBody),
     )
 }

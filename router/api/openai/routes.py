@@ -36,6 +36,7 @@ from penstock.router.api.openai.schema import (
     CompletionRequest,
 )
 from penstock.router.api.openai.tokens import TokenApi
+from penstock.router.api.responses.routes import ResponsesApi
 from penstock.router.errors import invalid
 from penstock.router.frontend import Frontend
 from penstock.router.parsers.answer_parser import ParsingOptions
@@ -60,6 +61,7 @@ def openai_app(frontend: Frontend) -> Starlette:
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
         *MessagesApi(frontend).routes(),
+        *ResponsesApi(frontend).routes(),
         Route("/health", api.health),
         Route("/health/", api.health),
         Route("/version", api.version),

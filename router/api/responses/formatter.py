@@ -1,0 +1,204 @@
+"""Answers in the format of the Responses API: one object, or typed server-sent events."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.common.text.token_bytes import TokenBytes
+from penstock.router.api.generation.answer_pieces import AnswerPieces
+from penstock.router.api.generation.calls import SubmittedCall
+from penstock.router.api.openai.json_fragments import dumps
+from penstock.router.api.responses.events import EventStream
+from penstock.router.api.responses.logprobs import logprobs_json
+from penstock.router.api.responses.output import Output, OutputItem
+from penstock.router.api.responses.response_object import Outcome, ResponseObject
+from penstock.router.api.responses.token_kinds import TokenKinds, TokenTexts
+from penstock.router.errors import ServingError
+from penstock.router.parsers.pieces import CALL, CONTENT, Piece
+from penstock.router.requests.response_stream import Delta
+
+CHARS_PER_FRAGMENT = 4096  # parsed in about 2 ms
+
+EMPTY_MESSAGE = Piece(CONTENT, "")
+"""The only piece of an answer without text."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedResponse:
+    """A response that has ended.
+
+    Attributes:
+        body: the response as JSON, in fragments.
+        output: its items.
+        is_complete: whether it has neither failed nor been canceled.
+    """
+
+    body: Sequence[str]
+    output: Output
+    is_complete: bool
+
+
+class ResponsesFormatter:
+    """A `ResponseFormatter` of a call with one answer.
+
+    Args:
+        response: the constant members of the response.
+        call: the call.
+        token_bytes: the bytes of the model's tokens.
+        with_logprobs: whether the response has log probabilities.
+        on_end: called with the response when it has ended; yields an empty text after each short
+            step of its work.
+    """
+
+    def __init__(
+        self,
+        response: ResponseObject,
+        call: SubmittedCall,
+        token_bytes: TokenBytes,
+        with_logprobs: bool,
+        on_end: Callable[[FinishedResponse], Iterator[str]],
+    ) -> None:
+        self._response = response
+        self._call = call
+        self._token_bytes = token_bytes
+        self._with_logprobs = with_logprobs
+        self._on_end = on_end
+        parser = None if call.parsing is None else call.parsing.new_parser()
+        self._answer = AnswerPieces(parser)
+        self._is_plain = parser is None and not with_logprobs
+        self._texts = TokenTexts(token_bytes, call.shown_tokens)
+        self._kinds = TokenKinds()
+        self._output = Output(response.id.partition("_")[2])
+        self._events = EventStream()
+        self._num_tokens = 0
+        self._has_ended = False
+
+    # ------------------------------------------------------------ complete responses
+
+    def full_response(self, deltas: Sequence[Delta]) -> Iterator[str]:
+        (delta,) = deltas
+        for pieces, entries in self._pieces(delta):
+            for piece in pieces:
+                if not self._output.continues(piece):
+                    self._begin(piece)
+                self._output.last.add(piece, entries)
+            yield ""
+        if not self._output.items:
+            self._begin(EMPTY_MESSAGE)
+        yield from self._finished(self._outcome(delta))
+
+    def _outcome(self, delta: Delta) -> Outcome:
+        if delta.finish == "length":
+            return Outcome("incomplete", self._usage())
+        return Outcome("completed", self._usage(), int(time.time()))
+
+    def _finished(self, outcome: Outcome) -> Iterator[str]:
+        """Yield the response, then report that it has ended."""
+        body: list[str] = []
+        status = outcome.status if outcome.status == "completed" else "incomplete"
+        for fragment in self._response.json(outcome, self._output.json(status)):
+            body.append(fragment)
+            yield fragment
+        self._has_ended = True
+        is_complete = outcome.status in ("completed", "incomplete")
+        yield from self._on_end(FinishedResponse(body, self._output, is_complete))
+
+    def _usage(self) -> Mapping[str, Any]:
+        num_input = len(self._call.prompts[0])
+        cached = self._call.answers.num_cached.get(0, 0)
+        return {
+            "input_tokens": num_input,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": self._num_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._kinds.num_reasoning},
+            "total_tokens": num_input + self._num_tokens,
+        }
+
+    # ------------------------------------------------------------ pieces
+
+    def _pieces(self, delta: Delta) -> Iterator[tuple[Sequence[Piece], Sequence[str]]]:
+        """Yield the new pieces of a delta, with the log probabilities of the content in them."""
+        self._num_tokens += len(delta.tokens)
+        if self._is_plain:
+            for start in range(0, len(delta.text), CHARS_PER_FRAGMENT):
+                yield self._answer.feed(delta.text[start : start + CHARS_PER_FRAGMENT]), ()
+        else:
+            yield from self._token_pieces(delta)
+        if delta.finish:
+            # A delta without tokens may have the text that was held back.
+            rest = "" if delta.tokens or self._is_plain else delta.text
+            pieces = self._answer.feed(rest, has_ended=True)
+            self._kinds.add(pieces, num_tokens=0)
+            self._kinds.finish()
+            yield pieces, ()
+
+    def _token_pieces(self, delta: Delta) -> Iterator[tuple[Sequence[Piece], Sequence[str]]]:
+        texts = self._texts.split(delta)
+        for token, text, entry in zip(delta.tokens, texts, delta.logprobs, strict=True):
+            pieces = self._answer.feed(text)
+            entries: Sequence[str] = ()
+            if self._with_logprobs:
+                known = self._kinds.content_entries(pieces, (token, entry))
+                entries = [logprobs_json(self._token_bytes, *one) for one in known]
+            self._kinds.add(pieces)
+            yield pieces, entries
+
+    def _begin(self, piece: Piece) -> OutputItem:
+        """Begin the output item of a piece."""
+        call_id, parsing = piece.call_id, self._call.parsing
+        if piece.kind == CALL and not call_id and parsing is not None:
+            call_id = parsing.call_id(0, piece.call)
+        return self._output.begin(piece, call_id)
+
+    # ------------------------------------------------------------ events
+
+    def chunk(self, delta: Delta) -> Iterator[str]:
+        """Yield the events for some new tokens, and after the last token those of the end."""
+        if not self._events.num_events:
+            for kind in ("created", "in_progress"):
+                yield from self._events.response(kind, self._response.json(Outcome("in_progress")))
+        for pieces, entries in self._pieces(delta):
+            for piece in pieces:
+                yield from self._piece_events(piece, entries)
+        if delta.finish:
+            if not self._output.items:
+                yield from self._events.begin_item(self._begin(EMPTY_MESSAGE))
+            outcome = self._outcome(delta)
+            yield from self._events.end_item(self._output.last, outcome.status)
+            yield from self._events.response(outcome.status, self._finished(outcome))
+
+    def token_chunk(self, index: int, choice: int, text: str) -> bytes | None:
+        """Return the events for a token that only adds text."""
+        if not self._events.num_events or self._with_logprobs:
+            return None
+        self._num_tokens += 1
+        pieces = self._answer.feed(text)
+        self._kinds.add(pieces)
+        fragments = [each for piece in pieces for each in self._piece_events(piece)]
+        return "".join(fragments).encode()
+
+    def _piece_events(self, piece: Piece, logprobs: Sequence[str] = ()) -> Iterator[str]:
+        output = self._output
+        if not output.continues(piece):
+            if output.items:
+                yield from self._events.end_item(output.last, "completed")
+            yield from self._events.begin_item(self._begin(piece))
+        output.last.add(piece, logprobs)
+        if piece.kind != CALL:
+            entries = logprobs if piece.kind == CONTENT else ()
+            yield self._events.text(piece.text, entries)
+
+    def end_of_stream(self) -> str:
+        """Return nothing: `chunk` has returned the last event."""
+        return ""
+
+    def error_events(self, error: ServingError) -> str:
+        if self._has_ended:
+            return ""
+        members = {"code": error.reason or error.code.value, "message": error.message}
+        shown = dumps({**members, "param": error.param})[1:-1]
+        failed = self._finished(Outcome("failed", self._usage(), error=error))
+        return "".join(
+            (*self._events.event("error", (shown,)), *self._events.response("failed", failed))
+        )

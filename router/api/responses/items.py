@@ -1,0 +1,247 @@
+"""The items of a conversation in the Responses API, and the messages for chat templates."""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import Field
+
+from penstock.router.api.generation.strict_model import StrictModel
+from penstock.router.errors import ServingError, invalid
+
+FIELD = "input"
+MAX_ID = 128
+ROLES = ("user", "system", "developer", "assistant")
+TEXT_TYPES: Mapping[str, tuple[str, ...]] = {
+    "message": ("input_text", "output_text", "text", "refusal"),
+    "function_call_output": ("input_text", "output_text", "text"),
+    "reasoning": ("reasoning_text", "summary_text", "text"),
+}
+"""The types of the content of each type of item."""
+
+PERMITTED: Mapping[str, Sequence[Any]] = {
+    "async": (False,),
+    "caller": ({"type": "direct"},),
+    "namespace": (),
+}
+"""Members of items that Penstock does not have, with the values that mean no value."""
+
+
+class TextContent(StrictModel):
+    """A part of an item's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    def plain(self, kind: str) -> str:
+        """Return the text of a part of an item of type `kind`."""
+        text = self.refusal if self.type == "refusal" else self.text
+        if self.type not in TEXT_TYPES[kind] or text is None:
+            raise invalid(
+                f"content of type {self.type[:40]!r} is not supported in a {kind}: expected a "
+                f"text of type {TEXT_TYPES[kind][0]}",
+                FIELD,
+            )
+        return text
+
+
+Content: TypeAlias = str | Annotated[list[TextContent], Field(fail_fast=True)]
+
+
+class InputItem(StrictModel):
+    """One item of `input`, of any type; which members it needs depends on the type."""
+
+    type: str | None = None
+    id: str | None = None
+    role: str | None = None
+    content: Content | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content | None = None
+    summary: Annotated[list[TextContent], Field(fail_fast=True)] | None = None
+    encrypted_content: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The type of the item, which messages may leave out."""
+        return self.type or ("message" if self.role is not None else "")
+
+    @property
+    def given_id(self) -> str:
+        """The id of the item, if it has a valid one, else an empty text."""
+        given = self.id or ""
+        return given if given.isascii() and given.isprintable() and len(given) <= MAX_ID else ""
+
+
+def text_item(text: str) -> InputItem:
+    """Return the item that stands for an input without items."""
+    return InputItem(type="message", role="user", content=text)
+
+
+def needed(item: InputItem, name: str) -> str:
+    """Return a member that an item must have; refuse an item without it."""
+    value: str | None = getattr(item, name)
+    if not value:
+        raise invalid(f"a {item.kind} has no {name}: set {name}", FIELD)
+    return value
+
+
+def texts_of(item: InputItem, content: Content | None) -> list[str]:
+    """Return the texts of a content."""
+    if isinstance(content, str):
+        return [content]
+    return [part.plain(item.kind) for part in content or ()]
+
+
+def reasoning_of(item: InputItem) -> str:
+    """Return the text of a reasoning item, or else the text of its summary."""
+    if item.encrypted_content and not item.content:
+        raise invalid(
+            "encrypted_content of a reasoning item is not supported: send its text in content",
+            FIELD,
+        )
+    return "\n".join(texts_of(item, item.content) or texts_of(item, item.summary))
+
+
+class Conversation:
+    """Makes messages for chat templates from items.
+
+    Consecutive items of the assistant are one message: reasoning, text and calls.
+
+    Attributes:
+        messages: the messages, in the form of `common.text.template_messages`.
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._answer: dict[str, Any] | None = None  # the assistant's message that may go on
+
+    def add(self, item: InputItem) -> None:
+        """Append an item.
+
+        Raises:
+            ServingError: INVALID if the item is not supported, or not valid.
+        """
+        for name, permitted in PERMITTED.items():
+            value = (item.model_extra or {}).get(name)
+            if value is not None and not any(value == one for one in permitted):
+                raise invalid(f"{name} of a {item.kind} is not supported: leave it out", FIELD)
+        add = _ADD.get(item.kind)
+        if add is None:
+            shown = repr(item.kind[:40]) if item.kind else "without a type"
+            raise invalid(
+                f"an item {'of type ' if item.kind else ''}{shown} is not supported: expected one "
+                f"of {', '.join(_ADD)}",
+                FIELD,
+            )
+        add(self, item)
+
+    def _add_message(self, item: InputItem) -> None:
+        if item.role not in ROLES:
+            raise invalid(f"a message's role must be one of {', '.join(ROLES)}", FIELD)
+        if item.content is None:
+            raise invalid("a message has no content: set content", FIELD)
+        texts = texts_of(item, item.content)
+        if item.role == "assistant":
+            self._add_text("".join(texts))
+            return
+        self._answer = None
+        is_text = isinstance(item.content, str)
+        contents = [{"type": "text", "text": text} for text in texts]
+        self.messages.append({"role": item.role, "content": texts[0] if is_text else contents})
+
+    def _add_text(self, text: str) -> None:
+        answer = self._answer
+        if answer is None or answer["content"] or "tool_calls" in answer:
+            answer = self._begin()
+        answer["content"] = text
+
+    def _add_reasoning(self, item: InputItem) -> None:
+        text, answer = reasoning_of(item), self._answer
+        if not text:
+            return
+        if answer is None or answer["content"] or "tool_calls" in answer:
+            answer = self._begin()
+        known = answer.get("reasoning_content")
+        answer["reasoning_content"] = f"{known}\n{text}" if known else text
+
+    def _add_call(self, item: InputItem) -> None:
+        answer = self._answer or self._begin()
+        answer["content"] = answer["content"] or None
+        function = {"name": needed(item, "name"), "arguments": item.arguments or ""}
+        call = {"id": needed(item, "call_id"), "type": "function", "function": function}
+        answer.setdefault("tool_calls", []).append(call)
+
+    def _add_result(self, item: InputItem) -> None:
+        self._answer = None
+        if item.output is None:
+            raise invalid("a function_call_output has no output: set output", FIELD)
+        text = "\n".join(texts_of(item, item.output))
+        call = needed(item, "call_id")
+        self.messages.append({"role": "tool", "content": text, "tool_call_id": call})
+
+    def _begin(self) -> dict[str, Any]:
+        self._answer = {"role": "assistant", "content": ""}
+        self.messages.append(self._answer)
+        return self._answer
+
+
+_ADD: Mapping[str, Callable[[Conversation, InputItem], None]] = {
+    "message": Conversation._add_message,
+    "function_call": Conversation._add_call,
+    "function_call_output": Conversation._add_result,
+    "reasoning": Conversation._add_reasoning,
+}
+"""For each type of item, the function that appends it."""
+
+
+def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """Return the messages of items; a refusal names the index of the item."""
+    conversation = Conversation()
+    for index, item in enumerate(items):
+        try:
+            conversation.add(item)
+        except ServingError as error:
+            raise invalid(f"input.{index}: {error.message}", FIELD) from error
+    return conversation.messages
+
+
+PREFIXES: Mapping[str, str] = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+
+
+def stored_item(item: InputItem) -> dict[str, Any]:
+    """Return a valid item with an id, in the form in which the API returns it."""
+    name = item.given_id or f"{PREFIXES[item.kind]}_{secrets.token_hex(12)}"
+    found: dict[str, Any] = {"id": name, "type": item.kind, "status": "completed"}
+    match item.kind:
+        case "message":
+            found["role"] = item.role
+            is_answer = item.role == "assistant"
+            extra: dict[str, Any] = {"annotations": []} if is_answer else {}
+            kind = "output_text" if is_answer else "input_text"
+            texts = texts_of(item, item.content)
+            found["content"] = [{"type": kind, "text": text, **extra} for text in texts]
+        case "function_call":
+            found |= {"call_id": item.call_id, "name": item.name, "arguments": item.arguments or ""}
+        case "function_call_output":
+            given = item.output
+            texts = texts_of(item, given)
+            contents = [{"type": "input_text", "text": text} for text in texts]
+            found |= {
+                "call_id": item.call_id,
+                "output": given if isinstance(given, str) else contents,
+            }
+        case "reasoning":
+            for name, kind, content in (
+                ("summary", "summary_text", item.summary),
+                ("content", "reasoning_text", item.content),
+            ):
+                found[name] = [{"type": kind, "text": text} for text in texts_of(item, content)]
+    return found

@@ -1,0 +1,65 @@
+"""The texts of a body that the router keeps until the response is sent (`ChatBody.kept`).
+
+A helper process makes them for a large body. The router only joins and copies them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from penstock.router.requests.chat import num_chars_of
+from penstock.router.requests.json_text import dumps
+
+
+@dataclass(frozen=True, slots=True)
+class KeptContent:
+    """The kept texts of one body.
+
+    Attributes:
+        shown: the fields that a response repeats, as the members of a JSON object.
+        num_instructions: bytes of the first message of the chat, if it has the instructions.
+        instruction_chars: characters of this message.
+        ids: ids of the input items that are to be stored, one per line.
+        items: these items as JSON, one per line.
+    """
+
+    shown: bytes
+    num_instructions: int
+    instruction_chars: int
+    ids: bytes
+    items: bytes
+
+    @classmethod
+    def make(
+        cls,
+        shown: Mapping[str, Any],
+        instructions: Sequence[Mapping[str, Any]],
+        items: Sequence[Mapping[str, Any]],
+    ) -> Self:
+        """Return the texts of a body.
+
+        Args:
+            shown: the fields that a response repeats.
+            instructions: the message with the instructions, or nothing.
+            items: the input items that are to be stored.
+        """
+        return cls(
+            dumps(shown)[1:-1].encode(),
+            sum(len(dumps(message).encode()) for message in instructions),
+            sum(map(num_chars_of, instructions)),
+            "\n".join(item["id"] for item in items).encode(),
+            "\n".join(map(dumps, items)).encode(),
+        )
+
+    def frames(self) -> Sequence[bytes]:
+        """Return the frames from which `read` makes the texts again."""
+        head = json.dumps([self.num_instructions, self.instruction_chars]).encode()
+        return [head, self.shown, self.ids, self.items]
+
+    @classmethod
+    def read(cls, frames: Sequence[bytes]) -> Self:
+        """Return the texts in the frames that `frames` has returned."""
+        head, shown, ids, items = frames
+        num_instructions, instruction_chars = json.loads(head)
+        return cls(shown, num_instructions, instruction_chars, ids, items)

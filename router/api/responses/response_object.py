@@ -1,0 +1,87 @@
+"""The object `response`, as JSON in fragments."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.router.api.openai.json_fragments import dumps
+from penstock.router.errors import Code, ServingError
+from penstock.router.requests.json_text import CHARS_PER_FRAGMENT
+
+ERROR_CODES: Mapping[Code, str] = {
+    Code.OVERLOADED: "rate_limit_exceeded",
+    Code.INVALID: "invalid_prompt",
+}
+"""The codes of a response's error; all others are `server_error`."""
+
+EMPTY = ("[]",)
+"""The output of a response without items."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The state of a response.
+
+    Attributes:
+        status: `in_progress`, `completed`, `incomplete`, `failed`, ...
+        usage: the field `usage`; None while it is unknown.
+        completed_at: seconds since 1970; None unless the response is completed.
+        error: the error of a failed response.
+    """
+
+    status: str
+    usage: Mapping[str, Any] | None = None
+    completed_at: int | None = None
+    error: ServingError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseObject:
+    """The members of a response that do not change while it is generated.
+
+    Attributes:
+        id: id of the response.
+        created_at: seconds since 1970.
+        model: name of the model.
+        sampling: the sampling parameters.
+        shown: the fields of the body that the response repeats, as members of a JSON object.
+        is_background: whether the response is generated in the background.
+    """
+
+    id: str
+    created_at: int
+    model: str
+    sampling: SamplingParams
+    shown: str
+    is_background: bool = False
+
+    def json(self, outcome: Outcome, output: Iterable[str] = EMPTY) -> Iterator[str]:
+        """Yield the response; `output` is the JSON array of its items."""
+        error = outcome.error
+        details = {"reason": "max_output_tokens"} if outcome.status == "incomplete" else None
+        members = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created_at,
+            "completed_at": outcome.completed_at,
+            "status": outcome.status,
+            "background": self.is_background,
+            "error": None if error is None else error_object(error),
+            "incomplete_details": details,
+            "model": self.model,
+            "temperature": self.sampling.temperature,
+            "top_p": self.sampling.top_p,
+        }
+        yield dumps(members)[:-1] + ","
+        for start in range(0, len(self.shown), CHARS_PER_FRAGMENT):
+            yield self.shown[start : start + CHARS_PER_FRAGMENT]
+        yield ',"output":'
+        yield from output
+        yield f',"usage":{dumps(outcome.usage)}}}'
+
+
+def error_object(error: ServingError) -> Mapping[str, Any]:
+    """Return the field `error` of a failed response."""
+    code = ERROR_CODES.get(error.code, "server_error")
+    return {"code": code, "message": error.message}
