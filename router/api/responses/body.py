@@ -138,11 +138,17 @@ class ResponsesRequest(ChatBody):
                 "truncation auto is not supported: leave it out, and shorten the input",
                 "truncation",
             )
-        if self.background:
-            raise invalid("background is not supported: leave it out", "background")
+        self._check_background()
         if not self.input and self.previous_response_id is None:
             raise invalid("input is empty: send a text or items", "input")
         self.num_logprobs()
+
+    def _check_background(self) -> None:
+        name = "background"
+        if self.background and self.stream:
+            raise invalid("background is not streamed: leave out stream, and retrieve it", name)
+        if self.background and self.store is False:
+            raise invalid("background needs store: leave out store", name)
 
     def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
         depth = bounds.max_json_depth

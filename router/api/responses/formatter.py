@@ -93,6 +93,10 @@ class ResponsesFormatter:
             return Outcome("incomplete", self._usage())
         return Outcome("completed", self._usage(), int(time.time()))
 
+    def ended_early(self, outcome: Outcome) -> Iterator[str]:
+        """Yield a response that has failed or was canceled before its end."""
+        return self._finished(outcome)
+
     def _finished(self, outcome: Outcome) -> Iterator[str]:
         """Yield the response, then report that it has ended."""
         body: list[str] = []

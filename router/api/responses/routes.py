@@ -13,8 +13,10 @@ from penstock.router.api.generation.bodies import read_request
 from penstock.router.api.generation.calls import GenerationCalls, SubmittedCall
 from penstock.router.api.generation.response import GenerationResponse
 from penstock.router.api.http import json_response
+from penstock.router.api.responses.background import BackgroundRun, BackgroundRuns
 from penstock.router.api.responses.body import ResponsesRequest
 from penstock.router.api.responses.formatter import FinishedResponse, ResponsesFormatter
+from penstock.router.api.responses.fragment_response import FragmentResponse
 from penstock.router.api.responses.input_items import list_page
 from penstock.router.api.responses.kept import KeptContent
 from penstock.router.api.responses.response_object import ResponseObject
@@ -26,7 +28,6 @@ from penstock.router.api.responses.stored import (
     joined_chat,
     own_items,
 )
-from penstock.router.api.responses.stored_body import StoredBody
 from penstock.router.errors import invalid
 from penstock.router.frontend import Frontend
 
@@ -40,6 +41,7 @@ class ResponsesApi:
         self._frontend = frontend
         self._calls = GenerationCalls(frontend)
         self._store = ResponseStore()
+        self._runs = BackgroundRuns()
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -63,10 +65,17 @@ class ResponsesApi:
         items = (*history, own_items(chat, content))
         most = self._frontend.config.bounds.max_body_bytes
         chat = joined_chat(chat, content, history, most)
+        if body.background:
+            self._runs.check_limit(tenant)
         name = f"resp_{secrets.token_hex(16)}"
         call = await self._calls.start_chat(request, replace(parsed, chat=chat), name)
-        formatter = self._formatter(call, body, content, tenant, items)
-        return GenerationResponse(call.answers, formatter, call.request_id, bool(body.stream))
+        response = self._response(call, body, content)
+        formatter = self._formatter(call, response, body, tenant, items)
+        if not body.background:
+            return GenerationResponse(call.answers, formatter, call.request_id, bool(body.stream))
+        run = BackgroundRun(response, call, formatter)
+        self._runs.start(tenant, run)
+        return FragmentResponse(run.body())
 
     def _history(self, tenant: str, previous: str | None) -> Sequence[StoredItems]:
         """Return the items of the conversation that the body continues."""
@@ -75,36 +84,43 @@ class ResponsesApi:
         name = "previous_response_id"
         found = self._store.get(tenant, previous, name)
         if not found.is_complete:
-            raise invalid(f"the response {previous[:80]!r} has failed: continue another one", name)
+            raise invalid(
+                f"the response {previous[:80]!r} has failed or was canceled: continue another one",
+                name,
+            )
         return found.conversation
+
+    def _response(
+        self, call: SubmittedCall, body: ResponsesRequest, content: KeptContent
+    ) -> ResponseObject:
+        return ResponseObject(
+            id=call.name,
+            created_at=int(time.time()),
+            model=self._frontend.model.name,
+            sampling=call.sampling,
+            shown=content.shown.decode(),
+            is_background=bool(body.background),
+        )
 
     def _formatter(
         self,
         call: SubmittedCall,
+        response: ResponseObject,
         body: ResponsesRequest,
-        content: KeptContent,
         tenant: str,
         items: Sequence[StoredItems],
     ) -> ResponsesFormatter:
         def record(finished: FinishedResponse) -> Iterator[str]:
             if body.store is False:
                 return
-            recorder = ResponseRecorder(call.name, items)
+            recorder = ResponseRecorder(response, items)
             yield from recorder.record(finished)
             assert recorder.stored is not None
             self._store.put(tenant, recorder.stored)
 
-        response = ResponseObject(
-            id=call.name,
-            created_at=int(time.time()),
-            model=self._frontend.model.name,
-            sampling=call.sampling,
-            shown=content.shown.decode(),
-        )
         token_bytes = self._frontend.tokenizer.token_bytes
-        return ResponsesFormatter(
-            response, call, token_bytes, body.num_logprobs() is not None, record
-        )
+        with_logprobs = body.num_logprobs() is not None
+        return ResponsesFormatter(response, call, token_bytes, with_logprobs, record)
 
     # ------------------------------------------------------------ stored responses
 
@@ -112,26 +128,38 @@ class ResponsesApi:
         return self._store.get(request.state.tenant, request.path_params["id"])
 
     async def retrieve(self, request: Request) -> Response:
-        """Return a stored response."""
+        """Return a stored response, or one that is generated in the background."""
         _check_query(request, {"stream": ("false",), "include_obfuscation": ("false",)})
-        return StoredBody(self._stored(request).body)
+        run = self._runs.get(request.state.tenant, request.path_params["id"])
+        if run is not None:
+            return FragmentResponse(run.body())
+        return FragmentResponse(_texts(self._stored(request)))
 
     async def delete(self, request: Request) -> Response:
-        """Remove a stored response."""
-        name = request.path_params["id"]
-        self._store.delete(request.state.tenant, name)
+        """Remove a stored response; cancel it first if it is generated in the background."""
+        tenant, name = request.state.tenant, request.path_params["id"]
+        await self._runs.cancel(tenant, name)
+        self._store.delete(tenant, name)
         return json_response({"id": name, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """Refuse to cancel a response, which has ended."""
-        self._stored(request)
-        raise invalid("the response has ended, so that it cannot be canceled")
+        """Cancel a response that is generated in the background; return it."""
+        await self._runs.cancel(request.state.tenant, request.path_params["id"])
+        stored = self._stored(request)
+        if not stored.is_background:
+            raise invalid("only responses that were created with background can be canceled")
+        return FragmentResponse(_texts(stored))
 
     async def input_items(self, request: Request) -> Response:
         """Return a page of the input items of a stored response."""
         _check_query(request, {"after": None, "limit": None, "order": ("asc", "desc")})
         stored = self._stored(request)
-        return StoredBody(await list_page(stored.input, request.query_params))
+        page = await list_page(stored.input, request.query_params)
+        return FragmentResponse(fragment.decode() for fragment in page)
+
+
+def _texts(stored: StoredResponse) -> Iterator[str]:
+    return (fragment.decode() for fragment in stored.body)
 
 
 def _check_query(request: Request, known: dict[str, Sequence[str] | None]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from penstock.router.api.responses.formatter import FinishedResponse
 from penstock.router.api.responses.kept import KeptContent
 from penstock.router.api.responses.output import Output
+from penstock.router.api.responses.response_object import ResponseObject
 from penstock.router.errors import invalid
 from penstock.router.requests.chat import Chat, message_json, num_chars_of
 from penstock.router.requests.json_text import CHARS_PER_FRAGMENT
@@ -47,6 +48,7 @@ class StoredResponse:
         input: all items before the output; the responses of one conversation share them.
         output: the output.
         is_complete: whether the response may be continued: it has neither failed nor been canceled.
+        is_background: whether it was generated in the background.
     """
 
     id: str
@@ -54,6 +56,7 @@ class StoredResponse:
     input: Sequence[StoredItems]
     output: StoredItems
     is_complete: bool = True
+    is_background: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -111,12 +114,12 @@ class ResponseRecorder:
     """Makes a stored response from a finished one, step by step.
 
     Args:
-        name: id of the response.
+        response: the constant members of the response.
         items: all items of its input.
     """
 
-    def __init__(self, name: str, items: Sequence[StoredItems]) -> None:
-        self._name = name
+    def __init__(self, response: ResponseObject, items: Sequence[StoredItems]) -> None:
+        self._response = response
         self._input = items
         self.stored: StoredResponse | None = None
 
@@ -132,7 +135,14 @@ class ResponseRecorder:
         ids = "\n".join(item.id for item in finished.output.items).encode()
         count = sum(map(num_chars_of, shown))
         output = StoredItems(ids, b"".join(items), b"".join(messages), count)
-        self.stored = StoredResponse(self._name, body, self._input, output, finished.is_complete)
+        self.stored = StoredResponse(
+            self._response.id,
+            body,
+            self._input,
+            output,
+            finished.is_complete,
+            self._response.is_background,
+        )
 
 
 def _encode(fragments: Iterable[str], into: list[bytes]) -> Iterator[str]:

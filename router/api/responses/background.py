@@ -1,0 +1,114 @@
+"""Responses that are generated in the background, without a client that waits."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from penstock.router.api.generation.calls import SubmittedCall
+from penstock.router.api.generation.response import Answers
+from penstock.router.api.http import internal_error
+from penstock.router.api.responses.formatter import ResponsesFormatter
+from penstock.router.api.responses.response_object import Outcome, ResponseObject
+from penstock.router.errors import Code, ServingError
+from penstock.router.requests.response_stream import ClientDisconnectedError
+from penstock.router.requests.slices import Slices
+
+log = logging.getLogger(__name__)
+
+MAX_PER_TENANT = 256
+"""Responses of one tenant that are generated in the background at the same time."""
+
+RETRY_SECONDS = 1.0
+
+
+class BackgroundRun:
+    """One response that is being generated.
+
+    Args:
+        response: the constant members of the response.
+        call: the submitted call.
+        formatter: reports the response when it has ended.
+    """
+
+    def __init__(
+        self, response: ResponseObject, call: SubmittedCall, formatter: ResponsesFormatter
+    ) -> None:
+        self.response = response
+        self.task: asyncio.Task[None] | None = None
+        self._answers = call.answers
+        self._formatter = formatter
+        self._status = "queued"
+
+    def body(self) -> Iterable[str]:
+        """Return the response as it is now, as JSON in fragments."""
+        return self.response.json(Outcome(self._status))
+
+    def cancel(self) -> None:
+        """Cancel the response; `task` then ends soon."""
+        self._answers.close()
+
+    async def run(self) -> None:
+        """Read the answer to its end."""
+        answers, slices = Answers(), Slices()
+        try:
+            async for delta in self._answers:
+                self._status = "in_progress"
+                answers.add(delta)
+                await slices.pause()
+            end = self._formatter.full_response(answers.merged())
+        except ClientDisconnectedError:
+            end = self._formatter.ended_early(Outcome("cancelled"))
+        except ServingError as error:
+            end = self._formatter.ended_early(Outcome("failed", error=error))
+        except Exception:  # a bug must not leave a response that never ends
+            log.exception("the response %s could not be generated", self.response.id)
+            end = self._formatter.ended_early(Outcome("failed", error=internal_error()))
+        finally:
+            self._answers.close()
+        for _ in end:
+            await slices.pause()
+
+
+class BackgroundRuns:
+    """The running background responses of all tenants."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, dict[str, BackgroundRun]] = {}  # by tenant and id
+
+    def check_limit(self, tenant: str) -> None:
+        """Refuse another response of a tenant that has too many.
+
+        Raises:
+            ServingError: OVERLOADED.
+        """
+        if len(self._runs.get(tenant, ())) >= MAX_PER_TENANT:
+            raise ServingError(
+                Code.OVERLOADED,
+                f"{MAX_PER_TENANT} background responses are being generated: call again later",
+                "background",
+                RETRY_SECONDS,
+            )
+
+    def start(self, tenant: str, run: BackgroundRun) -> None:
+        """Start to generate a response."""
+        own = self._runs.setdefault(tenant, {})
+        own[run.response.id] = run
+        run.task = asyncio.create_task(run.run(), name="background response")
+        run.task.add_done_callback(lambda task: self._ended(tenant, run))
+
+    def get(self, tenant: str, name: str) -> BackgroundRun | None:
+        """Return a running response of a tenant; None if the tenant has none with this id."""
+        return self._runs.get(tenant, {}).get(name)
+
+    async def cancel(self, tenant: str, name: str) -> None:
+        """Cancel a response if it is running, and wait until it has ended."""
+        run = self.get(tenant, name)
+        if run is not None and run.task is not None:
+            run.cancel()
+            await asyncio.wait((run.task,))
+
+    def _ended(self, tenant: str, run: BackgroundRun) -> None:
+        own = self._runs[tenant]
+        del own[run.response.id]
+        if not own:
+            del self._runs[tenant]

@@ -1,0 +1,243 @@
+"""Stored responses: continued, retrieved, listed, deleted, canceled; and only by their tenant."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from penstock.protos import worker_pb2 as pb
+from tests.support.api_keys import user_keys
+from tests.support.openai_client import message_of
+from tests.support.responses_client import (
+    ADD,
+    CALL,
+    FULL,
+    ResponsesModel,
+    serving_responses,
+    without_ids,
+)
+from tests.support.served_router import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+both = pytest.mark.parametrize("stream", [False, True])
+UNKNOWN = "resp_unknown"
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ResponsesModel]:
+    async with serving_responses(tmp_path_factory.mktemp("stored")) as model:
+        yield model
+
+
+@both
+async def test_previous_response_is_continued(model: ResponsesModel, stream: bool) -> None:
+    first = await model("A.", stream, input="a?", instructions="one")
+    second = await model("B.", stream, input="b?", previous_response_id=first.id)
+    assert model.prompt() == "[user]a?[assistant]A.[user]b?[assistant]"
+    assert second.previous_response_id == first.id
+    await model("C.", stream, input="c?", previous_response_id=second.id, instructions="two")
+    assert model.prompt() == (
+        "[system]two[user]a?[assistant]A.[user]b?[assistant]B.[user]c?[assistant]"
+    )
+
+
+@both
+async def test_result_of_a_call_continues_the_response(model: ResponsesModel, stream: bool) -> None:
+    first = await model(f"<think>why</think>{CALL}", stream, tools=[ADD])
+    call = first.output[-1]
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+    await model("It is 42.", stream, input=[result], previous_response_id=first.id)
+    assert model.prompt() == (
+        f"[user]hello[assistant]<think>why</think>({call.call_id} add a=17 b=25)[tool]42[assistant]"
+    )
+
+
+async def test_large_body_continues_a_response(model: ResponsesModel) -> None:
+    first = await model("A.", input="a?", instructions="old")
+    metadata = {str(index): "x" * 500 for index in range(16)}
+    tools = [{**ADD, "description": "y" * 40000}]  # parsed in a helper process
+    body = {"metadata": metadata, "tools": tools, "tool_choice": "none", "instructions": "new"}
+    second = await model("B.", input="b?", previous_response_id=first.id, **body)
+    assert model.prompt() == "[system]new[user]a?[assistant]A.[user]b?[assistant]"
+    assert second.tools[0].description == "y" * 40000
+    await model("C.", input="c?", previous_response_id=second.id)
+    assert model.prompt() == "[user]a?[assistant]A.[user]b?[assistant]B.[user]c?[assistant]"
+
+
+@both
+async def test_retrieved_response_is_the_one_that_was_sent(
+    model: ResponsesModel, stream: bool
+) -> None:
+    sent = await model(FULL, stream, tools=[ADD])
+    found = await model.client.responses.retrieve(sent.id)
+    assert found.to_dict() == sent.to_dict()
+
+
+async def test_input_items_are_listed_in_pages(model: ResponsesModel) -> None:
+    first = await model("A.", input="a?")
+    items = [{"role": "user", "content": "b?"}, {"role": "user", "content": "c?"}]
+    second = await model("B.", input=items, previous_response_id=first.id)
+    listed = model.client.responses.input_items.list
+
+    def texts(page: Any) -> list[str]:
+        return [item.content[0].text for item in page.data]
+
+    page = await listed(second.id, order="asc")
+    assert texts(page) == ["a?", "A.", "b?", "c?"]
+    assert page.data[1].id == first.output[0].id
+    assert (page.first_id, page.last_id) == (page.data[0].id, page.data[-1].id)
+    assert not page.has_more
+    pages = [texts(page) async for page in (await listed(second.id, limit=3)).iter_pages()]
+    assert pages == [["c?", "b?", "A."], ["a?"]]
+
+
+async def test_deleted_response_is_gone(model: ResponsesModel) -> None:
+    response = await model("x")
+    await model.client.responses.delete(response.id)
+    for call in (model.client.responses.retrieve, model.client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            await call(response.id)
+
+
+async def test_unknown_ids_are_not_found(model: ResponsesModel) -> None:
+    responses = model.client.responses
+    for call in (
+        responses.retrieve,
+        responses.delete,
+        responses.cancel,
+        responses.input_items.list,
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await call(UNKNOWN)
+    with pytest.raises(openai.NotFoundError) as refusal:
+        await model("x", previous_response_id=UNKNOWN)
+    assert refusal.value.code == "previous_response_not_found"
+    assert refusal.value.param == "previous_response_id"
+
+
+@both
+async def test_response_with_store_false_is_not_stored(model: ResponsesModel, stream: bool) -> None:
+    response = await model("x", stream, store=False)
+    with pytest.raises(openai.NotFoundError):
+        await model.client.responses.retrieve(response.id)
+
+
+async def test_another_tenant_does_not_see_a_response(tmp_path: Any) -> None:
+    async with serving_responses(tmp_path, api_keys=user_keys("first-key", "second-key")) as model:
+        mine = model.client.with_options(api_key="first-key").responses
+        other = model.client.with_options(api_key="second-key").responses
+        model.answer("x")
+        response = await mine.create(model="stub", input="hi")
+        calls: list[Callable[[str], Any]] = [
+            *(other.retrieve, other.delete, other.cancel, other.input_items.list),
+            lambda name: other.create(model="stub", input="hi", previous_response_id=name),
+        ]
+        for call in calls:
+            with pytest.raises(openai.NotFoundError):
+                await call(response.id)
+        assert (await mine.retrieve(response.id)).output_text == "x"
+
+
+# ------------------------------------------------------------ background
+
+
+async def started(model: ResponsesModel, **body: Any) -> Any:
+    """Return a background response whose worker is paused."""
+    model.answer("It is 42.")
+    model.served.worker.stepping.clear()
+    return await model.client.responses.create(model="stub", input="hello", background=True, **body)
+
+
+async def ended(model: ResponsesModel, name: str) -> Any:
+    """Return a background response once it has ended."""
+    found: Any = None
+    while found is None or found.status in ("queued", "in_progress"):
+        found = await model.client.responses.retrieve(name)
+    return found
+
+
+async def test_background_response_is_retrieved_when_it_has_ended(model: ResponsesModel) -> None:
+    response = await started(model)
+    assert (response.status, response.background, response.output) == ("queued", True, [])
+    assert (await model.client.responses.retrieve(response.id)).status == "queued"
+    model.served.worker.stepping.set()
+    response = await ended(model, response.id)
+    assert (response.status, response.output_text) == ("completed", "It is 42.")
+    await model("x", input="more", previous_response_id=response.id)
+    assert model.prompt() == "[user]hello[assistant]It is 42.[user]more[assistant]"
+
+
+async def test_background_response_is_the_same_as_another(model: ResponsesModel) -> None:
+    response = await started(model)
+    model.served.worker.stepping.set()
+    found = without_ids((await ended(model, response.id)).to_dict())
+    assert found == {**without_ids((await model("It is 42.")).to_dict()), "background": True}
+
+
+async def test_canceled_response_ends_at_the_worker(model: ResponsesModel) -> None:
+    response = await started(model)
+    frontend = model.served.router.frontend
+    assert frontend.num_open_requests == 1
+    canceled = await model.client.responses.cancel(response.id)
+    assert (canceled.status, canceled.output) == ("cancelled", [])
+    assert frontend.num_open_requests == 0
+    again = await model.client.responses.cancel(response.id)
+    assert again.to_dict() == canceled.to_dict()
+    assert (await model.client.responses.retrieve(response.id)).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="canceled"):
+        await model("x", previous_response_id=response.id)
+    model.served.worker.stepping.set()
+
+
+async def test_other_responses_cannot_be_canceled(model: ResponsesModel) -> None:
+    response = await model("x")
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await model.client.responses.cancel(response.id)
+    assert "background" in message_of(refusal.value)
+
+
+async def test_deleting_a_running_response_cancels_it(model: ResponsesModel) -> None:
+    response = await started(model)
+    await model.client.responses.delete(response.id)
+    assert model.served.router.frontend.num_open_requests == 0
+    with pytest.raises(openai.NotFoundError):
+        await model.client.responses.retrieve(response.id)
+    model.served.worker.stepping.set()
+
+
+async def test_failed_background_response_has_the_error(model: ResponsesModel) -> None:
+    worker = model.served.worker
+    worker.submits.clear()
+    response = await started(model)
+    await until(lambda: worker.submits)
+    (submit,) = worker.submits
+    step = pb.Step()
+    step.ended.add(request=submit.request, attempt=submit.attempt, reason="out of memory")
+    worker.send(pb.ToRouter(step=step))
+    worker.runs.clear()
+    worker.stepping.set()
+    failed = await ended(model, response.id)
+    assert (failed.status, failed.error.code) == ("failed", "server_error")
+
+
+@pytest.mark.parametrize("body", [{"stream": True}, {"store": False}])
+async def test_background_is_refused_with_fields_that_it_excludes(
+    model: ResponsesModel, body: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await model.client.responses.create(model="stub", input="x", background=True, **body)
+    assert refusal.value.param == "background"
+
+
+async def test_background_responses_of_a_tenant_are_bounded(
+    model: ResponsesModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.router.api.responses.background.MAX_PER_TENANT", 1)
+    response = await started(model)
+    with pytest.raises(openai.RateLimitError):
+        await started(model)
+    await model.client.responses.cancel(response.id)
+    model.served.worker.stepping.set()
