@@ -1,19 +1,17 @@
 """A stream with reasoning and tool calls is the same when its worker dies at any position."""
 
-import asyncio
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import httpx
 import pytest
 
-from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
 from tests.support.anthropic_client import ADD as ANTHROPIC_ADD
-from tests.support.served_router import Served, serving, until
-from tests.support.stub_worker import Run, StubWorker
+from tests.support.mortal_worker import MortalWorker, interrupted
+from tests.support.served_router import Served, serving
 from tests.support.tokenizers import byte_level, write_folder
 from tests.support.tool_chats import ADD
 
@@ -37,23 +35,6 @@ ANTHROPIC_BODY = {
     "tools": [ANTHROPIC_ADD],
     "stream": True,
 }
-
-
-class MortalWorker(StubWorker):
-    """A worker that stops before the step that would make token number `last_position`."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, answer=lambda prompt: TOKENS)
-        self.last_position = -1
-        self.is_at_end = asyncio.Event()
-
-    def _make_step(self, runs: Sequence[Run]) -> None:
-        if any(run.position == self.last_position for run in runs):
-            self.stepping.clear()
-            self.is_at_end.set()
-            self.send(pb.ToRouter(heartbeat=pb.Heartbeat()))
-            return
-        super()._make_step(runs)
 
 
 async def stream_chat(served: Served) -> list[Any]:
@@ -112,29 +93,6 @@ async def stream_message(served: Served) -> list[Any]:
 Stream: TypeAlias = Callable[[Served], Coroutine[Any, Any, list[Any]]]
 
 
-async def interrupted(config: RouterConfig, position: int, stream: Stream) -> list[Any]:
-    """Return the content of a stream whose worker dies after `position` tokens."""
-    workers = MortalWorker("w0"), MortalWorker("w1")
-    for worker in workers:
-        worker.last_position = position
-    async with serving(config, *workers) as served:
-        answer = asyncio.create_task(stream(served))
-        waits = [asyncio.create_task(worker.is_at_end.wait()) for worker in workers]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        busy, spare = workers if workers[0].is_at_end.is_set() else workers[::-1]
-        spare.last_position = -1
-        generated = served.router.frontend.metrics.generated_by_tenant
-        await until(lambda: sum(generated().values()) == position, "a token was lost")
-        await busy.stop()
-        served.router.worker_died(busy.name)
-        found = await answer
-        (resumed,) = spare.submits
-        assert list(resumed.log[0].tokens) == TOKENS[:position]
-        return found
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("stream", "reasoning", "finish"),
@@ -147,11 +105,11 @@ async def test_stream_with_calls_is_the_same_when_its_worker_dies(
     tmp_path: Path, stream: Stream, reasoning: list[Any], finish: str
 ) -> None:
     config = RouterConfig(write_folder(tmp_path / "model", TOKENIZER, TEMPLATE), "stub")
-    async with serving(config, MortalWorker("w0")) as served:
+    async with serving(config, MortalWorker("w0", TOKENS)) as served:
         expected = await stream(served)
     text = json.dumps(expected, ensure_ascii=False).replace("\\", "")
     assert text.count('"name": "add"') == 2
     assert reasoning in expected
     assert f'"{finish}"' in text
     for position in range(1, len(TOKENS), 8):
-        assert await interrupted(config, position, stream) == expected, position
+        assert await interrupted(config, TOKENS, position, stream) == expected, position
