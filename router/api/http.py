@@ -174,7 +174,7 @@ class CorsMiddleware:
         self._with_cors = CORSMiddleware(
             app,
             allow_origins=origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             allow_private_network=True,
             expose_headers=("x-request-id", "request-id", "retry-after"),

@@ -126,7 +126,8 @@ async def test_pages_of_allowed_origins_may_call_the_api(
         assert preflight.status_code == 200, "a browser sends no API key in a preflight"
         granted = {"*", "https://chat.example"}
         assert preflight.headers["access-control-allow-origin"] in granted
-        assert "POST" in preflight.headers["access-control-allow-methods"]
+        methods = preflight.headers["access-control-allow-methods"]
+        assert {"GET", "POST", "DELETE"} <= set(methods.split(", "))
         names = preflight.headers["access-control-allow-headers"]
         assert {"authorization", "x-stainless-lang"} <= set(names.split(","))
 
