@@ -194,6 +194,18 @@ async def test_allowed_tools_hide_the_others(model: ResponsesModel, stream: bool
     assert [tool.name for tool in response.tools] == ["add", "subtract"]
 
 
+async def test_allowed_tools_can_force_a_call_of_one_of_them(model: ResponsesModel) -> None:
+    tools = [ADD, {**ADD, "name": "subtract"}]
+    allowed = [{"type": "function", "name": "subtract"}]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
+    text = f'[{{"name": "subtract", "parameters": {SUM}}}]'
+    response = await model(text, tools=tools, tool_choice=choice)
+    assert found(response) == [("call", "subtract", SUM)]
+    forced = model.served.worker.submits[-1].params.structured_outputs
+    assert "subtract" in forced.text
+    assert '"add"' not in forced.text
+
+
 @both
 async def test_parallel_tool_calls_false_keeps_one_call(
     model: ResponsesModel, stream: bool

@@ -177,6 +177,11 @@ class ResponsesFormatter:
         if not self._events.num_events or self._with_logprobs:
             return None
         self._num_tokens += 1
+        if self._is_plain and self._output.items:  # the only item is the message
+            if not text:
+                return b""
+            self._output.last.write(text)
+            return self._events.text(text).encode()
         pieces = self._answer.feed(text)
         self._kinds.add(pieces)
         fragments = [each for piece in pieces for each in self._piece_events(piece)]

@@ -41,11 +41,12 @@ class OutputItem:
         self.call_id = call_id
         self.logprobs: list[str] = []
         self._text = io.StringIO()
+        self.write = self._text.write  # appends text
 
     def add(self, piece: Piece, logprobs: Sequence[str]) -> None:
         """Append a piece, with the log probabilities of its tokens if it is content."""
         if piece.kind != CALL:
-            self._text.write(piece.text)
+            self.write(piece.text)
         if logprobs and piece.kind == CONTENT:
             self.logprobs.extend(logprobs)
 

@@ -199,3 +199,19 @@ def test_codes_of_failed_responses_are_openais(setup: Setup, code: Code, expecte
     )
     assert failed["response"]["error"] == {"code": expected, "message": "why"}
     assert not setup.ended[0].is_complete
+
+
+def test_plain_stream_has_the_text_of_the_whole_answer(setup: Setup) -> None:
+    texts = pieces_of(TOKENS)
+    formatter = setup.formatter(is_parsed=False)
+    events = "".join(formatter.chunk(delta(texts, 0, 1)))
+    for text in texts[1:-1]:
+        events += (formatter.token_chunk(0, 0, text) or b"").decode()
+    events += "".join(formatter.chunk(delta(texts, len(TOKENS) - 1, len(TOKENS))))
+    found = joined(parsed(events))
+    deltas = [event["delta"] for event in found if event["type"] == "response.output_text.delta"]
+    whole = setup.formatter(is_parsed=False).full_response([delta(texts, 0, len(TOKENS))])
+    expected = json.loads("".join(whole))
+    expected.pop("completed_at")
+    assert deltas == [TEXT]
+    assert found[-1]["response"] == expected
