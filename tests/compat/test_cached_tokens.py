@@ -118,3 +118,17 @@ async def test_messages_count_cached_tokens_apart_from_input_tokens(module_serve
         num_cached = usage.cache_read_input_tokens
         assert num_cached == counted.input_tokens - 1
         assert usage.input_tokens + num_cached == counted.input_tokens
+
+
+async def test_continued_response_has_its_conversation_cached(client: Any) -> None:
+    create = client.responses.create
+    body = {"model": "stub", "input": TEXT, "max_output_tokens": 4}
+    first = await create(**body, extra_body={"cache_salt": "response"})
+    assert first.usage.input_tokens_details.cached_tokens == 0
+    more = {**body, "input": "more", "extra_body": {"cache_salt": "response"}}
+    stream = await create(**more, previous_response_id=first.id, stream=True)
+    *_, last = [event async for event in stream]
+    details = last.response.usage.input_tokens_details
+    shared = (first.usage.input_tokens - 1) // BLOCK * BLOCK
+    assert details.cached_tokens >= shared - BLOCK > 0  # the prompts may differ in the last block
+    assert last.response.usage.input_tokens > first.usage.input_tokens

@@ -38,6 +38,12 @@ from penstock.router.requests.tools import check_json
 
 Input: TypeAlias = str | Annotated[list[InputItem], Field(fail_fast=True)]
 
+SAMPLING_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Fields that are sampling parameters of the same name."""
+
 EFFORT = "reasoning_effort"
 """The variable of chat templates for `reasoning.effort`."""
 
@@ -246,16 +252,9 @@ class ResponsesRequest(ChatBody):
 
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
         """Return the sampling parameters of the body; absent fields get the `defaults`."""
-        named = {
+        named = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        named |= {
             "structured_outputs": None if self.text is None else self.text.form(),
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "seed": self.seed,
             "max_tokens": self.max_output_tokens,
             "logprobs": self.num_logprobs(),
         }
