@@ -140,6 +140,15 @@ async def test_another_tenant_does_not_see_a_response(tmp_path: Any) -> None:
                 await call(response.id)
         assert (await mine.retrieve(response.id)).output_text == "x"
 
+        model.served.worker.stepping.clear()
+        running = await mine.create(model="stub", input="hi", background=True)
+        for call in calls:
+            with pytest.raises(openai.NotFoundError):
+                await call(running.id)
+        assert (await mine.retrieve(running.id)).status == "queued"
+        assert (await mine.cancel(running.id)).status == "cancelled"
+        model.served.worker.stepping.set()
+
 
 # ------------------------------------------------------------ background
 

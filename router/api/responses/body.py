@@ -11,7 +11,7 @@ from penstock.common.text.chat_source import TemplateOptions
 from penstock.router.api.generation.chat_body import ChatBody
 from penstock.router.api.generation.strict_model import FreeObjects, StrictModel, Texts, length_of
 from penstock.router.api.openai.schema import ReasoningEffort
-from penstock.router.api.responses.items import InputItem, messages_of, stored_item, text_item
+from penstock.router.api.responses.items import InputItem, messages_of, stored_items, text_item
 from penstock.router.api.responses.kept import KeptContent
 from penstock.router.api.responses.permitted import (
     LOGPROBS,
@@ -109,10 +109,13 @@ class ResponsesRequest(ChatBody):
         pieces = calls = 0
         for item in items if isinstance(items, list) else ():
             members = vars(item) if isinstance(item, InputItem) else item
-            if isinstance(members, dict):
-                lists = map(members.get, ("content", "output", "summary"))
-                pieces += sum(len(each) for each in lists if isinstance(each, list))
-                calls += members.get("type") == "function_call"
+            if not isinstance(members, dict):
+                continue
+            for name in ("content", "output", "summary"):
+                content = members.get(name)
+                if isinstance(content, list):
+                    pieces += len(content)
+            calls += members.get("type") == "function_call"
         return CallSizes(
             messages=length_of(items),
             content_pieces=pieces,
@@ -196,7 +199,7 @@ class ResponsesRequest(ChatBody):
         return forced_schema(chosen.choice, chosen.tools, self.is_parallel)
 
     def kept(self) -> Sequence[bytes]:
-        items = [stored_item(item) for item in self._items] if self.store is not False else []
+        items = stored_items(self._items) if self.store is not False else []
         return KeptContent.make(self._shown(), self._instructions(), items).frames()
 
     def template_options(self, known: Collection[str]) -> TemplateOptions:

@@ -1,6 +1,7 @@
 """The typed server-sent events of a response, numbered in order."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from json.encoder import encode_basestring
 
 from penstock.router.api.openai.json_fragments import array
@@ -44,7 +45,7 @@ class EventStream:
 
     def response(self, kind: str, response: Iterable[str]) -> Iterator[str]:
         """Yield an event with the whole response."""
-        return self.event(f"response.{kind}", ('"response":', *response))
+        return self.event(f"response.{kind}", chain(('"response":',), response))
 
     def begin_item(self, item: OutputItem) -> Iterator[str]:
         """Yield the events at the start of an item."""
@@ -71,9 +72,9 @@ class EventStream:
         kind, member = DONE[item.kind]
         yield from self.event(kind, _done_members(item, member))
         if item.has_content:
-            part = (_location(item), ',"part":', *item.content_json())
+            part = chain((_location(item), ',"part":'), item.content_json())
             yield from self.event("response.content_part.done", part)
-        members = (f'"output_index":{item.index},"item":', *item.json(status))
+        members = chain((f'"output_index":{item.index},"item":',), item.json(status))
         yield from self.event("response.output_item.done", members)
 
 

@@ -71,7 +71,9 @@ class InputItem(StrictModel):
     @property
     def given_id(self) -> str:
         """The id of the item, if it has a valid one, else an empty text."""
-        given = self.id or ""
+        given = self.id
+        if given is None:
+            return ""
         return given if given.isascii() and given.isprintable() and len(given) <= MAX_ID else ""
 
 
@@ -124,10 +126,8 @@ class Conversation:
         Raises:
             ServingError: INVALID if the item is not supported, or not valid.
         """
-        for name, permitted in PERMITTED.items():
-            value = (item.model_extra or {}).get(name)
-            if value is not None and not any(value == one for one in permitted):
-                raise invalid(f"{name} of a {item.kind} is not supported: leave it out", FIELD)
+        if extra := item.model_extra:
+            _check_extra(item.kind, extra)
         add = _ADD.get(item.kind)
         if add is None:
             shown = repr(item.kind[:40]) if item.kind else "without a type"
@@ -197,6 +197,13 @@ _ADD: Mapping[str, Callable[[Conversation, InputItem], None]] = {
 """For each type of item, the function that appends it."""
 
 
+def _check_extra(kind: str, members: Mapping[str, Any]) -> None:
+    for name, permitted in PERMITTED.items():
+        value = members.get(name)
+        if value is not None and not any(value == one for one in permitted):
+            raise invalid(f"{name} of a {kind} is not supported: leave it out", FIELD)
+
+
 def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     """Return the messages of items; a refusal names the index of the item."""
     conversation = Conversation()
@@ -216,18 +223,24 @@ PREFIXES: Mapping[str, str] = {
 }
 
 
-def stored_item(item: InputItem) -> dict[str, Any]:
-    """Return a valid item with an id, in the form in which the API returns it."""
-    name = item.given_id or f"{PREFIXES[item.kind]}_{secrets.token_hex(12)}"
-    found: dict[str, Any] = {"id": name, "type": item.kind, "status": "completed"}
-    match item.kind:
+def stored_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """Return valid items with ids, in the form in which the API returns them."""
+    suffix = secrets.token_hex(12)
+    return [_stored(item, f"{suffix}{index:04x}") for index, item in enumerate(items)]
+
+
+def _stored(item: InputItem, suffix: str) -> dict[str, Any]:
+    kind = item.kind
+    name = item.given_id or f"{PREFIXES[kind]}_{suffix}"
+    found: dict[str, Any] = {"id": name, "type": kind, "status": "completed"}
+    match kind:
         case "message":
             found["role"] = item.role
             is_answer = item.role == "assistant"
             extra: dict[str, Any] = {"annotations": []} if is_answer else {}
-            kind = "output_text" if is_answer else "input_text"
+            part = "output_text" if is_answer else "input_text"
             texts = texts_of(item, item.content)
-            found["content"] = [{"type": kind, "text": text, **extra} for text in texts]
+            found["content"] = [{"type": part, "text": text, **extra} for text in texts]
         case "function_call":
             found |= {"call_id": item.call_id, "name": item.name, "arguments": item.arguments or ""}
         case "function_call_output":
@@ -239,9 +252,9 @@ def stored_item(item: InputItem) -> dict[str, Any]:
                 "output": given if isinstance(given, str) else contents,
             }
         case "reasoning":
-            for name, kind, content in (
+            for name, part, content in (
                 ("summary", "summary_text", item.summary),
                 ("content", "reasoning_text", item.content),
             ):
-                found[name] = [{"type": kind, "text": text} for text in texts_of(item, content)]
+                found[name] = [{"type": part, "text": text} for text in texts_of(item, content)]
     return found

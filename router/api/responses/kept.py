@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from pydantic_core import to_json
+
 from penstock.router.requests.chat import num_chars_of
 from penstock.router.requests.json_text import dumps
 
@@ -49,7 +51,7 @@ class KeptContent:
             sum(len(dumps(message).encode()) for message in instructions),
             sum(map(num_chars_of, instructions)),
             "\n".join(item["id"] for item in items).encode(),
-            "\n".join(map(dumps, items)).encode(),
+            b"\n".join(map(to_json, items)),  # faster than `dumps` for many small items
         )
 
     def frames(self) -> Sequence[bytes]:
