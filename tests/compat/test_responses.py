@@ -268,6 +268,18 @@ async def test_logprobs_are_those_of_the_texts_tokens(model: ResponsesModel, str
 
 
 @both
+@pytest.mark.parametrize("text", ["a <tool", "a <", "a 😀", "\n\n"])
+async def test_text_held_back_until_the_end_has_its_logprobs(
+    model: ResponsesModel, stream: bool, text: str
+) -> None:
+    include = ["message.output_text.logprobs"]
+    response = await model(text, stream, **TOOLS, include=include)
+    (content,) = response.output[0].content
+    joined = b"".join(bytes(entry.bytes) for entry in content.logprobs).decode()
+    assert joined == content.text == text
+
+
+@both
 async def test_parameters_reach_the_worker(model: ResponsesModel, stream: bool) -> None:
     body = {"temperature": 0.5, "top_p": 0.25, "max_output_tokens": 7}
     extra = {"top_k": 3, "seed": 5, "min_p": 0.125, "presence_penalty": 0.5}

@@ -9,6 +9,7 @@ from penstock.common.text.token_bytes import TokenBytes
 from penstock.router.api.generation.answer_pieces import AnswerPieces
 from penstock.router.api.generation.calls import SubmittedCall
 from penstock.router.api.openai.json_fragments import dumps
+from penstock.router.api.openai.response_context import Logprobs
 from penstock.router.api.responses.events import EventStream
 from penstock.router.api.responses.logprobs import logprobs_json
 from penstock.router.api.responses.output import Output, OutputItem
@@ -133,20 +134,31 @@ class ResponsesFormatter:
             # A delta without tokens may have the text that was held back.
             rest = "" if delta.tokens or self._is_plain else delta.text
             pieces = self._answer.feed(rest, has_ended=True)
+            entries = self._content_entries(pieces, ())
             self._kinds.add(pieces, num_tokens=0)
             self._kinds.finish()
-            yield pieces, ()
+            yield pieces, entries
 
     def _token_pieces(self, delta: Delta) -> Iterator[tuple[Sequence[Piece], Sequence[str]]]:
         texts = self._texts.split(delta)
-        for token, text, entry in zip(delta.tokens, texts, delta.logprobs, strict=True):
+        last = (
+            len(delta.tokens) - 1 if delta.finish == "stop" else -1
+        )  # the end token, without text
+        rows = zip(delta.tokens, texts, delta.logprobs, strict=True)
+        for index, (token, text, entry) in enumerate(rows):
             pieces = self._answer.feed(text)
-            entries: Sequence[str] = ()
-            if self._with_logprobs:
-                known = self._kinds.content_entries(pieces, (token, entry))
-                entries = [logprobs_json(self._token_bytes, *one) for one in known]
+            entries = self._content_entries(pieces, () if index == last else ((token, entry),))
             self._kinds.add(pieces)
             yield pieces, entries
+
+    def _content_entries(
+        self, pieces: Sequence[Piece], entries: Sequence[tuple[int, Logprobs | None]]
+    ) -> Sequence[str]:
+        """Return the log probabilities of the content in `pieces` as JSON, if they are wanted."""
+        if not self._with_logprobs:
+            return ()
+        known = self._kinds.content_entries(pieces, entries)
+        return [logprobs_json(self._token_bytes, *one) for one in known]
 
     def _begin(self, piece: Piece) -> OutputItem:
         """Begin the output item of a piece."""

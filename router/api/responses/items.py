@@ -130,12 +130,9 @@ class Conversation:
             _check_extra(item.kind, extra)
         add = _ADD.get(item.kind)
         if add is None:
-            shown = repr(item.kind[:40]) if item.kind else "without a type"
-            raise invalid(
-                f"an item {'of type ' if item.kind else ''}{shown} is not supported: expected one "
-                f"of {', '.join(_ADD)}",
-                FIELD,
-            )
+            what = f"of type {item.kind[:40]!r}" if item.kind else "without a type"
+            known = ", ".join(_ADD)
+            raise invalid(f"an item {what} is not supported: expected one of {known}", FIELD)
         add(self, item)
 
     def _add_message(self, item: InputItem) -> None:

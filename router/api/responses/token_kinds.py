@@ -67,22 +67,22 @@ class TokenKinds:
         self._num_waiting = 0
         self._last = pieces[-1].kind
 
-    def content_entries(self, pieces: Sequence[Piece], entry: Any) -> Sequence[Any]:
+    def content_entries(self, pieces: Sequence[Piece], entries: Sequence[Any]) -> Sequence[Any]:
         """Return the log probabilities that belong to the content in `pieces`.
 
         Call this before `add`.
 
         Args:
-            pieces: the pieces that a token has added.
-            entry: the log probabilities of this token.
+            pieces: the pieces that a token, or the end of the answer, has added.
+            entries: the log probabilities of this token, if any.
         """
         if not pieces:
-            self._waiting.append(entry)
+            self._waiting.extend(entries)
             return ()
         found: Sequence[Any] = ()
         if any(piece.kind == CONTENT for piece in pieces):
             is_after = self._last == REASONING or pieces[0].kind != CONTENT
-            found = [entry] if is_after else [*self._waiting, entry]
+            found = entries if is_after else [*self._waiting, *entries]
         self._waiting.clear()
         return found
 

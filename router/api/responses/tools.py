@@ -35,18 +35,14 @@ def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _chat_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind != "function":
-        shown = repr(kind[:40]) if isinstance(kind, str) else "without a type"
-        raise invalid(f"{where}: tools {_of(shown)} are not supported: send functions", "tools")
+        what = f"of type {kind[:40]!r}" if isinstance(kind, str) else "without a type"
+        raise invalid(f"{where}: tools {what} are not supported: send functions", "tools")
     for name, permitted in DEFAULTS.items():
         value = tool.get(name)
         if value is not None and not any(value == one for one in permitted):
             raise invalid(f"{where}.{name} is not supported: leave it out", "tools")
     function = {name: tool[name] for name in MEMBERS if tool.get(name) is not None}
     return {"type": "function", "function": function}
-
-
-def _of(shown: str) -> str:
-    return shown if shown.startswith("without") else f"of type {shown}"
 
 
 class ChosenTools:
