@@ -23,9 +23,9 @@ KEY = CanaryKey()
 
 
 def make_canary() -> NewSequence:
-    """Return a canary of token 0, which all models have; its salt prevents sharing of its block."""
+    """Return a canary of token 0, which all models have."""
     params = SamplingParams(temperature=0.0, max_tokens=2)
-    return NewSequence(KEY, [0], 1, params, salt=b"\0canary")
+    return NewSequence(KEY, [0], 1, params, is_cacheable=False)
 
 
 class LivenessMonitor:

@@ -103,6 +103,8 @@ class RunningBatch:
         if ticket.beams:
             self.beams.add(ticket.beams)
         self._start_row(ticket, matched.blocks, matched.num_tokens)
+        if not ticket.new.is_cacheable:
+            self.stop_publishing([ticket.row])
         if matched.num_tokens % table.block_size:
             self.block_growth.shared_rows.add(ticket.row)
 

@@ -60,6 +60,7 @@ class NewSequence:
     source_len: int = 0  # number of KV positions that another worker can send; 0: none
     siblings: tuple[Sibling, ...] = ()
     prompt_known: int = 1  # first prompt position that needs logprobs; position 0 never has any
+    is_cacheable: bool = True  # False: none of its blocks enters the prefix cache
     grammar: Any = None  # compiled `params.structured_outputs`, for the sampler only
 
 

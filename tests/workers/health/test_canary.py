@@ -79,7 +79,8 @@ def test_canary_is_not_counted_and_leaves_no_blocks(checkpoint: Path) -> None:
     engine.batcher.check()
     assert run_greedy(engine, PROMPT, 5) == answer
     after = engine.load()
-    assert after.prompt_tokens_cached - before.prompt_tokens_cached == 32, "two blocks of 16"
+    cached = after.prompt_tokens_cached - before.prompt_tokens_cached
+    assert cached == len(PROMPT) - 1, "the canary evicted a block"
 
 
 def test_canary_changes_neither_tokens_nor_counts_of_requests(checkpoint: Path) -> None:
