@@ -1,6 +1,7 @@
 """Clients that compare every token of the hash model with the reference answer."""
 
-from penstock.common.sampling_params import SamplingParams
+from penstock.loadtests.simulator.constraints.random_constraints import is_valid
+from penstock.loadtests.simulator.constraints.vocabulary import END, grammars, text_of
 from penstock.loadtests.simulator.faults.schedules import RequestPlan
 from penstock.loadtests.simulator.model.hash_model import reference_answer
 from penstock.loadtests.simulator.world.router import Router
@@ -22,9 +23,10 @@ class HashModelClient:
         self._counted: tuple[Router, int] | None = None  # `at` of the last `deliver_cached`
         self._finished = [False] * plan.num_choices
         self._cutting: set[int] = set()  # choices cut by a client, but not yet by the router
-        params = SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_tokens)
+        wanted = plan.constraint
+        grammar = None if wanted is None else grammars().compile(wanted)
         answers = [
-            reference_answer(plan.prompt, params, max_model_len, choice)[0]
+            reference_answer(plan.prompt, plan.params, max_model_len, choice, grammar)[0]
             for choice in range(plan.num_choices)
         ]
         self._right = [answer[: plan.cut or len(answer)] for answer in answers]
@@ -92,6 +94,22 @@ class HashModelClient:
         self.how = end.status.value
         if end.status is Status.OK:
             assert self.answers == self._right, f"client {self.number}: OK, but incomplete"
+            self._check_constraint()
+
+    @property
+    def num_constrained(self) -> int:
+        """Number of choices that are complete and satisfy the request's constraint."""
+        complete = [answer for answer in self.answers if answer[-1:] == [END]]
+        return len(complete) if self.plan.constraint is not None else 0
+
+    def _check_constraint(self) -> None:
+        """Raise AssertionError if an answer that its end token ended violates the constraint."""
+        wanted = self.plan.constraint
+        if wanted is None:
+            return
+        for answer in self.answers:
+            text, who = text_of(answer), f"client {self.number}"
+            assert answer[-1] != END or is_valid(wanted, text), f"{who}: {text!r} is not valid"
 
     def leave(self) -> None:
         """Disconnect; from now on, ignore everything that is delivered."""

@@ -215,7 +215,8 @@ def _summary(num_schedules: int, counts: RunCounts, seconds: float) -> str:
     return "\n".join(
         [
             f"{num_schedules} schedules in {seconds:.0f} s: {counts.requests} requests ({ends}), "
-            f"{counts.tokens} tokens, {counts.kv_transfers} KV transfers, "
+            f"{counts.tokens} tokens, {counts.constrained} complete constrained answers, "
+            f"{counts.kv_transfers} KV transfers, "
             f"{counts.failovers} failovers",
             f"{counts.faults.total()} faults: {kinds or 'none'}",
         ]

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from math import isinf
 
-from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.faults.client import HashModelClient
 from penstock.loadtests.simulator.faults.schedules import MAX_MODEL_LEN, RequestPlan
 from penstock.loadtests.simulator.world.clock import Clock
@@ -65,7 +64,7 @@ class RequestDriver:
         request = Request(
             id=self._num_sent[router],
             prompt=plan.prompt,
-            params=SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_tokens),
+            params=plan.params,
             max_tokens=min(plan.max_tokens, MAX_MODEL_LEN - len(plan.prompt)),
             tenant=plan.tenant,
             priority=plan.priority,

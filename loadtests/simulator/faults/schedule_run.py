@@ -56,6 +56,7 @@ class RunCounts:
 
     requests: int = 0
     tokens: int = 0
+    constrained: int = 0  # complete answers of constrained requests
     kv_transfers: int = 0
     failovers: int = 0
     ends: Counter[str] = field(default_factory=Counter)
@@ -64,6 +65,7 @@ class RunCounts:
     def add(self, other: "RunCounts") -> None:
         self.requests += other.requests
         self.tokens += other.tokens
+        self.constrained += other.constrained
         self.kv_transfers += other.kv_transfers
         self.failovers += other.failovers
         self.ends += other.ends
@@ -154,6 +156,7 @@ class ScheduleRun:
             client.check(undisturbed=not self.schedule.faults)
             self.counts.ends[client.how] += 1
             self.counts.tokens += client.num_tokens
+            self.counts.constrained += client.num_constrained
         for worker in self._workers.values():
             if worker.process.alive:
                 worker.check_rest()
@@ -181,7 +184,11 @@ class ScheduleRun:
         self._num_started += 1
         plan, incarnation = self._plans[name], str(self._num_started)
         executor = TimedHashModel(
-            plan.num_blocks, BLOCK_SIZE, plan.step_seconds, plan.token_seconds
+            plan.num_blocks,
+            BLOCK_SIZE,
+            plan.max_sequences,
+            plan.step_seconds,
+            plan.token_seconds,
         )
         shape = _worker_shape(plan, incarnation, self.schedule.same_machine)
         worker = Worker(shape, executor, self.network, self._find, 4, self._fast_forwards)

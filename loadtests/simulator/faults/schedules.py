@@ -1,12 +1,18 @@
 """Fault schedules: workers, requests and faults with their times, generated from one seed.
 
 Each request and each fault has its own random generator, so that removing some requests or faults
-does not change the others.
+does not change the others. Constraints have further generators, so that a schedule without
+constraints is the same as before there were any.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from random import Random
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.common.structured_outputs import StructuredOutputs
+from penstock.loadtests.simulator.constraints.random_constraints import draw_constraint
+from penstock.loadtests.simulator.constraints.vocabulary import END
 
 ROLES = (
     ("prefill", "decode"),
@@ -22,6 +28,10 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64
 FAULT_SECONDS = 8.0
 """Latest start of a fault, in seconds."""
+
+
+CONSTRAINED_SCHEDULES = 0.3
+"""Share of the schedules in which some requests have a constraint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,17 @@ class RequestPlan:
     leaves_after: float  # seconds from arrival until the client disconnects; inf: never
     leaves_moving: float  # seconds from the start of its KV transfer until the client disconnects
     resumes: bool  # the client resubmits to another router if its router dies
+    constraint: StructuredOutputs | None = None
+    min_tokens: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            stop_token_ids=self.stop_tokens,
+            structured_outputs=self.constraint,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +147,9 @@ def schedule_of(seed: int) -> Schedule:
         reports_step_seconds=seed // 2 % 2 == 1,
         same_machine=seed // 4 % 2 == 1,
         workers=tuple(_worker(rng, i, role, tight) for i, role in enumerate(roles)),
-        requests=tuple(_request(seed, i, num_routers) for i in range(num_requests)),
+        requests=tuple(
+            _constrained(seed, _request(seed, i, num_routers)) for i in range(num_requests)
+        ),
         faults=tuple(_fault(seed, i, len(roles), num_routers) for i in range(num_faults)),
     )
 
@@ -171,6 +194,20 @@ def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
         leaves_moving=rng.choice((0.01, 0.1, 0.4)) if rng.random() < 0.15 else float("inf"),
         # Not with several choices: the new request cannot state which choices had already ended.
         resumes=rng.random() < 0.7 and num_choices == 1,
+    )
+
+
+def _constrained(seed: int, plan: RequestPlan) -> RequestPlan:
+    """Return the request with a constraint if its schedule and the request draw one."""
+    rng = Random(f"constraint {seed} {plan.number}")
+    if Random(f"constraints {seed}").random() >= CONSTRAINED_SCHEDULES or rng.random() < 0.4:
+        return plan
+    return replace(
+        plan,
+        constraint=draw_constraint(rng),
+        stop_tokens=(END,),
+        max_tokens=rng.choice((5, 23, 40)),
+        min_tokens=rng.choice((0, 0, 0, 4)),
     )
 
 

@@ -5,15 +5,23 @@ from typing import Protocol
 
 import numpy as np
 
+from penstock.common.sampling_params import SamplingParams
+from penstock.loadtests.simulator.constraints.vocabulary import VOCAB_SIZE, grammars
 from penstock.loadtests.simulator.model.hash_model import HashModel
 from penstock.loadtests.simulator.model.timing import Floats
+from penstock.workers.sampling.token_masks import TokenMasks
 from penstock.workers.scheduling.sequence import Ints, StepPlan
+from penstock.workers.scheduling.table import SequenceTable
 
 
 class Executor(Protocol):
     """Interface of a simulated model with its KV cache."""
 
     slowness: float  # step times are multiplied by this; inf: steps hang
+
+    def admit(self, row: int, params: SamplingParams) -> None:
+        """Set the sampling parameters of a row of the sequence table for a new sequence."""
+        ...
 
     def seconds(self, plan: StepPlan) -> float:
         """Return the duration of the step in seconds."""
@@ -23,11 +31,8 @@ class Executor(Protocol):
         """Return the seconds [num] of this decode step and of the `num - 1` steps after it."""
         ...
 
-    def run(self, plan: StepPlan, choices: Ints) -> Ints:
-        """Return the sampled tokens of the plan's sampling rows, in order.
-
-        `choices` has the choice index of each row of the sequence table.
-        """
+    def run(self, plan: StepPlan, table: SequenceTable) -> Ints:
+        """Return the sampled tokens of the plan's sampling rows, in order."""
         ...
 
     def predict(self, plan: StepPlan, num: int) -> Ints | None:
@@ -48,15 +53,33 @@ class Executor(Protocol):
 
 
 class TimedHashModel:
-    """The hash model with simulated step times; its tokens depend on the KV slots that are read."""
+    """The hash model with simulated step times; its tokens depend on the KV slots that are read.
+
+    Rows with a constraint draw from the tokens that the masks of the product allow.
+    """
 
     def __init__(
-        self, num_blocks: int, block_size: int, step_seconds: float, token_seconds: float
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int,
+        step_seconds: float,
+        token_seconds: float,
     ) -> None:
         self.slowness = 1.0
+        self._num_rows = num_rows
+        self._masks: TokenMasks | None = None  # made for the first constrained sequence
         self._model = HashModel(num_blocks, block_size)
         self._step_seconds = step_seconds
         self._token_seconds = token_seconds
+
+    def admit(self, row: int, params: SamplingParams) -> None:
+        wanted = params.structured_outputs
+        if self._masks is None and wanted is not None:
+            self._masks = TokenMasks(self._num_rows, VOCAB_SIZE)
+        if self._masks is not None:
+            grammar = None if wanted is None else grammars().compile(wanted)
+            self._masks.admit(row, params, grammar)
 
     def seconds(self, plan: StepPlan) -> float:
         return self.slowness * (self._step_seconds + self._token_seconds * len(plan.tokens))
@@ -64,8 +87,12 @@ class TimedHashModel:
     def seconds_of(self, plan: StepPlan, num: int) -> Floats:
         return np.full(num, self.seconds(plan))
 
-    def run(self, plan: StepPlan, choices: Ints) -> Ints:
-        return self._model.run(plan, choices)
+    def run(self, plan: StepPlan, table: SequenceTable) -> Ints:
+        if self._masks is None:
+            return self._model.run(plan, table.choices)
+        rows = plan.sampling_rows
+        indices = table.num_tokens[rows] - table.num_prompt[rows]
+        return self._model.run(plan, table.choices, self._masks.take(rows, indices, table))
 
     def predict(self, plan: StepPlan, num: int) -> None:
         return None

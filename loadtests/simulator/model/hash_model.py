@@ -2,14 +2,17 @@
 
 The value of a position is a hash of its token, its index and the value in the slot before it. A
 sampled token is a hash of the values in all slots of the sequence, read through the block table in
-order. A wrong block, a stale slot or a misordered write therefore changes the answer.
+order. A wrong block, a stale slot or a misordered write therefore changes the answer. A constrained
+sequence draws from the tokens that its mask allows, so a wrong mask changes the answer too.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from penstock.common.grammar.matcher import BITS, CompiledGrammar, Words
 from penstock.common.sampling_params import SamplingParams
+from penstock.workers.sampling.token_masks import StepMasks
 from penstock.workers.scheduling.sequence import FinishReason, Ints, StepPlan
 
 _MODULUS = (1 << 61) - 1
@@ -29,15 +32,30 @@ def hash_of(values: Sequence[int]) -> int:
     return result
 
 
-def _drawn(hashed: int, choice: int) -> int:
-    return (hashed + choice * 0x632BE59BD9B4E019) % _MODULUS % VOCAB
+def _drawn(hashed: int, choice: int, count: int = VOCAB) -> int:
+    return (hashed + choice * 0x632BE59BD9B4E019) % _MODULUS % count
 
 
-def draw(hashes: Sequence[int], plan: StepPlan, choices: Ints | None = None) -> Ints:
+def _drawn_allowed(hashed: int, choice: int, words: Words) -> int:
+    """Return a token whose bit is set in `words` [W]."""
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    assert len(allowed), "a mask allows no token"
+    return int(allowed[_drawn(hashed, choice, len(allowed))])
+
+
+def draw(
+    hashes: Sequence[int],
+    plan: StepPlan,
+    choices: Ints | None = None,
+    masks: StepMasks | None = None,
+) -> Ints:
     """Return the tokens [S] of the plan's sampling rows, determined by their `hashes` [S]."""
     drawing = plan.sampling_rows
     own = np.zeros_like(drawing) if choices is None else choices[drawing]
     drawn = [_drawn(hashed, choice) for hashed, choice in zip(hashes, own.tolist(), strict=True)]
+    if masks is not None:
+        for at, words in zip(masks.at.tolist(), masks.words, strict=True):
+            drawn[at] = _drawn_allowed(hashes[at], int(own[at]), words)
     return np.array(drawn, np.int32)
 
 
@@ -48,12 +66,16 @@ class HashModel:
         self.block_size = block_size
         self.kv = [-1] * (num_blocks * block_size)
 
-    def run(self, plan: StepPlan, choices: Ints | None = None) -> Ints:
+    def run(
+        self, plan: StepPlan, choices: Ints | None = None, masks: StepMasks | None = None
+    ) -> Ints:
         """Copy blocks, write the step's slots, and return the tokens [S] of the sampling rows.
 
-        choices: choice index of each row of the sequence table; None means 0 for all rows.
+        Args:
+            choices: choice index of each row of the sequence table; None means 0 for all rows.
+            masks: the tokens that constrained rows may draw.
         """
-        return draw(self.hash(plan), plan, choices)
+        return draw(self.hash(plan), plan, choices, masks)
 
     def hash(self, plan: StepPlan) -> list[int]:
         """Copy blocks and write the step's slots; return the hashes [S] of the sampling rows."""
@@ -105,19 +127,52 @@ def copy_blocks(source: HashModel, blocks: Ints, to: HashModel, into: Ints) -> N
         to.kv[b * size : (b + 1) * size] = source.kv[a * size : (a + 1) * size]
 
 
+class _ConstrainedAnswer:
+    """Draws the tokens of one answer with one matcher, which sees each token once."""
+
+    def __init__(self, params: SamplingParams, grammar: CompiledGrammar) -> None:
+        self._params = params
+        self._matcher = grammar.matcher()
+        self._words = np.zeros(grammar.num_words, np.int32)
+        self._length = 0
+
+    def draw(self, hashed: int, choice: int) -> int:
+        """Return the next token of the answer."""
+        self._matcher.fill(self._words)
+        if self._length < self._params.min_tokens and not self._matcher.is_complete:
+            for stop in self._params.stop_token_ids:
+                self._words[stop // BITS] &= ~np.int32(1 << stop % BITS)
+        token = _drawn_allowed(hashed, choice, self._words)
+        self._length += 1
+        if not self._matcher.is_complete:
+            self._matcher.advance([token])
+        return token
+
+
 def reference_answer(
-    prompt: Sequence[int], params: SamplingParams, max_model_len: int, choice: int = 0
+    prompt: Sequence[int],
+    params: SamplingParams,
+    max_model_len: int,
+    choice: int = 0,
+    grammar: CompiledGrammar | None = None,
 ) -> tuple[list[int], FinishReason]:
-    """Compute the answer to a prompt directly from its tokens, without blocks or batches."""
+    """Compute the answer to a prompt directly from its tokens, without blocks or batches.
+
+    Args:
+        grammar: the compiled form of `params.structured_outputs`.
+    """
+    constrained = None if grammar is None else _ConstrainedAnswer(params, grammar)
     values: list[int] = []
     for token in prompt:
         values.append(slot_value(values[-1] if values else 0, token, len(values)))
     answer: list[int] = []
     limit = params.answer_limit(len(prompt), max_model_len)
     while True:
-        token = _drawn(hash_of(values), choice)
+        hashed = hash_of(values)
+        token = _drawn(hashed, choice) if constrained is None else constrained.draw(hashed, choice)
         answer.append(token)
-        if token in params.stop_token_ids and len(answer) >= params.min_tokens:
+        may_stop = constrained is not None or len(answer) >= params.min_tokens
+        if token in params.stop_token_ids and may_stop:
             return answer, FinishReason.STOP
         if len(answer) >= limit:
             return answer, FinishReason.LENGTH

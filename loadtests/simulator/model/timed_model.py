@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.model.jitter import StepJitter
 from penstock.loadtests.simulator.model.timing import Floats, Timing
 from penstock.workers.scheduling.sequence import Ints, StepPlan
+from penstock.workers.scheduling.table import SequenceTable
 
 
 class TimedModel:
@@ -21,6 +23,9 @@ class TimedModel:
         self._timing = timing
         self._jitter = StepJitter(timing.jitter, seed, worker) if timing.jitter else None
 
+    def admit(self, row: int, params: SamplingParams) -> None:
+        pass
+
     def seconds(self, plan: StepPlan) -> float:
         seconds = self.slowness * self._timing.step(plan)
         if self._jitter is None:
@@ -31,7 +36,7 @@ class TimedModel:
         seconds: Floats = self.slowness * self._timing.decodes(plan, num)
         return seconds if self._jitter is None else seconds * self._jitter.factors(plan.number, num)
 
-    def run(self, plan: StepPlan, choices: Ints) -> Ints:
+    def run(self, plan: StepPlan, table: SequenceTable) -> Ints:
         return np.zeros(len(plan.sampling_rows), np.int32)
 
     def predict(self, plan: StepPlan, num: int) -> Ints:

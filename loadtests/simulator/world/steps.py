@@ -177,7 +177,7 @@ class StepRunner:
         self._boundary()
 
     def _compute(self, plan: StepPlan) -> StepOutput:
-        drawn = self._executor.run(plan, self._batcher.table.choices)
+        drawn = self._executor.run(plan, self._batcher.table)
         output = self._batcher.commit(plan, drawn)
         self.num_steps += 1
         self.num_tokens += len(output.keys)

@@ -284,7 +284,8 @@ class Worker:
         for event in self.batcher.events():
             key = cast(Key, event.key)
             match event:
-                case seq.Admitted(_, _, _, num_cached):
+                case seq.Admitted(_, row, _, num_cached):
+                    self.executor.admit(row, self._new[key].params)
                     record_cached(self.sessions, key, num_cached)
                 case seq.Reserved(_, have):
                     self.kv_transfer.expect(key, have, self._new[key].source_len)

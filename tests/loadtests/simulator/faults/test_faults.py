@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.common.grammar.matcher import CompiledGrammar
+from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.faults import faults
 from penstock.loadtests.simulator.faults.schedules import schedule_of
 from penstock.loadtests.simulator.faults.shrink import command_of, failure_of, shrunk
@@ -24,6 +26,8 @@ from penstock.workers.kv_transfer import shards
 from penstock.workers.kv_transfer.protocol.messages import Credit
 from penstock.workers.kv_transfer.protocol.send import SendProtocol
 from penstock.workers.kv_transfer.write_gate import WriteGate
+from penstock.workers.sampling.mask_processors import GrammarMask, MaskProcessor
+from penstock.workers.sampling.token_masks import TokenMasks
 from penstock.workers.scheduling import leases
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.published_blocks import BlockChanges
@@ -41,6 +45,7 @@ def test_some_schedules_pass() -> None:
     assert not failed
     assert counts.kv_transfers > NUM_QUICK
     assert counts.failovers > 0
+    assert counts.constrained > NUM_QUICK
     assert counts.ends["ok"] > 0.7 * counts.requests
 
 
@@ -85,6 +90,13 @@ def test_removing_requests_and_faults_leaves_the_rest_unchanged() -> None:
     assert subset.requests == (whole.requests[1], whole.requests[3])
     assert subset.faults == ()
     assert subset.workers == whole.workers
+
+
+def test_only_some_schedules_have_constraints() -> None:
+    schedules = [schedule_of(seed) for seed in range(200)]
+    share = [sum(one.constraint is not None for one in each.requests) for each in schedules]
+    assert 30 < sum(map(bool, share)) < 90
+    assert any(0 < count < len(each.requests) for count, each in zip(share, schedules, strict=True))
 
 
 # ------------------------------------------------------------------ injected bugs
@@ -204,7 +216,36 @@ def omit_evictions(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockChanges, "evict", lambda self, digest: self.stored.pop(digest, None))
 
 
+def forget_answers_at_admission(patch: pytest.MonkeyPatch) -> None:
+    """Inject a bug: a continued answer has a matcher that has seen only the latest token."""
+
+    def advance(self: GrammarMask, log: Ints, num_prompt: int) -> None:
+        if not self._num_seen:
+            self._num_seen = max(len(log) - num_prompt - 1, 0)
+        advance_of_product(self, log, num_prompt)
+
+    advance_of_product = GrammarMask.advance
+    patch.setattr(GrammarMask, "advance", advance)
+
+
+def keep_masks_of_earlier_sequences(patch: pytest.MonkeyPatch) -> None:
+    """Inject a bug: a row keeps the mask of an earlier sequence with the same constraint."""
+
+    def admit(
+        self: TokenMasks, row: int, params: SamplingParams, grammar: CompiledGrammar | None
+    ) -> None:
+        admit_of_product(self, row, params, grammar)
+        if params.structured_outputs is not None:
+            self._rows[row] = kept.setdefault((id(self), row, params), self._rows[row])
+
+    kept: dict[tuple[int, int, SamplingParams], tuple[MaskProcessor, ...]] = {}
+    admit_of_product = TokenMasks.admit
+    patch.setattr(TokenMasks, "admit", admit)
+
+
 BUGS: Sequence[Inject] = (
+    forget_answers_at_admission,
+    keep_masks_of_earlier_sequences,
     ignore_gaps_of_cache_events,
     ignore_incarnations_of_cache_events,
     keep_blocks_of_lost_workers,
