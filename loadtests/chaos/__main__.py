@@ -34,6 +34,7 @@ from penstock.cluster.spec.spec import (
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.report import commit, machine
 from penstock.loadtests.chaos.answers import Divergence, Stream, compare, near_tie
+from penstock.loadtests.chaos.checkpoint import reading_tools
 from penstock.loadtests.chaos.clients import ANSWER_SECONDS, Clients
 from penstock.loadtests.chaos.cluster import Cluster, ClusterFailed
 from penstock.loadtests.chaos.fault_runner import FaultRunner
@@ -92,7 +93,12 @@ class Served:
             for role in ("prefill", "decode", "mixed")
         }
         return ClusterSpec(
-            models={self.folder.name: ModelSpec(deterministic=self.deterministic)},
+            models={
+                self.folder.name: ModelSpec(
+                    deterministic=self.deterministic,
+                    tool_call_parser="hermes",  # the bundled model's template shows no format
+                )
+            },
             router=RouterSpec(
                 http_port=0,
                 grpc_port=0,
@@ -123,10 +129,16 @@ class ChaosRun:
         lengths = (options.least_tokens, options.most_tokens)
         self._requests = make_requests(options.num_requests, options.seed, lengths)
         self._faults = FaultRunner(cluster, options.pause, print_line)
-        self._clients = Clients(cluster.grpc, self._may_retry)
+        self._clients = Clients(cluster.grpc, cluster.http, self._may_retry)
 
     async def run(self) -> dict[str, Any]:
         """Run the test and return its results. Raises ClusterFailed and TimeoutError."""
+        try:
+            return await self._run()
+        finally:
+            await self._clients.close()
+
+    async def _run(self) -> dict[str, Any]:
         options = self._options
         right = await self._clients.all_once(self._requests)
         broken = [stream for stream in right if stream.error or stream.problems]
@@ -140,17 +152,14 @@ class ChaosRun:
         began = time.time()
         first = len(self._clients.streams)
         self._clients.start(options.clients, self._requests, options.seed)
-        try:
-            await self._faults.run(plan, options.seconds)
-            async with asyncio.timeout(2 * ANSWER_SECONDS):
-                await self._clients.finish()
-            seconds = time.time() - began
-            streams = self._clients.streams[first:]
-            left = await self._until_rest() + self._still_frozen()
-            found = self._compare(streams, right)
-            judged = await self._check_divergences(found.pop("divergences"))
-        finally:
-            await self._clients.close()
+        await self._faults.run(plan, options.seconds)
+        async with asyncio.timeout(2 * ANSWER_SECONDS):
+            await self._clients.finish()
+        seconds = time.time() - began
+        streams = self._clients.streams[first:]
+        left = await self._until_rest() + self._still_frozen()
+        found = self._compare(streams, right)
+        judged = await self._check_divergences(found.pop("divergences"))
         return self._outcome(streams, seconds) | found | judged | {"not_released": left}
 
     def _may_retry(self, began: float) -> bool:
@@ -236,6 +245,7 @@ class ChaosRun:
             "seconds": seconds,
             "streams": len(streams),
             "tokens": sum(stream.num_tokens for stream in streams),
+            "constrained": sum(stream.num_complete_forms for stream in streams),
             "kinds": by_kind(hits),
             "moments": by_moment(hits),
             "errors": errors,
@@ -281,7 +291,8 @@ def summary(found: dict[str, Any]) -> str:
             *table(found["moments"], "moment"),
             "",
             f"{every['faults']} faults in {found['seconds']:.0f} s, {every['hit']} of which hit a "
-            f"running stream; {found['streams']} streams with {found['tokens']} tokens: "
+            f"running stream; {found['streams']} streams with {found['tokens']} tokens and "
+            f"{found['constrained']} complete constrained answers: "
             f"{found['equal']} equal to their reference, {found['near_ties']} with another token "
             f"that nearly tied, {len(found['allowed_errors'])} failed because two workers were "
             "lost during the request",
@@ -293,13 +304,14 @@ def summary(found: dict[str, Any]) -> str:
 
 
 async def _run(options: Options, served: Served) -> dict[str, Any]:
-    cluster = Cluster(served.spec(), served.folder, print_line)
-    try:
-        await cluster.start()
-        print_line("the cluster serves")
-        return await ChaosRun(options, served, cluster).run()
-    finally:
-        await cluster.stop()
+    with reading_tools(served.folder) as folder:
+        cluster = Cluster(served.spec(), folder, print_line)
+        try:
+            await cluster.start()
+            print_line("the cluster serves")
+            return await ChaosRun(options, served, cluster).run()
+        finally:
+            await cluster.stop()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,14 +1,16 @@
 """Clients that stream continuously: each sends a new request when its last one has finished."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Sequence
 from random import Random
 
+import aiohttp
 import grpc
 
 from penstock.loadtests.chaos.answers import Choice, Scores, Stream
-from penstock.loadtests.chaos.request_mix import ChaosRequest
+from penstock.loadtests.chaos.request_mix import TOOL_CHOICES, ChaosRequest
 from penstock.protos import inference_pb2_grpc
 
 ANSWER_SECONDS = 180.0  # deadline of one call, faults included
@@ -22,18 +24,27 @@ _OPTIONS = (
 
 
 class Clients:
-    """All clients of the test; all use the same address.
+    """All clients of the test; all use the same router, over gRPC or HTTP.
 
     Args:
+        grpc_address: host:port of the gRPC API.
+        http_address: host:port of the HTTP API, for requests that call tools.
         may_retry: called with the start time of a failed call; returns whether the call may be
             retried, because its router was killed.
     """
 
-    def __init__(self, address: str, may_retry: Callable[[float], bool]) -> None:
+    def __init__(
+        self, grpc_address: str, http_address: str, may_retry: Callable[[float], bool]
+    ) -> None:
         self.streams: list[Stream] = []  # in the order of their start
         self._may_retry = may_retry
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(grpc_address, options=_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._chats = f"http://{http_address}/v1/chat/completions"
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0),
+        )
         self._ending = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -41,7 +52,8 @@ class Clients:
         """Send one request and return its answer; `more` overrides sampling parameters."""
         stream = Stream(name, request, time.time())
         self.streams.append(stream)
-        while not await self._call(stream, more):
+        uses_http = request.kind in TOOL_CHOICES
+        while not await (self._chat(stream) if uses_http else self._call(stream, more)):
             for choice in stream.choices.values():
                 choice.restart()
             await asyncio.sleep(PAUSE_SECONDS)
@@ -75,6 +87,7 @@ class Clients:
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+        await self._session.close()
         await self._channel.close()
 
     async def _run_client(self, client: int, requests: Sequence[ChaosRequest], rng: Random) -> None:
@@ -102,6 +115,38 @@ class Clients:
         finally:
             call.cancel()
         return True
+
+    async def _chat(self, stream: Stream) -> bool:
+        """Do the same as `_call` over HTTP, for a request that calls tools."""
+        began = time.time()
+        try:
+            error = await self._read_chunks(stream)
+        except (aiohttp.ClientError, TimeoutError, OSError) as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        if error and self._may_retry(began):
+            return False
+        if not error and not all(choice.finish for choice in stream.choices.values()):
+            error = "the stream ended before the answer was complete"
+        stream.error = error
+        return True
+
+    async def _read_chunks(self, stream: Stream) -> str:
+        """Send a chat and record its chunks; return the error that ended it, or ""."""
+        headers = {"x-request-id": stream.name}
+        body = stream.request.body()
+        async with self._session.post(self._chats, json=body, headers=headers) as response:
+            if response.status != 200:
+                return f"{response.status}: {await response.text()}"
+            async for line in response.content:
+                data = line[5:].strip() if line.startswith(b"data:") else b""
+                if data == b"[DONE]":
+                    return ""
+                if data:
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        return str(chunk["error"])
+                    stream.take_chunk(chunk, time.time())
+        return "the stream ended without [DONE]"
 
     async def scores(
         self, request: ChaosRequest, choice: int, position: int, count: int

@@ -43,7 +43,7 @@ class Cluster:
         self._print_line = print_line
         self.placements: list[Placement] = []
         self.events: list[ProcessEvent] = []
-        self.grpc = ""  # host:port
+        self.grpc = self.http = ""  # host:port
         self._serving = asyncio.Event()
         self._stop = asyncio.Event()
         self._supervisor = Supervisor(spec, model, self._report)
@@ -80,8 +80,8 @@ class Cluster:
 
     def _report(self, title: str, notice: status_events.StatusEvent) -> None:
         match notice:
-            case status_events.Serving(grpc=grpc):
-                self.grpc = grpc
+            case status_events.Serving(http=http, grpc=grpc):
+                self.http, self.grpc = http, grpc
                 self._serving.set()
             case status_events.Ready() | status_events.Died():
                 self._print_line(f"    {sentence(title, notice)}")

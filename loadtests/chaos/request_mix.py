@@ -1,7 +1,8 @@
 """Requests of the chaos test: a mix of all kinds, derived from a seed."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -9,6 +10,32 @@ from penstock.protos import inference_pb2 as pb
 
 SUBJECTS = ("a lighthouse", "two rivers", "the number nine", "a lost key", "rain", "an old bridge")
 SENTENCES = (1, 4, 12, 30)  # sentences per prompt: from one KV block to several prefill chunks
+
+_WORDS = {"type": "string", "minLength": 8, "maxLength": 24}
+SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["letter", "parcel", "telegram"]},
+        "stations": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"station": _WORDS, "minutes": {"type": "integer", "minimum": 3}},
+                "required": ["station", "minutes"],
+                "additionalProperties": False,
+            },
+            "minItems": 4,
+            "maxItems": 6,
+        },
+    },
+    "required": ["kind", "stations"],
+    "additionalProperties": False,
+}
+"""Form of constrained answers and of the arguments of tool calls: often about 150 tokens long."""
+
+PATTERN = "([a-z]{2,9} ){20,40}[a-z]+[.]"
+_TOOL = {"name": "send", "description": "Sends a letter.", "parameters": SCHEMA}
+_NAMED = {"type": "function", "function": {"name": "send"}}
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -18,8 +45,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop strings": {"temperature": 0.9},
     "penalties": {"temperature": 0.0, "presence_penalty": 0.6, "frequency_penalty": 0.3},
     "several choices with logprobs": {"temperature": 0.7, "n": 2, "logprobs": 2},
+    "schema": {"temperature": 0.9, "json_schema": json.dumps(SCHEMA)},
+    "several choices of a pattern": {"temperature": 1.0, "n": 2, "regex": PATTERN},
+    "named tool": {"temperature": 0.9},
+    "required tools": {"temperature": 0.0, "frequency_penalty": 0.2},
 }
 """Sampling parameters of each kind of request, except for seed and length."""
+
+TOOL_CHOICES: Mapping[str, Any] = {"named tool": _NAMED, "required tools": "required"}
+"""`tool_choice` of the kinds of requests that go over HTTP and call tools."""
 
 STOPS = (("the end of the", "and then and then"), (" you are ", " is not "))
 
@@ -33,6 +67,22 @@ class ChaosRequest:
     prompt: str
     sampling: dict[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if the answer must have a form."""
+        return self.kind in TOOL_CHOICES or not {"json_schema", "regex"}.isdisjoint(self.sampling)
+
+    def body(self) -> dict[str, Any]:
+        """Return the body of a chat completion, for a kind of `TOOL_CHOICES`."""
+        return {
+            "messages": [{"role": "user", "content": self.prompt}],
+            "tools": [{"type": "function", "function": _TOOL}],
+            "tool_choice": TOOL_CHOICES[self.kind],
+            "stream": True,
+            "return_token_ids": True,
+            **self.sampling,
+        }
 
     def message(self, name: str, **more: Any) -> pb.GenerateRequest:
         """Return the protobuf request with id `name`; `more` overrides sampling parameters."""
@@ -59,6 +109,10 @@ def make_requests(count: int, seed: int, lengths: tuple[int, int]) -> Sequence[C
 def _make_request(rng: Random, number: int, kind: str, lengths: tuple[int, int]) -> ChaosRequest:
     subjects = rng.choices(SUBJECTS, k=rng.choice(SENTENCES))
     prompt = f"{number}. " + " ".join(f"Tell me about {subject}." for subject in subjects)
-    own = {"seed": rng.getrandbits(63), "max_tokens": rng.randint(*lengths), "ignore_eos": True}
+    own = {"seed": rng.getrandbits(63), "max_tokens": rng.randint(*lengths)}
     stop = rng.choice(STOPS) if kind == "stop strings" else ()
-    return ChaosRequest(number, kind, prompt, {**KINDS[kind], **own}, stop)
+    request = ChaosRequest(number, kind, prompt, {**KINDS[kind], **own}, stop)
+    if request.is_constrained:  # its end tokens end the answer, often within twice the length
+        own["max_tokens"] *= 2
+        return replace(request, sampling={**request.sampling, **own})
+    return replace(request, sampling={**request.sampling, "ignore_eos": True})

@@ -1,11 +1,22 @@
 """Comparison of an answer under faults with the answer of an undisturbed run."""
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from penstock.common.grammar.compiler import check_structured_outputs
+from penstock.common.structured_outputs import StructuredOutputs
 from penstock.loadtests.chaos.answers import Divergence, Stream, compare, near_tie
-from penstock.loadtests.chaos.request_mix import KINDS, ChaosRequest, make_requests
+from penstock.loadtests.chaos.request_mix import (
+    KINDS,
+    PATTERN,
+    SCHEMA,
+    TOOL_CHOICES,
+    ChaosRequest,
+    make_requests,
+)
 from penstock.protos import inference_pb2 as pb
 
 REQUEST = ChaosRequest(1, "greedy with logprobs", "Hello", {"temperature": 0.0})
@@ -106,8 +117,86 @@ def test_restarted_choice_must_repeat_its_known_tokens() -> None:
 def test_requests_have_every_kind_and_depend_only_on_the_seed() -> None:
     requests = make_requests(20, 3, (10, 20))
     assert {request.kind for request in requests} == set(KINDS)
-    assert all(10 <= request.sampling["max_tokens"] <= 20 for request in requests)
+    for request in requests:
+        most = 20 * (1 + request.is_constrained)
+        assert 10 <= request.sampling["max_tokens"] <= most
     assert list(requests) == list(make_requests(20, 3, (10, 20)))
     assert list(requests) != list(make_requests(20, 4, (10, 20)))
     message = requests[1].message("c1", logprobs=7)
     assert (message.request_id, message.sampling.logprobs) == ("c1", 7)
+
+
+# ------------------------------------------------------------------ constrained answers
+
+STATION = {"station": "By the river", "minutes": 7}
+VALID = json.dumps({"kind": "letter", "stations": [STATION] * 4})
+
+
+def chunk(
+    call: dict[str, Any] | None = None, finish: str | None = None, **more: Any
+) -> dict[str, Any]:
+    delta = {} if call is None else {"tool_calls": [call]}
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish, **more}]}
+
+
+def calling(*chunks: dict[str, Any]) -> Stream:
+    stream = Stream("name", ChaosRequest(1, "named tool", "Hello", {"temperature": 0.9}), 0.0)
+    for number, each in enumerate(chunks):
+        stream.take_chunk(each, float(number))
+    return stream
+
+
+def called(text: str, call_id: str = "a") -> list[dict[str, Any]]:
+    """Return the chunks of an answer that calls `send` with the arguments `text`."""
+    begin = {"index": 0, "id": call_id, "function": {"name": "send", "arguments": text[:9]}}
+    rest = {"index": 0, "function": {"arguments": text[9:]}}
+    return [
+        chunk(begin, token_ids=[5]),
+        chunk(rest, token_ids=[6, 7]),
+        chunk(finish="tool_calls"),
+    ]
+
+
+def test_calls_are_compared_without_their_ids() -> None:
+    stream = calling(*called(VALID, "b"))
+    assert compare(stream, calling(*called(VALID)), exact=True) == ([], [])
+    assert stream.num_tokens == 3
+    assert stream.arrivals == [0.0, 1.0]
+    other = VALID.replace("river", "water")
+    problems, _ = compare(calling(*called(other)), stream, exact=True)
+    assert problems == ["choice 0: other tool calls"]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        (called(VALID[:-1]), "is not valid"),
+        (called(VALID.replace("letter", "stone")), "is not valid: 'stone' is not one of"),
+        (called(VALID)[2:], "0 calls with the text ''"),
+        ([*called(VALID)[:1], *called(VALID)], "call 0 has no id, or two"),
+        ([*called(VALID), chunk(finish="stop")], "a chunk came after the finish reason"),
+    ],
+)
+def test_calls_of_another_form_are_found(chunks: list[dict[str, Any]], message: str) -> None:
+    stream = calling(*chunks)
+    problems, divergences = compare(stream, calling(*called(VALID)), exact=False)
+    assert any(message in problem for problem in problems), problems
+    assert divergences == []
+
+
+@pytest.mark.parametrize("kind", ["schema", "several choices of a pattern"])
+def test_complete_text_of_another_form_is_found(kind: str) -> None:
+    request = ChaosRequest(1, kind, "Hello", KINDS[kind])
+    whole, cut = (Stream("name", request, 0.0) for _ in range(2))
+    whole.take(pb.GenerateReply(position=0, tokens=[5], text="x", finish_reason="stop"), 0.0)
+    cut.take(pb.GenerateReply(position=0, tokens=[5], text="x", finish_reason="length"), 0.0)
+    assert len(compare(whole, whole, exact=True)[0]) == 1
+    assert compare(cut, cut, exact=True) == ([], [])
+
+
+def test_forms_are_supported_and_end_tokens_end_constrained_answers() -> None:
+    check_structured_outputs(StructuredOutputs("json", json.dumps(SCHEMA)))
+    check_structured_outputs(StructuredOutputs("regex", PATTERN))
+    for request in make_requests(len(KINDS), 0, (10, 20)):
+        assert request.is_constrained != ("ignore_eos" in request.sampling)
+        assert (request.kind in TOOL_CHOICES) <= request.is_constrained

@@ -1,0 +1,32 @@
+"""A checkpoint whose chat template reads tools, so that a server takes requests with tools."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.common.text.tokenizer import ModelTokenizer
+
+NAMES = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+"""Start of the template: the names of the tools. The rest is the model's own template."""
+
+
+@contextmanager
+def reading_tools(folder: Path) -> Iterator[Path]:
+    """Yield the checkpoint itself if its chat template reads tools, otherwise a copy that does.
+
+    The files of the copy are links. Checkpoints without a folder or a template are not copied.
+    """
+    source = ModelTokenizer(folder).chat_template if folder.is_dir() else None
+    if source is None or "tools" in source.template:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as name:
+        copy = Path(name) / folder.name
+        copy.mkdir()
+        for path in folder.iterdir():
+            (copy / path.name).symlink_to(path.resolve())
+        template = copy / "chat_template.jinja"
+        template.unlink(missing_ok=True)
+        template.write_text(NAMES + source.template, encoding="utf-8")
+        yield copy
