@@ -12,6 +12,7 @@ import numpy as np
 from penstock.common.worker_load import WorkerLoad
 from penstock.workers.scheduling.admission import Admission
 from penstock.workers.scheduling.config import SchedulerConfig, check_fits
+from penstock.workers.scheduling.forced_tokens import NO_FORCED, ForcedTokens, append_forced
 from penstock.workers.scheduling.preemption import Preemption
 from penstock.workers.scheduling.scheduler_state import SchedulerState
 from penstock.workers.scheduling.sequence import (
@@ -153,32 +154,34 @@ class Batcher:
         self._fast_path.invalidate()
         self._in_flight.release_drained()
 
-    def commit(self, plan: StepPlan, drawn: Ints, beams: BeamRows | None = None) -> StepOutput:
-        """Record the results of the oldest step in flight.
+    def commit(
+        self,
+        plan: StepPlan,
+        drawn: Ints,
+        beams: BeamRows | None = None,
+        forced: ForcedTokens = NO_FORCED,
+    ) -> StepOutput:
+        """Record the results of the oldest step in flight; return the new tokens.
+
+        The output lacks the tokens of beams and of sequences removed after `plan` was made.
 
         Args:
             plan: the plan of that step.
             drawn: [S] tokens sampled for `plan.sampling_rows`, in order.
             beams: the sampling rows that are beams, and their parents; None if there are none.
-
-        Returns:
-            The new tokens, except those of beams and of sequences removed after `plan` was made.
+            forced: tokens that must follow the sampled ones; see `append_forced`.
         """
         drawn = np.asarray(drawn, np.int32)
         if len(drawn) != len(plan.sampling_rows):
-            raise ValueError(
-                "`drawn` must have exactly one token for each sampling row of the plan"
-            )
+            raise ValueError("`drawn` must have one token for each sampling row of the plan")
         self._in_flight.remove_oldest(plan)
         self.pool.check_total()
-        if (
-            not self._in_flight.released_later
-            and (output := self._fast_path.commit(plan, drawn)) is not None
-        ):
+        is_quick = not forced and not self._in_flight.released_later
+        if is_quick and (output := self._fast_path.commit(plan, drawn)) is not None:
             if self._fast_path.fills(plan):
                 self._batch.publish(plan.rows, plan.context_lens)
             return output
-        return self._commit_to_tables(plan, drawn, beams)
+        return self._commit_to_tables(plan, drawn, beams, forced)
 
     def _plan_next(self, number: int, ahead: bool) -> StepPlan | None:
         plan, rows = None, self._batch.rows
@@ -224,7 +227,9 @@ class Batcher:
             return None if plans else self._plan_from_tables(number)
         return plan_idle_rows(self.state, number)
 
-    def _commit_to_tables(self, plan: StepPlan, drawn: Ints, beams: BeamRows | None) -> StepOutput:
+    def _commit_to_tables(
+        self, plan: StepPlan, drawn: Ints, beams: BeamRows | None, forced: ForcedTokens
+    ) -> StepOutput:
         table, rows, drawing, lengths = self.table, plan.rows, plan.sampling_rows, plan.context_lens
         self._totals.computed += self.table.num_prompt_computed(plan)
         if self._in_flight.released_later:
@@ -243,10 +248,12 @@ class Batcher:
             self._batch.beams.reorder(beams, drawing)
         indices = table.num_tokens[drawing] - table.num_prompt[drawing]
         finishes = table.append(drawing, drawn)
+        output = _step_output(table, drawing, indices, drawn, finishes, beams)
+        if forced:
+            output = append_forced(self.state, output, forced)
         due = np.concatenate((rows, drawing)) if len(plan.forks) else rows
         due = due[table.num_tokens[due] >= table.yield_len[due]]
-        output = _step_output(table, drawing, indices, drawn, finishes, beams)
-        ended = drawing[finishes != FinishReason.NONE].tolist()
+        ended = output.rows[output.finishes != FinishReason.NONE].tolist()
         for row in ended:
             self._groups.finish_row(row)
         for row in due.tolist():

@@ -3,7 +3,7 @@
 import numpy as np
 
 from penstock.workers.scheduling.running_batch import RunningBatch
-from penstock.workers.scheduling.sequence import Bools, Ints, StepPlan
+from penstock.workers.scheduling.sequence import NO_TOKENS, Bools, Ints, StepPlan
 from penstock.workers.scheduling.waiting import SequenceState
 
 
@@ -17,6 +17,11 @@ class InFlightSteps:
         self.plans: list[StepPlan] = []
         self.released_later: list[SequenceState] = []  # removed while a step in flight has them
         self._batch = batch
+
+    @property
+    def rows(self) -> Ints:
+        """The table rows of all steps in flight, without forks."""
+        return np.concatenate([NO_TOKENS, *(plan.rows for plan in self.plans)])
 
     def remove_oldest(self, plan: StepPlan) -> None:
         """Remove a step that has been computed. Raises ValueError if it is not the oldest."""

@@ -31,20 +31,31 @@ class CachedPrefix(NamedTuple):
     num_tokens: int
 
 
-def split_token_budget(remaining: Ints, budget: int) -> Ints:
+def split_token_budget(remaining: Ints, decode_lens: Ints, budget: int) -> Ints:
     """Split a token budget: return [B] how many tokens a step computes for each table row.
 
-    `remaining` [B] is the number of uncomputed tokens of each row. Rows with one such token
-    (decodes) come first, and all of them fit. The other rows get the rest of `budget`, in order.
+    Every decoding row gets one token; all of them fit. The rest of `budget` goes to the forced
+    tokens of decoding rows, then to the other rows, each in order.
+
+    Args:
+        remaining: [B] number of uncomputed tokens of each row.
+        decode_lens: [B] a row with at most this many uncomputed tokens is decoding.
+        budget: the most tokens of the step.
     """
-    decodes = remaining == 1
-    if decodes.all():
+    if (remaining == 1).all():
         return np.ones(len(remaining), np.int32)
-    wanted = np.where(decodes, 0, remaining)
+    decodes = remaining <= decode_lens
+    left = budget - int(np.count_nonzero(decodes))
+    forced = _in_order(np.where(decodes, remaining - 1, 0), left)
+    chunks = _in_order(np.where(decodes, 0, remaining), left - int(forced.sum()))
+    return (decodes + forced + chunks).astype(np.int32)
+
+
+def _in_order(wanted: Ints, budget: int) -> Ints:
+    """Return [B] how many tokens of `budget` each row gets if the first rows get all they want."""
     before = np.cumsum(wanted) - wanted
-    left = budget - np.count_nonzero(decodes)
-    chunks = np.minimum(np.maximum(left - before, 0), wanted)
-    return np.where(decodes, 1, chunks).astype(np.int32)
+    got: Ints = np.minimum(np.maximum(budget - before, 0), wanted)
+    return got
 
 
 class RunningBatch:
@@ -205,7 +216,7 @@ class RunningBatch:
         """Return [running] how many tokens a step with this budget computes for each of `rows`."""
         rows = self.rows
         remaining = self._table.num_tokens[rows] - self._table.num_computed[rows]
-        counts = split_token_budget(remaining, budget)
+        counts = split_token_budget(remaining, self._table.decode_len[rows], budget)
         if self.beams:
             self.beams.align(rows, remaining, counts)
         return counts

@@ -145,7 +145,10 @@ class BeamRows:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The S new tokens of a committed step, in the order of the plan's sampling rows."""
+    """The S new tokens of a committed step, in the order of the plan's sampling rows.
+
+    Then come forced tokens, so that a sequence may have several tokens, in their order.
+    """
 
     keys: list[Key]
     choices: Ints  # [S] choice numbers

@@ -4,7 +4,7 @@ import numpy as np
 
 from penstock.workers.scheduling.running_batch import split_token_budget
 from penstock.workers.scheduling.scheduler_state import SchedulerState
-from penstock.workers.scheduling.sequence import NO_TOKENS, Ints, StepPlan
+from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 
 def plan_idle_rows(state: SchedulerState, number: int) -> StepPlan | None:
@@ -26,10 +26,8 @@ def _split_budget_over_idle(state: SchedulerState) -> tuple[Ints, Ints]:
         [n] table rows, at most 1 / `num_stages` of the running rows, and [n] token counts.
     """
     running, table, limits = state.batch.rows, state.table, state.limits
-    plans = state.in_flight.plans
-    busy = np.concatenate([plan.rows for plan in plans]) if plans else NO_TOKENS
-    rows = running[~np.isin(running, busy)]
+    rows = running[~np.isin(running, state.in_flight.rows)]
     remaining = table.num_tokens[rows] - table.num_computed[rows]
-    counts = split_token_budget(remaining, limits.max_batched_tokens)
+    counts = split_token_budget(remaining, table.decode_len[rows], limits.max_batched_tokens)
     scheduled = np.flatnonzero(counts)[: -(-len(running) // limits.num_stages)]
     return rows[scheduled], counts[scheduled]

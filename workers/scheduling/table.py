@@ -39,6 +39,7 @@ class SequenceTable:
         self.min_len = column()  # a stop token ends the sequence at this number of tokens or more
         self.max_len = column()  # number of tokens at which the sequence ends
         self.yield_len = column()  # number of tokens at which the sequence yields
+        self.decode_len = column()  # a row with at most this many uncomputed tokens is decoding
         self.stop_tokens: Ints = np.full((num_rows, 4), -1, np.int32)  # [R, S], padded with -1
         self.block_table: Ints = np.zeros((num_rows, num_columns), np.int32)
         self.num_blocks = column()
@@ -67,6 +68,7 @@ class SequenceTable:
         limit = params.answer_limit(new.num_prompt, self.max_model_len)
         self.max_len[row] = new.num_prompt + limit
         self.yield_len[row] = yield_len
+        self.decode_len[row] = 1
         self._set_stop_tokens(row, params.stop_token_ids)
         if params.use_beam_search:  # only the beam search ends a beam
             self.max_len[row] = NEVER
