@@ -3,7 +3,9 @@
 `python -m penstock.loadtests.micro.token_masks` makes byte-level vocabularies of random words. It
 follows random answers of some JSON Schemas and measures the processor time of the thread that fills
 the masks. Then it decodes with the bundled model, alternately without constraints and with
-constraints on half of the sequences. It compares the processor time per token.
+constraints on half of the sequences. It compares the processor time per token. Finally it generates
+answers of a schema, alternately with forced tokens one at a time and several in a step. It compares
+steps and processor time.
 """
 
 import json
@@ -29,6 +31,7 @@ from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
 from penstock.loadtests.micro.ab_runner import Setup, run
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
+from penstock.workers.sampling.token_masks import MAX_FORCED
 from penstock.workers.scheduling.sequence import NewSequence
 
 END = "<|end|>"
@@ -56,6 +59,21 @@ SCHEMAS: Sequence[dict[str, Any]] = (
         "additionalProperties": False,
     },
 )
+
+
+RECORD: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "customer_name": {"type": "string", "maxLength": 20},
+        "shipping_address": {"type": "string", "maxLength": 40},
+        "payment_method": {"enum": ["credit card", "bank transfer", "invoice"]},
+        "number_of_items": {"type": "integer", "minimum": 1, "maximum": 99},
+        "is_express_delivery": {"type": "boolean"},
+    },
+    "additionalProperties": False,
+}
+RECORD["required"] = list(RECORD["properties"])
+"""A schema with names as in practice, for the number of steps of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +188,40 @@ def measure_others(setup: Setup, load: Load) -> dict[str, Any]:
     return {"plain_us": plain, "half_us": half, "ratio": half / plain}
 
 
+def measure_forced(setup: Setup, load: Load) -> dict[str, Any]:
+    """Return steps and processor time per answer with 0 and with `MAX_FORCED` forced tokens."""
+    engine = Engine(WorkerConfig("masks", setup.model_folder, threads=setup.threads))
+    engine.warm_up()
+    wanted = json_schema(RECORD)
+    grammar = engine.grammars.compile(wanted)
+    prompts = Prompts(ordinary_tokens(engine.spec.vocab_size), 0)
+    costs: dict[int, list[tuple[float, float]]] = {0: [], MAX_FORCED: []}
+    for number in range(2 * load.rounds + 2):
+        most = list(costs)[number % 2]
+        engine.executor.sampler.masks.max_forced = most
+        began, num_steps = time.process_time(), 0
+        for index in range(load.answers):  # one at a time
+            tokens = prompts.tokens(Planned(index, 0.0, 16, 1))
+            params = SamplingParams(seed=index, max_tokens=400, structured_outputs=wanted)
+            params = params.with_end_tokens(engine.spec.eos_tokens)
+            engine.submit(NewSequence(number, tokens, len(tokens), params, grammar=grammar))
+            while engine.step().output is not None:
+                num_steps += 1
+        if number >= 2:  # the first run of each mode warms up
+            spent = time.process_time() - began
+            costs[most].append((num_steps / load.answers, spent / load.answers * 1e3))
+    found = {
+        str(most): {"steps": float(steps), "cpu_ms": float(cpu)}
+        for most, (steps, cpu) in ((most, np.median(each, axis=0)) for most, each in costs.items())
+    }
+    print(f"forced tokens of a step, per answer: {json.dumps(found)}")
+    return found
+
+
 async def _measure(setup: Setup, load: Load) -> dict[str, Any]:
     fills = measure_fills(load, (100_000, 200_000))
-    return {"fills": fills, "others": measure_others(setup, load)}
+    others = measure_others(setup, load)
+    return {"fills": fills, "others": others, "forced": measure_forced(setup, load)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

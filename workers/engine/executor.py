@@ -28,6 +28,7 @@ from penstock.workers.sampling.beam_sampler import BeamSampler
 from penstock.workers.sampling.beam_search import BeamSearches
 from penstock.workers.sampling.prompt_scores import score_prompts
 from penstock.workers.sampling.sampler import Sampled, Sampler
+from penstock.workers.scheduling.forced_tokens import ForcedTokens
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 
@@ -143,9 +144,9 @@ class Executor:
             if len(plan.scored) or not self.sampler.can_sample_on_device(rows):
                 sampled = self.sample(plan, logits, table)
                 return LaunchedStep(plan, None, reads_log, lambda: sampled, began)
-            tokens, finite = self.sampler.sample_on_device(logits, rows, indices, table)
+            tokens, finite, forced = self.sampler.sample_on_device(logits, rows, indices, table)
             arriving = self.streams.copy_to_host(tokens, finite)
-        wait = partial(self._finish_launch, arriving)
+        wait = partial(self._finish_launch, arriving, forced)
         return LaunchedStep(plan, tokens, reads_log, wait, began)
 
     def computing(self) -> AbstractContextManager[object]:
@@ -172,10 +173,10 @@ class Executor:
         if self._plan_writer is not None:
             self._plan_writer.end()
 
-    def _finish_launch(self, arriving: AsyncTokenCopy) -> Sampled:
+    def _finish_launch(self, arriving: AsyncTokenCopy, forced: ForcedTokens) -> Sampled:
         tokens, finite = arriving.wait()
         self._sampled_at = time.perf_counter()
-        return Sampled(tokens, finite, [None] * len(tokens))
+        return Sampled(tokens, finite, [None] * len(tokens), forced=forced)
 
 
 def _answer_indices(plan: StepPlan, table: SequenceTable) -> Ints:

@@ -64,11 +64,14 @@ class OutputProcessor:
             if (search := self._searches.close(key)) is not None:
                 self._batcher.finish(key)
                 result.beam_results.append(BeamResult(key, search.best))
-        result.output = output = self._batcher.commit(plan, sampled.tokens, sampled.beam_rows)
+        result.output = output = self._batcher.commit(
+            plan, sampled.tokens, sampled.beam_rows, sampled.forced
+        )
         result.logprobs, result.prompts = sampled.logprobs, sampled.prompts
-        if len(output.rows) < len(rows):
+        if sampled.forced or len(output.rows) < len(rows):
             of_row = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
-            result.logprobs = [of_row[row] for row in output.rows.tolist()]
+            # Only the first token of a row was sampled; forced tokens have no log probability.
+            result.logprobs = [of_row.pop(row, None) for row in output.rows.tolist()]
         only_canary = self._has_canary and self._exclude_canary(plan, output)
         self.drain_events(result)
         if not only_canary:

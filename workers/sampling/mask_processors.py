@@ -82,29 +82,88 @@ class BadWords:
 class GrammarMask:
     """Excludes tokens that a grammar does not allow after the answer so far.
 
-    The matcher consumes each token of the answer once, and never goes back.
+    The matcher consumes each token of the answer once, and never goes back. Where a mask allows one
+    token only, the answer must continue with it. The matcher may consume such forced tokens ahead
+    of the answer.
+
+    Args:
+        grammar: the grammar of the answer.
+        stops: tokens that end the answer.
     """
 
     reads_log = True
 
-    def __init__(self, grammar: CompiledGrammar) -> None:
+    def __init__(self, grammar: CompiledGrammar, stops: Tokens) -> None:
         self.matcher: Matcher = grammar.matcher()
+        self._stops = frozenset(stops.tolist())
         self._num_seen = 0  # tokens of the answer that the matcher has consumed
+        self._ahead: list[int] = []  # of these, the latest tokens, which the answer lacks
+        self._mask: Words | None = None  # [W] mask of the matcher's position, if it is known
 
     def is_active(self, index: int) -> bool:
         return True
 
+    @property
+    def needs_fill(self) -> bool:
+        """True if `keep` must get the mask of the matcher's position."""
+        return self._mask is None
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the grammar allows nothing but an end token after the answer so far."""
+        return self.matcher.is_complete and not self._ahead
+
     def advance(self, log: Ints, num_prompt: int) -> None:
         """Consume the tokens of the answer that the matcher has not seen."""
-        answer = log[num_prompt + self._num_seen :]
-        if len(answer):
-            self.matcher.advance(answer.tolist())
-            self._num_seen += len(answer)
+        num_ahead = self._num_seen - (len(log) - num_prompt)
+        if num_ahead < 0:
+            self.matcher.advance(log[num_ahead:].tolist())
+            self._num_seen -= num_ahead
+            self._mask = None
+        self._ahead = self._ahead[len(self._ahead) - num_ahead :] if num_ahead > 0 else []
+
+    def keep(self, mask: Words) -> None:
+        """Keep a copy of the mask [W] of the matcher's position."""
+        self._mask = mask.copy()
+
+    def allowed(self, words: Words) -> None:
+        """Set the bits of the tokens that may come next; clear all others."""
+        words[:] = 0
+        if self._ahead:
+            _set_bits(words, np.array(self._ahead[:1], np.int64))
+        elif self._mask is not None:
+            words[: len(self._mask)] = self._mask
+
+    def consume_forced(self) -> bool:
+        """Consume the only token that the kept mask allows; then the mask is not known any more.
+
+        Return False, and do nothing, if it allows several tokens, or one that ends the answer.
+        """
+        token = self.forced_token
+        if token is None or token in self._stops or not self.matcher.advance([token]):
+            return False
+        self._ahead.append(token)
+        self._num_seen += 1
+        self._mask = None
+        return True
+
+    @property
+    def forced_token(self) -> int | None:
+        """The only token that the kept mask allows, if there is one."""
+        return None if self._mask is None else only_token(self._mask)
+
+    def forced(self) -> list[int]:
+        """Return the forced tokens that are known, including a last one that ends the answer."""
+        end = self.forced_token if self.matcher.is_complete else None
+        return self._ahead if end is None else [*self._ahead, end]
 
     def exclude(self, words: Words, log: Ints, num_prompt: int) -> None:
         self.advance(log, num_prompt)
         allowed = np.zeros_like(words)
-        self.matcher.fill(allowed)
+        if self.needs_fill:
+            self.matcher.fill(allowed)
+            self.keep(allowed)
+        self.allowed(allowed)
         words &= allowed
 
 
@@ -125,7 +184,7 @@ class MinTokens:
         return index < self._min_tokens
 
     def exclude(self, words: Words, log: Ints, num_prompt: int) -> None:
-        if self._grammar is None or not self._grammar.matcher.is_complete:
+        if self._grammar is None or not self._grammar.is_complete:
             _clear_bits(words, self._stops)
 
 
@@ -137,18 +196,42 @@ def mask_processors(
     Token ids in `params`, except stop tokens, must be within the vocabulary.
     """
     found: list[MaskProcessor] = []
-    constrained = None if grammar is None else GrammarMask(grammar)
+    stops = np.array(params.stop_token_ids, np.int64)
+    constrained = None if grammar is None else GrammarMask(grammar, stops)
     if constrained is not None:
         found.append(constrained)
     if params.allowed_token_ids:
         found.append(AllowedTokens(params.allowed_token_ids, num_words))
     if params.bad_words_token_ids:
         found.append(BadWords(params.bad_words_token_ids))
-    stops = np.array(params.stop_token_ids, np.int64)
     stops = stops[(stops >= 0) & (stops < vocab_size)]
     if params.min_tokens and len(stops):
         found.append(MinTokens(stops, params.min_tokens, constrained))
     return tuple(found)
+
+
+def can_force(params: SamplingParams, processors: Sequence[MaskProcessor]) -> bool:
+    """Return whether several forced tokens of a sequence may be appended at once.
+
+    They may not if another processor could exclude one of them, or if they need log probabilities.
+    `MinTokens` excludes none of them: `GrammarMask` consumes no token ahead that ends the answer.
+    """
+    quiet = all(isinstance(each, GrammarMask | MinTokens) for each in processors)
+    return (
+        bool(processors)
+        and isinstance(processors[0], GrammarMask)
+        and quiet
+        and (params.logprobs is None)
+    )
+
+
+def only_token(mask: Words) -> int | None:
+    """Return the token of the only bit that is set; None if none or several are set."""
+    (found,) = mask.nonzero()
+    if len(found) != 1:
+        return None
+    word = int(mask[found[0]]) & 0xFFFFFFFF
+    return int(found[0]) * BITS + word.bit_length() - 1 if word & (word - 1) == 0 else None
 
 
 def _set_bits(words: Words, tokens: Tokens) -> None:

@@ -25,6 +25,7 @@ from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.gpu.pinned import put
 from penstock.workers.sampling.beam_search import Candidates
 from penstock.workers.sampling.token_masks import History, StepMasks, TokenMasks
+from penstock.workers.scheduling.forced_tokens import NO_FORCED, ForcedTokens
 from penstock.workers.scheduling.sequence import BeamRows, Bools, Ints, Key
 
 GREEDY_BELOW = 1e-5
@@ -87,6 +88,7 @@ class Sampled:
     candidates: Candidates | None = None  # candidates of the R beam rows
     beam_rows: BeamRows | None = None  # the beams, after the beam search; None: no beams
     finished_searches: list[Key] = field(default_factory=list)  # keys of searches that have ended
+    forced: ForcedTokens = field(default_factory=dict)  # what must follow the tokens of some rows
 
 
 class Sampler:
@@ -162,15 +164,17 @@ class Sampler:
         is_beam = params["candidates"] > 0
         beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
         scores = self._normalized(logits, beams) if len(beams) else logits
-        shaped = self._modified(
-            scores, rows, params, history, self.masks.take(rows, indices, history)
-        )
+        masks = self.masks.take(rows, indices, history)
+        shaped = self._modified(scores, rows, params, history, masks)
+        if masks is not None:
+            params["temperature"][masks.at[masks.is_single]] = 0.0  # no draw without a choice
         tokens, finite = self._sample_rows(logits, shaped, params, indices, others)
         entries = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
+        forced = NO_FORCED if masks is None else masks.forced
         if not len(beams):
-            return Sampled(tokens, finite, entries)
+            return Sampled(tokens, finite, entries, forced=forced)
         candidates = self._candidates(_rows(shaped, beams), params["candidates"][beams])
-        return Sampled(tokens, finite, entries, beams=beams, candidates=candidates)
+        return Sampled(tokens, finite, entries, beams=beams, candidates=candidates, forced=forced)
 
     def num_logprobs(self, rows: Ints) -> npt.NDArray[np.int64]:
         """Return [S] the number of most likely tokens to report for each row; -1: no logprobs."""
@@ -189,23 +193,26 @@ class Sampler:
     @torch.inference_mode()
     def sample_on_device(
         self, logits: Tensor, rows: Ints, indices: Ints, history: History
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, ForcedTokens]:
         """Sample tokens without waiting for the device; requires `can_sample_on_device`.
 
         The arguments are those of `sample`. Masked rows of the logits are modified in place. The
         history may lack the tokens of the previous step if no mask reads the log.
 
-        Return tokens [S] int32, and whether each row is valid, [S] bool, on the device.
+        Return tokens [S] int32, and whether each row is valid, [S] bool, on the device; also the
+        tokens that must follow those of some rows.
         """
-        tensors = self._sampling_tensors(self._params[rows], indices)
-        masks = self.masks.take(rows, indices, history)
+        params, masks = self._params[rows], self.masks.take(rows, indices, history)
+        if masks is not None:
+            params["temperature"][masks.at[masks.is_single]] = 0.0  # no draw without a choice
+        tensors = self._sampling_tensors(params, indices)
         if masks is None:
             tokens, finite = sample(logits, tensors)
-            return tokens.to(torch.int32), finite
+            return tokens.to(torch.int32), finite, NO_FORCED
         finite = finite_rows(logits)
         apply_token_mask_(logits, self._put(masks.at), self._put(masks.words))
         tokens, left = sample(logits, tensors, bans=True)
-        return tokens.to(torch.int32), finite & left
+        return tokens.to(torch.int32), finite & left, masks.forced
 
     @torch.inference_mode()
     def score(

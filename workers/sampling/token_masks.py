@@ -7,7 +7,7 @@ once the tokens of all earlier steps are committed.
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -16,10 +16,20 @@ from llguidance import LLExecutor
 
 from penstock.common.grammar.matcher import CompiledGrammar, Words, fill_masks, num_words
 from penstock.common.sampling_params import SamplingParams
-from penstock.workers.sampling.mask_processors import GrammarMask, MaskProcessor, mask_processors
+from penstock.workers.sampling.mask_processors import (
+    GrammarMask,
+    MaskProcessor,
+    can_force,
+    mask_processors,
+    only_token,
+)
+from penstock.workers.scheduling.forced_tokens import ForcedTokens
 from penstock.workers.scheduling.sequence import Bools, Ints
 
 RowIndices: TypeAlias = npt.NDArray[np.intp]
+
+MAX_FORCED = 16
+"""Default of `TokenMasks.max_forced`."""
 
 MAX_THREADS = 8
 """Maximum number of threads that fill the masks of one step."""
@@ -44,12 +54,15 @@ class StepMasks:
 
     at: RowIndices  # [M] indices of the rows that have a mask
     words: Words  # [M, W] their masks
+    is_single: Bools  # [M] whether a grammar allows one token only, so that there is no choice
+    forced: ForcedTokens = field(default_factory=dict)  # what must follow these single tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Log:
     """Mask processors of one row, with its prompt and answer so far."""
 
+    row: int
     processors: Sequence[MaskProcessor]
     index: int
     tokens: Ints
@@ -57,12 +70,19 @@ class _Log:
 
 
 class TokenMasks:
-    """The mask processors of all rows of the sequence table."""
+    """The mask processors of all rows of the sequence table.
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
+    Attributes:
+        max_forced: maximum number of forced tokens that a sequence takes in one step, besides the
+            sampled one. Answers do not depend on it.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, max_forced: int = MAX_FORCED) -> None:
+        self.max_forced = max_forced
         self._rows: list[tuple[MaskProcessor, ...]] = [()] * num_rows
         self._until = np.zeros(num_rows, np.int64)  # rows have a mask for answer indices below this
         self._reads_log = np.zeros(num_rows, np.bool_)
+        self._can_force = np.zeros(num_rows, np.bool_)
         self._vocab_size = vocab_size
         self._num_words = num_words(vocab_size)
         self._begun: tuple[Ints, Ints, Future[StepMasks]] | None = None
@@ -82,6 +102,7 @@ class TokenMasks:
         if not processors:
             self._until[row] = 0
         self._reads_log[row] = any(processor.reads_log for processor in processors)
+        self._can_force[row] = can_force(params, processors)
         self._rows[row] = processors
 
     def is_masked(self, rows: Ints, indices: Ints) -> Bools:
@@ -128,32 +149,57 @@ class TokenMasks:
         lengths, prompts = history.num_tokens[rows].tolist(), history.num_prompt[rows].tolist()
         columns = zip(rows.tolist(), indices.tolist(), lengths, prompts, strict=True)
         return [
-            _Log(self._rows[row], index, history.tokens[row, :length], prompt)
+            _Log(row, self._rows[row], index, history.tokens[row, :length], prompt)
             for row, index, length, prompt in columns
         ]
 
     def _fill(self, at: RowIndices, logs: Sequence[_Log]) -> StepMasks:
         words = np.full((len(logs), self._num_words), -1, np.int32)
-        self._fill_grammars(words, logs)
+        is_single, forced = self._fill_grammars(words, logs)
         for row, log in zip(words, logs, strict=True):
             for processor in log.processors:
                 if processor.is_active(log.index) and not isinstance(processor, GrammarMask):
                     processor.exclude(row, log.tokens, log.num_prompt)
-        return StepMasks(at, words)
+        return StepMasks(at, words, is_single, forced)
 
-    def _fill_grammars(self, words: Words, logs: Sequence[_Log]) -> None:
-        """Fill the masks of all grammars at once; a grammar is a row's first processor."""
+    def _fill_grammars(self, words: Words, logs: Sequence[_Log]) -> tuple[Bools, ForcedTokens]:
+        """Fill the masks of all grammars at once; a grammar is a row's first processor.
+
+        Return [M] which of the masks allow one token only, and the tokens that must follow these.
+        """
+        is_single = np.zeros(len(logs), np.bool_)
         found = [
             (at, log.processors[0], log)
             for at, log in enumerate(logs)
             if isinstance(log.processors[0], GrammarMask)
         ]
-        if not found:
-            return
         for _, mask, log in found:
             mask.advance(log.tokens, log.num_prompt)
-        if self._executor is None and len(found) > 1:
+        self._fill_unknown([mask for _, mask, _ in found])
+        self._consume_forced([mask for _, mask, log in found if self._can_force[log.row]])
+        forced: dict[int, Sequence[int]] = {}
+        for at, mask, log in found:
+            mask.allowed(words[at])
+            is_single[at] = only_token(words[at]) is not None
+            known = mask.forced() if self.max_forced and self._can_force[log.row] else []
+            if len(known) > 1:
+                forced[log.row] = known[1 : self.max_forced + 1]
+        return is_single, forced
+
+    def _fill_unknown(self, masks: Sequence[GrammarMask]) -> None:
+        """Fill the masks of the matchers' positions where they are not known."""
+        masks = [mask for mask in masks if mask.needs_fill]
+        if not masks:
+            return
+        if self._executor is None and len(masks) > 1:
             self._executor = LLExecutor(min(MAX_THREADS, max((os.cpu_count() or 2) // 2, 1)))
-        filled = np.empty((len(found), words.shape[1]), np.int32)
-        fill_masks([mask.matcher for _, mask, _ in found], filled, self._executor)
-        words[[at for at, _, _ in found]] = filled
+        filled = np.empty((len(masks), self._num_words), np.int32)
+        fill_masks([mask.matcher for mask in masks], filled, self._executor)
+        for mask, words in zip(masks, filled, strict=True):
+            mask.keep(words)
+
+    def _consume_forced(self, masks: Sequence[GrammarMask]) -> None:
+        """Consume the tokens that must come next, and fill the masks behind them."""
+        for _ in range(self.max_forced + 1 if self.max_forced else 0):
+            masks = [mask for mask in masks if mask.consume_forced()]
+            self._fill_unknown(masks)

@@ -189,6 +189,7 @@ class ScheduleRun:
             plan.max_sequences,
             plan.step_seconds,
             plan.token_seconds,
+            plan.max_forced,
         )
         shape = _worker_shape(plan, incarnation, self.schedule.same_machine)
         worker = Worker(shape, executor, self.network, self._find, 4, self._fast_forwards)

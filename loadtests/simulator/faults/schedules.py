@@ -47,6 +47,7 @@ class WorkerPlan:
     token_seconds: float
     write_seconds: float  # time to write the blocks of one message
     message_blocks: int  # number of blocks in the largest message
+    max_forced: int  # number of forced tokens that a sequence takes in one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def schedule_of(seed: int) -> Schedule:
         ttft_slo_seconds=0.5 * (seed % 2),
         reports_step_seconds=seed // 2 % 2 == 1,
         same_machine=seed // 4 % 2 == 1,
-        workers=tuple(_worker(rng, i, role, tight) for i, role in enumerate(roles)),
+        workers=tuple(_worker(seed, rng, i, role, tight) for i, role in enumerate(roles)),
         requests=tuple(
             _constrained(seed, _request(seed, i, num_routers)) for i in range(num_requests)
         ),
@@ -154,7 +155,7 @@ def schedule_of(seed: int) -> Schedule:
     )
 
 
-def _worker(rng: Random, number: int, role: str, tight: bool) -> WorkerPlan:
+def _worker(seed: int, rng: Random, number: int, role: str, tight: bool) -> WorkerPlan:
     return WorkerPlan(
         name=f"{role[0]}{number}",
         role=role,
@@ -167,6 +168,7 @@ def _worker(rng: Random, number: int, role: str, tight: bool) -> WorkerPlan:
         token_seconds=rng.choice((0.0, 0.0005)),
         write_seconds=rng.choice((0.001, 0.02, 0.2)),
         message_blocks=rng.choice((1, 2, 8)),
+        max_forced=Random(f"forced {seed} {number}").choice((0, 1, 2, 16)),
     )
 
 

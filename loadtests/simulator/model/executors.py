@@ -10,6 +10,7 @@ from penstock.loadtests.simulator.constraints.vocabulary import VOCAB_SIZE, gram
 from penstock.loadtests.simulator.model.hash_model import HashModel
 from penstock.loadtests.simulator.model.timing import Floats
 from penstock.workers.sampling.token_masks import TokenMasks
+from penstock.workers.scheduling.forced_tokens import NO_FORCED, ForcedTokens
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 
@@ -31,8 +32,8 @@ class Executor(Protocol):
         """Return the seconds [num] of this decode step and of the `num - 1` steps after it."""
         ...
 
-    def run(self, plan: StepPlan, table: SequenceTable) -> Ints:
-        """Return the sampled tokens of the plan's sampling rows, in order."""
+    def run(self, plan: StepPlan, table: SequenceTable) -> tuple[Ints, ForcedTokens]:
+        """Return the sampled tokens of the plan's sampling rows, in order, and forced tokens."""
         ...
 
     def predict(self, plan: StepPlan, num: int) -> Ints | None:
@@ -55,7 +56,8 @@ class Executor(Protocol):
 class TimedHashModel:
     """The hash model with simulated step times; its tokens depend on the KV slots that are read.
 
-    Rows with a constraint draw from the tokens that the masks of the product allow.
+    Rows with a constraint draw from the tokens that the masks of the product allow, and take up to
+    `max_forced` forced tokens more.
     """
 
     def __init__(
@@ -65,9 +67,11 @@ class TimedHashModel:
         num_rows: int,
         step_seconds: float,
         token_seconds: float,
+        max_forced: int,
     ) -> None:
         self.slowness = 1.0
         self._num_rows = num_rows
+        self._max_forced = max_forced
         self._masks: TokenMasks | None = None  # made for the first constrained sequence
         self._model = HashModel(num_blocks, block_size)
         self._step_seconds = step_seconds
@@ -76,7 +80,7 @@ class TimedHashModel:
     def admit(self, row: int, params: SamplingParams) -> None:
         wanted = params.structured_outputs
         if self._masks is None and wanted is not None:
-            self._masks = TokenMasks(self._num_rows, VOCAB_SIZE)
+            self._masks = TokenMasks(self._num_rows, VOCAB_SIZE, self._max_forced)
         if self._masks is not None:
             grammar = None if wanted is None else grammars().compile(wanted)
             self._masks.admit(row, params, grammar)
@@ -87,12 +91,14 @@ class TimedHashModel:
     def seconds_of(self, plan: StepPlan, num: int) -> Floats:
         return np.full(num, self.seconds(plan))
 
-    def run(self, plan: StepPlan, table: SequenceTable) -> Ints:
-        if self._masks is None:
-            return self._model.run(plan, table.choices)
-        rows = plan.sampling_rows
-        indices = table.num_tokens[rows] - table.num_prompt[rows]
-        return self._model.run(plan, table.choices, self._masks.take(rows, indices, table))
+    def run(self, plan: StepPlan, table: SequenceTable) -> tuple[Ints, ForcedTokens]:
+        masks = None
+        if self._masks is not None:
+            rows = plan.sampling_rows
+            indices = table.num_tokens[rows] - table.num_prompt[rows]
+            masks = self._masks.take(rows, indices, table)
+        drawn = self._model.run(plan, table.choices, masks)
+        return drawn, NO_FORCED if masks is None else masks.forced
 
     def predict(self, plan: StepPlan, num: int) -> None:
         return None

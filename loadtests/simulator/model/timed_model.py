@@ -5,6 +5,7 @@ import numpy as np
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.model.jitter import StepJitter
 from penstock.loadtests.simulator.model.timing import Floats, Timing
+from penstock.workers.scheduling.forced_tokens import NO_FORCED, ForcedTokens
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 
@@ -36,8 +37,8 @@ class TimedModel:
         seconds: Floats = self.slowness * self._timing.decodes(plan, num)
         return seconds if self._jitter is None else seconds * self._jitter.factors(plan.number, num)
 
-    def run(self, plan: StepPlan, table: SequenceTable) -> Ints:
-        return np.zeros(len(plan.sampling_rows), np.int32)
+    def run(self, plan: StepPlan, table: SequenceTable) -> tuple[Ints, ForcedTokens]:
+        return np.zeros(len(plan.sampling_rows), np.int32), NO_FORCED
 
     def predict(self, plan: StepPlan, num: int) -> Ints:
         return np.zeros((num, len(plan.rows)), np.int32)

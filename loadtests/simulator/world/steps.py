@@ -177,8 +177,8 @@ class StepRunner:
         self._boundary()
 
     def _compute(self, plan: StepPlan) -> StepOutput:
-        drawn = self._executor.run(plan, self._batcher.table)
-        output = self._batcher.commit(plan, drawn)
+        drawn, forced = self._executor.run(plan, self._batcher.table)
+        output = self._batcher.commit(plan, drawn, forced=forced)
         self.num_steps += 1
         self.num_tokens += len(output.keys)
         return output

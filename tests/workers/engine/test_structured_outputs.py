@@ -15,8 +15,9 @@ from penstock.common.structured_outputs import StructuredOutputs, choice, json_s
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
-from penstock.workers.scheduling.sequence import Key, NewSequence, Sibling
-from tests.support.engines import run_out
+from penstock.workers.engine.results import StepResult
+from penstock.workers.scheduling.sequence import FinishReason, Key, NewSequence, Sibling
+from tests.support.engines import run_out, tokens_of
 from tests.support.stepper_driver import StepperDriver
 
 FOLDER = Path(__file__).parents[3] / "penstock" / "models" / "demo-small"
@@ -130,6 +131,70 @@ def test_answer_continues_from_any_point_of_its_log(
             engine.submit(constrained(engine, cut, mixed()[key], whole[:cut]))
         found = run_out(engine)
         assert found == {cut: whole[cut:] for cut in range(1, len(whole))}
+
+
+@pytest.mark.parametrize("max_forced", [0, 1, 3])
+def test_answers_do_not_depend_on_how_many_forced_tokens_a_step_takes(
+    expected: dict[Key, list[int]], max_forced: int
+) -> None:
+    engine = make_engine()
+    engine.executor.sampler.masks.max_forced = max_forced
+    assert answers_of(engine, mixed()) == expected
+
+
+def num_steps(engine: Engine, params: SamplingParams) -> tuple[int, StepResult]:
+    """Return the number of steps of an answer, and the result of the step with most tokens."""
+    engine.submit(constrained(engine, "one", params))
+    results = []
+    while (result := engine.step()).output is not None:
+        results.append(result)
+    return len(results), max(results, key=lambda each: len(tokens_of(each)))
+
+
+CHOICE = replace(SAMPLED, structured_outputs=choice(["The lighthouse keeper sleeps at noon."]))
+
+
+def test_forced_tokens_are_taken_in_one_step_with_the_end_of_the_answer(engine: Engine) -> None:
+    steps, result = num_steps(engine, CHOICE)
+    tokens = [token for _, token in tokens_of(result)]
+    assert steps == 1
+    assert text_of(tokens[:-1]) == json.loads(CHOICE.structured_outputs.text)[0]  # type: ignore[union-attr]
+    assert tokens[-1] in engine.spec.eos_tokens
+    assert result.output is not None
+    assert result.output.indices.tolist() == list(range(len(tokens)))
+    assert result.logprobs == [None] * len(tokens)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"logprobs": 0},
+        {"bad_words_token_ids": ((5, 6),)},
+        {"allowed_token_ids": tuple(range(TOKENIZER.vocab_size))},
+    ],
+)
+def test_forced_tokens_are_sampled_one_at_a_time_if_each_needs_its_own_step(
+    engine: Engine, more: dict[str, Any]
+) -> None:
+    steps, result = num_steps(engine, replace(CHOICE, **more))
+    assert steps > 5
+    assert len(tokens_of(result)) == 1
+
+
+def test_forced_tokens_end_at_max_tokens(engine: Engine) -> None:
+    _, result = num_steps(engine, replace(CHOICE, max_tokens=3))
+    assert result.output is not None
+    assert result.output.finishes.tolist() == [0, 0, FinishReason.LENGTH]
+
+
+def test_user_stop_token_within_forced_tokens_ends_the_answer(engine: Engine) -> None:
+    _, whole = num_steps(engine, CHOICE)
+    third = tokens_of(whole)[2][1]
+    _, result = num_steps(engine, replace(CHOICE, stop_token_ids=(third,)))
+    assert result.output is not None
+    assert third not in result.output.tokens[:-1]
+    engine.submit(constrained(engine, "two", replace(CHOICE, stop_token_ids=(third,))))
+    assert run_out(engine)["two"] == [token for _, token in tokens_of(whole)][:3]
 
 
 def test_preempted_answers_are_the_same(expected: dict[Key, list[int]]) -> None:

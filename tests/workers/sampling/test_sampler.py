@@ -58,7 +58,7 @@ def test_sampling_on_the_device_equals_the_host_and_excludes_host_only_params() 
     rows, indices = np.arange(3, dtype=np.int32), np.array([0, 4, 1], np.int32)
     assert sampler.can_sample_on_device(rows)
     expected = sampler.sample(logits, rows, indices, table(8))
-    tokens, finite = sampler.sample_on_device(logits, rows, indices, table(8))
+    tokens, finite, _ = sampler.sample_on_device(logits, rows, indices, table(8))
     assert tokens.dtype == torch.int32
     assert finite.tolist() == expected.finite.tolist() == [True, True, False]
     assert tokens[:2].tolist() == expected.tokens[:2].tolist()
@@ -83,7 +83,7 @@ def test_masked_rows_are_sampled_on_the_device_as_on_the_host() -> None:
     logits[5, 9] = torch.nan
     expected = sampler.sample(logits, rows, indices, table(8))
     assert sampler.can_sample_on_device(rows)
-    tokens, finite = sampler.sample_on_device(logits.clone(), rows, indices, table(8))
+    tokens, finite, _ = sampler.sample_on_device(logits.clone(), rows, indices, table(8))
     assert finite.tolist() == expected.finite.tolist() == [True] * 4 + [False] * 2
     assert tokens[:4].tolist() == expected.tokens[:4].tolist()
 
