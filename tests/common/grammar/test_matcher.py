@@ -5,8 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from penstock.common.grammar.cache import GrammarCache
+from penstock.common.grammar.compiler import grammar_text
 from penstock.common.grammar.matcher import (
     CompiledGrammar,
     GrammarVocabulary,
@@ -171,3 +173,16 @@ def test_cache_compiles_a_constraint_once_and_drops_the_least_recently_used() ->
     assert cache.find(second) is None
     assert cache.find(first) is not None
     assert (cache.num_compiled, len(made)) == (3, 1)
+
+
+def test_slices_change_no_mask() -> None:
+    plain = LLTokenizer(TOKENIZER.tokenizer.to_str(), n_vocab=VOCAB_SIZE, eos_token=[END])
+    schema = json_schema({"type": "string", "maxLength": 14})
+    ours = VOCABULARY.compile(schema).matcher()
+    theirs = Matcher(LLMatcher(plain, grammar_text(schema)), num_words(VOCAB_SIZE))
+    for character in '"abc ü,日-012345':
+        assert allowed(ours) == allowed(theirs)
+        for token in tokens_of(character):
+            assert ours.advance([token])
+            assert theirs.advance([token])
+    assert allowed(ours) == allowed(theirs) == tokens_of('"')
