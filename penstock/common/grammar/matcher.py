@@ -147,7 +147,9 @@ def fill_masks(
     words[:] = 0
     if executor is not None and len(matchers) > 1:
         pairs = [(each.inner, i) for i, each in enumerate(matchers) if not each.is_broken]
-        executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, words.shape[1] * 4, len(words))
+        if pairs:  # llguidance raises ValueError for an empty list
+            row_bytes = words.shape[1] * 4
+            executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, row_bytes, len(words))
     else:
         for row, matcher in zip(words, matchers, strict=True):
             if not matcher.is_broken:

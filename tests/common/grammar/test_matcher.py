@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from penstock.common.grammar.cache import GrammarCache
 from penstock.common.grammar.compiler import grammar_text
@@ -186,3 +186,13 @@ def test_slices_change_no_mask() -> None:
             assert ours.advance([token])
             assert theirs.advance([token])
     assert allowed(ours) == allowed(theirs) == tokens_of('"')
+
+
+def test_masks_of_broken_matchers_allow_no_token() -> None:
+    matchers = [VOCABULARY.compile(SCHEMA).matcher() for _ in range(2)]
+    for matcher in matchers:
+        assert not matcher.advance(tokens_of("x"))
+    words = np.full((2, num_words(VOCAB_SIZE)), -1, np.int32)
+    for executor in (None, LLExecutor(1)):
+        fill_masks(matchers, words, executor)
+        assert not words.any()
