@@ -18,6 +18,9 @@ class SchedulerConfig:
     lease_fraction: float = 0.5  # largest share of the blocks that leases may hold
     num_stages: int = 1  # pipeline stages; also the maximum number of steps in flight
     watermark: int = 1  # free blocks to keep per sequence in the batch when another is admitted
+    # Forced tokens make the next step longer for all rows: it is no decode step, so it runs as no
+    # graph. They are taken only if there are this many of them per row that has none.
+    forced_per_other_row: float = 4.0
     static: bool = False  # static batching, as a baseline: admit only when the batch is empty
     hash_key: bytes = field(default=b"", repr=False)  # secret of the cluster: see `root_hash`
 
@@ -34,6 +37,8 @@ class SchedulerConfig:
                 f"max_batched_tokens ({self.max_batched_tokens}) must be at least max_sequences "
                 f"({self.max_sequences}): every sequence may need a token in a step"
             )
+        if self.forced_per_other_row < 0:
+            raise ValueError(f"forced_per_other_row must be >= 0, not {self.forced_per_other_row}")
         if self.max_queued < 0 or self.watermark < 0 or not 0 <= self.lease_fraction <= 1:
             raise ValueError(
                 f"max_queued ({self.max_queued}) and watermark ({self.watermark}) must be >= 0, "

@@ -25,7 +25,8 @@ def append_forced(state: SchedulerState, output: StepOutput, forced: ForcedToken
     """Append forced tokens to the rows of a committed step; return the output with these tokens.
 
     A row stops where its sequence ends or yields. Leaving out forced tokens is always right: they
-    are then sampled, and nothing else can be sampled.
+    are then sampled, and nothing else can be sampled. All are left out if they are too few for the
+    rows that gain nothing: see `SchedulerConfig.forced_per_other_row`.
 
     Args:
         state: the scheduler, after the tokens of `output` were appended. Rows that are in another
@@ -37,6 +38,10 @@ def append_forced(state: SchedulerState, output: StepOutput, forced: ForcedToken
     outputs, rows = [output], output.rows
     lengths = np.array([len(forced.get(row, ())) for row in rows.tolist()], np.int32)
     lengths[(output.finishes != FinishReason.NONE) | np.isin(rows, busy)] = 0
+    num_ended = np.count_nonzero(output.finishes != FinishReason.NONE)
+    num_others = len(state.batch.rows) - num_ended - np.count_nonzero(lengths)
+    if lengths.sum() < state.limits.forced_per_other_row * num_others:
+        return output
     at = np.arange(len(rows))
     for number in range(int(lengths.max(initial=0))):
         goes_on = table.num_tokens[rows[at]] < table.yield_len[rows[at]]

@@ -327,6 +327,7 @@ def _worker_shape(plan: WorkerPlan, incarnation: str, same_machine: bool) -> Wor
         max_batched_tokens=max(plan.max_batched_tokens, plan.max_sequences),
         max_queued=plan.max_queued,
         hash_key=HASH_KEY,
+        forced_per_other_row=plan.forced_per_other_row,
     )
     pace = TransferTiming(write=plan.write_seconds, message_bytes=plan.message_blocks * BLOCK_BYTES)
     return WorkerShape(info, limits, BLOCK_BYTES, pace)

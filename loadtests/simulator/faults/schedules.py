@@ -48,6 +48,7 @@ class WorkerPlan:
     write_seconds: float  # time to write the blocks of one message
     message_blocks: int  # number of blocks in the largest message
     max_forced: int  # number of forced tokens that a sequence takes in one step
+    forced_per_other_row: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,7 @@ def schedule_of(seed: int) -> Schedule:
 
 
 def _worker(seed: int, rng: Random, number: int, role: str, tight: bool) -> WorkerPlan:
+    forced = Random(f"forced {seed} {number}")
     return WorkerPlan(
         name=f"{role[0]}{number}",
         role=role,
@@ -168,7 +170,8 @@ def _worker(seed: int, rng: Random, number: int, role: str, tight: bool) -> Work
         token_seconds=rng.choice((0.0, 0.0005)),
         write_seconds=rng.choice((0.001, 0.02, 0.2)),
         message_blocks=rng.choice((1, 2, 8)),
-        max_forced=Random(f"forced {seed} {number}").choice((0, 1, 2, 16)),
+        max_forced=forced.choice((0, 1, 2, 16)),
+        forced_per_other_row=forced.choice((0.0, 0.0, 4.0)),
     )
 
 

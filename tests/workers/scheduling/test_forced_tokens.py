@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.sequence import FinishReason, StepOutput, StepPlan, Yielded
@@ -91,3 +92,20 @@ def test_only_the_row_that_has_forced_tokens_takes_them() -> None:
     assert found[3:] == [("a", 1, 3, 0), ("c", 1, 1, 0), ("a", 2, 4, 0)]
     assert planned(batcher).tokens.tolist() == [9, 3, 4, 7, 1]
     batcher.check()
+
+
+@pytest.mark.parametrize(("num_others", "num_forced"), [(0, 1), (1, 4), (2, 8)])
+def test_forced_tokens_are_left_out_if_too_few_for_the_other_rows(
+    num_others: int, num_forced: int
+) -> None:
+    for missing in (0, 1):
+        batcher = Batcher(limits())
+        for key in range(num_others + 1):
+            batcher.submit(sequence(key, [5, 6], 20))
+        plan = planned(batcher)
+        drawn = np.full(num_others + 1, 9, np.int32)
+        forced = {int(plan.rows[0]): [1] * (num_forced - missing)}
+        output = batcher.commit(plan, drawn, forced=forced)
+        num_taken = 0 if missing else num_forced
+        assert len(output.keys) == num_others + 1 + num_taken
+        assert planned(batcher).tokens.tolist() == [9, *[1] * num_taken, *[9] * num_others]
