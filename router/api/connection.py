@@ -44,17 +44,20 @@ class BodyWriter:
     Args:
         cycle: uvicorn's state of the request.
         batch: calls `flush` in the next iteration of the event loop after a `write`.
+
+    Attributes:
+        cycle: see above.
+        flow: while its `write_paused` is set, the client reads too slowly, and `send` waits.
     """
+
+    __slots__ = ("_batch", "_transport", "_unsent", "cycle", "flow")
 
     def __init__(self, cycle: RequestResponseCycle, batch: WriteBatch) -> None:
         self.cycle = cycle
+        self.flow = cycle.flow
+        self._transport = cycle.transport
         self._batch = batch
         self._unsent = b""
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether the client reads too slowly; `send` then waits until there is room."""
-        return self.cycle.flow.write_paused
 
     def write(self, part: bytes) -> None:
         """Collect a part of the body, which is written in the event loop's next iteration."""
@@ -68,9 +71,8 @@ class BodyWriter:
         Call this before `send`, so that the parts keep their order.
         """
         unsent, self._unsent = self._unsent, b""
-        cycle = self.cycle
-        if unsent and not (cycle.disconnected or cycle.transport.is_closing()):
-            cycle.transport.write(unsent)
+        if unsent and not self._transport.is_closing():
+            self._transport.write(unsent)
 
 
 class ConnectionLimits:

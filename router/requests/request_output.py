@@ -25,6 +25,18 @@ class RequestOutput:
         finished_before: end of each choice in an earlier call; None: not ended.
     """
 
+    __slots__ = (
+        "_detokenizers",
+        "_finished_before",
+        "_index",
+        "_is_finished",
+        "_on_stop_string",
+        "_plain",
+        "_ranker",
+        "_stop_tokens",
+        "stream",
+    )
+
     def __init__(
         self,
         stream: ResponseStream,
@@ -43,14 +55,18 @@ class RequestOutput:
         self._ranker = ranker
         self._finished_before = finished_before
         self._is_finished = [False] * len(detokenizers)
-        # No token can match a stop string, and no delta waits for the end of other choices.
-        self._is_plain = ranker is None and not any(text.finds_stops for text in detokenizers)
+        # The detokenizer of each open choice if no token can match a stop string, and no delta
+        # waits for the end of other choices; else None.
+        is_plain = ranker is None and not any(text.finds_stops for text in detokenizers)
+        self._plain: list[IncrementalDetokenizer | None] = [
+            text if is_plain else None for text in detokenizers
+        ]
 
     def deliver_finished_before(self) -> None:
         """Deliver the end of each choice that ended in an earlier call."""
         for choice, end in enumerate(self._finished_before):
             if end is not None:
-                self._is_finished[choice] = True
+                self._finish(choice)
                 ended = Delta(self._index, choice, end.num_tokens, (), "", (), end.finish, end.stop)
                 self._push(ended)
 
@@ -66,12 +82,12 @@ class RequestOutput:
         self, choice: int, position: int, token: int, finish: int, logprobs: object
     ) -> None:
         """Deliver a new token; a stop string ends the choice, and later tokens are dropped."""
-        if self._is_finished[choice]:
+        detokenizer = self._plain[choice]
+        if finish or logprobs is not None or detokenizer is None:
+            if not self._is_finished[choice]:
+                self._deliver_general(choice, position, token, finish, logprobs)
             return
-        if finish or logprobs is not None or not self._is_plain:
-            self._deliver_general(choice, position, token, finish, logprobs)
-            return
-        text = self._detokenizers[choice].feed_token(token)
+        text = detokenizer.feed_token(token)
         write = self.stream.idle_writer
         if write is None or not write(self._index, choice, position, token, text):
             self.stream.push(Delta(self._index, choice, position, (token,), text, (None,)))
@@ -87,7 +103,8 @@ class RequestOutput:
             reason, stop = "stop", new.stop
         elif stopped and token in self._stop_tokens:
             stop = token
-        self._is_finished[choice] = bool(reason)
+        if reason:
+            self._finish(choice)
         entry: Any = logprobs  # passed on in the wire's form
         self._push(Delta(self._index, choice, position, (token,), new.text, (entry,), reason, stop))
         if new.stop is not None:
@@ -97,10 +114,14 @@ class RequestOutput:
         """Deliver the end of a choice, without a new token."""
         if self._is_finished[what.choice]:
             return
-        self._is_finished[what.choice] = True
+        self._finish(what.choice)
         text = self._detokenizers[what.choice].feed((), ended=True).text
         finish = FINISH_REASONS[Finish.LENGTH]
         self._push(Delta(self._index, what.choice, what.num_tokens, (), text, (), finish))
+
+    def _finish(self, choice: int) -> None:
+        self._is_finished[choice] = True
+        self._plain[choice] = None
 
     def _push(self, delta: Delta) -> None:
         if self._ranker is None:

@@ -117,6 +117,22 @@ class ResponseStream:
         on_cancel: called with the requests to cancel when the call ends early.
     """
 
+    __slots__ = (
+        "_error",
+        "_max_unread",
+        "_num_unread",
+        "_on_cancel",
+        "_open_requests",
+        "_unread",
+        "_wake",
+        "idle_writer",
+        "num_cached",
+        "numbers",
+        "prompt_logprobs",
+        "seeds",
+        "writer",
+    )
+
     def __init__(self, max_unread: int, on_cancel: Callable[[Sequence[int]], None]) -> None:
         self.numbers: list[int] = []  # number of each request of the call
         self.seeds: list[int] = []  # seed of each request of the call

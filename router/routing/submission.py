@@ -60,6 +60,16 @@ class Submissions:
     continues until the next worker is Ready.
     """
 
+    __slots__ = (
+        "attempt",
+        "lease",
+        "num_cached",
+        "pending",
+        "request",
+        "running",
+        "token_log",
+    )
+
     def __init__(self, request: Request) -> None:
         self.request = request
         self.token_log = TokenLog(request)

@@ -63,6 +63,16 @@ class IncrementalDetokenizer:
         options: stop strings and what the text shows.
     """
 
+    __slots__ = (
+        "_hidden",
+        "_holds_bytes",
+        "_matcher",
+        "_num_tokens",
+        "_options",
+        "_token_bytes",
+        "_utf8",
+    )
+
     def __init__(self, token_bytes: TokenBytes, options: StopOptions) -> None:
         self._token_bytes = token_bytes
         self._options = options

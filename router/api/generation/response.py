@@ -1,7 +1,6 @@
 """Responses with the answers of a call: a stream of server-sent events, or one JSON object."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Protocol
 
 from starlette.responses import Response
@@ -138,7 +137,7 @@ class GenerationResponse(Response):
         slices = Slices()
         await send_event(send, self._formatter.chunk(first), slices)
         if body is not None:
-            self._deltas.writer = partial(self._write_token, body)
+            self._deltas.writer = _EventWriter(body, self._formatter, self._deltas).write
         try:
             async for delta in self._deltas:
                 await send_event(send, self._formatter.chunk(delta), slices)
@@ -147,12 +146,30 @@ class GenerationResponse(Response):
             last = self._formatter.error_events(error)
         await send_event(send, [last], slices, is_last=True)
 
-    def _write_token(
-        self, body: BodyWriter, index: int, choice: int, position: int, token: int, text: str
-    ) -> bool:
+
+class _EventWriter:
+    """Writes a stream's tokens as server-sent events, without a task switch.
+
+    Args:
+        body: the body of the response.
+        formatter: makes the events.
+        deltas: fails if an event cannot be written.
+    """
+
+    __slots__ = ("_body", "_chunk", "_deltas")
+
+    def __init__(
+        self, body: BodyWriter, formatter: ResponseFormatter, deltas: ResponseStream
+    ) -> None:
+        self._body = body
+        self._chunk = formatter.token_chunk
+        self._deltas = deltas
+
+    def write(self, index: int, choice: int, position: int, token: int, text: str) -> bool:
         """Send a token at once (a `TokenWriter`)."""
+        body = self._body
         try:
-            chunk = None if body.is_paused else self._formatter.token_chunk(index, choice, text)
+            chunk = None if body.flow.write_paused else self._chunk(index, choice, text)
             if chunk is None:
                 return False
             if chunk:  # an empty chunk would end the body

@@ -41,6 +41,8 @@ class TokenChunks:
 
     TEXT = "\0"  # placeholder for the text in the chunk that serves as a template
 
+    __slots__ = ("_is_plain", "_progress", "_sides")
+
     def __init__(self, progress: StreamProgress, is_plain: bool) -> None:
         self._is_plain = is_plain
         self._progress = progress
