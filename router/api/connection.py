@@ -50,7 +50,7 @@ class BodyWriter:
         flow: while its `write_paused` is set, the client reads too slowly, and `send` waits.
     """
 
-    __slots__ = ("_batch", "_transport", "_unsent", "cycle", "flow")
+    __slots__ = ("_batch", "_on_disconnect", "_transport", "_unsent", "cycle", "flow")
 
     def __init__(self, cycle: RequestResponseCycle, batch: WriteBatch) -> None:
         self.cycle = cycle
@@ -58,6 +58,29 @@ class BodyWriter:
         self._transport = cycle.transport
         self._batch = batch
         self._unsent = b""
+        self._on_disconnect: Callable[[], None] | None = None
+
+    def watch(self, on_disconnect: Callable[[], None]) -> None:
+        """Call `on_disconnect` when the client disconnects, or now if it has disconnected.
+
+        Unlike `receive` of ASGI, this needs no task that waits. The request's body must be read.
+        """
+        if self.cycle.disconnected:
+            on_disconnect()
+        else:
+            self._on_disconnect = on_disconnect
+            self.flow.resume_reading()  # while reading is paused, a disconnect is not noticed
+
+    def disconnected(self) -> None:
+        """Drop the collected parts, since the client has disconnected."""
+        self._unsent = b""
+        cycle, on_disconnect = self.cycle, self._on_disconnect
+        if cycle.response_complete:
+            return
+        cycle.disconnected = True
+        cycle.message_event.set()
+        if on_disconnect is not None:
+            on_disconnect()
 
     def write(self, part: bytes) -> None:
         """Collect a part of the body, which is written in the event loop's next iteration."""
@@ -144,7 +167,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_head = False
         self._ignores_input = False
         self._is_last_response = False
-        self._running: RequestResponseCycle | None = None
+        self._running: BodyWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -160,10 +183,9 @@ class BoundedConnection(HttpToolsProtocol):
         self.limits.close(self._address)
         self._stop_timer()
         self._stop_write_timer()
-        if self._running is not None and not self._running.response_complete:
+        if self._running is not None:
             # uvicorn marks only the newest request, which may wait behind the running one.
-            self._running.disconnected = True
-            self._running.message_event.set()
+            self._running.disconnected()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -236,7 +258,7 @@ class BoundedConnection(HttpToolsProtocol):
     async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the application; close the connection if it responds before the request's end."""
         body: BodyWriter = scope["extensions"][BODY_WRITER]
-        cycle = self._running = body.cycle
+        self._running, cycle = body, body.cycle
         if scope["method"] == "POST":  # GET requests, such as health checks, are cheap
             await self.limits.pacer.wait()
 

@@ -1,12 +1,11 @@
 """Common parts of all HTTP routes: authentication, size limits, errors in OpenAI's format."""
 
 import asyncio
-import contextlib
 import json
 import math
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from starlette.datastructures import Headers
@@ -22,7 +21,6 @@ from penstock.router.api.auth import CLIENTS, ApiKeys
 from penstock.router.config import RequestBounds
 from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.requests.request import safe_request_id
-from penstock.router.requests.response_stream import ResponseStream
 
 Json: TypeAlias = Mapping[str, Any]
 
@@ -279,20 +277,3 @@ async def read_body(request: Request, bounds: RequestBounds) -> bytes:
     except TimeoutError as error:
         raise invalid(f"the body did not arrive within {bounds.receive_seconds:g} s") from error
     return b"".join(chunks)
-
-
-@contextlib.asynccontextmanager
-async def cancel_on_disconnect(receive: Receive, stream: ResponseStream) -> AsyncIterator[None]:
-    """Close `stream` when the client disconnects, and at the end of the context."""
-
-    async def wait() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        stream.close()
-
-    waiting = asyncio.create_task(wait())
-    try:
-        yield
-    finally:
-        waiting.cancel()
-        stream.close()

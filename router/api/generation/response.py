@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.router.api.connection import BODY_WRITER, BodyWriter
 from penstock.router.api.generation.sending import send_event, send_json
-from penstock.router.api.http import cancel_on_disconnect, error_response
+from penstock.router.api.http import error_response
 from penstock.router.errors import ServingError
 from penstock.router.requests.response_stream import (
     AnswerBuilder,
@@ -100,25 +100,26 @@ class GenerationResponse(Response):
         self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with cancel_on_disconnect(receive, self._deltas):
-            try:
-                # Wait for the first tokens before sending a status: an earlier error gets its own.
-                first = await anext(self._deltas)
-                if self._stream:
-                    await self._send_stream(
-                        first, send, scope.get("extensions", {}).get(BODY_WRITER)
-                    )
-                    return
-                answers = await self._read_answers(first)
-            except ServingError as error:
-                response = self._refusal(error)
-                response.headers.update(self._own_headers)
-            except ClientDisconnectedError:
+        body: BodyWriter = scope["extensions"][BODY_WRITER]
+        body.watch(self._deltas.close)
+        try:
+            # Wait for the first tokens before sending a status: an earlier error gets its own.
+            first = await anext(self._deltas)
+            if self._stream:
+                await self._send_stream(first, send, body)
                 return
-            else:
-                whole = self._formatter.full_response(answers)
-                await send_json(send, whole, self._own_headers, lambda: not self._deltas.has_failed)
-                return
+            answers = await self._read_answers(first)
+        except ServingError as error:
+            response = self._refusal(error)
+            response.headers.update(self._own_headers)
+        except ClientDisconnectedError:
+            return
+        else:
+            whole = self._formatter.full_response(answers)
+            await send_json(send, whole, self._own_headers, lambda: not self._deltas.has_failed)
+            return
+        finally:
+            self._deltas.close()
         await response(scope, receive, send)
 
     async def _read_answers(self, first: Delta) -> Sequence[Delta]:
@@ -130,14 +131,13 @@ class GenerationResponse(Response):
             await slices.pause()
         return answers.merged()
 
-    async def _send_stream(self, first: Delta, send: Send, body: BodyWriter | None) -> None:
+    async def _send_stream(self, first: Delta, send: Send, body: BodyWriter) -> None:
         own = [(name.encode(), value.encode()) for name, value in self._own_headers.items()]
         headers = [*STREAM_HEADERS, *own]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         slices = Slices()
         await send_event(send, self._formatter.chunk(first), slices)
-        if body is not None:
-            self._deltas.writer = _EventWriter(body, self._formatter, self._deltas).write
+        self._deltas.writer = _EventWriter(body, self._formatter, self._deltas).write
         try:
             async for delta in self._deltas:
                 await send_event(send, self._formatter.chunk(delta), slices)

@@ -174,6 +174,30 @@ async def test_nothing_is_written_for_a_client_that_has_disconnected() -> None:
         task.cancel()
 
 
+@pytest.mark.parametrize("watches_late", [True, False])
+async def test_watcher_is_told_of_a_disconnect_before_and_after_it_watches(
+    watches_late: bool,
+) -> None:
+    told: list[bool] = []
+    connected = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if not watches_late:
+            scope["extensions"][BODY_WRITER].watch(lambda: told.append(True))
+        connected.set()
+        assert (await receive())["type"] == "http.disconnect"
+        if watches_late:
+            scope["extensions"][BODY_WRITER].watch(lambda: told.append(True))
+
+    connection, _ = connect(app)
+    connection.data_received(HEAD + b"content-length: 9\r\n\r\n")
+    await connected.wait()
+    assert not told
+    connection.connection_lost(None)
+    await until(lambda: told)
+    assert told == [True]
+
+
 @pytest.mark.parametrize(
     ("where", "is_answered"),
     [(where, False) for where in WITHOUT_END]
