@@ -1,11 +1,15 @@
 """JSON text in fragments, each of which takes at most a few milliseconds to make."""
 
-import json
 from collections.abc import Iterator
+
+from pydantic_core import to_json
 
 CHARS_PER_FRAGMENT = 64 << 10
 
-dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+def dumps(value: object) -> str:
+    """Return a value as compact JSON; faster than `json.dumps`, mostly for small values."""
+    return to_json(value, inf_nan_mode="constants").decode()
 
 
 def string(text: str) -> Iterator[str]:
