@@ -23,6 +23,7 @@ from penstock.kernels.attention import cpu_plan
 from penstock.kernels.cpu_common.numba_runtime import cache_folder, configure_numba, has_numba
 from penstock.kernels.kv_cache import checksum
 from penstock.kernels.kv_cache import op as cache
+from penstock.kernels.kv_cache.format import format_of
 from penstock.kernels.linear import cpu_packed_f32, quantize_rows
 from penstock.kernels.linear import cpu_packed_int8 as cpu_packed_int8
 from penstock.kernels.linear import quantized as quantized_linear
@@ -72,8 +73,7 @@ def required_groups(
     """
     if device.type != "cpu" or not has_numba():
         return []
-    narrow = kv_cache == torch.bfloat16
-    kept = "narrow" if narrow else "wide"
+    kept = format_of(kv_cache).name
     groups = []
     if weights == torch.float32:
         if single_rank and cpu_packed_f32.has_avx512():
@@ -91,7 +91,7 @@ def required_groups(
         if quantized and cpu_packed_int8.has_int8_loops():
             groups.append(KernelGroup("level-products", cpu_packed_int8.load_cpu_kernels))
         groups += [
-            KernelGroup(f"rotary-{kept}", lambda: cache.load_cpu_kernels(narrow)),
+            KernelGroup(f"rotary-{kept}", lambda: cache.load_cpu_kernels(kv_cache)),
             KernelGroup("gates", activation.load_cpu_kernels),
             KernelGroup("norms", norm.load_cpu_kernels),
             KernelGroup("levels", quantize_rows.load_cpu_kernels),

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
-from penstock.kernels.checks import E4M3
 from penstock.kernels.cpu_common.numba_runtime import configure_numba
+from penstock.kernels.kv_cache.format import flat_array, format_of
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -101,7 +101,7 @@ class CpuPagedPlan:
         slopes = _by_head(scores.slopes, num_heads, 0.0)
         _kernel(layer.dtype)(
             query.numpy(),
-            _rows(layer),
+            flat_array(layer),
             layer.numel() // num_sides * (num_sides - 1),
             num_kv_heads,
             block_size,
@@ -123,24 +123,9 @@ def _by_head(values: Tensor | None, num_heads: int, none: float) -> npt.NDArray[
     return values.float().numpy()
 
 
-_FLAT: dict[torch.dtype, tuple[torch.dtype, str]] = {
-    torch.float32: (torch.float32, "float32"),
-    torch.bfloat16: (torch.int16, "uint16"),
-    E4M3: (torch.uint8, "uint8"),
-    torch.int8: (torch.int8, "int8"),
-}
-"""By dtype of the cache: a dtype of the same size that numpy has, and numba's dtype."""
-
-
-def _rows(layer: Tensor) -> npt.NDArray[Any]:
-    """Return the layer as a flat array, with a dtype as in `kv_cache/cpu_blocks`."""
-    dtype, name = _FLAT[layer.dtype]
-    return layer.view(-1).view(dtype).numpy().view(name)
-
-
 def _kernel(dtype: torch.dtype) -> Any:
     """Return the compiled kernel for a KV cache of this dtype."""
     configure_numba()
     from penstock.kernels.attention.cpu_paged import compile_paged_attention
 
-    return compile_paged_attention(_FLAT[dtype][1])
+    return compile_paged_attention(format_of(dtype).array_dtype)

@@ -106,9 +106,8 @@ def _rope_and_cache(
 
 
 @cache
-def rope_and_cache(narrow: bool) -> Any:
-    """Compile `_rope_and_cache` for a bfloat16 cache if `narrow`, otherwise for float32."""
-    kept = "uint16" if narrow else "float32"
+def rope_and_cache(kept: str) -> Any:
+    """Compile `_rope_and_cache` for a flat KV cache of numpy's dtype `kept`."""
     signature = (
         "int64(float32[:,:,::1], int64, float32[:,:,::1], boolean, int64[:,::1],"
         f" {kept}[::1], int64)"

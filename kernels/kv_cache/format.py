@@ -15,7 +15,9 @@ depend only on the D features of the same token and head. All implementations gi
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ class KvCacheFormat:
 
     name: str  # value of `kv_cache_dtype`
     dtype: torch.dtype  # of the cache's elements; it identifies the format
+    array_dtype: str = ""  # numpy's dtype of `flat_array`; empty: no CPU loop supports the format
     max_code: float = 0.0  # largest code; 0 for floats, which have no scales
 
     @property
@@ -71,11 +74,11 @@ class KvCacheFormat:
 FORMATS = {
     each.name: each
     for each in (
-        KvCacheFormat("float32", torch.float32),
-        KvCacheFormat("bfloat16", torch.bfloat16),
+        KvCacheFormat("float32", torch.float32, "float32"),
+        KvCacheFormat("bfloat16", torch.bfloat16, "uint16"),
         KvCacheFormat("float16", torch.float16),
-        KvCacheFormat("fp8", E4M3, max_code=448.0),
-        KvCacheFormat("int8", torch.int8, max_code=127.0),
+        KvCacheFormat("fp8", E4M3, "uint8", max_code=448.0),
+        KvCacheFormat("int8", torch.int8, "int8", max_code=127.0),
     )
 }
 """All formats, by name."""
@@ -94,6 +97,16 @@ def format_of(dtype: torch.dtype) -> KvCacheFormat:
 def num_features(layer: Tensor) -> int:
     """Return D, the number of features per slot of a layer [..., S, W]."""
     return layer.shape[-1] - (SCALE_BYTES if format_of(layer.dtype).has_scales else 0)
+
+
+def flat_array(cache: Tensor) -> npt.NDArray[Any]:
+    """Return a contiguous cache on a CPU as a flat array, which CPU loops read and write.
+
+    Its dtype identifies the format: float32, the bits of bfloat16 as uint16, the bits of FP8 codes
+    as uint8, or INT8 codes as int8.
+    """
+    raw = cache.view(-1).view(torch.uint8).numpy()
+    return raw.view(format_of(cache.dtype).array_dtype)
 
 
 def codes(cache: Tensor) -> Tensor:
@@ -115,6 +128,17 @@ def scales(cache: Tensor) -> Tensor:
     block_size, halves = cache.shape[-2], cache.view(torch.float16)
     strides, start = halves.stride()[:-2], block_size * num_features(cache) // SCALE_BYTES
     return halves.as_strided(cache.shape[:-1], (*strides, 1), halves.storage_offset() + start)
+
+
+def slot_views(cache: Tensor) -> tuple[Tensor, ...]:
+    """Return views [..., S, n] of a cache [..., S, W]: together, they hold all contents of a slot.
+
+    There is one view for floats. For codes with scales there are two: codes, as uint8 because few
+    operations of torch support float8, and scales.
+    """
+    if not format_of(cache.dtype).has_scales:
+        return (cache,)
+    return codes(cache).view(torch.uint8), scales(cache)[..., None]
 
 
 def quantize(x: Tensor, form: KvCacheFormat) -> tuple[Tensor, Tensor]:

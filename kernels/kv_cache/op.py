@@ -12,7 +12,6 @@ keys and for values, one per KV head.
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from penstock.kernels.cpu_common.numba_runtime import (
     configure_numba,
     has_numba,
 )
+from penstock.kernels.kv_cache.format import flat_array, format_of
 from penstock.kernels.kv_cache.triton import rope_and_cache_triton
 from penstock.kernels.rope.op import check_rotary, rotate_
 from penstock.kernels.triton_common.launch import use_triton
@@ -123,11 +123,9 @@ def _rope_and_cache_cpu(
     check("rows", rows, [len(heads), kept_heads], [torch.int64])
     if cos_sin.numel():  # if empty, nothing is rotated
         check_rotary(cos_sin, len(heads), layer.shape[-1], heads)
-    narrow = layer.dtype == torch.bfloat16
-    flat = layer.view(-1)
-    kept = flat.view(torch.int16).numpy().view(np.uint16) if narrow else flat.numpy()
+    kept = flat_array(layer)
     whole = heads.contiguous()
-    lost = _cpu_kernel(narrow)(
+    lost = _cpu_kernel(str(kept.dtype))(
         whole.numpy(), num_heads, cos_sin.contiguous().numpy(), interleaved,
         rows.contiguous().numpy(), kept,
         num_threads=1 if heads.numel() < MIN_PARALLEL_ELEMENTS else torch.get_num_threads(),
@@ -135,20 +133,20 @@ def _rope_and_cache_cpu(
     if whole is not heads:
         heads[:, :num_heads] = whole[:, :num_heads]
     if lost:
-        raise IndexError(f"rows: {lost} are outside the cache of {flat.numel()} elements")
+        raise IndexError(f"rows: {lost} are outside the cache of {len(kept)} elements")
 
 
-def load_cpu_kernels(narrow: bool) -> None:
-    """Load or compile the numba loops for a bfloat16 cache if `narrow`, otherwise for float32."""
-    _cpu_kernel(narrow)
+def load_cpu_kernels(dtype: torch.dtype) -> None:
+    """Load or compile the numba loops for a KV cache of this dtype."""
+    _cpu_kernel(format_of(dtype).array_dtype)
 
 
 @cache
-def _cpu_kernel(narrow: bool) -> Any:
+def _cpu_kernel(kept: str) -> Any:
     configure_numba()
     from penstock.kernels.kv_cache.cpu import rope_and_cache
 
-    return rope_and_cache(narrow)
+    return rope_and_cache(kept)
 
 
 def write_kv_reference(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu_common.numba_runtime import configure_numba
+from penstock.kernels.kv_cache.format import flat_array, format_of
 from penstock.kernels.step_graph.layout import TOKENS, Buffer
 from penstock.kernels.step_graph.opcodes import ALIGNMENT
 from penstock.kernels.step_graph.operations import Operation
@@ -29,7 +30,7 @@ class CpuStepGraph:
     floats: npt.NDArray[np.float32]  # [operations, NUM_FLOATS] float parameters
     ints: npt.NDArray[np.int64]  # integers set in each step: see `RowRange` and `ExpertLayout`
     arena: Tensor  # memory of all buffers
-    cache: npt.NDArray[Any]  # flat KV cache
+    cache: npt.NDArray[Any]  # flat KV cache, see `kv_cache.format.flat_array`
     num_slots: int  # number of token slots of the cache
 
     @staticmethod
@@ -53,7 +54,7 @@ class CpuStepGraph:
             floats=floats,
             ints=np.zeros(num_ints, np.int64),
             arena=storage[start : start + arena_size],
-            cache=_flat(cache),
+            cache=flat_array(cache),
             num_slots=cache[0, 0, :, 0, :, 0].numel(),
         )
 
@@ -75,7 +76,7 @@ class CpuStepGraph:
         if not 0 <= slots.min() <= slots.max() < self.num_slots:
             raise IndexError(f"slots: {slots.tolist()}, expected from 0 to {self.num_slots} - 1")
         self.ints[TOKENS.count] = len(slots)
-        _interpreter(self.cache.dtype == np.uint16)(
+        _interpreter(str(self.cache.dtype))(
             self.table, self.floats, self.ints, self.arena.numpy(), self.cache,
             slots.astype(np.int64), context_lens.astype(np.int64),
             np.ascontiguousarray(block_tables, np.int32), num_threads=torch.get_num_threads(),
@@ -84,19 +85,12 @@ class CpuStepGraph:
 
 def load_cpu_kernels(cache: torch.dtype) -> None:
     """Load the interpreter for a KV cache dtype; compile it if it is not in the cache on disk."""
-    _interpreter(cache == torch.bfloat16)
+    _interpreter(format_of(cache).array_dtype)
 
 
-def _flat(cache: Tensor) -> npt.NDArray[Any]:
-    """Return a flat view of a KV cache; bfloat16 is reinterpreted as uint16."""
-    flat = cache.view(-1)
-    if flat.dtype == torch.float32:
-        return flat.numpy()
-    return flat.view(torch.int16).numpy().view(np.uint16)
-
-
-def _interpreter(narrow: bool) -> Any:
+def _interpreter(rows: str) -> Any:
+    """Return the interpreter for a flat KV cache of numpy's dtype `rows`."""
     configure_numba()
     from penstock.kernels.step_graph.interpreter import compile_interpreter
 
-    return compile_interpreter(narrow)
+    return compile_interpreter(rows)

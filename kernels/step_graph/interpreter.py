@@ -286,9 +286,8 @@ def _run(
 
 
 @cache
-def compile_interpreter(narrow: bool) -> Any:
-    """Return `_run` compiled for a float32 cache or, if `narrow`, a bfloat16 cache."""
-    rows = "uint16" if narrow else "float32"
+def compile_interpreter(rows: str) -> Any:
+    """Return `_run` compiled for a flat KV cache of numpy's dtype `rows`."""
     signature = (
         f"void(int64[:, ::1], float32[:, ::1], int64[::1], float32[::1], {rows}[::1],"
         " int64[::1], int64[::1], int32[:, ::1], int64)"

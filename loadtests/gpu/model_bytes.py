@@ -2,6 +2,7 @@
 
 import torch
 
+from penstock.kernels.kv_cache.format import format_of
 from penstock.workers.models.decoder import empty_decoder
 from penstock.workers.models.spec import ModelSpec
 
@@ -33,5 +34,6 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, batch: int) -> float:
 
 def step_bytes(spec: ModelSpec, dtype: torch.dtype, batch: int, context: float) -> float:
     """Return the bytes read by a decode step with `context` positions per sequence on average."""
-    kv = batch * context * spec.kv_bytes_per_token(dtype.itemsize)
+    token_bytes = spec.num_layers * format_of(dtype).token_bytes(spec.kv_shape)
+    kv = batch * context * token_bytes
     return weight_bytes(spec, dtype, batch) + kv

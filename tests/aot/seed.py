@@ -25,6 +25,7 @@ from torch import Tensor
 from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from penstock.kernels.kv_cache.checksum import sum_words
+from penstock.kernels.kv_cache.format import format_of
 from penstock.kernels.kv_cache.triton_checksum import TILE
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import sample
@@ -114,7 +115,8 @@ def runner_of(config: dict[str, Any]) -> tuple[DeviceRunner, SchedulerConfig]:
     limits = SchedulerConfig(
         NUM_BLOCKS, longest, own.block_size, own.max_sequences, own.max_batched_tokens
     )
-    cache = KvCache(spec.num_layers, NUM_BLOCKS, own.block_size, spec.kv_shape, decoder.dtype, META)
+    form = format_of(decoder.dtype)
+    cache = KvCache(spec.num_layers, NUM_BLOCKS, own.block_size, spec.kv_shape, form, META)
     return DeviceRunner(decoder, cache, GraphBuckets(own.max_sequences, longest)), limits
 
 

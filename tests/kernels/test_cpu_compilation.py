@@ -167,7 +167,7 @@ def test_required_groups_depend_on_device_and_dtypes() -> None:
     assert required_groups(gpu, torch.bfloat16, torch.bfloat16, False, True) == []
     wide = required_groups(cpu, torch.float32, torch.float32, False, True)
     names = [each.name for each in wide]
-    assert {"attention-wide", "rotary-wide", "noise", "norms"} < set(names)
+    assert {"attention-float32", "rotary-float32", "noise", "norms"} < set(names)
     narrow = required_groups(cpu, torch.float32, torch.bfloat16, True, False)
-    assert "attention-narrow" in [each.name for each in narrow]
+    assert "attention-bfloat16" in [each.name for each in narrow]
     assert not any(each.name.startswith("program") for each in narrow)

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from penstock.kernels.kv_cache.checksum import sum_words
+from penstock.kernels.kv_cache.format import format_of
 from penstock.kernels.kv_cache.triton_checksum import TILE
 from penstock.kernels.linear import op as products
 from penstock.kernels.sampling.logprobs import logprobs
@@ -127,7 +128,8 @@ def runner_of(name: str, folder: Path, deterministic: bool) -> DeviceRunner:
     if deterministic:
         with mock.patch.object(products, "runs_kernels", return_value=True):
             pack(decoder, "none", deterministic)
-    cache = KvCache(spec.num_layers, NUM_BLOCKS, 16, spec.kv_shape, decoder.dtype, META)
+    form = format_of(decoder.dtype)
+    cache = KvCache(spec.num_layers, NUM_BLOCKS, 16, spec.kv_shape, form, META)
     return DeviceRunner(decoder, cache, BUCKETS, deterministic)
 
 

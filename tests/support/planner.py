@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from penstock.kernels.kv_cache.format import format_of
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.models.protocols import Model
 from penstock.workers.rank.kv_cache import KvCache
@@ -67,7 +68,7 @@ def make_cache(decoder: Model, num_blocks: int) -> KvCache:
         num_blocks,
         BLOCK_SIZE,
         spec.kv_shape,
-        decoder.dtype,
+        format_of(decoder.dtype),
         decoder.device,
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.kernels.kv_cache.format import format_of
 from penstock.workers.engine.model_runner import SCORED_ROWS
 from penstock.workers.gpu.cuda_graphs import CudaCaptures
 from penstock.workers.gpu.device_runner import DeviceRunner
@@ -43,7 +44,12 @@ def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -
     ladder = GraphBuckets(sizes.num_sequences, sizes.model_len)
     num_blocks = 2  # one block for all positions, and the scratch block; contents do not matter
     cache = KvCache(
-        spec.num_layers, num_blocks, sizes.block_size, spec.kv_shape, decoder.dtype, device
+        spec.num_layers,
+        num_blocks,
+        sizes.block_size,
+        spec.kv_shape,
+        format_of(decoder.dtype),
+        device,
     )
     runner = DeviceRunner(decoder, cache, ladder, deterministic)
     before = torch.cuda.memory_allocated(device)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
+from penstock.kernels.kv_cache.format import slot_views
 from penstock.workers.gpu.pinned import put
 from penstock.workers.kv_transfer.shards import BlockShape, LayerHeadRange, Shard
 from penstock.workers.scheduling.sequence import Ints
@@ -27,17 +28,17 @@ class KvStaging:
     """Packs rectangles of cache blocks into messages, and unpacks messages into blocks.
 
     Args:
-        kv: This rank's cache, [layers, sides, blocks, KV heads, block_size, head_dim]. Sides are K
-            and V; MLA has one side and one head.
+        kv: This rank's cache, [layers, sides, blocks, KV heads, block_size, W] in any format
+            (`kernels/kv_cache/format`). Sides are K and V; MLA has one side and one head.
         rectangle: Layers and heads of the whole model that this rank holds.
     """
 
     def __init__(self, kv: torch.Tensor, rectangle: LayerHeadRange) -> None:
-        _, num_sides, _, _, block_size, head_dim = kv.shape
+        _, num_sides, _, _, block_size, slot = kv.shape
         self._kv = kv
         self.device = kv.device
         self.rectangle = rectangle
-        self.shape = BlockShape(block_size, num_sides * block_size * head_dim * kv.element_size())
+        self.shape = BlockShape(block_size, num_sides * block_size * slot * kv.element_size())
 
     def gather(
         self,
@@ -55,7 +56,8 @@ class KvStaging:
             into: [num_bytes or more] uint8 to copy to; None: new memory.
 
         Returns:
-            [num_bytes] uint8, the bytes of an array [layers, sides, units, heads, unit, head_dim].
+            [num_bytes] uint8, the bytes of an array [layers, sides, units, heads, unit, W]: a cache
+            whose blocks are the units. A message thus contains the scales of its codes.
         """
         unit = unit or self.shape.block_size
         layers, heads = self._slices(shard.rectangle)
@@ -66,8 +68,9 @@ class KvStaging:
         if unit == self.shape.block_size:
             gather_blocks(self._kv, indices, layers, heads, staged)
         else:
-            cut, block, within = self._cut(layers, heads, indices, shard, unit)
-            staged.copy_(cut[:, :, block, :, within].movedim(0, 2))
+            cuts, block, within = self._cut(layers, heads, indices, shard, unit)
+            for cut, part in zip(cuts, slot_views(staged), strict=True):
+                part.copy_(cut[:, :, block, :, within].movedim(0, 2))
         return data
 
     def scatter(
@@ -85,38 +88,40 @@ class KvStaging:
         if unit == self.shape.block_size:
             scatter_blocks(self._kv, indices, layers, heads, staged)
         else:
-            cut, block, within = self._cut(layers, heads, indices, shard, unit)
-            cut[:, :, block, :, within] = staged.movedim(2, 0)
+            cuts, block, within = self._cut(layers, heads, indices, shard, unit)
+            for cut, part in zip(cuts, slot_views(staged), strict=True):
+                cut[:, :, block, :, within] = part.movedim(2, 0)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Allocate a buffer for a message: [num_bytes] uint8."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def _array(self, data: torch.Tensor, shard: Shard, unit: int) -> torch.Tensor:
-        """View a message's bytes as an array [layers, sides, units, heads, unit, head_dim]."""
+        """View a message's bytes as an array [layers, sides, units, heads, unit, W]."""
         rectangle = shard.rectangle
-        _, num_sides, _, _, _, head_dim = self._kv.shape
+        _, num_sides, _, _, _, slot = self._kv.shape
         num_layers = rectangle.last_layer - rectangle.first_layer
         num_heads = rectangle.last_head - rectangle.first_head
-        shape = (num_layers, num_sides, shard.num_blocks(unit), num_heads, unit, head_dim)
+        shape = (num_layers, num_sides, shard.num_blocks(unit), num_heads, unit, slot)
         return data.view(self._kv.dtype).view(shape)
 
     def _cut(
         self, layers: slice, heads: slice, indices: torch.Tensor, shard: Shard, unit: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
         """Split the cache's blocks into units.
 
         Returns:
-            View of the cache, [layers, sides, blocks, heads, units per block, unit, head_dim]; the
-            block of each unit of the message, [units] int64; and the index of each unit in its
-            block, [units] int64.
+            For each of the cache's `slot_views`, a view [layers, sides, blocks, heads, units per
+            block, unit, n]; the block of each unit of the message, [units] int64; and the index of
+            each unit in its block, [units] int64.
         """
         block_size = self.shape.block_size
         first = shard.start % block_size // unit
         units = torch.arange(first, first + shard.num_blocks(unit), device=self.device)
         per_block = block_size // unit
-        cut = torch.unflatten(self._kv[layers, :, :, heads], 4, (per_block, unit))
-        return cut, indices.long()[units // per_block], units % per_block
+        views = slot_views(self._kv[layers, :, :, heads])
+        cuts = [torch.unflatten(view, 4, (per_block, unit)) for view in views]
+        return cuts, indices.long()[units // per_block], units % per_block
 
     def _slices(self, rectangle: LayerHeadRange) -> tuple[slice, slice]:
         own = self.rectangle

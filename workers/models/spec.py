@@ -1,6 +1,5 @@
 """Reads a model's description (`ModelSpec`) from a checkpoint's `config.json`; needs no torch."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -111,10 +110,6 @@ class ModelSpec:
         if self.latent is None:
             return 2, self.num_kv_heads, self.head_dim + self.extra_dim
         return 1, 1, self.latent.rank + self.latent.rope_dim
-
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Return the cache bytes of one position, over all layers."""
-        return self.num_layers * math.prod(self.kv_shape) * dtype_bytes
 
 
 def read_config(folder: Path) -> Fields:

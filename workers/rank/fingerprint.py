@@ -10,6 +10,7 @@ import torch
 
 from penstock.common.gguf.checkpoint import is_gguf, open_gguf
 from penstock.kernels.cpu_common.cpu_features import has_amx
+from penstock.kernels.kv_cache.format import KvCacheFormat
 from penstock.workers.models.protocols import ModelInfo
 
 KV_TRANSFER_VERSION = 2  # increased when the meaning of transferred blocks changes
@@ -53,7 +54,7 @@ def layout_of(
     model: str,
     spec: ModelInfo,
     dtype: torch.dtype,
-    cached: torch.dtype,
+    form: KvCacheFormat,
     deterministic: str = "",
     linear_methods: str = "float",
 ) -> str:
@@ -65,7 +66,7 @@ def layout_of(
 
     Args:
         model: Result of `model_fingerprint`.
-        cached: Dtype of the KV cache.
+        form: Format of the KV cache.
         deterministic: Result of `numerics_of` in deterministic mode, otherwise empty.
         linear_methods: Names of the linear methods of all weights; see `LinearMethod.name`.
     """
@@ -76,7 +77,7 @@ def layout_of(
     if linear_methods != "float":
         described += f" weights {linear_methods}"
     digest = blake2b(described.encode(), digest_size=16).hexdigest()
-    return f"{digest} {str(cached).removeprefix('torch.')}"
+    return f"{digest} {form.name}"
 
 
 def numerics_of(block_size: int, device: torch.device) -> str:
@@ -90,10 +91,12 @@ def layout_mismatch(theirs: str, ours: str) -> str:
     """Return why workers with these layouts cannot exchange KV; empty if they can."""
     if theirs == ours:
         return ""
-    of_them, _, their_dtype = theirs.partition(" ")
-    of_us, _, our_dtype = ours.partition(" ")
-    if of_them == of_us and their_dtype:
-        return f"its KV cache is of {their_dtype}, ours of {our_dtype}: use the same kv_cache_dtype"
+    of_them, _, their_format = theirs.partition(" ")
+    of_us, _, our_format = ours.partition(" ")
+    if of_them == of_us and their_format:
+        return (
+            f"its KV cache is of {their_format}, ours of {our_format}: use the same kv_cache_dtype"
+        )
     return (
         "the layouts differ: use the same model, dtype and quantization for both workers, and in "
         "deterministic mode the same block size and the same kind of GPU or CPU"

@@ -1,4 +1,4 @@
-"""The memory of one rank's KV cache, and the choice of its dtype."""
+"""The memory of one rank's KV cache, and the choice of its format."""
 
 import math
 
@@ -6,14 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.kv_cache.format import FORMATS, KvCacheFormat, format_of
 from penstock.kernels.triton_common.launch import runs_kernels
 
 
 class KvCache:
     """Paged keys and values of all layers, indexed by the scheduler's block numbers.
 
-    `data` is [num_layers, sides, num_blocks, heads, block_size, features], initially zero. `sides`,
-    `heads` and `features` are those of `kv_shape`.
+    `data` is [num_layers, sides, num_blocks, heads, block_size, W], initially zero. `kv_shape` is
+    (sides, heads, features), and W is the format's `slot_elements(features)`.
     """
 
     def __init__(
@@ -22,18 +23,20 @@ class KvCache:
         num_blocks: int,
         block_size: int,
         kv_shape: tuple[int, int, int],
-        dtype: torch.dtype,
+        form: KvCacheFormat,
         device: torch.device,
     ) -> None:
         sides, heads, features = kv_shape
-        shape = (num_layers, sides, num_blocks, heads, block_size, features)
-        self.data: Tensor = _zeros(shape, dtype, device)
+        slot = form.slot_elements(features)
+        shape = (num_layers, sides, num_blocks, heads, block_size, slot)
+        self.form = form
+        self.data: Tensor = _zeros(shape, form.dtype, device)
 
 
-def choose_cache_dtype(
+def choose_cache_format(
     name: str, quantization: str, dtype: torch.dtype, device: torch.device
-) -> torch.dtype:
-    """Return the dtype of the KV cache of a model that runs in `dtype`.
+) -> KvCacheFormat:
+    """Return the format of the KV cache of a model that runs in `dtype`.
 
     Args:
         name: "auto", "float32" or "bfloat16". "auto" means bfloat16 for float32 models with INT8
@@ -45,9 +48,9 @@ def choose_cache_dtype(
     # Triton kernels need a cache of dtype `dtype`; the torch and numba kernels convert.
     narrows = dtype == torch.float32 and not runs_kernels(device)
     if name == "auto":
-        return torch.bfloat16 if narrows and quantization == "int8" else dtype
-    chosen: torch.dtype = getattr(torch, name)
-    if chosen != dtype and not (narrows and chosen == torch.bfloat16):
+        return format_of(torch.bfloat16 if narrows and quantization == "int8" else dtype)
+    chosen = FORMATS[name]
+    if chosen.dtype != dtype and not (narrows and chosen.dtype == torch.bfloat16):
         raise ValueError(
             f"kv_cache_dtype {name} is not available: the model computes in "
             f"{str(dtype).removeprefix('torch.')} on {device.type}, and only float32 models on a "

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from penstock.kernels.kv_cache.format import KvCacheFormat
 from penstock.workers.config import StepSizes, WorkerConfig
 from penstock.workers.kv_transfer.buffers import reserved_bytes
 from penstock.workers.models.protocols import ModelInfo
@@ -19,7 +20,7 @@ def choose_num_blocks(
     spec: ModelInfo,
     max_model_len: int,
     device: torch.device,
-    itemsize: int,
+    form: KvCacheFormat,
     profile: Callable[[], int] | None = None,
 ) -> int:
     """Return the number of KV blocks that `config` sets or that fit into memory.
@@ -30,14 +31,14 @@ def choose_num_blocks(
     Args:
         sizes: Sizes of steps and blocks.
         spec: Spec of this rank's shard.
-        itemsize: Bytes per element of the cache.
+        form: Format of the cache.
         profile: Measures the bytes that steps and graphs need on a GPU; called unless `config` sets
             the size.
 
     Raises:
         ValueError: Not even one sequence of `max_model_len` tokens fits.
     """
-    block_bytes = spec.kv_bytes_per_token(itemsize) * sizes.block_size
+    block_bytes = spec.num_layers * form.token_bytes(spec.kv_shape) * sizes.block_size
     one = -(-max_model_len // sizes.block_size)
     num_ranks = config.coord.mesh.num_ranks
     if config.kv_cache_mib is not None:

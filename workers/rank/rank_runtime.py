@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from penstock.kernels.cpu_compilation import CpuKernelLoader, KernelGroup, required_groups
+from penstock.kernels.kv_cache.format import KvCacheFormat
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.gpu.device_runner import DeviceRunner
@@ -35,7 +36,7 @@ from penstock.workers.parallel.step_broadcast import (
 )
 from penstock.workers.parallel.step_codec import max_plan_bytes
 from penstock.workers.rank.fingerprint import layout_of, numerics_of
-from penstock.workers.rank.kv_cache import KvCache, choose_cache_dtype
+from penstock.workers.rank.kv_cache import KvCache, choose_cache_format
 from penstock.workers.rank.kv_cache_size import choose_num_blocks
 from penstock.workers.scheduling.config import SchedulerConfig
 from penstock.workers.weights.loading import choose_dtype, load
@@ -90,11 +91,11 @@ class RankRuntime:
 
     def layout(self, model: str) -> str:
         """Return the layout string of the worker's KV; `model` is the model's fingerprint."""
-        dtypes, numerics = (self.decoder.dtype, self.cache.data.dtype), ""
+        forms, numerics = (self.decoder.dtype, self.cache.form), ""
         if self.config.deterministic:
             numerics = numerics_of(self.limits.block_size, self.decoder.device)
         methods = self.decoder.linear_methods if isinstance(self.decoder, Decoder) else "float"
-        return layout_of(model, self.spec, *dtypes, numerics, methods)
+        return layout_of(model, self.spec, *forms, numerics, methods)
 
     def expert_counts(self) -> list[Tensor]:
         """Return, for each MoE layer of this rank, how often each expert was chosen ([E] int64).
@@ -176,13 +177,13 @@ def load_rank(
             ranks,
         )
     names = config.kv_cache_dtype, config.quantization
-    cached = choose_cache_dtype(*names, decoder.dtype, decoder.device)
-    limits = _limits(config, spec, decoder, cached.itemsize, store)
+    form = choose_cache_format(*names, decoder.dtype, decoder.device)
+    limits = _limits(config, spec, decoder, form, store)
     loops.join()
     if loops.has_compiled:
         on_stage(WARMING_UP)
     num_scratch = 1 if _runs_asynchronously(config, decoder) else 0
-    cache = _make_cache(limits, decoder, cached, num_scratch)
+    cache = _make_cache(limits, decoder, form, num_scratch)
     return RankRuntime(config, spec, decoder, limits, cache, reports)
 
 
@@ -190,13 +191,13 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
     """Return the CPU kernels that this configuration needs; empty if `config` is invalid."""
     try:
         dtype = choose_dtype(config.dtype, "float32", device)
-        cached = choose_cache_dtype(config.kv_cache_dtype, config.quantization, dtype, device)
+        form = choose_cache_format(config.kv_cache_dtype, config.quantization, dtype, device)
         is_packed = bool(read_config(config.model).values.get("quantization_config"))
     except ValueError:
         return []
     single_rank = config.coord.mesh.num_ranks == 1
     is_int8 = is_packed or config.quantization != "none"
-    return required_groups(device, dtype, cached, is_int8, single_rank, is_packed)
+    return required_groups(device, dtype, form.dtype, is_int8, single_rank, is_packed)
 
 
 def _runs_asynchronously(config: WorkerConfig, decoder: Model) -> bool:
@@ -222,10 +223,10 @@ def _limits(
     config: WorkerConfig,
     spec: ModelInfo,
     decoder: Model,
-    itemsize: int,
+    form: KvCacheFormat,
     store: Store | None,
 ) -> SchedulerConfig:
-    """Choose the scheduler's limits; `itemsize` is the bytes per element of the KV cache."""
+    """Choose the scheduler's limits; `form` is the format of the KV cache."""
     max_model_len = config.max_model_len or spec.max_model_len
     if max_model_len > spec.max_model_len:
         raise ValueError(
@@ -242,7 +243,7 @@ def _limits(
         decoder.spec,
         max_model_len,
         decoder.device,
-        itemsize,
+        form,
         partial(profile_step_bytes, decoder, steps, config.deterministic)
         if _runs_asynchronously(config, decoder)
         else None,
@@ -270,7 +271,7 @@ def _gpu_memory(device: torch.device) -> int | None:
 
 
 def _make_cache(
-    limits: SchedulerConfig, decoder: Model, dtype: torch.dtype, num_scratch: int
+    limits: SchedulerConfig, decoder: Model, form: KvCacheFormat, num_scratch: int
 ) -> KvCache:
     spec = decoder.spec
     return KvCache(
@@ -278,6 +279,6 @@ def _make_cache(
         num_blocks=limits.num_blocks + num_scratch,
         block_size=limits.block_size,
         kv_shape=spec.kv_shape,
-        dtype=dtype,
+        form=form,
         device=decoder.device,
     )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.cpu_common.cpu_features import has_amx
+from penstock.kernels.kv_cache.format import FORMATS
 from penstock.kernels.linear import cpu_packed_f32
 from penstock.kernels.linear.cpu_packed_int8 import has_int8_loops
 from penstock.kernels.linear.op import PackedLinear
@@ -295,7 +296,8 @@ def test_transformers_backend_is_refused(tmp_path: Path) -> None:
 def test_layout_depends_on_deterministic_mode_block_size_and_cpu(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given, cpu = (engine.model, engine.spec, torch.float32, torch.float32), torch.device("cpu")
+    form, cpu = FORMATS["float32"], torch.device("cpu")
+    given = (engine.model, engine.spec, torch.float32, form)
     assert engine.layout == layout_of(*given, numerics_of(BLOCK_SIZE, cpu))
     others = [layout_of(*given), layout_of(*given, numerics_of(1, cpu))]
     monkeypatch.setattr(fingerprint, "has_amx", lambda: not has_amx())

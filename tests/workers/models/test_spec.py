@@ -54,7 +54,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert not spec.tie_embeddings
     assert read_spec(write(tmp_path, auto_map={"AutoModel": "x.py"})) == spec  # x.py is not run
     assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == (False, False, False)
-    assert spec.kv_bytes_per_token(4) == 2 * 3 * 4 * 8 * 4
+    assert (spec.num_layers, spec.kv_shape) == (3, (2, 4, 8))
 
 
 def test_old_and_new_rope_scaling_keys_are_equivalent(tmp_path: Path) -> None:
@@ -277,7 +277,6 @@ def test_mla_settings(tmp_path: Path) -> None:
     assert spec.latent == LatentSpec(512, 1536, plain_dim=128, rope_dim=64, value_dim=128)
     assert (spec.head_dim, spec.rotated_dim, spec.attention_scale) == (192, 64, 192**-0.5)
     assert spec.kv_shape == (1, 1, 576)
-    assert spec.kv_bytes_per_token(2) == 3 * 576 * 2
     assert spec.rope.interleaved
     assert not read_spec(write(tmp_path, **V3, rope_interleave=False)).rope.interleaved
     lite = read_spec(write(tmp_path, **V2, q_lora_rank=None, kv_lora_rank=20)).latent

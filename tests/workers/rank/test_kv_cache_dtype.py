@@ -14,7 +14,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.results import BeamResult
 from penstock.workers.layers import packing
 from penstock.workers.rank.fingerprint import layout_mismatch
-from penstock.workers.rank.kv_cache import choose_cache_dtype
+from penstock.workers.rank.kv_cache import choose_cache_format
 from penstock.workers.sampling.sampler import TokenLogprobs
 from penstock.workers.scheduling.sequence import Key, NewSequence, Sibling
 from penstock.workers.service.grpc_service import serve_worker
@@ -55,7 +55,7 @@ def make_engine(checkpoint: Path, **other: Any) -> Engine:
 def test_choice_of_the_cache_dtype(
     name: str, quantization: str, dtype: torch.dtype, chosen: torch.dtype
 ) -> None:
-    assert choose_cache_dtype(name, quantization, dtype, CPU) == chosen
+    assert choose_cache_format(name, quantization, dtype, CPU).dtype == chosen
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_choice_of_the_cache_dtype(
 )
 def test_unavailable_cache_dtype_is_refused(name: str, dtype: torch.dtype, device: str) -> None:
     with pytest.raises(ValueError, match=f"kv_cache_dtype {name} is not available") as caught:
-        choose_cache_dtype(name, "none", dtype, torch.device(device))
+        choose_cache_format(name, "none", dtype, torch.device(device))
     assert "\n" not in str(caught.value)
 
 
 def test_auto_on_a_gpu_chooses_the_compute_dtype() -> None:
-    assert choose_cache_dtype("auto", "none", BF16, torch.device("cuda")) == BF16
+    assert choose_cache_format("auto", "none", BF16, torch.device("cuda")).dtype == BF16
 
 
 def test_int8_uses_a_bfloat16_cache_with_twice_the_blocks(checkpoint: Path) -> None:

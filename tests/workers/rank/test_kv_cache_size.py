@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from penstock.kernels.kv_cache.format import FORMATS
 from penstock.workers.config import StepSizes, WorkerConfig
 from penstock.workers.kv_transfer.buffers import BUFFER_BYTES, NUM_BUFFERS, reserved_bytes
 from penstock.workers.kv_transfer.protocol.messages import MAX_PEERS
@@ -16,14 +17,15 @@ from penstock.workers.rank.kv_cache_size import choose_num_blocks
 SIZES = StepSizes(block_size=64, max_sequences=4, max_batched_tokens=64)
 BYTES_PER_TOKEN = 1 << 14
 FREE, NEEDED = 40 << 30, 10 << 30
+BF16 = FORMATS["bfloat16"]
 
 
 def num_blocks(monkeypatch: pytest.MonkeyPatch, **config: Any) -> int:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, FREE))
-    spec = SimpleNamespace(kv_bytes_per_token=lambda itemsize: BYTES_PER_TOKEN)
+    spec = SimpleNamespace(num_layers=2, kv_shape=(2, 8, BYTES_PER_TOKEN // 64))
     given = WorkerConfig("w", Path("m"), **config)
     device = torch.device("cuda")
-    return choose_num_blocks(given, SIZES, cast(ModelInfo, spec), 99, device, 2, lambda: NEEDED)
+    return choose_num_blocks(given, SIZES, cast(ModelInfo, spec), 99, device, BF16, lambda: NEEDED)
 
 
 def test_blocks_leave_room_for_steps_buffers_and_communicators(

@@ -45,9 +45,6 @@ class TransformersModelInfo:
     def kv_shape(self) -> tuple[int, int, int]:
         return 2, self.num_kv_heads, self.head_dim
 
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes
-
 
 class _StubBody(nn.Module):
     """Replaces a model's body (tokens to hidden states), so that the head can run alone."""
