@@ -26,7 +26,7 @@ def supports_cpu_paged(device: torch.device, dtype: torch.dtype) -> bool:
 
     If not, attention is computed with plain torch operations.
     """
-    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
+    return device.type == "cpu" and bool(format_of(dtype).array_dtype)
 
 
 def load_cpu_kernels(dtype: torch.dtype) -> None:

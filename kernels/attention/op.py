@@ -5,11 +5,11 @@ to [0, p] if there is no window. Keys K and values V are read through the sequen
 
     out_t = softmax(q_t K^T / sqrt(D)) V
 
-query is [T, Hq, D]. One layer's cache is [2, N, H, S, D] (see `kv_cache/op`) and already holds
+query is [T, Hq, D]. One layer's cache is [2, N, H, S, W] (see `kv_cache/op`) and already holds
 this step's keys and values. Query heads [h G, (h + 1) G) read KV head h, with G = Hq / H. Slots
 that no token attends to may contain anything, NaN included. `ScoreMod` can change the scores before
-the softmax. On a CPU a float32 query may read a bfloat16 cache; the arithmetic is then float32.
-Elements of a float8_e4m3fn cache are multiplied by `scales` [2, H] (keys and values, per KV head).
+the softmax. On a CPU a float32 query may read a bfloat16 cache; the arithmetic is then float32. A
+query of any dtype may read an FP8 or INT8 cache.
 
 `plan_attention` prepares everything that depends only on the batch. It is called once per step for
 all layers with the same window. If the lengths are on the GPU, `plan_attention_on_device` is used.
@@ -31,9 +31,10 @@ from penstock.kernels.attention.cpu_plan import supports_cpu_paged
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.attention.torch_gather import GatheredPlan
 from penstock.kernels.attention.triton_launch import Batch, TiledPlan
-from penstock.kernels.checks import E4M3, FLOATS, check, check_contiguous
+from penstock.kernels.checks import FLOATS, check, check_contiguous
 from penstock.kernels.fallback import record_fallback
-from penstock.kernels.triton_common.launch import device_info, use_triton
+from penstock.kernels.kv_cache.format import dequantize, format_of, num_features
+from penstock.kernels.triton_common.launch import use_triton
 
 Ints: TypeAlias = npt.NDArray[np.integer]
 
@@ -52,7 +53,8 @@ class AttentionPlan:
 
 def runs_kernel(layer: Tensor) -> bool:
     """Return whether Triton kernels compute attention over this layer of the cache."""
-    return layer.dtype in (*FLOATS, E4M3) and layer.shape[4] <= 256 and use_triton(layer)
+    reads = layer.dtype in FLOATS or format_of(layer.dtype).has_scales
+    return reads and num_features(layer) <= 256 and use_triton(layer)
 
 
 def plan_attention(
@@ -92,7 +94,7 @@ def plan_attention(
             query_starts, context_lens, block_tables, layer.device, window, prefix, one_path
         )  # fmt: skip
         return AttentionPlan(backend, layer, num_tokens)
-    record_fallback("attention", layer.device, f"{layer.dtype}, {layer.shape[4]} features")
+    record_fallback("attention", layer.device, f"{layer.dtype}, {num_features(layer)} features")
     reads_paged = supports_cpu_paged(layer.device, layer.dtype)
     gathered = GatheredPlan.of(
         query_starts, context_lens, block_tables, layer, window, reads_paged, one_path
@@ -150,17 +152,15 @@ def paged_attention(
     layer: Tensor,
     plan: AttentionPlan,
     scores: ScoreMod = PLAIN,
-    scales: Tensor | None = None,
 ) -> Tensor:
     """Compute attention over one layer of the paged cache.
 
     Args:
         query: [T, Hq, D].
-        layer: [2, N, H, S, D] contiguous. The dtype must be the query's dtype, bfloat16 (see
-            `reads_bf16`) or float8_e4m3fn.
+        layer: [2, N, H, S, W] contiguous. The format must be FP8, INT8, the query's dtype or
+            bfloat16 (see `reads_bf16`).
         plan: plan of this step.
         scores: changes to the scores before the softmax.
-        scales: [2, H] float32 scales of keys and values of a float8_e4m3fn cache.
 
     Returns:
         [T, Hq, D] of the query's dtype.
@@ -168,8 +168,8 @@ def paged_attention(
     Raises:
         ValueError: shapes, dtypes or devices do not match.
     """
-    _check(query, layer, plan, scores, scales)
-    return plan.backend.attend(query, layer, scores, scales)
+    _check(query, layer, plan, scores)
+    return plan.backend.attend(query, layer, scores)
 
 
 def check_batch(
@@ -217,19 +217,18 @@ def check_device_batch(batch: Batch, layer: Tensor, max_context: int) -> None:
 
 
 def _check_layer(layer: Tensor) -> None:
-    check("layer", layer, (2, "N", "H", "S", "D"), (layer.dtype,))
+    check("layer", layer, (2, "N", "H", "S", "W"), (layer.dtype,))
     check_contiguous("layer", layer)
 
 
-def _check(
-    query: Tensor, layer: Tensor, plan: AttentionPlan, scores: ScoreMod, scales: Tensor | None
-) -> None:
-    num_heads, head_dim, planned = layer.shape[2], layer.shape[4], plan.layer
+def _check(query: Tensor, layer: Tensor, plan: AttentionPlan, scores: ScoreMod) -> None:
+    num_heads, head_dim, planned = layer.shape[2], num_features(layer), plan.layer
     check("layer", layer, planned.shape, (planned.dtype,), like=planned)
     check_contiguous("layer", layer)
-    narrow = layer.dtype == E4M3
-    dtypes: tuple[torch.dtype, ...] = FLOATS if narrow else (layer.dtype,)
-    if reads_bf16(layer):
+    dtypes: tuple[torch.dtype, ...] = (layer.dtype,)
+    if format_of(layer.dtype).has_scales:
+        dtypes = FLOATS
+    elif reads_bf16(layer):
         dtypes = (layer.dtype, torch.float32)
     check("query", query, (plan.num_tokens, "Hq", head_dim), dtypes, like=layer)
     if query.shape[1] % num_heads:
@@ -239,18 +238,6 @@ def _check(
     for name, values in (("sinks", scores.sinks), ("slopes", scores.slopes)):
         if values is not None:
             check(name, values, query.shape[1:2], FLOATS, like=query)
-    if scales is not None:
-        if not narrow:
-            raise ValueError(f"scales: none expected for a layer of {layer.dtype}")
-        check("scales", scales, (2, num_heads), (torch.float32,), like=query)
-        check_contiguous("scales", scales)
-    if narrow and isinstance(plan.backend, TiledPlan) and not _reads_e4m3(layer):
-        raise ValueError(f"layer: {device_info(layer).name} does not support {layer.dtype}")
-
-
-def _reads_e4m3(layer: Tensor) -> bool:
-    chip = device_info(layer)
-    return chip.converts_e4m3 or chip.name == "interpreter"
 
 
 def paged_attention_reference(
@@ -261,12 +248,10 @@ def paged_attention_reference(
     block_tables: Ints,
     window: int = 0,
     scores: ScoreMod = PLAIN,
-    scales: Tensor | None = None,
 ) -> Tensor:
     """Reference for `plan_attention` and `paged_attention`: a loop over sequences and heads."""
     num_heads, block_size = layer.shape[2:4]
-    if scales is not None:
-        layer = layer.to(query.dtype) * scales.to(query.dtype)[:, None, :, None, None]
+    layer = dequantize(layer, query.dtype)
     out = torch.empty_like(query)
     for b, context in enumerate(context_lens.tolist()):
         tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.cpu_plan import CpuPagedPlan
 from penstock.kernels.attention.score_mod import ScoreMod, attend
+from penstock.kernels.kv_cache.format import dequantize
 
 Ints: TypeAlias = npt.NDArray[np.integer]
 
@@ -37,7 +38,7 @@ class _Decodes:
     """A batch of sequences with one query token each, padded to M blocks per sequence."""
 
     tokens: Tensor | None  # [B] row numbers in the query; None: all rows, in order
-    blocks: Tensor  # [2 B H M] row numbers in the cache, viewed as [2 N H, S D]
+    blocks: Tensor  # [2 B H M] row numbers in the cache, viewed as [2 N H, S W]
     unseen: Tensor  # numbers of masked rows of the gathered blocks, viewed as [2 B H M S, D]
     mask: Tensor  # [B, 1, 1, M S] 0 or -inf
     own: Tensor  # [B] index of each token's own position among the M S gathered positions
@@ -48,7 +49,7 @@ class _Chunk:
     """One sequence with several query tokens."""
 
     tokens: slice  # rows of the query that hold the sequence's tokens
-    blocks: Tensor  # [2 H M] row numbers in the cache, viewed as [2 N H, S D]
+    blocks: Tensor  # [2 H M] row numbers in the cache, viewed as [2 N H, S W]
     context: slice  # range of the gathered positions that some token attends to
     # [tokens, context] 0 or -inf; None: causal, because the chunk is the whole context
     mask: Tensor | None
@@ -61,7 +62,7 @@ class GatheredPlan:
     paged: CpuPagedPlan | None  # plan of the sequences that are read in place; None: no sequence
     decodes: list[_Decodes]
     chunks: list[_Chunk]
-    gathered: Tensor  # [largest number of blocks, S D] scratch, reused for every batch and chunk
+    gathered: Tensor  # [largest number of pages, S W] scratch, reused for every batch and chunk
 
     @classmethod
     def of(
@@ -106,43 +107,31 @@ class GatheredPlan:
             for b in np.flatnonzero((lengths > 1) & ~near).tolist()
         ]
         most = max(map(len, [p.blocks for p in decodes] + [p.blocks for p in chunks]), default=0)
-        block_size, head_dim = layer.shape[3:]
-        return cls(paged, decodes, chunks, layer.new_empty(most, block_size * head_dim))
+        return cls(paged, decodes, chunks, layer.new_empty(most, layer[0, 0, 0].numel()))
 
-    def attend(
-        self, query: Tensor, layer: Tensor, scores: ScoreMod, scales: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, query: Tensor, layer: Tensor, scores: ScoreMod) -> Tensor:
         """Return the attention output [T, Hq, D].
 
-        `query` is [T, Hq, D], `layer` is [2, N, H, S, D], and `scales` is [2, H] for an FP8 cache,
-        otherwise None.
+        `query` is [T, Hq, D], and `layer` is [2, N, H, S, W].
         """
         if len(self.decodes) == 1 and self.decodes[0].tokens is None:
-            return self._decode(query, layer, self.decodes[0], scores, scales)
+            return self._decode(query, layer, self.decodes[0], scores)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if self.paged is not None:
             self.paged.attend_(out, query, layer, scores)
         for group in self.decodes:
-            picked = query[group.tokens]
-            out[group.tokens] = self._decode(picked, layer, group, scores, scales)
+            out[group.tokens] = self._decode(query[group.tokens], layer, group, scores)
         for chunk in self.chunks:
-            out[chunk.tokens] = self._prefill(query[chunk.tokens], layer, chunk, scores, scales)
+            out[chunk.tokens] = self._prefill(query[chunk.tokens], layer, chunk, scores)
         return out
 
-    def _decode(
-        self,
-        query: Tensor,
-        layer: Tensor,
-        group: _Decodes,
-        scores: ScoreMod,
-        scales: Tensor | None,
-    ) -> Tensor:
+    def _decode(self, query: Tensor, layer: Tensor, group: _Decodes, scores: ScoreMod) -> Tensor:
         batch, num_query_heads, head_dim = query.shape
         num_heads = layer.shape[2]
         kv = _gather_kv(self.gathered, layer, group.blocks, query.dtype)
         # Masked slots may hold NaN, and 0 * NaN is NaN: replace their content by 0.
         kv.view(-1, head_dim).index_fill_(0, group.unseen, 0.0)
-        keys, values = _scaled(kv.view(2, batch, num_heads, -1, head_dim), scales)
+        keys, values = kv.view(2, batch, num_heads, -1, head_dim)
         packed = query.view(batch, num_heads, num_query_heads // num_heads, head_dim)
         distances = None
         if scores.slopes is not None:
@@ -151,21 +140,13 @@ class GatheredPlan:
         out = attend(packed, keys, values, group.mask, _by_head(scores, num_heads, 1), distances)
         return out.reshape(query.shape)
 
-    def _prefill(
-        self,
-        query: Tensor,
-        layer: Tensor,
-        chunk: _Chunk,
-        scores: ScoreMod,
-        scales: Tensor | None,
-    ) -> Tensor:
+    def _prefill(self, query: Tensor, layer: Tensor, chunk: _Chunk, scores: ScoreMod) -> Tensor:
         length, num_query_heads, head_dim = query.shape
         num_heads = layer.shape[2]
         kv = _gather_kv(self.gathered, layer, chunk.blocks, query.dtype)
         kv = kv.view(2, 1, num_heads, -1, head_dim)[:, :, :, chunk.context]
         group = num_query_heads // num_heads
-        kv = _scaled(kv, scales).transpose(1, 2)
-        keys, values = kv.expand(-1, -1, group, -1, -1)
+        keys, values = kv.transpose(1, 2).expand(-1, -1, group, -1, -1)
         packed = query.view(length, num_heads, group, head_dim).permute(1, 2, 0, 3)
         distances = None
         if scores.slopes is not None:
@@ -176,7 +157,7 @@ class GatheredPlan:
 
 
 def _gather_kv(gathered: Tensor, layer: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the cache rows with the numbers `blocks`, converted to `dtype`: [2 B H M, S D].
+    """Return the pages with the numbers `blocks`, converted to `dtype`: contiguous, n S D elements.
 
     `gathered` is scratch; the result may be a view of it.
     """
@@ -185,12 +166,7 @@ def _gather_kv(gathered: Tensor, layer: Tensor, blocks: Tensor, dtype: torch.dty
         return torch.index_select(rows, 0, blocks, out=found)
     # index_select does not support float8 on every device, but it does support uint8.
     torch.index_select(rows.view(torch.uint8), 0, blocks, out=found.view(torch.uint8))
-    return found.to(dtype)
-
-
-def _scaled(kv: Tensor, scales: Tensor | None) -> Tensor:
-    """Return `kv` [2, B, H, C, D], multiplied by `scales` [2, H] unless `scales` is None."""
-    return kv if scales is None else kv * scales.to(kv.dtype)[:, None, :, None, None]
+    return dequantize(found.view(-1, *layer.shape[3:]), dtype)
 
 
 def _by_head(scores: ScoreMod, num_heads: int, trailing: int) -> ScoreMod:
@@ -207,14 +183,14 @@ class _Planner:
     """Builds the parts of a `GatheredPlan`."""
 
     def __init__(self, layer: Tensor, block_tables: Ints, window: int) -> None:
-        _, self.num_blocks, self.num_heads, self.block_size, head_dim = layer.shape
+        _, self.num_blocks, self.num_heads, self.block_size, slot = layer.shape
         self.tables = block_tables
         self.window = window
         # dtype of the masks: float32 on a CPU, where float32 queries may read a bfloat16 cache.
         plain = layer.itemsize > 1 and layer.device.type != "cpu"
         self.dtype = layer.dtype if plain else torch.float32
         self.device = layer.device
-        self.block_bytes = 2 * self.num_heads * self.block_size * head_dim * layer.itemsize
+        self.block_bytes = 2 * self.num_heads * self.block_size * slot * layer.itemsize
 
     def seen_blocks(self, query_len: int, contexts: Ints) -> tuple[Ints, Ints]:
         """Return the first block and the number of blocks that each sequence attends to.
@@ -291,7 +267,7 @@ class _Planner:
     def cache_rows(self, table: Ints) -> Ints:
         """Convert block numbers [B, M] to row numbers [2 B H M] in the cache.
 
-        The cache is viewed as [2 N H, S D].
+        The cache is viewed as [2 N H, S W].
         """
         sides = np.arange(2)[:, None, None, None] * self.num_blocks
         blocks = table.astype(np.int64)[None, :, None] + sides

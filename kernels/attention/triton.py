@@ -29,10 +29,22 @@ position, its maximum score is MASKED, a finite number, so that -inf - (-inf) is
 from penstock.kernels.triton_common.launch import jit, tl
 
 
+@jit
+def _as_floats(x, dtype: tl.constexpr):
+    """Convert elements of the cache to `dtype`; bits of float8_e4m3fn (uint8) give 2^-8 of a value.
+
+    2^-8 of a float8_e4m3fn is a float16 with the same bits for exponent and mantissa.
+    """
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.uint16)
+        x = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return x.to(dtype)
+
+
 @jit(unspecialized=("table_stride", "partition_tokens"))
 def attend_kernel(  # noqa: C901
     query,  # [T, H G, D + TAIL]; consecutive tokens are `query_stride` elements apart
-    layer,  # [2, N, H, S, D], or [1, N, 1, S, D + TAIL]
+    layer,  # [2, N, H, S, W], or [1, N, 1, S, D + TAIL]
     tables,  # [B, M] int32 block tables; consecutive rows are `table_stride` elements apart
     query_starts,  # [B + 1] int32 first token of each sequence, and the number of tokens
     context_lens,  # [B] int32 context length of each sequence
@@ -45,7 +57,7 @@ def attend_kernel(  # noqa: C901
     weights,
     sinks,  # [H G] attention sinks, or None
     slopes,  # [H G] ALiBi slopes, or None
-    scales,  # [2, H] float32 scales of cached keys and values, or None
+    scales,  # the memory of `layer` as float16, if it has codes with scales; else None
     query_stride,
     table_stride,
     side_stride,  # elements between a key and its value in `layer`
@@ -57,6 +69,10 @@ def attend_kernel(  # noqa: C901
     S: tl.constexpr,
     D: tl.constexpr,
     TAIL: tl.constexpr,  # features of a key after its value (MLA); 0: keys and values are separate
+    PAGE: tl.constexpr,  # S W, elements of the keys or values of a block and head
+    # Codes as `_as_floats` returns them, times UNIT, are codes. GAIN scales the weights of values.
+    UNIT: tl.constexpr,
+    GAIN: tl.constexpr,
     WINDOW: tl.constexpr,  # number of positions that a token attends to; 0: all
     SPLIT: tl.constexpr,  # positions per partition, a multiple of BLOCK_N; 0: no partitions
     SEQUENTIAL: tl.constexpr,  # a program computes all partitions of a tile, in order
@@ -126,9 +142,7 @@ def attend_kernel(  # noqa: C901
         all_low = begin
     all_high = tl.maximum(tl.minimum(earliest + 1, high) // BLOCK_N * BLOCK_N, all_low)
 
-    factor = scale
-    if scales is not None:
-        factor *= tl.load(scales + head)
+    factor = scale * UNIT
     if cap is None:
         factor *= LOG2_E
     if slopes is not None:
@@ -173,15 +187,22 @@ def attend_kernel(  # noqa: C901
                     inside = tl.full((BLOCK_N,), True, tl.int1)
                 else:
                     inside = (columns >= low) & (columns < high)
-                kv_at = ((block * H + head) * S + columns % S) * (D + TAIL)
+                page = (block * H + head) * PAGE
+                kv_at = page + columns % S * (D + TAIL)
                 loaded = inside[:, None] & wide[None, :]
+                if scales is not None:
+                    scale_at = scales + (page + S * D) // 2 + columns % S
+                    k_scale = tl.load(scale_at, mask=inside, other=0.0).to(tl.float32)
                 k = tl.load(layer + kv_at[:, None] + features[None, :], mask=loaded, other=0.0)
-                s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+                s = tl.dot(q, tl.trans(_as_floats(k, q.dtype)), input_precision="ieee")
                 if TAIL:
                     k_tail_at = layer + D + kv_at[:, None] + behind[None, :]
                     k_tail = tl.load(k_tail_at, mask=inside[:, None] & narrow[None, :], other=0.0)
                     s = tl.dot(q_tail, tl.trans(k_tail.to(q.dtype)), s, input_precision="ieee")
-                s *= factor
+                if scales is not None:
+                    s *= (k_scale * factor)[None, :]
+                else:
+                    s *= factor
                 if cap is not None:
                     s = (1 - 2 / (1 + tl.exp2(s * (2 * LOG2_E / cap)))) * (cap * LOG2_E)
                 if slopes is not None:
@@ -201,11 +222,16 @@ def attend_kernel(  # noqa: C901
                     v_at = layer + side_stride + kv_at[:, None] + features[None, :]
                     v = tl.load(v_at, mask=loaded, other=0.0)
                 acc *= fade[:, None]
-                acc = tl.dot(probs.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+                if scales is not None:
+                    v_scale_at = scale_at + side_stride // 2
+                    v_scale = tl.load(v_scale_at, mask=inside, other=0.0).to(tl.float32)
+                    probs *= (v_scale * GAIN)[None, :]
+                v = _as_floats(v, q.dtype)
+                acc = tl.dot(probs.to(q.dtype), v, acc, input_precision="ieee")
                 most = higher
 
         if scales is not None:
-            acc *= tl.load(scales + H + head)
+            acc *= UNIT / GAIN
         if SEQUENTIAL:
             higher = tl.maximum(all_most, most)
             fade, gain = tl.exp2(all_most - higher), tl.exp2(most - higher)

@@ -66,10 +66,14 @@ def _mla_tiles(chip: DeviceInfo, rows: int) -> Tiles:
     return Tiles(rows, 16 if narrow else 32, 8, 3)
 
 
-def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
+def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int, cached: int) -> Tiles:
     """Return the tiles for prefill chunks.
 
-    `width` is the padded head size. `itemsize` is the number of bytes per element of the query.
+    Args:
+        chip: the device.
+        width: padded head size.
+        itemsize: bytes per element of the query.
+        cached: bytes per element of the cache.
     """
     if itemsize == 4:  # float32 does not use tensor cores
         return Tiles(32, 32, 4, 1)
@@ -77,7 +81,13 @@ def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
         return _mla_tiles(chip, 64)
     family = _chip_family(chip)
     table = _CHUNKS["some" if family == "little" else family]
-    return table[next(widest for widest in table if width <= widest)]
+    tiles = table[next(widest for widest in table if width <= widest)]
+    if cached > 1:
+        return tiles
+    # Codes are converted in registers: with as many rows as floats, registers would be spilled.
+    if family == "amd":
+        return Tiles(32, 32 if width > 128 else 64, 4, 1)
+    return tiles._replace(rows=tiles.rows // 2, columns=16 if width > 128 else tiles.columns)
 
 
 def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cached: int) -> Tiles:
@@ -99,23 +109,24 @@ def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cach
     columns = 32 if _chip_family(chip) == "little" and width > 64 else 64
     if width > 128:
         columns //= 2
-    if cached == 1:  # FP8: twice the columns have the same number of bytes
+    if cached == 1 and width <= 128:  # codes: twice the columns have the same number of bytes
         columns *= 2
     return Tiles(rows, columns, 4, 3)
 
 
-def batch_invariant_tiles(chip: DeviceInfo, width: int, itemsize: int) -> Tiles:
+def batch_invariant_tiles(chip: DeviceInfo, width: int, itemsize: int, cached: int) -> Tiles:
     """Return the tiles for batch-invariant attention, for chunks as well as for single tokens.
 
     These tiles are smaller than other tiles, because a program holds two accumulators: one for the
-    current partition and one for all partitions.
+    current partition and one for all partitions. The arguments are those of `chunk_tiles`.
     """
     if itemsize == 4:
-        return chunk_tiles(chip, width, itemsize)
+        return Tiles(32, 32, 4, 1)
     if width > 256:
         return _mla_tiles(chip, 16)
     family = _chip_family(chip)
     if family == "amd":
-        return Tiles(32, 32, 8, 2) if width > 128 else Tiles(32, 64, 4, 2)
-    columns = 32 if family == "little" and width > 64 else 64
+        warps = 4 if cached == 1 or width <= 128 else 8
+        return Tiles(32, 32 if width > 128 else 64, warps, 2)
+    columns = 32 if (family == "little" or cached == 1) and width > 64 else 64
     return Tiles(32, columns, 8 if width > 128 else 4, 3)

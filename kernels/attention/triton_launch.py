@@ -27,6 +27,8 @@ from penstock.kernels.attention.triton_configs import (
     chunk_tiles,
     split_kv_tiles,
 )
+from penstock.kernels.checks import E4M3
+from penstock.kernels.kv_cache.format import format_of
 from penstock.kernels.triton_common.launch import device_info, launch, power_of_2
 
 Ints: TypeAlias = npt.NDArray[np.integer]
@@ -147,16 +149,14 @@ class TiledPlan:
         query: Tensor,
         layer: Tensor,
         scores: ScoreMod,
-        scales: Tensor | None = None,
         tail: int = 0,
     ) -> Tensor:
         """Return the attention output [T, Hq, D].
 
         Args:
             query: [T, Hq, D].
-            layer: [2, N, H, S, D].
+            layer: [2, N, H, S, W].
             scores: changes to the scores before the softmax.
-            scales: [2, H] scales of an FP8 cache, or None.
             tail: for MLA, number of features after the first D; they only contribute to the score.
                 `query` is then [T, Hq, D + tail], and `layer` is [1, N, 1, S, D + tail].
         """
@@ -168,7 +168,7 @@ class TiledPlan:
         layout = self.layouts.get(key)
         if layout is None:
             layout = self.layouts[key] = self._layout(query, layer)
-        call = _Call(query, layer, scores, scales, out, self.window, tail, self.one_path)
+        call = _Call(query, layer, scores, out, self.window, tail, self.one_path)
         if layout.chunks is not None:
             call.tiles(self.batch, layout.chunks, layout.chunk_tiles)
         if layout.partitions is not None:
@@ -207,11 +207,11 @@ class TiledPlan:
         """Return (tile sizes for partitions, tile sizes for chunks)."""
         chip, width = device_info(query), power_of_2(query.shape[2])
         if self.one_path:
-            fixed = batch_invariant_tiles(chip, width, query.itemsize)
+            fixed = batch_invariant_tiles(chip, width, query.itemsize, layer.itemsize)
             return fixed, fixed
         group = query.shape[1] // layer.shape[2]
         of_partitions = split_kv_tiles(chip, width, query.itemsize, group, layer.itemsize)
-        return of_partitions, chunk_tiles(chip, width, query.itemsize)
+        return of_partitions, chunk_tiles(chip, width, query.itemsize, layer.itemsize)
 
     def _prefix(self, num_tokens: int, tiles: Tiles) -> _Prefix:
         device = self.batch.tables.device
@@ -246,7 +246,6 @@ class _Call:
     query: Tensor
     layer: Tensor
     scores: ScoreMod
-    scales: Tensor | None
     out: Tensor
     window: int
     tail: int
@@ -257,20 +256,26 @@ class _Call:
     ) -> None:
         """Launch `attend_kernel`. Items are partitions if `partitions` is given, else row tiles."""
         _, num_heads, head_dim = self.out.shape
-        _, _, num_kv_heads, block_size, _ = self.layer.shape
+        _, _, num_kv_heads, block_size, slot = self.layer.shape
+        form, layer = format_of(self.layer.dtype), self.layer
+        # Chips without this dtype get its bits.
+        soft = layer.dtype == E4M3 and not device_info(layer).converts_e4m3
         group = num_heads // num_kv_heads
         row_tiles = -(-partitions.tokens * group // tiles.rows) if partitions else 1
         scores = self.scores
         launch(
             attend_kernel, (len(items.items), num_kv_heads, row_tiles),
-            self.query, self.layer, batch.tables, batch.query_starts, batch.context_lens,
+            self.query, layer.view(torch.uint8) if soft else layer,
+            batch.tables, batch.query_starts, batch.context_lens,
             items.items, items.starts, self.out,
             partitions.sums if partitions else None, partitions.weights if partitions else None,
-            scores.sinks, scores.slopes, self.scales,
-            self.query.stride(0), batch.tables.stride(0), self.layer.stride(0),
+            scores.sinks, scores.slopes,
+            layer.view(-1).view(torch.float16) if form.has_scales else None,
+            self.query.stride(0), batch.tables.stride(0), layer.stride(0),
             head_dim**-0.5 if scores.scale is None else scores.scale, scores.cap or None,
             partitions.tokens if partitions else 1,
             H=num_kv_heads, G=group, S=block_size, D=head_dim, TAIL=self.tail,
+            PAGE=block_size * slot, UNIT=256.0 if soft else 1.0, GAIN=form.value_gain,
             WINDOW=self.window,
             SPLIT=SPLIT if partitions or self.one_path else 0,
             SEQUENTIAL=self.one_path and partitions is None,

@@ -131,6 +131,16 @@ def float_of_bits(typing, bits):
 
 
 @simd_intrinsic
+def bits_of_float(typing, value):
+    """Return the bits of a float32 as an int64 in [0, 2^32)."""
+
+    def code(context, builder, signature, arguments):
+        return builder.zext(builder.bitcast(arguments[0], ir.IntType(32)), ir.IntType(64))
+
+    return types.int64(types.float32), code
+
+
+@simd_intrinsic
 def load_i32_as_f32(typing, array, at):
     """Load VECTOR_WIDTH int32 from `array[at:]` and round each to the nearest float32."""
     lanes = F32Vec(VECTOR_WIDTH)

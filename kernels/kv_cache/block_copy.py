@@ -1,8 +1,8 @@
 """Copies blocks of the paged KV cache: within the cache, and to and from a staging buffer.
 
-`kv` is the whole cache, [L, 2, N, H, S, D] contiguous (see `kv_cache/op`). It may have any dtype,
-because only bytes are copied. For a block number outside the cache, the kernel reads zeros and
-writes nothing.
+`kv` is the whole cache, [L, 2, N, H, S, W] contiguous (see `kv_cache/op`). It may have any format,
+because only bytes are copied: the scales of a block are copied with its codes. For a block number
+outside the cache, the kernel reads zeros and writes nothing.
 """
 
 import torch
@@ -23,16 +23,17 @@ def gather_blocks(
         blocks: [n] block numbers, integers on the cache's device.
         layers: range of layers.
         heads: range of KV heads.
-        staged: the buffer, [layers, 2, n, heads, S, D] contiguous; None: a new one.
+        staged: the buffer, [layers, 2, n, heads, S, W] contiguous; None: a new one.
 
     Returns:
-        [layers, 2, n, heads, S, D], contiguous.
+        [layers, 2, n, heads, S, W], contiguous.
     """
     if not use_triton(kv):
-        chosen = kv[layers, :, :, heads]
+        chosen = _indexable(kv)[layers, :, :, heads]
         if staged is None:
-            return chosen.index_select(2, blocks)
-        return torch.index_select(chosen, 2, blocks, out=staged)
+            return chosen.index_select(2, blocks).view(kv.dtype)
+        torch.index_select(chosen, 2, blocks, out=_indexable(staged))
+        return staged
     if staged is None:
         _check_cache(kv, layers, heads)
         num_sides, (block_size, dim) = kv.shape[1], kv.shape[4:]
@@ -54,7 +55,8 @@ def scatter_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, stag
         _check_staged(kv, blocks, layers, heads, staged)
         move_blocks_triton(kv, blocks, layers, heads, staged, out=False)
     else:
-        kv[layers, :, :, heads].index_copy_(2, blocks.to(torch.int64), staged)
+        chosen = _indexable(kv)[layers, :, :, heads]
+        chosen.index_copy_(2, blocks.to(torch.int64), _indexable(staged))
 
 
 def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
@@ -69,7 +71,13 @@ def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
         check("targets", targets, [len(sources)], INTS, like=kv)
         scatter_blocks(kv, targets, layers, heads, gather_blocks(kv, sources, layers, heads))
     else:
+        kv = _indexable(kv)
         kv.index_copy_(2, targets, kv.index_select(2, sources))
+
+
+def _indexable(kv: Tensor) -> Tensor:
+    """Return FP8 codes as uint8: torch does not index float8 on every device."""
+    return kv.view(torch.uint8) if kv.itemsize == 1 else kv
 
 
 def _check_staged(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, staged: Tensor) -> None:

@@ -1,7 +1,7 @@
 """CPU loops of `rope_and_cache`, compiled by numba.
 
 Each head is rotated and then immediately written to the cache, so the output of the qkv projection
-is read and written only once. A bfloat16 cache is passed as an array of its bits (uint16).
+is read and written only once.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -12,11 +12,11 @@ from typing import Any
 import numba
 import numpy as np
 import numpy.typing as npt
-from numba.core import types
-from numba.extending import overload
 
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import use_threads
+from penstock.kernels.kv_cache.cpu_blocks import page_size
+from penstock.kernels.kv_cache.cpu_store import store_kv
 
 Floats = npt.NDArray[np.float32]
 
@@ -47,44 +47,24 @@ def rope_interleaved(head: Floats, cosines: Floats, sines: Floats) -> None:
         head[i + 1] = v * cosines[i + 1] + u * sines[i + 1]
 
 
-def store_kv(head: Floats, kept: Any, at: int) -> None:
-    """Write a head to the cache `kept`, at index `at`; if `kept` is bfloat16, round to nearest."""
-    raise NotImplementedError("can only be called from compiled code")
-
-
-@overload(store_kv)
-def _store_kv_code(head, kept, at):
-    def wide(head, kept, at):
-        for i in range(len(head)):
-            kept[at + i] = head[i]
-
-    def narrow(head, kept, at):
-        bits, out = head.view(np.uint32), kept[at : at + len(head)]
-        for i in range(len(bits)):
-            # Round to nearest even. NaN remains NaN.
-            rounded = bits[i] + np.uint32(0x7FFF) + ((bits[i] >> np.uint32(16)) & np.uint32(1))
-            is_nan = (bits[i] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            out[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded >> np.uint32(16))
-
-    return wide if kept.dtype == types.float32 else narrow
-
-
 def _rope_and_cache(
     heads: Floats,  # [T, Hq + 2 H, D]
     num_heads: int,  # Hq, number of query heads
     cos_sin: Floats,  # [T, 2, R] rows of `rotary_table`
     interleaved: bool,
-    rows: npt.NDArray[np.int64],  # [T, 2 H] row numbers in the cache, viewed as rows of D features
+    rows: npt.NDArray[np.int64],  # [T, 2 H] slots, see `kv_cache/op.slot_rows`
     kept: Any,  # the cache as a flat array
+    block_size: int,  # slots per page of the cache
     num_threads: int,
 ) -> int:
     """Rotate query and key heads in place, and write key and value heads to the cache.
 
     Returns:
-        The number of heads that were not written, because their row is outside the cache.
+        The number of heads that were not written, because their slot is outside the cache.
     """
     num_tokens, all_heads, head_dim = heads.shape
     num_rotated = (all_heads + num_heads) // 2
+    num_slots = len(kept) // page_size(kept, block_size, head_dim) * block_size
     lost = 0
     for thread in numba.prange(num_threads):
         for t in range(
@@ -98,8 +78,8 @@ def _rope_and_cache(
                     rope_neox(head, cos_sin[t, 0], cos_sin[t, 1])
                 if h >= num_heads:
                     row = rows[t, h - num_heads]
-                    if 0 <= row < len(kept) // head_dim:
-                        store_kv(head, kept, row * head_dim)
+                    if 0 <= row < num_slots:
+                        store_kv(head, kept, row, block_size)
                     else:
                         lost += 1
     return lost
@@ -110,7 +90,7 @@ def rope_and_cache(kept: str) -> Any:
     """Compile `_rope_and_cache` for a flat KV cache of numpy's dtype `kept`."""
     signature = (
         "int64(float32[:,:,::1], int64, float32[:,:,::1], boolean, int64[:,::1],"
-        f" {kept}[::1], int64)"
+        f" {kept}[::1], int64, int64)"
     )
     kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(_rope_and_cache)
 

@@ -163,6 +163,18 @@ def quantize(x: Tensor, form: KvCacheFormat) -> tuple[Tensor, Tensor]:
     return (scaled if form.dtype == E4M3 else scaled.round()).to(form.dtype), scale
 
 
+def to_cache(x: Tensor, form: KvCacheFormat) -> Tensor:
+    """Return a new cache [..., S, W] of a format that holds the keys or values x [..., S, D]."""
+    if not form.has_scales:
+        return x.to(form.dtype, copy=True)
+    shape = (*x.shape[:-1], form.slot_elements(x.shape[-1]))
+    cache = torch.empty(shape, dtype=form.dtype, device=x.device)
+    found, scale = quantize(x, form)
+    codes(cache).copy_(found)
+    scales(cache).copy_(scale)
+    return cache
+
+
 def dequantize(cache: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the keys or values that a cache holds, [..., S, D] in `dtype`.
 
@@ -170,7 +182,7 @@ def dequantize(cache: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         cache: [..., S, W] in any format; W is D, or D + 2 for codes with scales.
         dtype: dtype of the result.
     """
-    found = codes(cache).to(dtype)
-    if format_of(cache.dtype).has_scales:
-        found = found * scales(cache).to(dtype)[..., None]
-    return found
+    if not format_of(cache.dtype).has_scales:
+        return cache.to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return (codes(cache).to(wide) * scales(cache).to(wide)[..., None]).to(dtype)

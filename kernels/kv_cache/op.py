@@ -1,12 +1,13 @@
 """Writes keys and values into the paged KV cache, with rotary embedding and quantization.
 
-One layer's cache is [2, N, H, S, D]: keys and values, N blocks, H KV heads, S slots per block, D
-features. For MLA it is [1, N, 1, S, D]: one row per token (see `mla/op`). A slot number is
-block * S + offset. The whole cache has the layers as first dimension: [L, 2, N, H, S, D].
+One layer's cache is [2, N, H, S, W]: keys and values, N blocks, H KV heads, S slots per block, W
+elements per slot. For floats, W is D, the number of features. For FP8 and INT8 codes with scales, W
+is D + 2, and the last two dimensions are a page as described in `kv_cache/format`. For MLA a layer
+is [1, N, 1, S, D]: one row per token (see `mla/op`). A slot number is block * S + offset. The whole
+cache has the layers as first dimension: [L, 2, N, H, S, W].
 
-On a CPU, float32 values may be written to a bfloat16 cache; they are rounded to nearest. An FP8
-cache (float8_e4m3fn) stores x / scale, clamped to [-448, 448]. The scales are float32 [2, H]: for
-keys and for values, one per KV head.
+On a CPU, float32 values may be written to a bfloat16 cache; they are rounded to nearest. Codes and
+scales are those of `kv_cache/format.quantize`.
 """
 
 from functools import cache
@@ -15,13 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.checks import E4M3, E4M3_MAX, FLOATS, check, check_contiguous
+from penstock.kernels.checks import FLOATS, check, check_contiguous
 from penstock.kernels.cpu_common.numba_runtime import (
     MIN_PARALLEL_ELEMENTS,
     configure_numba,
     has_numba,
 )
-from penstock.kernels.kv_cache.format import flat_array, format_of
+from penstock.kernels.kv_cache.format import (
+    flat_array,
+    format_of,
+    num_features,
+    quantize,
+    slot_views,
+)
 from penstock.kernels.kv_cache.triton import rope_and_cache_triton
 from penstock.kernels.rope.op import check_rotary, rotate_
 from penstock.kernels.triton_common.launch import use_triton
@@ -34,11 +41,11 @@ def slot_rows(slots: Tensor, layer_shape: torch.Size) -> Tensor:
 
     Args:
         slots: [T] int64 slot of each token.
-        layer_shape: [2, N, H, S, D].
+        layer_shape: [2, N, H, S, W].
 
     Returns:
-        With Triton, `slots` itself. Otherwise [T, 2 H] int64 row numbers in the cache, viewed as
-        rows of D features; key heads come first.
+        With Triton, `slots` itself. Otherwise [T, 2 H] int64 numbers page * S + offset, where a
+        page is one side, block and head of the layer; key heads come first.
     """
     if use_triton(slots):
         return slots
@@ -49,24 +56,28 @@ def slot_rows(slots: Tensor, layer_shape: torch.Size) -> Tensor:
     return (starts[:, None, None] + sides[:, None] + heads).flatten(1)
 
 
-def write_kv(layer: Tensor, rows: Tensor, new: Tensor, scales: Tensor | None = None) -> None:
+def write_kv(layer: Tensor, rows: Tensor, new: Tensor) -> None:
     """Write new keys and values to their slots of one layer.
 
     Args:
-        layer: [2, N, H, S, D] contiguous.
+        layer: [2, N, H, S, W] contiguous.
         rows: result of `slot_rows`, for distinct slots. Triton kernels ignore slots that are
             outside the cache.
         new: [T, 2 H, D], key heads first, as in the output of a fused qkv projection.
-        scales: [2, H] float32 scales of an FP8 cache, else None.
     """
     if use_triton(layer):
-        _check_write(new, 0, None, rows, layer, scales)
-        rope_and_cache_triton(new, 0, None, rows, layer, False, scales)
+        _check_write(new, 0, None, rows, layer)
+        rope_and_cache_triton(new, 0, None, rows, layer, False)
         return
-    if scales is not None:
-        new = (new.float() * (1 / scales).view(-1, 1)).clamp_(-E4M3_MAX, E4M3_MAX).to(layer.dtype)
-        layer, new = layer.view(torch.uint8), new.view(torch.uint8)
-    layer.view(-1, layer.shape[-1]).index_put_((rows,), new.to(layer.dtype))
+    form, block_size = format_of(layer.dtype), layer.shape[3]
+    if not form.has_scales:
+        layer.view(-1, layer.shape[-1]).index_put_((rows,), new.to(layer.dtype))
+        return
+    stored, scales = slot_views(layer.view(-1, *layer.shape[3:]))
+    found, scale = quantize(new, form)
+    at = (rows // block_size, rows % block_size)
+    stored.index_put_(at, found.view(torch.uint8))
+    scales.index_put_(at, scale[..., None])
 
 
 def rope_and_cache(
@@ -76,7 +87,6 @@ def rope_and_cache(
     rows: Tensor,
     layer: Tensor,
     interleaved: bool = False,
-    scales: Tensor | None = None,
 ) -> None:
     """Rotate queries in place; write rotated keys and unchanged values to the cache, in one launch.
 
@@ -88,18 +98,17 @@ def rope_and_cache(
         rows: see `write_kv`.
         layer: see `write_kv`.
         interleaved: True if feature pairs are (2i, 2i + 1), False if they are (i, i + R/2).
-        scales: see `write_kv`.
     """
     if use_triton(layer):
-        _check_write(heads, num_heads, cos_sin, rows, layer, scales)
-        rope_and_cache_triton(heads, num_heads, cos_sin, rows, layer, interleaved, scales)
+        _check_write(heads, num_heads, cos_sin, rows, layer)
+        rope_and_cache_triton(heads, num_heads, cos_sin, rows, layer, interleaved)
         return
-    if scales is None and _runs_on_cpu_kernel(heads, cos_sin, rows, layer):
+    if _runs_on_cpu_kernel(heads, cos_sin, rows, layer):
         _rope_and_cache_cpu(heads, num_heads, cos_sin, rows, layer, interleaved)
         return
     num_rotated = num_heads + layer.shape[2]
     rotate_(heads[:, :num_rotated, : cos_sin.shape[2]], cos_sin, interleaved)
-    write_kv(layer, rows, heads[:, num_heads:], scales)
+    write_kv(layer, rows, heads[:, num_heads:])
 
 
 def _runs_on_cpu_kernel(heads: Tensor, cos_sin: Tensor, rows: Tensor, layer: Tensor) -> bool:
@@ -111,23 +120,23 @@ def _runs_on_cpu_kernel(heads: Tensor, cos_sin: Tensor, rows: Tensor, layer: Ten
     if layer.device.type != "cpu" or heads.device.type != "cpu" or not has_numba():
         return False
     fits = heads.dtype == cos_sin.dtype == torch.float32 and rows.dtype == torch.int64
-    kept = layer.dtype in (torch.float32, torch.bfloat16) and layer.is_contiguous()
+    kept = bool(format_of(layer.dtype).array_dtype) and layer.is_contiguous()
     return fits and kept and len(heads) > 0
 
 
 def _rope_and_cache_cpu(
     heads: Tensor, num_heads: int, cos_sin: Tensor, rows: Tensor, layer: Tensor, interleaved: bool
 ) -> None:
-    kept_heads = 2 * layer.shape[2]
-    check("heads", heads, [len(rows), num_heads + kept_heads, layer.shape[-1]], [torch.float32])
+    kept_heads, dim = 2 * layer.shape[2], num_features(layer)
+    check("heads", heads, [len(rows), num_heads + kept_heads, dim], [torch.float32])
     check("rows", rows, [len(heads), kept_heads], [torch.int64])
     if cos_sin.numel():  # if empty, nothing is rotated
-        check_rotary(cos_sin, len(heads), layer.shape[-1], heads)
+        check_rotary(cos_sin, len(heads), dim, heads)
     kept = flat_array(layer)
     whole = heads.contiguous()
     lost = _cpu_kernel(str(kept.dtype))(
         whole.numpy(), num_heads, cos_sin.contiguous().numpy(), interleaved,
-        rows.contiguous().numpy(), kept,
+        rows.contiguous().numpy(), kept, layer.shape[3],
         num_threads=1 if heads.numel() < MIN_PARALLEL_ELEMENTS else torch.get_num_threads(),
     )  # fmt: skip
     if whole is not heads:
@@ -149,37 +158,33 @@ def _cpu_kernel(kept: str) -> Any:
     return rope_and_cache(kept)
 
 
-def write_kv_reference(
-    layer: Tensor, slots: Tensor, new: Tensor, scales: Tensor | None = None
-) -> None:
+def write_kv_reference(layer: Tensor, slots: Tensor, new: Tensor) -> None:
     """Reference for `write_kv`: writes one slot at a time. `slots` is [T]."""
-    num_sides, _, num_heads, block_size, head_dim = layer.shape
+    num_sides, _, num_heads, block_size, _ = layer.shape
+    form = format_of(layer.dtype)
     for slot, heads in zip(slots.tolist(), new, strict=True):
-        sides = heads.view(num_sides, num_heads, head_dim)
-        if scales is not None:
-            sides = (sides.double() / scales.double()[:, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
-        layer[:, slot // block_size, :, slot % block_size] = sides.to(layer.dtype)
+        at = (slice(None), slot // block_size, slice(None), slot % block_size)
+        sides = heads.view(num_sides, num_heads, -1)
+        if not form.has_scales:
+            layer[at] = sides.to(layer.dtype)
+            continue
+        found, scale = quantize(sides, form)
+        stored, scales = slot_views(layer)
+        stored[at] = found.view(torch.uint8)
+        scales[at] = scale[..., None]
 
 
 def _check_write(
-    heads: Tensor,
-    num_heads: int,
-    cos_sin: Tensor | None,
-    rows: Tensor,
-    layer: Tensor,
-    scales: Tensor | None,
+    heads: Tensor, num_heads: int, cos_sin: Tensor | None, rows: Tensor, layer: Tensor
 ) -> None:
-    check("layer", layer, ["sides", "N", "H", "S", "D"], [layer.dtype])
+    check("layer", layer, ["sides", "N", "H", "S", "W"], [layer.dtype])
     check_contiguous("layer", layer)
-    num_sides, _, num_kv_heads, _, dim = layer.shape
+    num_sides, _, num_kv_heads, _, _ = layer.shape
+    dim = num_features(layer)
     name = "new" if cos_sin is None else "heads"
     check(name, heads, ["T", num_heads + num_sides * num_kv_heads, dim], FLOATS, like=layer)
     check("rows", rows, [len(heads)], [torch.int64], like=layer)
     if cos_sin is not None:
         check_rotary(cos_sin, len(heads), dim, heads)
-    if scales is None:
+    if not format_of(layer.dtype).has_scales:
         check("layer", layer, list(layer.shape), [heads.dtype])
-        return
-    check("layer", layer, list(layer.shape), [E4M3])
-    check("scales", scales, [num_sides, num_kv_heads], [torch.float32], like=layer)
-    check_contiguous("scales", scales)

@@ -6,7 +6,8 @@ The kernel also rotates keys before it writes them, and rotates queries in place
 import torch
 from torch import Tensor
 
-from penstock.kernels.checks import E4M3_MAX
+from penstock.kernels.checks import E4M3
+from penstock.kernels.kv_cache.format import format_of, num_features
 from penstock.kernels.rope.triton import THREADS, load_rotated, rows_of_a_tile, store_rotated
 from penstock.kernels.triton_common.launch import device_info, jit, launch, power_of_2, tl
 
@@ -29,46 +30,78 @@ def e4m3_bits(x):
 
 
 @jit
-def _quantized(x, factors, most: tl.constexpr, soft: tl.constexpr):
-    """Return x * factors as float8_e4m3fn [N, C], clamped to [-most, most]; NaN remains NaN.
+def _codes(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
+    """Return x * inverse [N, C] as codes of `dtype`; a product that is NaN gives the code 0.
 
-    If `soft` is true, the result is the bits as uint8 (see `e4m3_bits`).
+    `dtype` is int8, float8_e4m3fn, or uint8 for the bits of float8_e4m3fn (see `e4m3_bits`).
     """
-    x = tl.clamp(x.to(tl.float32) * factors, -most, most, propagate_nan=tl.PropagateNan.ALL)
-    return e4m3_bits(x) if soft else x.to(tl.float8e4nv)
+    x = x.to(tl.float32) * inverse
+    x = tl.where(x == x, x, 0.0)
+    x = tl.clamp(x, -MOST, MOST)  # also separates product and sum, which must not become an fma
+    if dtype == tl.int8:
+        # From 2^23 on, float32 values are 1 apart: adding 1.5 * 2^23 rounds to nearest even.
+        return ((x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
+    if dtype == tl.uint8:
+        return e4m3_bits(x)
+    return x.to(dtype)
 
 
 @jit
-def _copy_features(
+def _largest(x):
+    """Return the largest absolute value of each row of x [N, C] as the bits of a float32, [N, 1].
+
+    The bits have the same order as the values, with NaN largest.
+    """
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, axis=1, keep_dims=True)
+
+
+@jit
+def _store_scales(largest, target, mask, MOST: tl.constexpr):
+    """Store the scales of N rows; return 1 / scale [N, 1] in float32, but 0 for a scale of 0.
+
+    See `kv_cache/format.quantize`. `largest` is the result of `_largest`, `target` [N, 1] are
+    pointers to float16.
+    """
+    exact = largest.to(tl.float32, bitcast=True) * (1.0 / MOST)
+    scale = exact.to(tl.float16)
+    above = (scale.to(tl.int16, bitcast=True) + 1).to(tl.float16, bitcast=True)
+    scale = tl.where(scale.to(tl.float32) < exact, above, scale)
+    tl.store(target, scale, mask=mask)
+    wide = scale.to(tl.float32)
+    return tl.where(wide == 0, 0.0, tl.div_rn(1.0, tl.where(wide == 0, 1.0, wide)))
+
+
+@jit
+def _load_features(
     source,  # [N, 1] pointers to heads
-    target,  # [N, 1] pointers to the rows of the cache for these heads
-    factors,  # [N, 1] 1 / scale, or None
     mask,  # [N, 1]
-    FIRST: tl.constexpr,  # first feature to copy
+    FIRST: tl.constexpr,
     DIM: tl.constexpr,  # D
     SIZE: tl.constexpr,  # D rounded up to a power of two
-    MOST: tl.constexpr,  # largest value of an FP8 cache
-    SOFT: tl.constexpr,  # convert to FP8 with `e4m3_bits`
 ):
-    """Copy features [FIRST, DIM) of N heads into the cache, quantized if `factors` is given."""
+    """Load features [FIRST, DIM) of N heads; return them as [N, SIZE] with zeros elsewhere."""
     columns = tl.arange(0, SIZE)[None, :]
-    inside = mask & (columns >= FIRST) & (columns < DIM)
-    values = tl.load(source + columns, mask=inside, other=0.0)
-    if factors is not None:
-        values = _quantized(values, factors, MOST, SOFT)
-    tl.store(target + columns, values, mask=inside)
+    return tl.load(source + columns, mask=mask & (columns >= FIRST) & (columns < DIM), other=0.0)
+
+
+@jit
+def _store_features(target, x, mask, FIRST: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr):
+    """Store features [FIRST, DIM) of N rows x [N, SIZE] at the pointers `target` [N, 1]."""
+    columns = tl.arange(0, SIZE)[None, :]
+    tl.store(target + columns, x, mask=mask & (columns >= FIRST) & (columns < DIM))
 
 
 @jit(unspecialized=("num_tokens",))
-def _rope_and_cache_kernel(
+def _rope_and_cache_kernel(  # noqa: C901
     heads,  # [T, Hq + SIDES H, D]
     cos_sin,  # [T, 2, R] rows of `rotary_table`; None: nothing is rotated
     slots,  # [T] int64 slot of each token
-    cache,  # [SIDES, N, H, S, D]
-    scales,  # [SIDES, H] scales of an FP8 cache, or None
+    cache,  # [SIDES, N, H, S, W]
+    scales,  # the memory of `cache` as float16, if it has codes with scales; else None
     num_tokens,
     num_slots,  # number of slots in the cache: N * S
-    side_stride,  # N H S D, distance from keys to values in `cache`, in elements
+    side_stride,  # N H S W, distance from keys to values in `cache`, in elements
     token_stride,  # stride of the tokens in `heads`, in elements
     head_stride,  # stride of the heads in `heads`, in elements
     QUERY_HEADS: tl.constexpr,  # Hq
@@ -81,8 +114,8 @@ def _rope_and_cache_kernel(
     INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,  # tokens per program
     HEADS: tl.constexpr,  # heads per program
-    MOST: tl.constexpr,  # largest value of an FP8 cache
-    SOFT: tl.constexpr,  # convert to FP8 with `e4m3_bits`, not with the chip's conversion
+    PAGE: tl.constexpr,  # S W, elements of the keys or values of a block and head
+    MOST: tl.constexpr,  # largest code
 ):
     """Rotate a tile of query heads in place, or write a tile of key or value heads to the cache.
 
@@ -112,22 +145,33 @@ def _rope_and_cache_kernel(
     mask = (slot >= 0) & (slot < num_slots) & (numbers < KV_HEADS)
     source = heads + tokens * token_stride
     source += (QUERY_HEADS + side * KV_HEADS + numbers) * head_stride
-    row = (slot // BLOCK_SIZE * KV_HEADS + numbers) * BLOCK_SIZE + slot % BLOCK_SIZE
-    target = cache + side.to(tl.int64) * side_stride + row * DIM
-    factors = None
+    page = side.to(tl.int64) * side_stride + (slot // BLOCK_SIZE * KV_HEADS + numbers) * PAGE
+    target = cache + page + slot % BLOCK_SIZE * DIM
+    dtype: tl.constexpr = cache.dtype.element_ty
     if scales is not None:
-        factors = 1.0 / tl.load(scales + side * KV_HEADS + numbers, mask=mask, other=1.0)
+        scale_target = scales + (page + BLOCK_SIZE * DIM) // 2 + slot % BLOCK_SIZE
     if cos_sin is None or side > 0:
-        _copy_features(source, target, factors, mask, 0, DIM, SIZE, MOST, SOFT)
+        x = _load_features(source, mask, 0, DIM, SIZE)
+        if scales is not None:
+            inverse = _store_scales(_largest(x), scale_target, mask, MOST)
+            x = _codes(x, inverse, dtype, MOST)
+        _store_features(target, x, mask, 0, DIM, SIZE)
     else:
         angles = cos_sin + tokens * (4 * HALF)
         u, v = load_rotated(source, angles, mask, HALF, PAIRS, INTERLEAVED)
-        if factors is not None:
-            u = _quantized(u, factors, MOST, SOFT)
-            v = _quantized(v, factors, MOST, SOFT)
+        if 2 * HALF < DIM:
+            rest = _load_features(source, mask, 2 * HALF, DIM, SIZE)
+        if scales is not None:
+            largest = tl.maximum(_largest(u), _largest(v))
+            if 2 * HALF < DIM:
+                largest = tl.maximum(largest, _largest(rest))
+            inverse = _store_scales(largest, scale_target, mask, MOST)
+            u, v = _codes(u, inverse, dtype, MOST), _codes(v, inverse, dtype, MOST)
+            if 2 * HALF < DIM:
+                rest = _codes(rest, inverse, dtype, MOST)
         store_rotated(target, u, v, mask, HALF, PAIRS, INTERLEAVED)
         if 2 * HALF < DIM:
-            _copy_features(source, target, factors, mask, 2 * HALF, DIM, SIZE, MOST, SOFT)
+            _store_features(target, rest, mask, 2 * HALF, DIM, SIZE)
 
 
 def rope_and_cache_triton(
@@ -137,17 +181,17 @@ def rope_and_cache_triton(
     slots: Tensor,
     layer: Tensor,
     interleaved: bool,
-    scales: Tensor | None,
 ) -> None:
     """Rotate query heads in place; write rotated keys and unchanged values to their slots.
 
     Arguments as in `rope_and_cache`, with `slots` [T] for `rows`. Without `cos_sin`, nothing is
     rotated. Slots outside the cache are ignored.
     """
-    num_sides, num_blocks, num_kv_heads, block_size, dim = layer.shape
+    num_sides, num_blocks, num_kv_heads, block_size, slot = layer.shape
+    form, dim = format_of(layer.dtype), num_features(layer)
     tokens, tile_heads = rows_of_a_tile(num_kv_heads, dim)
     half = 0 if cos_sin is None else cos_sin.shape[2] // 2
-    soft = scales is not None and not device_info(layer).converts_e4m3
+    soft = layer.dtype == E4M3 and not device_info(layer).converts_e4m3
     head_tiles = -(-num_heads // tile_heads) + num_sides * -(-num_kv_heads // tile_heads)
     launch(
         _rope_and_cache_kernel,
@@ -156,7 +200,7 @@ def rope_and_cache_triton(
         cos_sin,
         slots,
         layer.view(torch.uint8) if soft else layer,
-        scales,
+        layer.view(-1).view(torch.float16) if form.has_scales else None,
         len(heads),
         num_blocks * block_size,
         layer.stride(0),
@@ -171,7 +215,7 @@ def rope_and_cache_triton(
         INTERLEAVED=interleaved,
         TOKENS=tokens,
         HEADS=tile_heads,
-        MOST=E4M3_MAX,
-        SOFT=soft,
+        PAGE=block_size * slot,
+        MOST=form.max_code,
         num_warps=device_info(layer).warps(THREADS),
     )

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.kv_cache.format import format_of, num_features
 from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32
 from penstock.kernels.linear.cpu_packed_int8 import PackedLinearInt8
 from penstock.kernels.step_graph.graph import CpuStepGraph
@@ -74,11 +75,11 @@ class GraphBuilder:
 
     Args:
         most_rows: maximum number of tokens per step.
-        cache: KV cache [L, 2, N, H, S, D], float32 or bfloat16, on a CPU.
+        cache: KV cache [L, 2, N, H, S, W] on a CPU, in a format that CPU loops support.
     """
 
     def __init__(self, most_rows: int, cache: Tensor) -> None:
-        if cache.dim() != 6 or cache.dtype not in (torch.float32, torch.bfloat16):
+        if cache.dim() != 6 or not format_of(cache.dtype).array_dtype:
             raise UnsupportedGraph(f"KV cache of shape {list(cache.shape)} and {cache.dtype}")
         self._rows = most_rows + -most_rows % ALIGNMENT
         self._cache = cache
@@ -183,7 +184,8 @@ class GraphBuilder:
 
     def attend(self, heads: Buffer, params: AttentionParams, layer: int, out: Buffer) -> None:
         """Append one operation: rotary embedding, cache write of keys and values, and attention."""
-        num_sides, _, num_kv_heads, block_size, head_dim = self._cache.shape[1:]
+        num_sides, _, num_kv_heads, block_size, _ = self._cache.shape[1:]
+        head_dim = num_features(self._cache)
         if (num_sides, num_kv_heads, head_dim) != (2, params.num_kv_heads, params.head_dim):
             raise UnsupportedGraph(
                 f"a KV cache of shape {list(self._cache.shape)}, which does not fit "

@@ -43,7 +43,7 @@ class CpuStepGraph:
             operations: the operations, in the order of execution.
             arena_size: number of elements of the arena.
             num_ints: number of integers in `ints`.
-            cache: KV cache [L, 2, N, H, S, D], float32 or bfloat16, on a CPU.
+            cache: KV cache of the `GraphBuilder`.
         """
         table, floats = make_tables(operations)
         storage = torch.zeros(arena_size + ALIGNMENT)

@@ -22,7 +22,8 @@ from penstock.kernels.cpu_common.thread_barrier import (
     join,
     phase_done,
 )
-from penstock.kernels.kv_cache.cpu import rope_interleaved, rope_neox, store_kv
+from penstock.kernels.kv_cache.cpu import rope_interleaved, rope_neox
+from penstock.kernels.kv_cache.cpu_store import store_kv
 from penstock.kernels.moe import cpu as expert_loops
 from penstock.kernels.norm.cpu import norm_row
 from penstock.kernels.step_graph import matmuls
@@ -115,8 +116,8 @@ def _attend(
         own = slice(head * group, (head + 1) * group)
         _rotate(op, arena, query[t], t, head)
         to = (slots[t] // block_size * num_kv_heads + head) * block_size + slots[t] % block_size
-        store_kv(query[t, num_heads + head], rows, to * head_dim)
-        store_kv(query[t, num_heads + num_kv_heads + head], rows, values_at + to * head_dim)
+        store_kv(query[t, num_heads + head], rows[:values_at], to, block_size)
+        store_kv(query[t, num_heads + num_kv_heads + head], rows[values_at:], to, block_size)
         then = min(piece + count, num_pieces - 1)
         other, next_context = then // num_kv_heads, contexts[then // num_kv_heads]
         attend_few_rows(

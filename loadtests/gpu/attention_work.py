@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.attention.op import paged_attention, plan_attention, plan_attention_on_device
-from penstock.kernels.checks import E4M3
+from penstock.kernels.kv_cache.format import FORMATS, to_cache
 from penstock.loadtests.gpu.clock import Call
 from penstock.loadtests.gpu.goals import PLAIN, Goal
 from penstock.loadtests.gpu.work import Absent, Work
@@ -28,7 +28,7 @@ class Sizes:
     kv_heads: int = 8
     head_dim: int = 128
     prompts: bool = False  # True: prefill of whole prompts; False: decode of one token per sequence
-    narrow: bool = False  # True: the KV cache is float8_e4m3fn
+    narrow: bool = False  # True: the KV cache is FP8
 
     @property
     def num_tokens(self) -> int:
@@ -45,7 +45,8 @@ class Sizes:
         """
         kv = 2 * self.batch * self.context * self.kv_heads * self.head_dim
         rows = 2 * self.num_tokens * self.heads * self.head_dim
-        return (1 if self.narrow else itemsize) * kv + itemsize * rows
+        scales = 2 * kv / self.head_dim if self.narrow else 0
+        return (1 if self.narrow else itemsize) * kv + scales + itemsize * rows
 
     @property
     def num_flops(self) -> float:
@@ -60,11 +61,10 @@ class Paged:
 
     sizes: Sizes
     query: Tensor  # [T, Hq, D]
-    layer: Tensor  # [2, N, H, S, D]
+    layer: Tensor  # [2, N, H, S, W]
     query_starts: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32
     block_tables: Tensor  # [B, M] int32
-    scales: Tensor | None  # [2, H] float32 scales of an fp8 cache; else None
 
     @classmethod
     def random(cls, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> "Paged":
@@ -77,11 +77,10 @@ class Paged:
         return cls(
             sizes,
             torch.randn(sizes.num_tokens, sizes.heads, sizes.head_dim, device=device).to(dtype),
-            layer.to(E4M3) if sizes.narrow else layer,
+            to_cache(layer, FORMATS["fp8"]) if sizes.narrow else layer,
             torch.arange(0, sizes.num_tokens + 1, step, dtype=torch.int32, device=device),
             torch.full((sizes.batch,), sizes.context, dtype=torch.int32, device=device),
             tables.to(device, torch.int32),
-            torch.ones(2, sizes.kv_heads, device=device) if sizes.narrow else None,
         )
 
     def ours(self) -> Call:
@@ -90,7 +89,7 @@ class Paged:
         max_query = sizes.context if sizes.prompts else 1
         batch = (self.query_starts, self.context_lens, self.block_tables)
         plan = plan_attention_on_device(*batch, self.layer, max_query, sizes.context)
-        return lambda: paged_attention(self.query, self.layer, plan, scales=self.scales)
+        return lambda: paged_attention(self.query, self.layer, plan)
 
     def torch_dense(self) -> Call:
         """Return a function that calls torch SDPA on dense keys and values.

@@ -27,9 +27,9 @@ from penstock.kernels.attention.op import (
     plan_attention,
 )
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
-from penstock.kernels.checks import E4M3
 from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
 from penstock.kernels.kv_cache.checksum import checksum, checksum_reference
+from penstock.kernels.kv_cache.format import FORMATS, dequantize, to_cache
 from penstock.kernels.linear.batch_invariant import (
     batch_invariant_bmm,
     batch_invariant_bmm_reference,
@@ -105,7 +105,8 @@ def attention(inputs: Inputs) -> Iterator[Case]:
     yield "slopes, heads of 64", lambda: _attend(inputs, mixed, few, 0, slopes)
     yield "heads of 256", lambda: _attend(inputs, mixed, (1, 2, 256), 50)
     yield "batch-invariant", lambda: _attend(inputs, mixed, eight, one_path=True)
-    yield "FP8 cache", lambda: _attend(inputs, decodes, eight, narrow=True)
+    yield "FP8 cache", lambda: _attend(inputs, decodes, eight, cached="fp8")
+    yield "INT8 cache", lambda: _attend(inputs, mixed, eight, cached="int8")
     prefixed = [(1, 520 + number) for number in range(8)]
     yield "shared prefix", lambda: _attend(inputs, prefixed, few, shared=512)
 
@@ -117,29 +118,25 @@ def _attend(
     window: int = 0,
     scores: ScoreMod = PLAIN,
     one_path: bool = False,
-    narrow: bool = False,
+    cached: str | None = None,
     shared: int = 0,
 ) -> Result:
     num_heads, group, dim = heads
     batch, num_blocks = inputs.batch(lengths)
     batch[2][:, : shared // BLOCK_SIZE] = batch[2][0, : shared // BLOCK_SIZE]
     layer = inputs.randn(2, num_blocks, num_heads, BLOCK_SIZE, dim)
-    scales = None
-    if narrow:
-        layer, scales = layer.to(E4M3), torch.full((2, num_heads), 0.5, device=inputs.device)
+    if cached is not None:
+        layer = to_cache(layer, FORMATS[cached])
     query = inputs.randn(int(batch[0][-1]), num_heads * group, dim)
     plan = plan_attention(*batch, layer, window, one_path, use_cascade=bool(shared))
-    found = paged_attention(query, layer, plan, scores, scales)
+    found = paged_attention(query, layer, plan, scores)
     exact = replace(
         scores,
         sinks=None if scores.sinks is None else _wide(scores.sinks),
         slopes=None if scores.slopes is None else _wide(scores.slopes),
     )
-    wide_scales = None if scales is None else _wide(scales)
-    wide_layer = _wide(layer.float())
-    return found, paged_attention_reference(
-        _wide(query), wide_layer, *batch, window, exact, wide_scales
-    )
+    wide_layer = _wide(dequantize(layer))
+    return found, paged_attention_reference(_wide(query), wide_layer, *batch, window, exact)
 
 
 def mla(inputs: Inputs) -> Iterator[Case]:

@@ -23,7 +23,6 @@ SM_100 = DeviceInfo("sm_100", shared_bytes=227 * KB)
 GFX942 = DeviceInfo("gfx942", shared_bytes=64 * KB, warp_size=64)
 
 CHIPS = (SM_80, SM_89, SM_90, SM_100, GFX942)
-E4M3_CHIPS = tuple(chip for chip in CHIPS if chip.converts_e4m3)
 
 
 @dataclass(frozen=True, slots=True)

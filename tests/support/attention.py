@@ -18,6 +18,7 @@ from penstock.kernels.attention.op import (
 )
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.attention.triton_configs import Tiles
+from penstock.kernels.kv_cache.format import FORMATS, dequantize, to_cache
 from tests.support.batches import Batch, make_batch, poison
 from tests.support.devices import DEVICE, exact_products
 
@@ -50,35 +51,32 @@ def make_case(
     heads: tuple[int, int, int],
     block_size: int,
     dtype: torch.dtype = torch.float32,
+    cached: str | None = None,
 ) -> tuple[Tensor, Tensor, Batch]:
+    """Return a query, a layer of the cache in the format `cached` (by default floats), a batch."""
     num_heads, group, head_dim = heads
     batch, num_blocks = make_batch(lengths, block_size, seed=len(lengths))
     batch = within_bounds(batch, num_blocks)
     torch.manual_seed(sum(heads))
     layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
     poison(layer, batch)
+    layer = layer.to(DEVICE, dtype)
+    if cached is not None:
+        layer = to_cache(layer, FORMATS[cached])
     # A strided view, like the output of a fused QKV projection.
     fused = torch.randn(int(batch[0][-1]), num_heads * (group + 2), head_dim)
     query = fused.to(DEVICE, dtype)[:, : num_heads * group]
-    return query, layer.to(DEVICE, dtype), batch
+    return query, layer, batch
 
 
-def exactly(
-    query: Tensor, layer: Tensor, batch: Batch, window: int, scores: ScoreMod, scales: Tensor | None
-) -> Tensor:
+def exactly(query: Tensor, layer: Tensor, batch: Batch, window: int, scores: ScoreMod) -> Tensor:
     wide = replace(
         scores,
         sinks=None if scores.sinks is None else scores.sinks.cpu().double(),
         slopes=None if scores.slopes is None else scores.slopes.cpu().double(),
     )
-    return paged_attention_reference(
-        query.cpu().double(),
-        layer.cpu().double(),
-        *batch,
-        window,
-        wide,
-        None if scales is None else scales.cpu(),
-    )
+    wide_layer = dequantize(layer.cpu(), torch.float64)
+    return paged_attention_reference(query.cpu().double(), wide_layer, *batch, window, wide)
 
 
 def within_bounds(batch: Batch, num_blocks: int) -> Batch:
@@ -101,12 +99,13 @@ def check(
     window: int = 0,
     scores: ScoreMod = PLAIN,
     dtype: torch.dtype = torch.float32,
+    cached: str | None = None,
 ) -> None:
-    query, layer, batch = make_case(lengths, heads, block_size, dtype)
+    query, layer, batch = make_case(lengths, heads, block_size, dtype, cached)
     with small_tiles():
         plan = plan_attention(*batch, layer, window)
         found = paged_attention(query, layer, plan, scores)
-    compare(found, exactly(query, layer, batch, window, scores, None))
+    compare(found, exactly(query, layer, batch, window, scores))
 
 
 def check_one_path(
@@ -114,18 +113,19 @@ def check_one_path(
     pieces: list[tuple[int, int]],
     window: int = 0,
     scores: ScoreMod = PLAIN,
+    cached: str | None = None,
 ) -> None:
     """Check attention with `one_path=True` against the reference, and pieces against the whole.
 
     `pieces` are (first token, length) of parts of the first sequence. The result of a piece that is
     computed alone must be bitwise identical to that part of the whole result.
     """
-    query, layer, batch = make_case(lengths, (1, 3, 16), 16)
+    query, layer, batch = make_case(lengths, (1, 3, 16), 16, cached=cached)
     _, contexts, tables = batch
     with small_tiles(), exact_products():
         plan = plan_attention(*batch, layer, window, one_path=True)
         whole = paged_attention(query, layer, plan, scores)
-        compare(whole, exactly(query, layer, batch, window, scores, None))
+        compare(whole, exactly(query, layer, batch, window, scores))
         for begin, length in pieces:
             context = np.array([contexts[0] - lengths[0][0] + begin + length], np.int32)
             piece = (np.array([0, length], np.int32), context, tables[:1])
@@ -164,7 +164,7 @@ def check_prefix(
         plan = plan_attention(*batch, layer, window, one_path, use_cascade=True)
         torch.testing.assert_close(plan.backend.prefix, shared)  # type: ignore[union-attr]
         found = paged_attention(query, layer, plan, scores)
-    compare(found, exactly(query, layer, batch, window, scores, None))
+    compare(found, exactly(query, layer, batch, window, scores))
 
 
 def alike(found: Tensor, expected: Tensor) -> None:

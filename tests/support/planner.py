@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from penstock.kernels.kv_cache.format import format_of
+from penstock.kernels.kv_cache.format import KvCacheFormat, format_of, scales
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.models.protocols import Model
 from penstock.workers.rank.kv_cache import KvCache
@@ -61,28 +61,33 @@ class Planner:
             self.tokens[row].append(token)
 
 
-def make_cache(decoder: Model, num_blocks: int) -> KvCache:
+def make_cache(decoder: Model, num_blocks: int, form: KvCacheFormat | None = None) -> KvCache:
+    """Return a cache of the format `form`, by default of the model's dtype."""
     spec = decoder.spec
     return KvCache(
         spec.num_layers,
         num_blocks,
         BLOCK_SIZE,
         spec.kv_shape,
-        format_of(decoder.dtype),
+        form or format_of(decoder.dtype),
         decoder.device,
     )
 
 
 def generate(
-    decoder: Model, prompts: Sequence[Sequence[int]], max_new: int, chunk: int = 10_000
+    decoder: Model,
+    prompts: Sequence[Sequence[int]],
+    max_new: int,
+    chunk: int = 10_000,
+    form: KvCacheFormat | None = None,
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Return greedy answers of `max_new` tokens, and their logits [max_new, vocab_size].
 
     The cache is filled with NaN at first, as if a sequence with NaN had used its blocks before.
     """
     planner = Planner(prompts, max_new)
-    cache = make_cache(decoder, planner.num_blocks)
-    cache.data.fill_(float("nan"))
+    cache = make_cache(decoder, planner.num_blocks, form)
+    (scales(cache.data) if cache.form.has_scales else cache.data).fill_(float("nan"))
     runner = ModelRunner(decoder, cache)
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
     while any(len(rows) < max_new for rows in logits):

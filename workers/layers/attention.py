@@ -52,8 +52,8 @@ class Attention:
         Args:
             x: [T, hidden].
             step: inputs that all layers share.
-            layer: this layer's cache, [2, N, H, S, D]; updated in place. D is `head_dim`, plus
-                `biases.num_features` if `biases` is set.
+            layer: this layer's cache, [2, N, H, S, W]; updated in place. Its slots have `head_dim`
+                features, plus `biases.num_features` if `biases` is set.
 
         Returns:
             [T, hidden].

@@ -8,7 +8,8 @@ import torch
 from penstock.kernels.attention.op import paged_attention, plan_attention, plan_attention_on_device
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.checks import E4M3
-from tests.aot.case import CHIPS, E4M3_CHIPS, AotCase, meta
+from penstock.kernels.kv_cache.format import format_of
+from tests.aot.case import AotCase, meta
 
 
 def aot_cases() -> Iterator[AotCase]:
@@ -19,7 +20,12 @@ def aot_cases() -> Iterator[AotCase]:
     yield _case("gpt-oss, fp16", half, half, (8, 8, 64), 1, 128, ScoreMod(sinks=meta(64)))
     for name, sizes, window in (("llama 8b", (8, 4, 128), 0), ("gemma 2", (4, 2, 256), 4096)):
         yield _case(f"{name}, one path", bf16, bf16, sizes, 512, window, PLAIN, one_path=True)
-    yield _case("llama 8b, fp8 cache", bf16, E4M3, (8, 4, 128), 1, 0, PLAIN)
+    yield _case("llama 8b, fp8 cache", bf16, E4M3, (8, 4, 128), 512, 0, PLAIN)
+    capped = ScoreMod(cap=50.0)
+    yield _case("gemma 2, int8 cache", bf16, torch.int8, (4, 2, 256), 512, 4096, capped)
+    yield _case(
+        "llama 8b, int8 cache, one path", bf16, torch.int8, (8, 4, 128), 512, 0, PLAIN, True
+    )
     yield AotCase(
         "llama 1b, shared prefix",
         _call_with_prefix,
@@ -41,27 +47,27 @@ def _case(
     num_heads, group, head_dim = sizes
 
     def call() -> None:
-        layer = meta(2, 1024, num_heads, 16, head_dim, dtype=cached)
+        slot = format_of(cached).slot_elements(head_dim)
+        layer = meta(2, 1024, num_heads, 16, slot, dtype=cached)
         starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
         tables = meta(32, 256, dtype=torch.int32)
         plan = plan_attention_on_device(
             starts, contexts, tables, layer, max_query, 4096, window, one_path
         )
-        scales = meta(2, num_heads, dtype=torch.float32) if cached == E4M3 else None
         query = meta(512, (group + 2) * num_heads, head_dim, dtype=dtype)[:, : group * num_heads]
-        paged_attention(query, layer, plan, scores, scales)
+        paged_attention(query, layer, plan, scores)
 
-    # With an FP8 cache, `attend_kernel` also loads rows 16 bytes at a time. But many 4-byte loads
-    # read the block table: only 49% of all loads have 16 bytes, and `streams` requires half.
-    streams = ("merge_kernel",) if cached == E4M3 else ("attend_kernel", "merge_kernel")
-    if one_path:  # the merge then reads single partitions, mostly with scalar loads
-        streams = ("attend_kernel",)
+    # With codes, `attend_kernel` also loads rows 16 bytes at a time. But many small loads read
+    # block numbers and scales: less than half of the bytes are loaded 16 at a time, as `streams`
+    # requires.
+    streams = [] if cached.itemsize == 1 else ["attend_kernel"]
+    if not one_path:  # otherwise the merge reads single partitions, mostly with scalar loads
+        streams.append("merge_kernel")
     return AotCase(
         name,
         call,
         products=("attend_kernel",),
-        streams=streams,
-        chips=E4M3_CHIPS if cached == E4M3 else CHIPS,
+        streams=tuple(streams),
     )
 
 

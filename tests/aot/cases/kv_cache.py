@@ -1,12 +1,13 @@
 """Cases of `kernels/kv_cache`."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
-from penstock.kernels.checks import E4M3
 from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
 from penstock.kernels.kv_cache.checksum import sum_words
+from penstock.kernels.kv_cache.format import FORMATS
 from penstock.kernels.kv_cache.op import rope_and_cache, write_kv
 from tests.aot.case import AotCase, meta
 
@@ -14,19 +15,20 @@ from tests.aot.case import AotCase, meta
 def _write_cases() -> Iterator[AotCase]:
     streams = ("_rope_and_cache_kernel",)
     slots = meta(64, dtype=torch.int64)
-    plain, narrow = meta(2, 999, 8, 16, 128), meta(2, 999, 8, 16, 128, dtype=E4M3)
+    plain = meta(2, 999, 8, 16, 128)
     heads, angles = meta(64, 48, 128), meta(64, 2, 128)
-    scales = meta(2, 8, dtype=torch.float32)
     yield AotCase(
         "32/8 heads of 128",
         lambda: rope_and_cache(heads, 32, angles, slots, plain),
         streams=streams,
     )
-    yield AotCase(
-        "32/8 heads of 128, e4m3",
-        lambda: rope_and_cache(heads, 32, angles, slots, narrow, False, scales),
-        streams=streams,
-    )
+    for name in ("fp8", "int8"):
+        codes = meta(2, 999, 8, 16, 130, dtype=FORMATS[name].dtype)
+        yield AotCase(
+            f"32/8 heads of 128, {name}",
+            partial(rope_and_cache, heads, 32, angles, slots, codes),
+            streams=streams,
+        )
     yield AotCase(
         "one of 8/1 heads of 128, 64 turning as neighbours",
         lambda: rope_and_cache(

@@ -16,6 +16,7 @@ from penstock.kernels.attention import torch_gather
 from penstock.kernels.attention.op import paged_attention, paged_attention_reference, plan_attention
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.attention.torch_gather import GatheredPlan
+from penstock.kernels.kv_cache.format import FORMATS, to_cache
 from tests.support.batches import Batch, make_batch, poison
 
 
@@ -124,16 +125,22 @@ def test_bfloat16() -> None:
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05)
 
 
-def test_an_fp8_cache_with_scales() -> None:
-    batch, num_blocks = make_batch([(1, 40), (9, 30), (4, 4)], 16, 0)
-    layer = torch.randn(2, num_blocks, 2, 16, 8)
-    poison(layer, batch)
-    narrow, query = layer.to(torch.float8_e4m3fn), torch.randn(14, 4, 8)
-    scales = torch.tensor([[0.5, 2.0], [0.25, 1.5]])
-    plan = plan_attention(*batch, narrow, 20)
-    found = paged_attention(query, narrow, plan, PLAIN, scales)
-    exact = paged_attention_reference(query, narrow.float(), *batch, 20, PLAIN, scales)
-    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("reads_paged", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_codes_with_scales(
+    name: str, dtype: torch.dtype, reads_paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numba loops read the blocks in place; without them, torch dequantizes gathered blocks."""
+    monkeypatch.setattr(attention, "supports_cpu_paged", lambda *_: reads_paged)
+    batch, num_blocks = make_batch([(1, 40), (9, 30), (4, 4), (1, 700)], 16, 0)
+    features = torch.randn(2, num_blocks, 2, 16, 8) * torch.rand(2, num_blocks, 2, 16, 1) * 4
+    poison(features, batch)
+    layer, query = to_cache(features, FORMATS[name]), torch.randn(15, 4, 8).to(dtype)
+    found = paged_attention(query, layer, plan_attention(*batch, layer, 20))
+    exact = paged_attention_reference(query.double(), layer, *batch, 20)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
 
 
 def attend_in_place(

@@ -13,8 +13,8 @@ from penstock.kernels.kv_cache.format import (
     KvCacheFormat,
     codes,
     dequantize,
-    quantize,
     scales,
+    to_cache,
 )
 from tests.support.batches import Batch, make_batch, poison
 from tests.support.threads import threads
@@ -24,16 +24,8 @@ NAMES = ["float32", "bfloat16", "fp8", "int8"]
 
 def cache_of(features: Tensor, form: KvCacheFormat, batch: Batch) -> Tensor:
     """Return a layer [2, N, H, S, W] of `features` [2, N, H, S, D]; unused slots hold NaN."""
-    if not form.has_scales:
-        layer = features.clone()
-        poison(layer, batch)
-        return layer.to(form.dtype)
-    found, scale = quantize(features, form)
-    poison(unused := features.clone(), batch)
-    layer = torch.zeros(*features.shape[:-1], form.slot_elements(features.shape[-1])).to(form.dtype)
-    codes(layer).copy_(found)
-    scales(layer).copy_(torch.where(unused[..., 0].isfinite(), scale, torch.nan))
-    return layer
+    poison(features, batch)
+    return to_cache(features, form)
 
 
 def attend(query: Tensor, layer: Tensor, batch: Batch, scores: ScoreMod, window: int) -> Tensor:

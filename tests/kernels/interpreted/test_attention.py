@@ -18,6 +18,7 @@ from penstock.kernels.attention.op import (
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.attention.triton_launch import TiledPlan
 from penstock.kernels.checks import E4M3
+from penstock.kernels.kv_cache.format import FORMATS, to_cache
 from tests.support.attention import (
     as_if_on_a_device,
     check,
@@ -104,19 +105,36 @@ def test_default_tile_sizes() -> None:
     """Use the tile sizes of a GPU, with partitions of 512 positions."""
     query, layer, batch = make_case([(1, 513), (40, 90), (1, 512)], (1, 4, 64), 16, torch.float16)
     found = paged_attention(query, layer, plan_attention(*batch, layer))
-    compare(found, exactly(query, layer, batch, 0, PLAIN, None))
+    compare(found, exactly(query, layer, batch, 0, PLAIN))
 
 
 @pytest.mark.parametrize("window", [0, 20])
-def test_an_fp8_cache_with_scales(window: int) -> None:
-    query, layer, batch = make_case([(1, 40), (11, 20), (1, 9)], (2, 2, 32), 16)
-    scales = torch.tensor([[0.5, 2.0], [0.25, 1.5]], device=DEVICE)
-    narrow = layer.nan_to_num(torch.nan).to(E4M3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_codes_with_scales(name: str, dtype: torch.dtype, window: int) -> None:
+    scores = ScoreMod(cap=2.0, sinks=torch.randn(4, device=DEVICE))
+    for block_size in (16, 5):
+        lengths = [(1, 40), (11, 20), (1, 9), (1, 70)]
+        check(lengths, (2, 2, 32), block_size, window, scores, dtype, cached=name)
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("magnitude", [2.0**-10, 2.0**10])
+def test_weights_of_float16_do_not_underflow_with_small_scales(name: str, magnitude: float) -> None:
+    query, layer, batch = make_case([(1, 40), (1, 200)], (1, 2, 16), 16, torch.float16)
+    layer[1] = (layer[1].float() * magnitude).half()
+    layer = to_cache(layer, FORMATS[name])
     with small_tiles():
-        plan = plan_attention(*batch, narrow, window)
-        found = paged_attention(query, narrow, plan, PLAIN, scales)
-    exact = exactly(query, narrow.float(), batch, window, PLAIN, scales)
-    compare(found, exact)
+        found = paged_attention(query, layer, plan_attention(*batch, layer))
+    exact = exactly(query, layer, batch, 0, PLAIN)
+    error = (found.double().cpu() - exact).abs().max()
+    assert error <= 2e-3 * magnitude
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_one_path_over_codes_with_scales(name: str) -> None:
+    pieces = [(0, 1), (3, 30), (49, 1)]
+    check_one_path([(50, 110), (1, 70)], pieces, 0, PLAIN, cached=name)
 
 
 @pytest.mark.parametrize("sinks", [None, SINKS])
@@ -175,14 +193,14 @@ def test_a_plan_of_device_tensors_has_the_same_bits(window: int) -> None:
         assert torch.equal(
             found, paged_attention(query, layer, plan_attention(*batch, layer, window))
         )
-    compare(found, exactly(query, layer, batch, window, PLAIN, None))
+    compare(found, exactly(query, layer, batch, window, PLAIN))
 
 
 def test_decodes_planned_on_a_device() -> None:
     query, layer, batch = make_case([(1, 70), (1, 1), (1, 32)], (2, 2, 16), 16)
     with small_tiles(), as_if_on_a_device():
         found = paged_attention(query, layer, on_device(batch, layer, 1, 40, 0))
-    compare(found, exactly(query, layer, batch, 0, PLAIN, None))
+    compare(found, exactly(query, layer, batch, 0, PLAIN))
 
 
 @pytest.mark.parametrize("window", [0, 37])
@@ -265,14 +283,15 @@ def refusals() -> dict[str, Callable[[Tensor, Tensor, Batch], object]]:
         "layer: a contiguous": lambda q, c, b: call(
             q, c.transpose(2, 3).contiguous().transpose(2, 3), b
         ),
-        r"layer: shape \[2, N, H, S, D\]": lambda q, c, b: call(q, c[:1], b),
+        r"layer: shape \[2, N, H, S, W\]": lambda q, c, b: call(q, c[:1], b),
         "layer: shape": lambda q, c, b: paged_attention(q, c[:, 1:].clone(), plan_attention(*b, c)),
         r"sinks: shape \[6\] expected": lambda q, c, b: call(q, c, b, scores=ScoreMod(sinks=wrong)),
         r"slopes: shape \[6\] expected": lambda q, c, b: call(
             q, c, b, scores=ScoreMod(slopes=wrong)
         ),
-        "scales: none expected": lambda q, c, b: call(q, c, b, scales=wrong),
-        r"scales: shape \[2, 2\]": lambda q, c, b: call(q, c.to(E4M3), b, scales=wrong),
+        r"query: shape \[10, Hq, 14\] expected, not \[10, 6, 16\]": lambda q, c, b: call(
+            q, c.to(E4M3), b
+        ),
         "query_starts, block_tables: shapes": planned(query_starts=np.zeros(1, np.int32)),
         "query_starts: non-decreasing numbers": changed(0, (1,), 11),
         "context_lens: at least 9 expected for sequence 1, not 8": changed(1, (1,), 8),

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels.kv_cache.format import FORMATS, codes, dequantize, format_of, scales
 from penstock.kernels.kv_cache.op import rope_and_cache, slot_rows, write_kv, write_kv_reference
 from penstock.kernels.rope.op import rotary_table, rotate_reference
 from tests.support.devices import DTYPES
@@ -40,22 +41,23 @@ def test_write_kv_changes_only_the_given_slots(
     assert_same_bits(layer, expected)
 
 
-@settings(max_examples=14)
+@settings(max_examples=18)
 @given(
     st.integers(1, 9),
     st.sampled_from([(4, 2, 16, 16), (3, 1, 24, 8), (8, 8, 64, 64), (5, 5, 10, 6)]),
     st.booleans(),
-    st.booleans(),
+    st.sampled_from([None, "fp8", "int8"]),
     st.sampled_from(DTYPES),
 )
 def test_rope_and_cache_rotates_and_writes(
     num_tokens: int,
     shape: tuple[int, int, int, int],
     interleaved: bool,
-    fp8: bool,
+    name: str | None,
     dtype: torch.dtype,
 ) -> None:
     num_heads, num_kv_heads, dim, rotary_dim = shape
+    form = format_of(dtype) if name is None else FORMATS[name]
     frequencies, positions = torch.rand(rotary_dim // 2), torch.randint(0, 50, (num_tokens,))
     table = rotary_table(frequencies, 50, torch.float32, interleaved=interleaved)
     heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, dim).to(dtype)
@@ -63,48 +65,47 @@ def test_rope_and_cache_rotates_and_writes(
     rotated = wide[:, : num_heads + num_kv_heads, :rotary_dim]
     rotated.copy_(rotate_reference(rotated, positions, frequencies, interleaved))
     slots = torch.randperm(7 * 4)[:num_tokens]
-    layer = torch.zeros(2, 7, num_kv_heads, 4, dim).to(E4M3 if fp8 else dtype)
-    scales = torch.rand(2, num_kv_heads) + 0.01 if fp8 else None
+    layer = torch.zeros(2, 7, num_kv_heads, 4, form.slot_elements(dim)).to(form.dtype)
     rows = slot_rows(slots, layer.shape)
-    rope_and_cache(heads, num_heads, table[positions], rows, layer, interleaved, scales)
+    rope_and_cache(heads, num_heads, table[positions], rows, layer, interleaved)
     close(heads[:, :num_heads], wide[:, :num_heads], 50.0 if dtype == torch.float32 else 1.0)
-    expected = torch.zeros(layer.shape, dtype=torch.float64)
-    write_kv_reference(expected, slots, wide[:, num_heads:], None)
-    if scales is None:
+    expected = torch.zeros(2, 7, num_kv_heads, 4, dim, dtype=torch.float64)
+    write_kv_reference(expected, slots, wide[:, num_heads:])
+    if not form.has_scales:
         close(layer, expected, 50.0 if dtype == torch.float32 else 1.0)
         return
-    stored = layer.double() * scales.double()[:, None, :, None, None]
-    limits = 448 * scales.double()[:, None, :, None, None]
-    # Rounding error of E4M3: half a unit of its 3 mantissa bits, or of the smallest subnormal.
-    torch.testing.assert_close(
-        stored, expected.clamp(-limits, limits), rtol=2**-4 * 1.01, atol=1.1 * 2**-10
-    )
+    # Half a unit of a code: see `kv_cache/format.quantize`.
+    scale = scales(layer).double()[..., None]
+    half = scale / 2 if name == "int8" else torch.maximum(expected.abs() / 16, scale * 2.0**-10)
+    assert ((dequantize(layer, torch.float64) - expected).abs() <= half * 1.01).all()
 
 
-def test_fp8_values_are_rounded_to_nearest() -> None:
-    halves = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.float16).float()
-    heads = torch.cat((halves, halves * 2.0**-7, torch.rand(1 << 17) * 2 - 1)).view(16, 2, -1)
-    layer = torch.zeros(2, 4, 1, 4, heads.shape[-1]).to(E4M3)
-    expected = layer.clone()
-    slots, ones = torch.arange(16), torch.ones(2, 1)
-    write_kv(layer, slots, heads, ones)
-    write_kv_reference(expected, slots, heads, ones)
-    good = ~expected.isnan()
-    assert_same_bits(layer[good], expected[good])
-    assert layer[~good].isnan().all()
-
-
-def test_fp8_values_saturate_and_nan_stays_nan() -> None:
-    layer = torch.zeros(2, 3, 1, 4, 8).to(E4M3)
-    scales = torch.tensor([[0.5], [4.0]])
-    row = torch.tensor([1.0, -1e9, torch.inf, torch.nan, 0.0, 225.0, 3.3, -0.01])
-    write_kv(layer, slot_rows(torch.tensor([5]), layer.shape), row.expand(1, 2, 8), scales)
-    expected = torch.zeros_like(layer)
-    write_kv_reference(expected, torch.tensor([5]), row.expand(1, 2, 8), scales)
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e-4, 1.0, 300.0, 1e6])
+def test_codes_and_scales_have_the_bits_of_the_reference(name: str, magnitude: float) -> None:
+    new = torch.randn(16, 6, 24) * magnitude
+    new[1, 1], new[2, 2, 3], new[3, 3, 2], new[4, 4] = 0.0, torch.nan, torch.inf, 1e-44
+    new[5] *= torch.rand(6, 1)
+    new[6] = torch.round(new[6] / magnitude * 4) * magnitude  # values in the middle of two codes
+    layer = torch.zeros(2, 5, 3, 4, 26, dtype=torch.int8).view(FORMATS[name].dtype)
+    expected, slots = layer.clone(), torch.randperm(20)[:16]
+    write_kv(layer, slots, new)
+    write_kv_reference(expected, slots, new)
     assert_same_bits(layer, expected)
-    keys = layer[0, 1, 0, 1].float()
-    assert keys[:3].tolist() == [2.0, -448.0, 448.0]
-    assert keys[3].isnan()
+
+
+def test_fp8_codes_are_rounded_to_nearest() -> None:
+    """With 448 in each row, the scale is 1, and the codes are the values rounded to float8."""
+    halves = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.float16).float()
+    values = torch.cat((halves, halves * 2.0**-7)).nan_to_num(0.0, 0.0, 0.0).clamp(-448, 448)
+    heads = torch.cat((values.view(512, 2, -1), torch.full((512, 2, 2), 448.0)), 2)
+    form = FORMATS["fp8"]
+    layer = torch.zeros(2, 128, 1, 4, form.slot_elements(heads.shape[2])).to(form.dtype)
+    slots = torch.arange(512)
+    write_kv(layer, slots, heads)
+    assert (scales(layer) == 1).all()
+    found = codes(layer).transpose(0, 1).permute(0, 3, 1, 2, 4).reshape(512, 2, -1)
+    assert_same_bits(found.contiguous(), heads.to(form.dtype))
 
 
 def test_slots_outside_the_layer_are_not_written() -> None:
@@ -150,5 +151,5 @@ def test_invalid_arguments_are_refused() -> None:
         rope_and_cache(heads, 2, angles, slots, layer.half())
     with pytest.raises(ValueError, match="layer: a contiguous tensor expected"):
         rope_and_cache(heads, 2, angles, slots, layer.transpose(1, 3))
-    with pytest.raises(ValueError, match=r"scales: shape \[2, 2\] expected"):
-        rope_and_cache(heads, 2, angles, slots, layer.to(E4M3), False, torch.ones(2))
+    with pytest.raises(ValueError, match=r"heads: shape \[T, 6, 6\] expected, not \[5, 6, 8\]"):
+        rope_and_cache(heads, 2, angles, slots, layer.to(E4M3))

@@ -96,9 +96,9 @@ def paged(layer: Tensor, query: Tensor, **scores: Tensor) -> object:
     return paged_attention(query, layer, plan, ScoreMod(**scores))  # type: ignore[arg-type]
 
 
-def narrow(layer: Tensor, query: Tensor, scales: Tensor) -> object:
-    layer = layer.to(E4M3)
-    return paged_attention(query, layer, plan_attention(*BATCH, layer), scales=scales)
+def narrow(layer: Tensor, query: Tensor) -> object:
+    layer = layer.to(torch.int8)
+    return paged_attention(query, layer, plan_attention(*BATCH, layer))
 
 
 def latent(layer: Tensor, query: Tensor, up: Tensor) -> object:
@@ -123,10 +123,8 @@ LAUNCHERS = {
     "paged attention": Launcher(
         paged, lambda: floats(layer=PAGED, query=(3, 6, 16), sinks=(6,), slopes=(6,))
     ),
-    "paged attention, fp8": Launcher(
-        narrow,
-        lambda: floats(layer=PAGED, query=(3, 6, 16), scales=(2, 2)),
-        {"layer": ALL},
+    "paged attention, int8": Launcher(
+        narrow, lambda: floats(layer=PAGED, query=(3, 6, 14)), {"layer": ALL}
     ),
     "device plan": Launcher(
         lambda layer, **batch: plan_attention_on_device(
@@ -159,10 +157,7 @@ LAUNCHERS = {
         lambda layer, **others: rope_and_cache(
             num_heads=2, layer=layer.to(E4M3), interleaved=True, **others
         ),
-        lambda: (
-            floats(layer=PAGED, heads=(3, 6, 16), cos_sin=(3, 2, 8), scales=(2, 2))
-            | ints(rows=(3,))
-        ),
+        lambda: floats(layer=PAGED, heads=(3, 6, 14), cos_sin=(3, 2, 8)) | ints(rows=(3,)),
         {"layer": ALL, "heads": ROWS},
     ),
     "gather": Launcher(

@@ -7,24 +7,14 @@ from torch import Tensor
 from penstock.kernels.kv_cache.format import (
     FORMATS,
     KvCacheFormat,
-    codes,
     dequantize,
     format_of,
     num_features,
     quantize,
-    scales,
+    to_cache,
 )
 
 SCALED = [form for form in FORMATS.values() if form.has_scales]
-
-
-def stored(x: Tensor, form: KvCacheFormat) -> Tensor:
-    """Return a cache [..., S, D + 2] that holds `x` [..., S, D]."""
-    cache = torch.zeros(*x.shape[:-1], form.slot_elements(x.shape[-1])).to(form.dtype)
-    found, scale = quantize(x, form)
-    codes(cache).copy_(found)
-    scales(cache).copy_(scale)
-    return cache
 
 
 def max_error(x: Tensor, scale: Tensor, form: KvCacheFormat) -> Tensor:
@@ -92,7 +82,7 @@ def test_codes_of_a_row_do_not_depend_on_other_rows(form: KvCacheFormat) -> None
 def test_values_that_have_no_scale_give_no_finite_value(form: KvCacheFormat, bad: float) -> None:
     x = torch.randn(4, 8)
     x[2, 3] = bad
-    finite = dequantize(stored(x, form)).isfinite()
+    finite = dequantize(to_cache(x, form)).isfinite()
     assert not finite[2].any()
     assert finite[[0, 1, 3]].all()
 
@@ -100,7 +90,7 @@ def test_values_that_have_no_scale_give_no_finite_value(form: KvCacheFormat, bad
 @pytest.mark.parametrize("form", SCALED, ids=lambda form: form.name)
 def test_views_of_part_of_a_cache_read_whole_pages(form: KvCacheFormat) -> None:
     x = torch.randn(3, 2, 5, 4, 6, 10)
-    cache, exact = stored(x, form), None
+    cache, exact = to_cache(x, form), None
     found, scale = quantize(x, form)
     exact = found.float() * scale.float()[..., None]
     assert torch.equal(dequantize(cache), exact)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from penstock.kernels.kv_cache import op as cache
-from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
+from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from penstock.kernels.kv_cache.format import FORMATS, dequantize, to_cache
 from penstock.kernels.kv_cache.op import rope_and_cache, slot_rows, write_kv, write_kv_reference
 from penstock.kernels.rope.op import rotary_table, rotate_reference
 from tests.support.threads import threads
@@ -81,15 +82,36 @@ def test_rows_outside_the_cache_are_refused() -> None:
         rope_and_cache(heads[:, :7].contiguous(), 2, torch.ones(2, 2, 8), rows, layer)
 
 
-def test_an_fp8_cache_is_scaled_per_side_and_head() -> None:
-    layer = torch.zeros(2, 7, 3, 4, 8).to(torch.float8_e4m3fn)
-    expected = layer.clone()
-    scales = torch.tensor([[0.25, 1.0, 2.0], [4.0, 0.5, 1.0]])
-    slots, new = torch.tensor([9, 0, 27]), torch.randn(3, 6, 8) * 300
-    write_kv(layer, slot_rows(slots, layer.shape), new, scales)
-    write_kv_reference(expected, slots, new, scales)
-    assert torch.equal(layer.view(torch.uint8), expected.view(torch.uint8))
-    assert (layer.float().abs() == 448).any()
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-6, 1e-4, 1.0, 300.0, 1e6, 1e38])
+def test_all_writes_of_codes_have_the_bits_of_the_reference(name: str, magnitude: float) -> None:
+    new = torch.randn(9, 4 + 6, 24) * magnitude
+    new[1, 5], new[2, 6, 3], new[3, 7, 2], new[4, 8] = 0.0, torch.nan, torch.inf, 1e-45
+    new[5] *= torch.rand(10, 1)
+    before = torch.randint(-128, 128, (2, 7, 3, 4, 26), dtype=torch.int8)
+    before = before.view(FORMATS[name].dtype)
+    expected, written, fused = before.clone(), before.clone(), before.clone()
+    slots = torch.randperm(28)[:9]
+    rows = slot_rows(slots, before.shape)
+    write_kv_reference(expected, slots, new[:, 4:])
+    write_kv(written, rows, new[:, 4:])
+    rope_and_cache(new, 4, torch.zeros(9, 2, 0), rows, fused)
+    assert torch.equal(written.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(fused.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_copies_of_blocks_contain_the_scales(name: str) -> None:
+    cache = to_cache(torch.randn(3, 2, 9, 2, 4, 6), FORMATS[name])
+    expected = dequantize(cache)
+    expected[:, :, [1, 7]] = expected[:, :, [8, 1]]
+    copy_blocks(cache, torch.tensor([8, 1]), torch.tensor([1, 7]))
+    assert torch.equal(dequantize(cache), expected)
+    other = to_cache(torch.randn(3, 2, 9, 2, 4, 6), FORMATS[name])
+    layers, heads = slice(1, 3), slice(1, 2)
+    staged = gather_blocks(cache, torch.tensor([5, 1]), layers, heads)
+    scatter_blocks(other, torch.tensor([0, 4]), layers, heads, staged)
+    assert torch.equal(dequantize(other)[1:, :, [0, 4], 1:], expected[1:, :, [5, 1], 1:])
 
 
 def test_gather_and_scatter_move_ranges_of_layers_and_heads() -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from penstock.kernels.kv_cache.format import FORMATS, KvCacheFormat
 from penstock.kernels.linear import cpu_packed_f32, cpu_packed_int8
 from penstock.kernels.moe.routing import Routing
 from penstock.workers.engine import model_runner
@@ -140,14 +141,29 @@ def test_graph_matches_transformers(
 
 
 def run_with_and_without_graph(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, form: KvCacheFormat = FORMATS["float32"]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the logits of each prompt's answer, from a step graph and from eager execution."""
     prompts = [list(range(4, 4 + length)) for length in LENGTHS]
-    _, graph = generate(decoder, prompts, MAX_NEW)
+    _, graph = generate(decoder, prompts, MAX_NEW, form=form)
     monkeypatch.setattr(model_runner, "build_cpu_step_graph", lambda *_: None)
-    _, eager = generate(decoder, prompts, MAX_NEW)
+    _, eager = generate(decoder, prompts, MAX_NEW, form=form)
     return graph, eager
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "fp8", "int8"])
+def test_graph_over_a_narrow_cache_has_the_bits_of_eager_execution(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_builder, "GATES", BATCH_INVARIANT_GATES)
+    _, decoder = make_models(tmp_path, SUPPORTED["mistral, a window"]())
+    form = FORMATS[name]
+    assert build_cpu_step_graph(decoder, make_cache(decoder, 4, form)) is not None
+    graph, eager = run_with_and_without_graph(decoder, monkeypatch, form)
+    wide, _ = run_with_and_without_graph(decoder, monkeypatch)
+    for ours, expected, exact in zip(graph, eager, wide, strict=True):
+        assert torch.equal(ours, expected)
+        assert not torch.equal(ours, exact)
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from penstock.kernels.attention.op import paged_attention
 from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.kv_cache.format import num_features
 from penstock.kernels.kv_cache.op import write_kv
 from penstock.workers.layers.attention import StepInputs
 
@@ -95,7 +96,7 @@ class PagedAttention:
     """Handler that computes the attention of one step over the paged KV cache."""
 
     step: StepInputs
-    cache: Tensor  # [layers, 2, N, H, S, D]
+    cache: Tensor  # [layers, 2, N, H, S, W]
     windows: tuple[int, ...]  # per layer, as recorded by `probe`; 0: no window
 
     def mask(self, options: dict[str, Any]) -> object:
@@ -117,5 +118,5 @@ class PagedAttention:
 
     def _widened(self, heads: Tensor) -> Tensor:
         """Pad `heads` with zeros to the head size of the cache; this does not change the result."""
-        missing = self.cache.shape[-1] - heads.shape[-1]
+        missing = num_features(self.cache) - heads.shape[-1]
         return functional.pad(heads, (0, missing)) if missing else heads.contiguous()
