@@ -10,7 +10,7 @@ from penstock.workers.parallel.mesh import Mesh, MeshCoord
 ROLES = ("prefill", "decode", "mixed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8", "int8")
 QUANTIZATIONS = ("none", "int8")
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
@@ -66,7 +66,8 @@ class WorkerConfig:
     max_threads: int | None = None  # while no other worker of this machine computes; CPU only
     dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # quantization of the weights
-    kv_cache_dtype: str = "auto"  # auto: bfloat16 with INT8 weights on a CPU, otherwise `dtype`
+    # auto: bfloat16 with INT8 weights on a CPU, otherwise `dtype`; fp8 and int8: codes with scales
+    kv_cache_dtype: str = "auto"
     deterministic: bool = False  # deterministic mode: results do not depend on the batch
     static_batching: bool = False  # a baseline to measure continuous batching against
     device: str = "auto"

@@ -32,8 +32,10 @@ class ModelSpec:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = knob(
         "auto", "dtype of weights and KV"
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = knob(
-        "auto", "dtype of the KV cache; auto: as dtype, but bfloat16 with int8 (CPU)"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "fp8", "int8"] = knob(
+        "auto",
+        "format of the KV cache; auto: as dtype, but bfloat16 with int8 weights (CPU); fp8 and "
+        "int8 have one scale for each token and head",
     )
     quantization: Literal["none", "int8"] = knob(
         "none", "quantization of the weights; int8 also quantizes activations, per token (CPU)"
@@ -68,10 +70,10 @@ class ModelSpec:
             except ValueError as error:
                 raise SpecError(f"{name}: {error}") from None
         cached, dtype = self.kv_cache_dtype, self.dtype
-        if dtype in ("bfloat16", "float16") and cached not in ("auto", dtype):
+        if dtype in ("bfloat16", "float16") and cached not in ("auto", dtype, "fp8", "int8"):
             raise SpecError(
                 f"kv_cache_dtype: {cached} cannot be used with dtype {dtype}: only dtype float32 "
-                "allows another cache dtype; use auto"
+                "allows another float dtype; use auto, fp8 or int8"
             )
 
 

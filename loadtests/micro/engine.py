@@ -42,7 +42,9 @@ class Options:
     input_len: int = option(128, "prompt tokens")
     output_len: int = option(64, "answer tokens")
     quantization: str = option("none", "weight quantization: none or int8")
-    kv_cache_dtype: str = option("auto", "dtype of the KV cache: auto, float32 or bfloat16")
+    kv_cache_dtype: str = option(
+        "auto", "format of the KV cache: auto, float32, bfloat16, fp8 or int8"
+    )
     cpu_time: bool = option(False, "measure CPU time instead of wall time; needs --threads 1")
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.kernels.kv_cache.format import format_of
+from penstock.kernels.kv_cache.format import KvCacheFormat
 from penstock.workers.engine.model_runner import SCORED_ROWS
 from penstock.workers.gpu.cuda_graphs import CudaCaptures
 from penstock.workers.gpu.device_runner import DeviceRunner
@@ -35,10 +35,12 @@ class StepLimits:
     block_size: int
 
 
-def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -> int:
+def profile_step_bytes(
+    decoder: Model, form: KvCacheFormat, sizes: StepLimits, deterministic: bool
+) -> int:
     """Return the bytes that are needed by the largest step, by sampling and by all CUDA graphs.
 
-    `decoder` must be on a CUDA device.
+    `decoder` must be on a CUDA device; `form` is the format of its KV cache.
     """
     spec, device = decoder.spec, decoder.device
     ladder = GraphBuckets(sizes.num_sequences, sizes.model_len)
@@ -48,7 +50,7 @@ def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -
         num_blocks,
         sizes.block_size,
         spec.kv_shape,
-        format_of(decoder.dtype),
+        form,
         device,
     )
     runner = DeviceRunner(decoder, cache, ladder, deterministic)

@@ -69,8 +69,8 @@ class KvStaging:
             gather_blocks(self._kv, indices, layers, heads, staged)
         else:
             cuts, block, within = self._cut(layers, heads, indices, shard, unit)
-            for cut, part in zip(cuts, slot_views(staged), strict=True):
-                part.copy_(cut[:, :, block, :, within].movedim(0, 2))
+            for cut, view in zip(cuts, slot_views(staged), strict=True):
+                view.copy_(cut[:, :, block, :, within].movedim(0, 2))
         return data
 
     def scatter(
@@ -89,8 +89,8 @@ class KvStaging:
             scatter_blocks(self._kv, indices, layers, heads, staged)
         else:
             cuts, block, within = self._cut(layers, heads, indices, shard, unit)
-            for cut, part in zip(cuts, slot_views(staged), strict=True):
-                cut[:, :, block, :, within] = part.movedim(2, 0)
+            for cut, view in zip(cuts, slot_views(staged), strict=True):
+                cut[:, :, block, :, within] = view.movedim(2, 0)
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Allocate a buffer for a message: [num_bytes] uint8."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.kv_cache.format import FORMATS, KvCacheFormat, format_of
 from penstock.kernels.triton_common.launch import runs_kernels
+from penstock.workers.models.spec import ModelSpec
 
 
 class KvCache:
@@ -39,24 +40,45 @@ def choose_cache_format(
     """Return the format of the KV cache of a model that runs in `dtype`.
 
     Args:
-        name: "auto", "float32" or "bfloat16". "auto" means bfloat16 for float32 models with INT8
-            weights on a CPU, where reading float32 would dominate a step; otherwise `dtype`.
+        name: "auto", "float32", "bfloat16", "fp8" or "int8". "auto" means bfloat16 for float32
+            models with INT8 weights on a CPU, where reading float32 would dominate a step;
+            otherwise `dtype`.
 
     Raises:
         ValueError: This combination is not supported.
     """
-    # Triton kernels need a cache of dtype `dtype`; the torch and numba kernels convert.
+    # Triton kernels need floats of dtype `dtype`; the torch and numba kernels convert floats.
     narrows = dtype == torch.float32 and not runs_kernels(device)
     if name == "auto":
         return format_of(torch.bfloat16 if narrows and quantization == "int8" else dtype)
     chosen = FORMATS[name]
-    if chosen.dtype != dtype and not (narrows and chosen.dtype == torch.bfloat16):
+    converts = chosen.has_scales or (narrows and chosen.dtype == torch.bfloat16)
+    if chosen.dtype != dtype and not converts:
         raise ValueError(
             f"kv_cache_dtype {name} is not available: the model computes in "
             f"{str(dtype).removeprefix('torch.')} on {device.type}, and only float32 models on a "
-            "CPU support another dtype, which is bfloat16; use auto"
+            "CPU support another float dtype, which is bfloat16; use auto, fp8 or int8"
         )
     return chosen
+
+
+def check_cache_format(name: str, spec: ModelSpec) -> None:
+    """Raise ValueError if a KV cache of codes with scales cannot hold this model's keys and values.
+
+    Args:
+        name: a value of `kv_cache_dtype`.
+        spec: the model.
+    """
+    if name == "auto" or not FORMATS[name].has_scales:
+        return
+    if spec.latent is not None:
+        reason = "multi-head latent attention, whose kernels read rows of floats"
+    elif spec.extra_dim:
+        reason = "rounded ALiBi biases (Falcon), which are in the cache and must stay exact"
+    else:
+        FORMATS[name].slot_elements(spec.head_dim)
+        return
+    raise ValueError(f"kv_cache_dtype {name} is not available for {reason}; use auto")
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

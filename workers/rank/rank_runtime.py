@@ -21,7 +21,7 @@ from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model, ModelInfo
-from penstock.workers.models.spec import read_config
+from penstock.workers.models.spec import is_native, read_config, read_spec
 from penstock.workers.parallel.communicator import Communicator
 from penstock.workers.parallel.mesh import MeshCoord
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, all_reduce_min, connect_ranks
@@ -36,7 +36,7 @@ from penstock.workers.parallel.step_broadcast import (
 )
 from penstock.workers.parallel.step_codec import max_plan_bytes
 from penstock.workers.rank.fingerprint import layout_of, numerics_of
-from penstock.workers.rank.kv_cache import KvCache, choose_cache_format
+from penstock.workers.rank.kv_cache import KvCache, check_cache_format, choose_cache_format
 from penstock.workers.rank.kv_cache_size import choose_num_blocks
 from penstock.workers.scheduling.config import SchedulerConfig
 from penstock.workers.weights.loading import choose_dtype, load
@@ -166,6 +166,9 @@ def load_rank(
     if decoder is not None:
         spec = decoder.spec
     else:
+        model_config = read_config(config.model)
+        if is_native(model_config):
+            check_cache_format(config.kv_cache_dtype, read_spec(config.model))
         spec, decoder = load(
             config.model,
             config.dtype,
@@ -244,7 +247,7 @@ def _limits(
         max_model_len,
         decoder.device,
         form,
-        partial(profile_step_bytes, decoder, steps, config.deterministic)
+        partial(profile_step_bytes, decoder, form, steps, config.deterministic)
         if _runs_asynchronously(config, decoder)
         else None,
     )

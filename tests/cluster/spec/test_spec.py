@@ -301,7 +301,8 @@ def test_kv_cache_dtype_wider_than_the_dtype_is_refused(dtype: str) -> None:
     message = rf"models\.m: kv_cache_dtype: float32 .* with dtype {dtype}"
     with pytest.raises(SpecError, match=message):
         parse(model(dtype=dtype, kv_cache_dtype="float32"))
-    assert parse(model(dtype="bfloat16", kv_cache_dtype="bfloat16"))
+    for cached in ("bfloat16", "fp8", "int8"):
+        assert parse(model(dtype="bfloat16", kv_cache_dtype=cached))
 
 
 def test_at_most_40_knobs_outside_models_and_pools() -> None:

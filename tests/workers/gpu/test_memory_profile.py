@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.kernels.kv_cache.format import FORMATS
 from penstock.workers.gpu import memory_profile
 from penstock.workers.gpu.device_runner import DeviceRunner
 from penstock.workers.gpu.memory_profile import (
@@ -70,6 +71,7 @@ def test_profile_leaves_neither_graphs_nor_cache_behind(
             progress(1, 2)
 
         def run(self, *args: object) -> torch.Tensor:
+            assert self.cache.form is FORMATS["int8"]
             return torch.zeros(1)
 
     alive: list[bool] = []
@@ -87,7 +89,7 @@ def test_profile_leaves_neither_graphs_nor_cache_behind(
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
     gc.disable()  # only the profile may collect
     try:
-        profile_step_bytes(decoder, StepLimits(2, 8, 32, 4), False)
+        profile_step_bytes(decoder, FORMATS["int8"], StepLimits(2, 8, 32, 4), False)
     finally:
         gc.enable()
     assert alive[:2] == [True, True]

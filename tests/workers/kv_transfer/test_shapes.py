@@ -24,6 +24,7 @@ NUM_TOKENS = 6
 # (tp, pp, ep) of each mesh, by name
 MESHES = {"one": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2-pp2": (2, 2, 1)}
 KINDS = [("llama", "auto"), ("deepseek", "auto"), ("llama", "bfloat16"), ("falcon-rw", "auto")]
+KINDS += [("llama", "fp8"), ("llama", "int8")]
 BLOCK_SIZES = {"one": 4, "tp2": 8, "pp2": 4, "tp2-pp2": 6}
 
 

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 T = TypeVar("T")
 
-BFLOAT16_CACHE: dict[str, Any] = {"kv_cache_dtype": "bfloat16"}
+NARROW_CACHES = ("bfloat16", "fp8", "int8")
 
 
 def run_on_mesh(
@@ -74,14 +74,15 @@ def test_mesh_gives_the_answers_of_one_rank(
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)])
-def test_bfloat16_cache_stays_close_to_that_of_one_rank(
-    tmp_path: Path, mesh: tuple[int, int, int]
+@pytest.mark.parametrize("cache", NARROW_CACHES)
+def test_narrow_cache_stays_close_to_that_of_one_rank(
+    tmp_path: Path, mesh: tuple[int, int, int], cache: str
 ) -> None:
-    """Summation in another order adds less than 20% of the bfloat16 rounding error."""
+    """Summation in another order adds less than 20% of the rounding error of the cache."""
     model = make_model(tmp_path, "llama")
     wide = answer(Engine(rank_config(model)))
-    expected = answer(Engine(rank_config(model, **BFLOAT16_CACHE)))
-    found = run_on_mesh(answer, model, mesh, **BFLOAT16_CACHE)
+    expected = answer(Engine(rank_config(model, kv_cache_dtype=cache)))
+    found = run_on_mesh(answer, model, mesh, kv_cache_dtype=cache)
     firsts = [torch.stack([rows[0] for rows in each.logits]) for each in (found, expected, wide)]
     ours, theirs, exact = firsts
     rounding = (theirs - exact).abs().max()
@@ -91,12 +92,13 @@ def test_bfloat16_cache_stays_close_to_that_of_one_rank(
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)])
-def test_bfloat16_cache_gives_equal_bits_under_all_schedules(
-    tmp_path: Path, mesh: tuple[int, int, int]
+@pytest.mark.parametrize("cache", NARROW_CACHES)
+def test_narrow_cache_gives_equal_bits_under_all_schedules(
+    tmp_path: Path, mesh: tuple[int, int, int], cache: str
 ) -> None:
     sizes = {"deterministic": True, "kv_cache_mib": 2, "max_batched_tokens": 64}
     model = make_model(tmp_path, "llama")
-    expected, *others = run_on_mesh(run_all_schedules, model, mesh, **BFLOAT16_CACHE, **sizes)
+    expected, *others = run_on_mesh(run_all_schedules, model, mesh, kv_cache_dtype=cache, **sizes)
     assert all(found == expected for found in others)
 
 
