@@ -81,9 +81,9 @@ async def test_the_tables_fit_80_columns(
     text = "\n".join(lines)
     assert "stub at http://127.0.0.1:8000: serving" in text
     (dead,) = (line for line in lines if line.startswith("decode-worker-0"))
-    assert dead.split()[1:] == ["down"] + ["-"] * 7
+    assert dead.split()[1:] == ["down"] + ["-"] * 8
     (busy,) = (line for line in lines if "12.3 s" in line)
-    for word in ("ready", "90%", "256", "123k", "9.9M", "0%", "54k"):
+    for word in ("ready", "90%", "1.6M", "256", "123k", "9.9M", "0%", "54k"):
         assert word in busy.split(), (word, busy)
     assert await command(served.admin_url) == 0
     assert "decode-worker-0" in capsys.readouterr().out

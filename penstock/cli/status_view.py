@@ -108,8 +108,8 @@ def _pools(pools: Sequence[Json], sizes: Sequence[Json]) -> Table:
 
 
 def _workers(workers: Sequence[Json]) -> Table:
-    columns = ("worker", "state", "KV in use", "run", "wait", "tokens", "hits", "preempt", "step")
-    table = _table(*columns, left=3, gap=1)
+    columns = ("worker", "state", "KV in use", "of", "run", "wait", "tokens", "hits", "preempt")
+    table = _table(*columns, "step", left=3, gap=1)
     table.columns[0].max_width = 17
     for worker in workers:
         state = Text(worker["state"], style=COLOURS.get(worker["state"], ""))
@@ -129,10 +129,11 @@ def _roles(roles: Mapping[str, Json], now: float) -> Text:
 
 def _numbers(numbers: Json | None) -> list[str | Text]:
     if numbers is None:
-        return [NOTHING] * 7
+        return [NOTHING] * 8
     prompt = numbers["prompt_tokens"]
     return [
         _kv(numbers["blocks"]),
+        number(numbers["kv_tokens"]),
         number(numbers["running"]),
         number(numbers["waiting"]),
         number(numbers["waiting_tokens"]),

@@ -146,6 +146,7 @@ def _worker_stats_json(stats: WorkerStats) -> Json:
         "waiting": load.queued,
         "waiting_tokens": load.queued_tokens,
         "blocks": dict(stats.blocks),
+        "kv_tokens": stats.kv_tokens,
         "kv_waste": stats.kv_waste,
         "prompt_tokens": stats.prompt_tokens,
         "prefix_hit_tokens": load.prompt_tokens_cached,

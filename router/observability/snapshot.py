@@ -55,6 +55,11 @@ class WorkerStats:
         }
 
     @property
+    def kv_tokens(self) -> int:
+        """Number of tokens for which the KV cache has room."""
+        return self.load.num_blocks * self.block_size
+
+    @property
     def prompt_tokens(self) -> int:
         """Number of prompt tokens since the worker's start, computed or from the prefix cache."""
         return self.load.prompt_tokens_computed + self.load.prompt_tokens_cached

@@ -502,6 +502,8 @@ async def test_status_of_a_cluster(served: Served) -> None:
     }
     assert (worker["worker"], worker["role"], worker["state"]) == ("w0", "mixed", "ready")
     assert worker["numbers"]["blocks"]["used"] == 10
+    num_blocks = sum(worker["numbers"]["blocks"].values())
+    assert worker["numbers"]["kv_tokens"] == num_blocks * 16
 
 
 async def test_each_router_shows_the_queues_of_all_routers(config: RouterConfig) -> None:
