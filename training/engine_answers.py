@@ -19,11 +19,17 @@ class EngineAnswers:
 
     Args:
         quantization: quantization of the model's weights, "none" or "int8".
+        kv_cache_dtype: format of the KV cache.
     """
 
-    def __init__(self, folder: Path, quantization: str, max_new_tokens: int) -> None:
+    def __init__(
+        self, folder: Path, quantization: str, max_new_tokens: int, kv_cache_dtype: str = "auto"
+    ) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._engine = Engine(WorkerConfig("engine", folder, quantization=quantization))
+        config = WorkerConfig(
+            "engine", folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+        )
+        self._engine = Engine(config)
         stops = self._engine.spec.eos_tokens
         self._params = SamplingParams(
             temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=stops

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from penstock.workers.config import QUANTIZATIONS
+from penstock.workers.config import KV_CACHE_DTYPES, QUANTIZATIONS
 from training.engine_answers import EngineAnswers
 from training.tasks import FAMILIES, Example, Message, Task
 
@@ -124,11 +124,21 @@ def main() -> None:
     parser.add_argument(
         "--engine", choices=QUANTIZATIONS, help="use Penstock's engine with this quantization"
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        default="auto",
+        help="with --engine: format of the KV cache",
+    )
     options = parser.parse_args()
+    if options.engine is None and options.kv_cache_dtype != "auto":
+        parser.error("--kv-cache-dtype needs --engine")
     if options.engine is None:
         answer = transformers_answer(options.folder)
     else:
-        answer = EngineAnswers(options.folder, options.engine, MAX_NEW_TOKENS)
+        answer = EngineAnswers(
+            options.folder, options.engine, MAX_NEW_TOKENS, options.kv_cache_dtype
+        )
     for name in options.family or FAMILIES:
         print(*measure(answer, options.count, seed=options.seed, families=[name]), flush=True)
 
