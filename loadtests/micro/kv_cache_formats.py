@@ -140,7 +140,8 @@ def answers(options: Options, name: str) -> list[list[int]]:
 def equal_fraction(found: Sequence[int], expected: Sequence[int]) -> float:
     """Return the fraction of `expected` before the first token that differs."""
     pairs = enumerate(zip(found, expected, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), len(expected)) / len(expected)
+    shorter = min(len(found), len(expected))
+    return next((at for at, (a, b) in pairs if a != b), shorter) / len(expected)
 
 
 async def _measure(options: Options) -> dict[str, Any]:
@@ -151,12 +152,13 @@ async def _measure(options: Options) -> dict[str, Any]:
     for name in NAMES:
         plain, outliers = (attention_error(options, name, more) for more in (False, True))
         found = answers(options, name)
-        fractions = [equal_fraction(*pair) for pair in zip(found, expected, strict=True)]
+        pairs = list(zip(found, expected, strict=True))
+        fractions = [equal_fraction(*pair) for pair in pairs]
         results[name] = {
             "attention_error": plain,
             "attention_error_with_outliers": outliers,
             "attention_time": seconds[name] / seconds["float32"],
-            "equal_answers": sum(fraction == 1 for fraction in fractions) / len(fractions),
+            "equal_answers": sum(a == b for a, b in pairs) / len(pairs),
             "equal_fraction": sum(fractions) / len(fractions),
         }
         print(name, *(f"{key} {value:.4f}" for key, value in results[name].items()), flush=True)
