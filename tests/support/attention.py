@@ -43,7 +43,8 @@ def small_tiles(tiles: ModuleType = triton_launch) -> Iterator[None]:
 
 def _poisoned_empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     sizes = shape[0] if isinstance(shape[0], tuple) else shape
-    return torch.full(sizes, torch.nan, dtype=dtype, device=device)
+    value = torch.nan if dtype.is_floating_point else -1
+    return torch.full(sizes, value, dtype=dtype, device=device)
 
 
 def make_case(

@@ -1,6 +1,7 @@
 """Mutation tests: comparisons with the reference detect off-by-one errors in kernels and plans.
 
-The tests cover split KV, the batch-invariant path (`one_path`) and cascade attention.
+The tests cover split KV, the batch-invariant path (`one_path`), cascade attention and caches of
+codes with scales.
 """
 
 from collections.abc import Callable
@@ -132,6 +133,21 @@ def compare_prefix() -> None:
     check_prefix(7, 64, [65], 0)
 
 
+CODES_KERNEL: dict[str, Change] = {
+    "slot of the scale": ("// 2 + columns % S", "// 2 + (columns + 1) % S"),
+    "first scale": ("(page + S * D) // 2", "page // 2"),
+    "scales of values": ("scale_at + side_stride // 2", "scale_at"),
+    "gain": ("acc *= UNIT / GAIN", "acc *= UNIT"),
+    "bits of FP8": ("(bits & 0x7F) << 7", "(bits & 0x3F) << 7"),
+    "unit of FP8": ("factor = scale * UNIT", "factor = scale"),
+}
+
+
+def compare_codes() -> None:
+    for name in ("int8", "fp8"):
+        check([(1, 33), (9, 20)], (2, 2, 16), 16, cached=name)
+
+
 class Form(NamedTuple):
     """A comparison with the reference, and the mutants that it must detect."""
 
@@ -144,6 +160,7 @@ FORMS = {
     "plain": Form(compare_plain, PLAIN_KERNEL, PLAIN_PLAN),
     "one path": Form(compare_one_path, ONE_PATH_KERNEL, ONE_PATH_PLAN),
     "prefix": Form(compare_prefix, PREFIX_KERNEL, PREFIX_PLAN),
+    "codes": Form(compare_codes, CODES_KERNEL, {}),
 }
 
 
