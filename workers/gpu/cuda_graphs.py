@@ -75,18 +75,20 @@ class DecodeGraphs:
             self._captured[rung] = self._capture(rung)
             progress(number, len(buckets))
 
-    def run(self, plan: StepPlan, drawn: Tensor | None) -> Tensor | None:
+    def run(
+        self, plan: StepPlan, drawn: Tensor | None, received: Tensor | None = None
+    ) -> Tensor | None:
         """Run a step's graph and return hidden states [B, hidden_size], valid until the next run.
 
         Return None if no captured graph fits the step.
 
-        drawn: see `DecodeInputs.fill`.
+        drawn, received: see `DecodeInputs.fill`.
         """
         rung = self._buckets.bucket_for(plan)
         captured = None if rung is None else self._captured.get(rung)
         if rung is None or captured is None:
             return None
-        self._inputs.fill(plan, rung.rows, drawn)
+        self._inputs.fill(plan, rung.rows, drawn, received)
         captured.replay()
         return captured.hidden[: len(plan.rows)]
 

@@ -25,6 +25,7 @@ class DeviceBatch:
     block_tables: Tensor  # [B, M]; entries past a sequence's blocks are ignored
     max_query: int  # upper bound of the number of tokens of a sequence in this batch
     max_context: int  # upper bound of `context_lens`
+    received: Tensor | None = None  # [T, hidden_size] of the previous stage; None: first stage
 
 
 class DecodeInputs:
@@ -35,13 +36,22 @@ class DecodeInputs:
     """
 
     def __init__(
-        self, max_rows: int, num_columns: int, block_size: int, scratch: int, device: torch.device
+        self,
+        max_rows: int,
+        num_columns: int,
+        block_size: int,
+        scratch: int,
+        device: torch.device,
+        received: Tensor | None = None,
     ) -> None:
         """Allocate the buffers.
 
         num_columns: number of columns of the block table.
         scratch: number of the scratch block.
+        received: [R, hidden_size] buffer for the hidden states of the previous stage, initially
+            finite; None: this is the first stage.
         """
+        self._received = received
         self._padding = padding(max_rows, block_size, scratch)
         self._scratch = scratch
         self._vectors = torch.from_numpy(self._padding.copy()).to(device)
@@ -61,15 +71,23 @@ class DecodeInputs:
             block_tables=self._tables[:num_rows],
             max_query=1,
             max_context=max_context,
+            received=None if self._received is None else self._received[:num_rows],
         )
 
-    def fill(self, plan: StepPlan, num_rows: int, drawn: Tensor | None) -> None:
+    def fill(
+        self,
+        plan: StepPlan,
+        num_rows: int,
+        drawn: Tensor | None,
+        received: Tensor | None = None,
+    ) -> None:
         """Copy the plan into the first rows, and padding into the rest, without waiting.
 
         Args:
             plan: a plan of at most `num_rows` sequences, with one token each.
             num_rows: number of rows of the graph.
             drawn: [B] the sequences' tokens on the device, if `plan` does not have them yet.
+            received: [B, hidden_size] of the previous stage; None: this is the first stage.
         """
         device = self._vectors.device
         vectors, tables = packed(plan, self._padding, num_rows, self._scratch)
@@ -78,6 +96,8 @@ class DecodeInputs:
         self._tables[:num_rows, :width].copy_(pinned(tables, device), non_blocking=True)
         if drawn is not None:
             self._vectors[_TOKENS, : len(drawn)].copy_(drawn)
+        if self._received is not None and received is not None:
+            self._received[: len(received)].copy_(received)
 
 
 def padding(max_rows: int, block_size: int, scratch: int) -> Ints:

@@ -63,17 +63,38 @@ class Decoder:
         Returns:
             Hidden states [T, hidden_size], before the final norm.
         """
+        hidden = self.forward(tokens, step, cache, self.receive(len(tokens)))
+        self.send(hidden)
+        return hidden
+
+    def receive(self, num_tokens: int) -> Tensor | None:
+        """Receive the hidden states [T, hidden_size] of the previous stage; None: first stage."""
         links = self.ranks.links
-        if links is not None and links.prev_stage is not None:
-            hidden = self._empty_hidden(len(tokens))
-            links.receive(hidden)
-        else:
-            hidden = self._embed(tokens)
+        if links is None or links.prev_stage is None:
+            return None
+        return links.receive(self._empty_hidden(num_tokens))
+
+    def forward(
+        self, tokens: Tensor, step: StepInputs, cache: Tensor, received: Tensor | None = None
+    ) -> Tensor:
+        """Run this stage's layers, without the exchange with other stages.
+
+        Args:
+            received: [T, hidden_size] result of `receive`; overwritten.
+        """
+        hidden = self._embed(tokens) if received is None else received
         for layer, layer_cache in zip(self.layers, cache.unbind(0), strict=True):
             layer(hidden, step, layer_cache)
+        return hidden
+
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states to the next stage; do nothing on the last stage.
+
+        No code may change `hidden` afterwards, because the send may still be in progress.
+        """
+        links = self.ranks.links
         if links is not None and links.next_stage is not None:
             links.send(hidden)
-        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits of S tokens.

@@ -28,17 +28,25 @@ SINGLE_RANK = ParallelGroups()
 
 
 def connect_ranks(
-    coord: MeshCoord, store: Store, device: torch.device, host: str, seconds: float
+    coord: MeshCoord,
+    store: Store,
+    device: torch.device,
+    host: str,
+    seconds: float,
+    in_rank_order: bool = True,
 ) -> ParallelGroups:
     """Connect the ranks of a worker; raise `RankLost` if a connection fails.
 
     Args:
         seconds: Timeout of each later operation between the ranks.
+        in_rank_order: Whether partial sums are added in rank order; see `ProcessGroup`.
     """
     mesh = coord.mesh
     stage = experts = links = None
     if mesh.tp > 1:
-        stage = make_process_group(store, coord.stage_ranks, coord.rank, device, host, seconds)
+        stage = make_process_group(
+            store, coord.stage_ranks, coord.rank, device, host, seconds, in_rank_order
+        )
     if mesh.ep == mesh.tp:
         experts = stage
     elif mesh.ep > 1:
