@@ -16,6 +16,7 @@ from penstock.workers.gpu.graph_buckets import GraphBucket, GraphBuckets
 from penstock.workers.gpu.inputs import DecodeInputs, DeviceBatch
 from penstock.workers.gpu.pinned import put
 from penstock.workers.layers.attention import StepInputs
+from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.layers.moe import MoE
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model
@@ -156,6 +157,6 @@ def waits_for_device(model: Model) -> str:
     if not isinstance(model, Decoder):
         return "models of the transformers backend may read tensors on the host"
     for layer in model.layers:
-        if isinstance(layer.mlp, MoE) and layer.mlp.grouped is None:
+        if isinstance(layer.mlp, MoE | ExpertParallelMoE) and layer.mlp.grouped is None:
             return "experts that cannot be stacked are chosen on the host"
     return ""

@@ -93,8 +93,11 @@ class Packer:
         packable = list(linears(moe.experts))
         for linear in packable:
             self.finish(linear)
-        grouped = isinstance(moe, MoE) and moe.grouped is not None
-        if moe.stacks and not grouped and not any(linear.weight.numel() for linear in packable):
+        if (
+            moe.stacks
+            and moe.grouped is None
+            and not any(linear.weight.numel() for linear in packable)
+        ):
             for name in [name for name in moe.stacks if not name.endswith("_bias")]:
                 del moe.stacks[name]
 

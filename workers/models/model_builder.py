@@ -214,9 +214,7 @@ class ModelBuilder:
         else:
             stacks = self.stacks(experts, len(own))
             mlps = _expert_views(stacks, *experts.clamp)
-            can_group = (
-                runs_kernels(self.device) and ranks.stage is None
-            )  # `_grouped_weights` needs the bias of `down_proj`, which only one rank has
+            can_group = runs_kernels(self.device)
             together = _grouped_weights(stacks, *experts.clamp) if can_group else None
         fields: dict[str, Any] = {
             "router": self.router(experts),
@@ -225,13 +223,13 @@ class ModelBuilder:
             "experts": mlps,
             "stacks": stacks,
             "shared": self.shared(experts) if experts.shared_size else None,
+            "grouped": together,
+            "batch_invariant": self.deterministic,
         }
         if ranks.stage is None:
-            return MoE(**fields, grouped=together, batch_invariant=self.deterministic)
+            return MoE(**fields)
         load = torch.zeros(experts.num_experts, dtype=torch.int64, device=self.device)
-        return ExpertParallelMoE(
-            **fields, coord=ranks.coord, stage=ranks.stage, owners=ranks.experts, load=load
-        )
+        return ExpertParallelMoE(**fields, coord=ranks.coord, stage=ranks.stage, load=load)
 
     def shared(self, experts: ExpertsSpec) -> SharedExpert:
         gate = self.linear(self.spec.hidden_size, (1,)) if experts.shared_gate else None
@@ -296,7 +294,7 @@ def _grouped_weights(stacks: dict[str, Tensor], gain: float, limit: float) -> Ex
         stacks["down_proj"],
         GatedActivation("clamped", gain, limit),
         stacks["gate_up_proj_bias"],
-        stacks["down_proj_bias"],
+        stacks.get("down_proj_bias"),  # only one rank of an expert group has it
     )
 
 
