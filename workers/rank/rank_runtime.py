@@ -61,9 +61,9 @@ class RankRuntime:
     reports: Communicator | None  # between the ranks' hosts, for KV transfer reports
 
     def runner(self) -> ModelRunner:
-        """Create the runner of steps; it is asynchronous on the GPU of a worker with one rank."""
+        """Create the runner of steps; it is asynchronous on a GPU."""
         limits = self.limits
-        if not _runs_asynchronously(self.config, self.decoder):
+        if not _runs_asynchronously(self.decoder):
             return ModelRunner(self.decoder, self.cache, self.config.deterministic)
         ladder = GraphBuckets(limits.max_sequences, limits.max_model_len)
         return DeviceRunner(self.decoder, self.cache, ladder, self.config.deterministic)
@@ -151,7 +151,11 @@ def load_rank(
     ranks, reports = SINGLE_RANK, None
     if coord.mesh.num_ranks > 1:
         assert store is not None
-        ranks = connect_ranks(coord, store, device, config.host, config.ranks_seconds)
+        # On a CPU too, so that the results do not depend on how gloo adds.
+        in_rank_order = config.deterministic or device.type == "cpu"
+        ranks = connect_ranks(
+            coord, store, device, config.host, config.ranks_seconds, in_rank_order
+        )
         num_ranks = coord.mesh.num_ranks
         reports = connect_hosts(store, "reports", coord.rank, num_ranks, config.host)
     groups = [] if decoder is not None else _loop_groups(config, device)
@@ -181,7 +185,7 @@ def load_rank(
     loops.join()
     if loops.has_compiled:
         on_stage(WARMING_UP)
-    num_scratch = 1 if _runs_asynchronously(config, decoder) else 0
+    num_scratch = 1 if _runs_asynchronously(decoder) else 0
     cache = _make_cache(limits, decoder, cached, num_scratch)
     return RankRuntime(config, spec, decoder, limits, cache, reports)
 
@@ -199,9 +203,9 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
     return required_groups(device, dtype, cached, is_int8, single_rank, is_packed)
 
 
-def _runs_asynchronously(config: WorkerConfig, decoder: Model) -> bool:
-    """Return True if steps run asynchronously: on a GPU, in a worker with one rank."""
-    return decoder.device.type == "cuda" and config.coord.mesh.num_ranks == 1
+def _runs_asynchronously(decoder: Model) -> bool:
+    """Return True if steps run asynchronously: on a GPU."""
+    return decoder.device.type == "cuda"
 
 
 def _layer_heads(spec: ModelInfo, coord: MeshCoord) -> LayerHeadRange:
@@ -232,7 +236,10 @@ def _limits(
             f"max_model_len {max_model_len} is more than the {spec.max_model_len} positions that "
             "the model supports"
         )
-    sizes = config.step_sizes(_gpu_memory(decoder.device))
+    coord, memory = config.coord, _gpu_memory(decoder.device)
+    if memory is not None and store is not None and coord.mesh.num_ranks > 1:
+        memory = all_reduce_min(store, "memory", coord, memory)  # all ranks need the same sizes
+    sizes = config.step_sizes(memory)
     steps = StepLimits(
         sizes.max_sequences, sizes.max_batched_tokens, max_model_len, sizes.block_size
     )
@@ -244,11 +251,11 @@ def _limits(
         decoder.device,
         itemsize,
         partial(profile_step_bytes, decoder, steps, config.deterministic)
-        if _runs_asynchronously(config, decoder)
+        if _runs_asynchronously(decoder)
         else None,
     )
-    if store is not None and config.coord.mesh.num_ranks > 1:
-        num_blocks = all_reduce_min(store, "blocks", config.coord, num_blocks)
+    if store is not None and coord.mesh.num_ranks > 1:
+        num_blocks = all_reduce_min(store, "blocks", coord, num_blocks)
     return SchedulerConfig(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
