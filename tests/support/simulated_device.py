@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.kernels.attention.backends import native
 from penstock.kernels.attention.op import AttentionPlan, plan_attention
 from penstock.kernels.mla.op import MlaPlan, plan_mla
 from penstock.workers.gpu import device_runner
@@ -85,7 +86,7 @@ def simulate_device(monkeypatch: pytest.MonkeyPatch) -> list[Replays]:
 
 def plan_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a `DeviceRunner` plan attention on the host, for the CPU forms of the kernels."""
-    monkeypatch.setattr(device_runner, "plan_attention_on_device", host_attention)
+    monkeypatch.setattr(native, "plan_attention_on_device", host_attention)
     monkeypatch.setattr(device_runner, "plan_mla_on_device", host_latent)
     # `Replays` can also capture experts that are chosen on the host, as on every CPU.
     monkeypatch.setattr(device_runner, "waits_for_device", lambda model: "")

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.op import plan_attention_on_device
+from penstock.kernels.attention.backends.interface import AttentionBackend, HostBatch
+from penstock.kernels.attention.backends.native import NativeBackend
+from penstock.kernels.attention.triton_launch import Batch
 from penstock.kernels.mla.op import plan_mla_on_device
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.gpu.cuda_graphs import Captures, CudaCaptures, DecodeGraphs
@@ -43,10 +45,13 @@ class DeviceRunner(ModelRunner):
         cache: KvCache,
         buckets: GraphBuckets,
         deterministic: bool = False,
+        attention: AttentionBackend | None = None,
     ) -> None:
+        """Create a runner; `attention` of None means our own attention."""
         super().__init__(decoder, cache, deterministic, num_positions=buckets.contexts[-1])
         self._buckets = buckets
         self._device = decoder.device
+        self._attention = attention or NativeBackend("triton", deterministic)
         # Its stages exchange hidden states here; None: a model that is never divided.
         self._stage = decoder if isinstance(decoder, Decoder) else None
         self._graphs: DecodeGraphs | None = None
@@ -82,7 +87,8 @@ class DeviceRunner(ModelRunner):
             self._device,
             self._received_buffer(max_rows),
         )
-        self._graphs = DecodeGraphs(self._buckets, inputs, self._compute_captured, captures)
+        prepare, compute = self._attention.prepare, self._compute_captured
+        self._graphs = DecodeGraphs(self._buckets, inputs, prepare, compute, captures)
         self._graphs.capture(self._buckets.buckets() if buckets is None else buckets, progress)
 
     def drop_graphs(self) -> None:
@@ -98,11 +104,17 @@ class DeviceRunner(ModelRunner):
     def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
         received = None if self._stage is None else self._stage.receive(len(plan.tokens))
         found = None if self._graphs is None else self._graphs.run(plan, drawn, received)
-        hidden = self._compute(self._batch(plan, drawn, received)) if found is None else found
+        hidden = self._run_uncaptured(plan, drawn, received) if found is None else found
         if self._stage is not None and not self._stage.ranks.coord.is_last:
             # The next replay overwrites `found`, perhaps before it has been sent.
             self._stage.send(hidden if found is None else found.clone())
         return hidden
+
+    def _run_uncaptured(
+        self, plan: StepPlan, drawn: Tensor | None, received: Tensor | None
+    ) -> Tensor:
+        self._attention.prepare(HostBatch(plan.query_starts, plan.context_lens, plan.block_tables))
+        return self._compute(self._batch(plan, drawn, received))
 
     def _batch(self, plan: StepPlan, drawn: Tensor | None, received: Tensor | None) -> DeviceBatch:
         """Copy the inputs of a step without captured graph into new tensors on the device."""
@@ -129,17 +141,19 @@ class DeviceRunner(ModelRunner):
         """Return hidden states [T, hidden_size]. It may only launch kernels, to allow capture."""
         layer, latent = self.cache.data[0], self._latent
         positions = batch.positions.to(torch.int64)
-        where = (batch.query_starts, batch.context_lens, batch.block_tables, layer)
+        where = Batch(batch.query_starts, batch.context_lens, batch.block_tables)
         most, one_path = (batch.max_query, batch.max_context), self._batch_invariant
         step = StepInputs(
             positions=positions,
             cos_sin=self._rope_rows(positions),
             cache_rows=self._cache_rows(batch.slots.to(torch.int64)),
             plans={
-                window: plan_attention_on_device(*where, *most, window, one_path)
+                window: self._attention.plan(where, layer, *most, window)
                 for window in self._windows
             },
-            latent=plan_mla_on_device(*where, latent.rank, *most, one_path) if latent else None,
+            latent=(
+                plan_mla_on_device(*where, layer, latent.rank, *most, one_path) if latent else None
+            ),
         )
         if self._stage is None:
             return self.decoder(batch.tokens, step, self.cache.data)

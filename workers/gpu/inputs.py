@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.backends.interface import HostBatch
 from penstock.workers.gpu.pinned import pinned
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 
@@ -80,7 +81,7 @@ class DecodeInputs:
         num_rows: int,
         drawn: Tensor | None,
         received: Tensor | None = None,
-    ) -> None:
+    ) -> HostBatch:
         """Copy the plan into the first rows, and padding into the rest, without waiting.
 
         Args:
@@ -88,6 +89,9 @@ class DecodeInputs:
             num_rows: number of rows of the graph.
             drawn: [B] the sequences' tokens on the device, if `plan` does not have them yet.
             received: [B, hidden_size] of the previous stage; None: this is the first stage.
+
+        Returns:
+            The rows on the host, padding included.
         """
         device = self._vectors.device
         vectors, tables = packed(plan, self._padding, num_rows, self._scratch)
@@ -98,6 +102,17 @@ class DecodeInputs:
             self._vectors[_TOKENS, : len(drawn)].copy_(drawn)
         if self._received is not None and received is not None:
             self._received[: len(received)].copy_(received)
+        return _host_batch(vectors[_CONTEXTS, :num_rows], tables)
+
+    def padding_rows(self, num_rows: int) -> HostBatch:
+        """Return `num_rows` padding rows on the host, with all columns of the block table."""
+        tables = np.full((num_rows, self._tables.shape[1]), self._scratch, np.int32)
+        return _host_batch(self._padding[_CONTEXTS, :num_rows], tables)
+
+
+def _host_batch(context_lens: Ints, block_tables: Ints) -> HostBatch:
+    starts = np.arange(len(context_lens) + 1, dtype=np.int32)
+    return HostBatch(starts, context_lens, block_tables, is_captured=True)
 
 
 def padding(max_rows: int, block_size: int, scratch: int) -> Ints:
