@@ -12,6 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("none", "int8")
+ATTENTION_BACKENDS = ("auto", "flashinfer", "fa3")
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
 
@@ -67,6 +68,7 @@ class WorkerConfig:
     dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # quantization of the weights
     kv_cache_dtype: str = "auto"  # auto: bfloat16 with INT8 weights on a CPU, otherwise `dtype`
+    attention_backend: str = "auto"  # auto: our own kernels; others are for GPUs
     deterministic: bool = False  # deterministic mode: results do not depend on the batch
     static_batching: bool = False  # a baseline to measure continuous batching against
     device: str = "auto"
@@ -88,6 +90,7 @@ class WorkerConfig:
         _one_of("device", self.device, DEVICES)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _at_least("max_queued", self.max_queued, 1)
         sizes = ("block_size", "max_sequences", "max_batched_tokens")
         for name in (*sizes, "kv_cache_mib", "max_model_len", "threads", "max_threads"):

@@ -54,6 +54,11 @@ class ModelSpec:
         "auto",
         "format of the model's reasoning, by vLLM's name; auto: by its chat template; none: text",
     )
+    attention_backend: Literal["auto", "flashinfer", "fa3"] = knob(
+        "auto",
+        "attention kernels on GPUs; auto: Penstock's; others need their library, and the log says "
+        "why one is not used",
+    )
     deterministic: bool = knob(
         False, "equal requests get bitwise equal answers, whatever else is served (CPU)"
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.kernels.attention.backends.interface import AttentionBackend
 from penstock.workers.engine.model_runner import SCORED_ROWS
 from penstock.workers.gpu.cuda_graphs import CudaCaptures
 from penstock.workers.gpu.device_runner import DeviceRunner
@@ -34,7 +35,12 @@ class StepLimits:
     block_size: int
 
 
-def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -> int:
+def profile_step_bytes(
+    decoder: Model,
+    sizes: StepLimits,
+    deterministic: bool,
+    attention: AttentionBackend | None = None,
+) -> int:
     """Return the bytes that are needed by the largest step, by sampling and by all CUDA graphs.
 
     `decoder` must be on a CUDA device.
@@ -45,7 +51,7 @@ def profile_step_bytes(decoder: Model, sizes: StepLimits, deterministic: bool) -
     cache = KvCache(
         spec.num_layers, num_blocks, sizes.block_size, spec.kv_shape, decoder.dtype, device
     )
-    runner = DeviceRunner(decoder, cache, ladder, deterministic)
+    runner = DeviceRunner(decoder, cache, ladder, deterministic, attention)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     runner.run(largest_step(sizes))

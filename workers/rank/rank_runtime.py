@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from penstock.kernels.attention.backends.choice import choose_attention_backend
+from penstock.kernels.attention.backends.interface import AttentionBackend
 from penstock.kernels.cpu_compilation import CpuKernelLoader, KernelGroup, required_groups
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.model_runner import ModelRunner
+from penstock.workers.gpu.attention_request import attention_request
 from penstock.workers.gpu.device_runner import DeviceRunner
 from penstock.workers.gpu.graph_buckets import GraphBuckets
 from penstock.workers.gpu.memory_profile import StepLimits, profile_step_bytes
@@ -59,6 +62,7 @@ class RankRuntime:
     limits: SchedulerConfig
     cache: KvCache
     reports: Communicator | None  # between the ranks' hosts, for KV transfer reports
+    attention: AttentionBackend | None = None  # None: steps are not computed on a device
 
     def runner(self) -> ModelRunner:
         """Create the runner of steps; it is asynchronous on a GPU."""
@@ -66,7 +70,8 @@ class RankRuntime:
         if not _runs_asynchronously(self.decoder):
             return ModelRunner(self.decoder, self.cache, self.config.deterministic)
         ladder = GraphBuckets(limits.max_sequences, limits.max_model_len)
-        return DeviceRunner(self.decoder, self.cache, ladder, self.config.deterministic)
+        deterministic = self.config.deterministic
+        return DeviceRunner(self.decoder, self.cache, ladder, deterministic, self.attention)
 
     def mover(self) -> RankMover:
         """Create the mover of this rank's shard of the KV blocks."""
@@ -181,13 +186,24 @@ def load_rank(
         )
     names = config.kv_cache_dtype, config.quantization
     cached = choose_cache_dtype(*names, decoder.dtype, decoder.device)
-    limits = _limits(config, spec, decoder, cached.itemsize, store)
+    attention = _choose_attention(config, decoder, cached)
+    limits = _limits(config, spec, decoder, cached.itemsize, store, attention)
     loops.join()
     if loops.has_compiled:
         on_stage(WARMING_UP)
     num_scratch = 1 if _runs_asynchronously(decoder) else 0
     cache = _make_cache(limits, decoder, cached, num_scratch)
-    return RankRuntime(config, spec, decoder, limits, cache, reports)
+    return RankRuntime(config, spec, decoder, limits, cache, reports, attention)
+
+
+def _choose_attention(
+    config: WorkerConfig, decoder: Model, cached: torch.dtype
+) -> AttentionBackend | None:
+    """Choose and log the attention backend; return None unless steps run on a device."""
+    block_size = config.step_sizes(_gpu_memory(decoder.device)).block_size
+    request = attention_request(decoder, cached, block_size, config.deterministic)
+    backend = choose_attention_backend(config.attention_backend, request, decoder.device)
+    return backend if _runs_asynchronously(decoder) else None
 
 
 def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup]:
@@ -228,6 +244,7 @@ def _limits(
     decoder: Model,
     itemsize: int,
     store: Store | None,
+    attention: AttentionBackend | None,
 ) -> SchedulerConfig:
     """Choose the scheduler's limits; `itemsize` is the bytes per element of the KV cache."""
     max_model_len = config.max_model_len or spec.max_model_len
@@ -250,7 +267,7 @@ def _limits(
         max_model_len,
         decoder.device,
         itemsize,
-        partial(profile_step_bytes, decoder, steps, config.deterministic)
+        partial(profile_step_bytes, decoder, steps, config.deterministic, attention)
         if _runs_asynchronously(decoder)
         else None,
     )

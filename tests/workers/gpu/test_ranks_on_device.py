@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-import torch
 from torch import Tensor
 
 from penstock.common.sampling_params import SamplingParams
@@ -205,18 +204,13 @@ def test_ranks_agree_on_the_sizes_for_the_smallest_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulate_device(monkeypatch)
-    memory = iter((80 << 30, 24 << 30))
-    lock = threading.Lock()
-
-    def gpu_memory(device: torch.device) -> int:
-        with lock:
-            return next(memory)
-
-    monkeypatch.setattr(rank_runtime, "_gpu_memory", gpu_memory)
+    memory = threading.local()  # ranks are threads
+    monkeypatch.setattr(rank_runtime, "_gpu_memory", lambda device: memory.size)
     sizes = dict.fromkeys(("block_size", "max_sequences", "max_batched_tokens"))
     model = make_model(tmp_path, "llama", max_position_embeddings=64)
 
     def work(rank: int, store: LocalStore) -> int:
+        memory.size = (80 << 30, 24 << 30)[rank]
         config = rank_config(model, (2, 1, 1), rank=rank, **sizes)
         loaded = load_rank(config, lambda done, total: None, store)
         return loaded.limits.max_batched_tokens
