@@ -22,6 +22,7 @@ from penstock.kernels.moe.op import ExpertWeights
 from penstock.kernels.moe.routing import Routing, route
 from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
 from penstock.kernels.step_graph.layout import Buffer
+from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.mlp import Mlp
 from penstock.workers.layers.moe import SharedExpert, run_experts
@@ -38,7 +39,7 @@ class ExpertParallelMoE:
     routing: Routing
     experts: tuple[Mlp, ...]  # this rank's experts, or slices of experts
     shared: SharedExpert | None  # this rank's slice of the shared expert
-    stacks: dict[str, Tensor] | None  # [e, in, out], if the checkpoint stacks the experts
+    stacks: dict[str, ExpertStack] | None  # by name, if the checkpoint stacks the experts
     coord: MeshCoord
     stage: ProcessGroup
     load: Tensor  # [E] int64: number of tokens for which each expert was chosen since the start

@@ -12,6 +12,7 @@ from penstock.kernels.moe.op import ExpertWeights, grouped_moe_forward
 from penstock.kernels.moe.routing import Routing, route
 from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
 from penstock.kernels.step_graph.layout import Buffer, ExpertLayout
+from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import Linear, lower_expert_linears
 from penstock.workers.layers.mlp import Mlp
 
@@ -49,7 +50,7 @@ class MoE:
     routing: Routing
     experts: tuple[Mlp, ...]
     shared: SharedExpert | None
-    stacks: dict[str, Tensor] | None  # [E, in, out], if the checkpoint stacks the experts
+    stacks: dict[str, ExpertStack] | None  # by name, if the checkpoint stacks the experts
     grouped: ExpertWeights | None = (
         None  # the same weights, for the GPU kernel that runs all experts in one launch
     )

@@ -13,10 +13,9 @@ from penstock.kernels.linear.op import (
     int8_unsupported_reason,
     supports_onednn,
 )
-from penstock.workers.layers.expert_parallel import ExpertParallelMoE
+from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import FLOAT, INT8, FloatMethod, Linear
 from penstock.workers.layers.mla import LatentAttention
-from penstock.workers.layers.moe import MoE
 
 MIN_WEIGHTS = 1 << 14
 """Smallest number of weights for which packing pays off."""
@@ -64,8 +63,8 @@ class Packer:
 
     def finish(self, module: object) -> None:
         """Pack a module of the model whose parameters are all loaded; see `Parameter.owner`."""
-        if isinstance(module, MoE | ExpertParallelMoE):
-            self._finish_stacks(module)
+        if isinstance(module, ExpertStack):
+            module.method.finish(module, self)
         elif isinstance(module, LatentAttention):
             module.up.method.finish_dense(module.up)
             if self.deterministic:
@@ -87,19 +86,6 @@ class Packer:
             linear.pack_f32()
         elif is_worthwhile and supports_onednn(linear.weight) and self._copies_fit:
             linear.pack_onednn()
-
-    def _finish_stacks(self, moe: MoE | ExpertParallelMoE) -> None:
-        """Pack experts whose weights are views of stacks; free stacks that nothing reads then."""
-        packable = list(linears(moe.experts))
-        for linear in packable:
-            self.finish(linear)
-        if (
-            moe.stacks
-            and moe.grouped is None
-            and not any(linear.weight.numel() for linear in packable)
-        ):
-            for name in [name for name in moe.stacks if not name.endswith("_bias")]:
-                del moe.stacks[name]
 
 
 def pack(model: Any, quantization: str, deterministic: bool = False) -> None:

@@ -1,5 +1,6 @@
 """The decoder-only transformer of all model families, configured by a `ModelSpec`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
 from penstock.kernels.step_graph.layout import Buffer
 from penstock.workers.layers.attention import StepInputs
 from penstock.workers.layers.decoder_layer import DecoderLayer
+from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.norm import Norm
 from penstock.workers.layers.parameter import Parameter, parameter
@@ -17,7 +19,12 @@ from penstock.workers.layers.vocab_parallel import gather_logits, vocab_parallel
 from penstock.workers.models.model_builder import ModelBuilder
 from penstock.workers.models.rotary_embedding import Rotary, make_rotary
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.models.weight_map import NamedLinears, layer_linears, layer_parameters
+from penstock.workers.models.weight_map import (
+    NamedLinears,
+    layer_linears,
+    layer_parameters,
+    layer_stacks,
+)
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
 from penstock.workers.weights.sharding import local_spec
 
@@ -169,6 +176,11 @@ class Decoder:
             yield (self.spec.names.head,), self.head
         for number, block in enumerate(self.layers, self.first_layer):
             yield from layer_linears(block, self.spec.names, number)
+
+    def stacks(self) -> Iterator[tuple[str, ExpertStack]]:
+        """Yield every stack of experts with its name in the checkpoint."""
+        for number, block in enumerate(self.layers, self.first_layer):
+            yield from layer_stacks(block, self.spec.names, number)
 
     def tensors(self) -> dict[str, Tensor]:
         """Allocate all weights; return views of them by the tensors' names in the checkpoint."""
