@@ -35,8 +35,10 @@ class ModelSpec:
     kv_cache_dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "dtype of the KV cache; auto: as dtype, but bfloat16 with int8 (CPU)"
     )
-    quantization: Literal["none", "int8"] = knob(
-        "none", "quantization of the weights; int8 also quantizes activations, per token (CPU)"
+    quantization: Literal["none", "int8", "fp8", "int4"] = knob(
+        "none",
+        "quantization of float weights while loading: fp8 (one scale per output), int4 (groups of "
+        "32), or int8, which also quantizes activations, per token (CPU)",
     )
     max_model_len: int | None = knob(
         None, "most tokens of prompt and answer; default: the model's", 1

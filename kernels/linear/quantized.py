@@ -94,6 +94,27 @@ class QuantizedMatrix:
         taken = self.codes[rows], self.scales[rows], self.zeros[rows]
         return QuantizedMatrix(self.kind, *taken, self.groups)
 
+    def take_inputs(self, first: int, last: int) -> "QuantizedMatrix":
+        """Return a copy of inputs [first, last); of 4-bit codes, the number must be even.
+
+        Inputs keep the scales and zero points of their groups, even if the range begins or ends
+        inside a group.
+        """
+        codes, groups = self.codes, self.groups[first:last]
+        if not is_narrow(self.kind):
+            codes = codes[:, first:last]
+        elif first % 2:
+            codes = torch.stack((codes & 15, codes >> 4), -1).view(len(codes), -1)[:, first:last]
+            codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        else:
+            codes = codes[:, first // 2 : last // 2]
+        used, groups = torch.unique(groups, return_inverse=True)
+        scales, zeros = self.scales[:, used], self.zeros
+        return QuantizedMatrix(
+            self.kind, codes.contiguous(), scales, zeros[:, used] if zeros.numel() else zeros,
+            groups.to(torch.int32),
+        )  # fmt: skip
+
 
 def concatenate(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     """Concatenate the rows of matrices of one kind.

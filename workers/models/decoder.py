@@ -209,17 +209,19 @@ def empty_decoder(
     device: torch.device,
     deterministic: bool = False,
     ranks: ParallelGroups = SINGLE_RANK,
+    quantized: bool = False,
 ) -> Decoder:
     """Create a decoder with uninitialised weights (on the `meta` device: shapes only).
 
     Args:
         spec: spec of the whole model.
+        quantized: whether the weights will be quantized; then experts have no float stacks.
 
     Raises:
         BadShape: if the model cannot be divided among the ranks.
     """
     coord, local = ranks.coord, local_spec(spec, ranks.coord)
-    assembly = ModelBuilder(local, dtype, device, deterministic, ranks)
+    assembly = ModelBuilder(local, dtype, device, deterministic, ranks, quantized)
     embeddings = embedding_norm = head = None
     num_tokens = len(coord.tokens(spec.vocab_size))
     if coord.is_first:

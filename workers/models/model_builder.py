@@ -62,6 +62,7 @@ class ModelBuilder:
     device: torch.device
     deterministic: bool = False
     ranks: ParallelGroups = SINGLE_RANK
+    quantized: bool = False  # weights will be quantized: allocate no float stacks of experts
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -213,7 +214,7 @@ class ModelBuilder:
         if experts.clamp is None:
             mlps, together = self.expert_mlps(len(own), experts.inner_size)
         else:
-            is_grouped = runs_kernels(self.device)
+            is_grouped = runs_kernels(self.device) and not self.quantized
             stacks = self.stacks(experts, len(own), is_grouped)
             mlps = _stacked_experts(stacks, *experts.clamp)
             together = _grouped_weights(stacks, *experts.clamp) if is_grouped else None
@@ -239,7 +240,9 @@ class ModelBuilder:
     def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], ExpertWeights | None]:
         """Create the experts; on a GPU, as views of stacked weights, which are returned as well."""
         spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
-        is_plain = spec.gated and not spec.mlp_bias and spec.quantization is None
+        is_plain = (
+            spec.gated and not spec.mlp_bias and spec.quantization is None and not self.quantized
+        )
         if not runs_kernels(self.device) or kind is None or not is_plain:
             return tuple(self.expert_mlp(inner) for _ in range(count)), None
         hidden, activation = spec.hidden_size, self.activation()
@@ -274,11 +277,13 @@ class ModelBuilder:
     def stack(self, shape: tuple[int, int, int], has_bias: bool, is_grouped: bool) -> ExpertStack:
         """Create one projection of all experts, whose weights [out, in] are views of the stack."""
         count, _, size = shape
-        weight, bias = self.empty(*shape), self.empty(count, size) if has_bias else None
+        device = torch.device("meta") if self.quantized else self.device
+        weight = torch.empty(shape, dtype=self.dtype, device=device)
+        bias = self.empty(count, size) if has_bias else None
         biases = [None] * count if bias is None else list(bias)
         linears = tuple(
-            Linear(each, bias, (size,))
-            for each, bias in zip(weight.transpose(1, 2), biases, strict=True)
+            Linear(each, own, (size,), device=self.device)
+            for each, own in zip(weight.transpose(1, 2), biases, strict=True)
         )
         return ExpertStack(weight, bias, linears, is_grouped)
 

@@ -215,8 +215,9 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
     except ValueError:
         return []
     single_rank = config.coord.mesh.num_ranks == 1
-    is_int8 = is_packed or config.quantization != "none"
-    return required_groups(device, dtype, cached, is_int8, single_rank, is_packed)
+    is_int8 = is_packed or config.quantization == "int8"
+    is_weight_only = is_packed or config.quantization in ("fp8", "int4")
+    return required_groups(device, dtype, cached, is_int8, single_rank, is_weight_only)
 
 
 def _runs_asynchronously(decoder: Model) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.linear.op import int8_unsupported_reason, pack_int8_codes
+from penstock.kernels.linear.op import int8_unsupported_reason, pack_int8_matrix
 from penstock.kernels.linear.quantized import QuantizedMatrix, concatenate, pack_quantized
 from penstock.workers.layers.linear import Linear, PackingOptions
 from penstock.workers.layers.parameter import FLOATS, Parameter
@@ -61,8 +61,7 @@ class QuantizedMethod:
         matrix = self._matrix(linear)
         dtype, inputs = linear.weight.dtype, linear.weight.shape[1]
         if self._uses_int8_product(matrix, dtype):
-            codes = matrix.codes.bitwise_xor_(128).view(torch.int8)
-            linear.packed = pack_int8_codes(codes, matrix.scales.flatten(), linear.bias)
+            linear.packed = pack_int8_matrix(matrix, linear.bias)
         else:
             linear.packed = pack_quantized(matrix, linear.bias, dtype)
         linear.weight = torch.empty(0, inputs, dtype=dtype, device=matrix.codes.device)

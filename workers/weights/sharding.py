@@ -271,6 +271,17 @@ class _Cut:
         yield f"{prefix}.down_proj_bias", (own,)
 
 
+def stack_cut(region: Region, count: int) -> tuple[range, Ranges | None, Ranges | None]:
+    """Return a rank's experts, inputs and outputs of a stack of experts [experts, in, out].
+
+    Args:
+        region: the rank's region of the stack; empty: all of it.
+        count: number of experts of the whole model.
+    """
+    experts, inputs, outputs = (*region, None, None, None)[:3]
+    return range(*experts[0]) if experts is not None else range(count), inputs, outputs
+
+
 def _outputs(name: str, rows: Ranges) -> TensorRegions:
     yield f"{name}.weight", (rows,)
     yield f"{name}.bias", (rows,)
