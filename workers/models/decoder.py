@@ -221,6 +221,7 @@ def empty_decoder(
         BadShape: if the model cannot be divided among the ranks.
     """
     coord, local = ranks.coord, local_spec(spec, ranks.coord)
+    quantized = quantized or (spec.quantization is not None and spec.quantization.method == "mxfp4")
     assembly = ModelBuilder(local, dtype, device, deterministic, ranks, quantized)
     embeddings = embedding_norm = head = None
     num_tokens = len(coord.tokens(spec.vocab_size))

@@ -16,6 +16,7 @@ from penstock.workers.models.config import UnsupportedModel
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.weight_scheme import QuantizationSpec, WeightScheme
 from penstock.workers.weights.bitsandbytes_layouts import state_suffix
+from penstock.workers.weights.mxfp4_stacks import check_mxfp4_stack, mxfp4_stack_method
 from penstock.workers.weights.quantized_layouts import check_module, read_matrix, stored_tensors
 from penstock.workers.weights.quantized_module import QuantizedModule
 from penstock.workers.weights.regions import Region
@@ -143,6 +144,24 @@ def quantized_modules(
                 optional = _optional(name, scheme, entries)
                 found[name] = QuantizedModule(name, scheme, size, inputs, has_table, optional)
                 check_module(found[name])
+    if spec.method == "mxfp4":
+        found |= _mxfp4_stacks(spec, whole)
+    return found
+
+
+def _mxfp4_stacks(spec: QuantizationSpec, whole: Decoder) -> dict[str, QuantizedModule]:
+    """Return the stacks of gpt-oss by name, each as the module of one expert."""
+    found = {}
+    for name, stack in whole.stacks():
+        scheme = spec.scheme_of(name)
+        if scheme is None:
+            raise UnsupportedModel(
+                f"{name} is excluded from mxfp4 (modules_to_not_convert): expected all experts in "
+                "mxfp4"
+            )
+        outputs, inputs = stack.linears[0].weight.shape
+        found[name] = QuantizedModule(name, scheme, outputs, inputs, has_group_table=False)
+        check_mxfp4_stack(found[name])
     return found
 
 
@@ -186,7 +205,7 @@ not at all, the KV cache has no static scales, and shapes are known."""
 def assign_methods(
     decoder: Decoder, modules: Mapping[str, QuantizedModule], regions: Mapping[str, Region]
 ) -> None:
-    """Set the method of each quantized `Linear` of a decoder.
+    """Set the method of each quantized `Linear`, and of each quantized stack, of a decoder.
 
     Args:
         regions: this rank's regions of tensors; see `sharding.regions`.
@@ -194,6 +213,9 @@ def assign_methods(
     for names, linear in decoder.linears():
         if names[0] in modules:
             linear.method = QuantizedMethod(tuple(modules[name] for name in names), regions)
+    for name, stack in decoder.stacks():
+        if name in modules:
+            stack.method = mxfp4_stack_method(modules[name], stack, regions.get(name, ()))
 
 
 def method_names(modules: Mapping[str, QuantizedModule]) -> str:
