@@ -50,7 +50,7 @@ def make_gpt_oss(folder: Path, **changes: Any) -> Any:
         if name.endswith(STACKS):  # [experts, in, out]
             codes, exponents, dequantized = mx_blocks(parameter.data.transpose(1, 2).contiguous())
             parameter.data.copy_(dequantized.transpose(1, 2))
-            stored[f"{name}_blocks"] = low_first(codes).unflatten(2, (-1, 16)).contiguous()
+            stored[f"{name}_blocks"] = low_first(codes).view(*codes.shape[:2], -1, 16)
             stored[f"{name}_scales"] = torch.from_numpy(exponents.astype(np.uint8))
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
