@@ -23,6 +23,7 @@ from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model, ModelInfo
+from penstock.workers.models.quantization import read_quantization
 from penstock.workers.models.spec import read_config
 from penstock.workers.parallel.communicator import Communicator
 from penstock.workers.parallel.mesh import MeshCoord
@@ -211,12 +212,14 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
     try:
         dtype = choose_dtype(config.dtype, "float32", device)
         cached = choose_cache_dtype(config.kv_cache_dtype, config.quantization, dtype, device)
-        is_packed = bool(read_config(config.model).values.get("quantization_config"))
+        quantization = read_quantization(read_config(config.model))
     except ValueError:
         return []
     single_rank = config.coord.mesh.num_ranks == 1
-    is_int8 = is_packed or config.quantization == "int8"
-    is_weight_only = is_packed or config.quantization in ("fp8", "int4")
+    schemes = [] if quantization is None else [rule.scheme for rule in quantization.rules]
+    w8a8 = [scheme.allows_int8_products for scheme in schemes]
+    is_int8 = any(w8a8) or config.quantization == "int8"
+    is_weight_only = not all(w8a8) or config.quantization in ("fp8", "int4")
     return required_groups(device, dtype, cached, is_int8, single_rank, is_weight_only)
 
 

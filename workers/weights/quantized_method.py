@@ -89,11 +89,9 @@ class QuantizedMethod:
         return matrix
 
     def _uses_int8_product(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> bool:
-        scheme = self.modules[0].scheme
         return (
             matrix.kind == "int8"
-            and scheme.activations == "int8"
-            and scheme.symmetric
+            and self.modules[0].scheme.allows_int8_products
             and matrix.scales.shape[1] == 1
             and not int8_unsupported_reason(matrix.codes.device, dtype)
         )
