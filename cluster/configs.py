@@ -97,6 +97,7 @@ def worker_config(
         dtype=spec.model.dtype,
         quantization=spec.model.quantization,
         kv_cache_dtype=spec.model.kv_cache_dtype,
+        attention_backend=spec.model.attention_backend,
         deterministic=spec.model.deterministic,
         canary_seconds=spec.engine.canary_seconds,
         step_timeout_seconds=spec.engine.step_timeout_seconds,

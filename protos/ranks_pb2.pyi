@@ -20,12 +20,18 @@ class Entry(_message.Message):
     def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("plan", "move")
+    __slots__ = ("plan", "move", "capture")
     PLAN_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
+    CAPTURE_FIELD_NUMBER: _ClassVar[int]
     plan: Plan
     move: Move
-    def __init__(self, plan: _Optional[_Union[Plan, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ...) -> None: ...
+    capture: Capture
+    def __init__(self, plan: _Optional[_Union[Plan, _Mapping]] = ..., move: _Optional[_Union[Move, _Mapping]] = ..., capture: _Optional[_Union[Capture, _Mapping]] = ...) -> None: ...
+
+class Capture(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Move(_message.Message):
     __slots__ = ("rank", "end", "open", "value", "send", "receive", "close", "settle")
@@ -120,7 +126,7 @@ class Outcome(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., index: _Optional[int] = ..., bytes: _Optional[int] = ..., problem: _Optional[str] = ..., broken: _Optional[str] = ...) -> None: ...
 
 class Plan(_message.Message):
-    __slots__ = ("number", "rows", "tokens", "positions", "query_starts", "context_lens", "block_tables", "slots", "samples", "copies", "forks", "scored")
+    __slots__ = ("number", "rows", "tokens", "positions", "query_starts", "context_lens", "block_tables", "slots", "samples", "copies", "forks", "scored", "ahead")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +139,7 @@ class Plan(_message.Message):
     COPIES_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
     SCORED_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     number: int
     rows: bytes
     tokens: bytes
@@ -145,4 +152,5 @@ class Plan(_message.Message):
     copies: bytes
     forks: bytes
     scored: bytes
-    def __init__(self, number: _Optional[int] = ..., rows: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., query_starts: _Optional[bytes] = ..., context_lens: _Optional[bytes] = ..., block_tables: _Optional[bytes] = ..., slots: _Optional[bytes] = ..., samples: _Optional[bytes] = ..., copies: _Optional[bytes] = ..., forks: _Optional[bytes] = ..., scored: _Optional[bytes] = ...) -> None: ...
+    ahead: bool
+    def __init__(self, number: _Optional[int] = ..., rows: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., query_starts: _Optional[bytes] = ..., context_lens: _Optional[bytes] = ..., block_tables: _Optional[bytes] = ..., slots: _Optional[bytes] = ..., samples: _Optional[bytes] = ..., copies: _Optional[bytes] = ..., forks: _Optional[bytes] = ..., scored: _Optional[bytes] = ..., ahead: _Optional[bool] = ...) -> None: ...

@@ -18,7 +18,7 @@ class EngineAnswers:
     """A callable that answers conversations greedily with Penstock's engine.
 
     Args:
-        quantization: quantization of the model's weights, "none" or "int8".
+        quantization: quantization of the model's weights, one of `QUANTIZATIONS`.
         kv_cache_dtype: format of the KV cache.
     """
 

@@ -1,8 +1,8 @@
 """Measures how many held-out questions of each family a model answers exactly.
 
-`python -m training.evaluate FOLDER` runs the model in `transformers`, or with `--engine none` or
-`--engine int8` in Penstock's own engine. `measure` accepts any function that answers conversations,
-for example a client of a running server.
+`python -m training.evaluate FOLDER` runs the model in `transformers`, or with `--engine` and one of
+the values of `--quantization` in Penstock's own engine. `measure` accepts any function that answers
+conversations, for example a client of a running server.
 """
 
 from __future__ import annotations

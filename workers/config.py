@@ -11,7 +11,8 @@ ROLES = ("prefill", "decode", "mixed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8", "int8")
-QUANTIZATIONS = ("none", "int8")
+QUANTIZATIONS = ("none", "int8", "fp8", "int4")
+ATTENTION_BACKENDS = ("auto", "flashinfer", "fa3")
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
 
@@ -68,6 +69,7 @@ class WorkerConfig:
     quantization: str = "none"  # quantization of the weights
     # auto: bfloat16 with INT8 weights on a CPU, otherwise `dtype`; fp8 and int8: codes with scales
     kv_cache_dtype: str = "auto"
+    attention_backend: str = "auto"  # auto: our own kernels; others are for GPUs
     deterministic: bool = False  # deterministic mode: results do not depend on the batch
     static_batching: bool = False  # a baseline to measure continuous batching against
     device: str = "auto"
@@ -89,6 +91,7 @@ class WorkerConfig:
         _one_of("device", self.device, DEVICES)
         _one_of("quantization", self.quantization, QUANTIZATIONS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _at_least("max_queued", self.max_queued, 1)
         sizes = ("block_size", "max_sequences", "max_batched_tokens")
         for name in (*sizes, "kv_cache_mib", "max_model_len", "threads", "max_threads"):

@@ -37,8 +37,10 @@ class ModelSpec:
         "format of the KV cache; auto: as dtype, but bfloat16 with int8 weights (CPU); fp8 and "
         "int8 have one scale for each token and head",
     )
-    quantization: Literal["none", "int8"] = knob(
-        "none", "quantization of the weights; int8 also quantizes activations, per token (CPU)"
+    quantization: Literal["none", "int8", "fp8", "int4"] = knob(
+        "none",
+        "quantization of float weights while loading: fp8 (one scale per output), int4 (groups of "
+        "32), or int8, which also quantizes activations, per token (CPU)",
     )
     max_model_len: int | None = knob(
         None, "most tokens of prompt and answer; default: the model's", 1
@@ -55,6 +57,11 @@ class ModelSpec:
     reasoning_parser: str = knob(
         "auto",
         "format of the model's reasoning, by vLLM's name; auto: by its chat template; none: text",
+    )
+    attention_backend: Literal["auto", "flashinfer", "fa3"] = knob(
+        "auto",
+        "attention kernels on GPUs; auto: Penstock's; others need their library, and the log says "
+        "why one is not used",
     )
     deterministic: bool = knob(
         False, "equal requests get bitwise equal answers, whatever else is served (CPU)"

@@ -20,7 +20,7 @@ gathered blocks (`attention/torch_gather`).
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -42,11 +42,19 @@ MIN_SHARED_TOKENS = 8
 """Smallest decode batch that uses cascade attention for a shared prefix; not measured yet."""
 
 
+class BackendPlan(Protocol):
+    """Plan of one backend; `GatheredPlan` and `TiledPlan` are ours, see also `backends`."""
+
+    def attend(self, query: Tensor, layer: Tensor, scores: ScoreMod) -> Tensor:
+        """Return the attention output [T, Hq, D]; the arguments are those of `paged_attention`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """The attention plan of one step, for all layers with the same window."""
 
-    backend: GatheredPlan | TiledPlan
+    backend: BackendPlan
     layer: Tensor  # any layer of the cache; all layers must have the same shape, dtype and device
     num_tokens: int | str  # "T" if the number is only known on the device
 

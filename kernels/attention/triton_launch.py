@@ -66,7 +66,7 @@ def make_work_items(counts: Tensor, firsts: Tensor, bound: int) -> WorkItems:
         firsts: [B] int32 index of each sequence's first partition or row tile.
         bound: size of the padded list if `counts` is on a GPU; otherwise not used.
     """
-    size = int(counts.sum()) if counts.device.type == "cpu" else bound
+    size = int(counts.sum()) if is_known(counts) else bound
     starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
     torch.cumsum(counts, 0, dtype=torch.int32, out=starts[1:])
     index = torch.arange(size, dtype=torch.int32, device=counts.device)
@@ -75,6 +75,11 @@ def make_work_items(counts: Tensor, firsts: Tensor, bound: int) -> WorkItems:
     which = firsts[safe] + index - starts[safe]
     sequence = torch.where(sequence < len(counts), sequence, -1)
     return WorkItems(torch.stack((sequence, which), 1).to(torch.int32), starts)
+
+
+def is_known(lengths: Tensor) -> bool:
+    """Return whether the values of `lengths` are on the host and may be read."""
+    return lengths.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,7 @@ class TiledPlan:
         counts = (lengths * group + of_chunks.rows - 1) // of_chunks.rows * (lengths > few)
         bound = 0 if self.max_query <= few else len(query) * group // of_chunks.rows + len(counts)
         chunks = make_work_items(counts, torch.zeros_like(counts), bound)
-        known = starts.device.type == "cpu"
+        known = is_known(starts)
         return _Layout(
             # Reversed: the last tiles of a chunk take longest and should therefore start first.
             WorkItems(chunks.items.flip(0), chunks.starts).to(device)

@@ -1,9 +1,9 @@
 """AVX-512 loops of `quantized`, compiled by numba.
 
 A tile of `BLOCK_K` inputs and one panel of outputs is converted to float32. It stays in the L1 or
-L2 cache while the rows of x are multiplied by it. The multiplications are those of
-`cpu_f32_avx512` in the same order, so the result is bitwise that of float32 panels with the same
-weights.
+L2 cache while the rows of x are multiplied by it; for a single row, `cpu_row_of_codes` converts in
+registers. The multiplications are those of `cpu_f32_avx512` in the same order, so the result is
+bitwise that of float32 panels with the same weights.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -17,7 +17,8 @@ import numpy.typing as npt
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
 from penstock.kernels.cpu_common.simd import VECTOR_WIDTH, load_wide, store, vmul
-from penstock.kernels.linear.cpu_f32_avx512 import BLOCK_K, PANEL, TILE_ROWS, sum_chunk, tile
+from penstock.kernels.linear.code_kinds import E2M1, FP8, INT4, INT8, NF4
+from penstock.kernels.linear.cpu_f32_avx512 import BLOCK_K, PANEL, TILE_ROWS, tile
 from penstock.kernels.linear.cpu_load_codes import (
     load_e4m3,
     load_high_bits,
@@ -31,13 +32,11 @@ from penstock.kernels.linear.cpu_load_codes import (
     load_u8,
     vsub,
 )
+from penstock.kernels.linear.cpu_row_of_codes import sum_codes
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int32]
-
-INT4, INT8, FP8, E2M1, NF4, FP4 = range(6)
-"""Kinds of codes."""
 
 _BLOCK_ROWS = 256
 """Rows of x that are multiplied by a tile of weights before it is converted again."""
@@ -98,32 +97,61 @@ def _dequantize(
 
 
 @inner()
-def compute_panels(
+def _whole_panels(
     x: Floats, num_rows: int, kind: int, codes: Bytes, scales: Floats, zeros: Bytes, groups: Ints,
-    bias: Floats, y: Floats, first: int, last: int,
+    bias: Floats, first: int, last: int, y: Floats, width: int,
 ) -> None:  # fmt: skip
-    """Compute the columns of panels [first, last) of y [num_rows, len(bias)]."""
-    width, num_inputs = len(bias), len(groups)
-    num_groups = len(scales) // width
-    out = np.empty(BLOCK_K * PANEL, np.float32)
+    """Compute the columns of panels [first, last), stored from column 0 of y [num_rows, width]."""
+    num_inputs, num_groups = len(groups), len(scales) // len(bias)
+    bias = bias[first * PANEL :]
+    out = np.empty(BLOCK_K * PANEL if num_rows > 1 else 1, np.float32)
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)
         for panel in range(first, last):
-            column = panel * PANEL
+            column = (panel - first) * PANEL
             for begin in range(0, num_inputs, BLOCK_K):
                 end = min(begin + BLOCK_K, num_inputs)
+                before, step = (bias, 0) if begin == 0 else (y, width)
+                if num_rows == 1:
+                    sum_codes(
+                        x, begin, end, kind, codes, scales, zeros, groups, num_groups, panel,
+                        before, y, column,
+                    )  # fmt: skip
+                    continue
                 _dequantize(
                     kind, codes, scales, zeros, groups, num_groups, panel, begin, end, out
                 )  # fmt: skip
-                before, step = (bias, 0) if begin == 0 else (y, width)
-                if num_rows == 1:
-                    sum_chunk(x[begin:], 0, end - begin, out, 0, before, y, column)
-                    continue
                 for r in range(floor, top, TILE_ROWS):
                     tile(
                         x, r * num_inputs + begin, num_inputs, end - begin, out, 0, 0, 1, before,
                         r * step + column, step, y, r * width + column, width,
                     )  # fmt: skip
+
+
+@inner()
+def compute_columns(
+    x: Floats, num_rows: int, kind: int, codes: Bytes, scales: Floats, zeros: Bytes, groups: Ints,
+    bias: Floats, y: Floats, num_outputs: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """Compute the columns of panels [first, last) of y [num_rows, num_outputs].
+
+    If the last panel has fewer outputs than columns, its columns go through a temporary array.
+    """
+    whole = min(last, num_outputs // PANEL)
+    if first < whole:
+        _whole_panels(
+            x, num_rows, kind, codes, scales, zeros, groups, bias, first, whole,
+            y[first * PANEL :], num_outputs,
+        )  # fmt: skip
+    if max(first, whole) < last:
+        spare = np.empty(num_rows * PANEL, np.float32)
+        _whole_panels(
+            x, num_rows, kind, codes, scales, zeros, groups, bias, last - 1, last, spare, PANEL
+        )  # fmt: skip
+        column = (last - 1) * PANEL
+        for r in range(num_rows):
+            for c in range(num_outputs - column):
+                y[r * num_outputs + column + c] = spare[r * PANEL + c]
 
 
 _SIGNATURE = (
@@ -146,7 +174,9 @@ def _serial(
 ) -> None:
     """Compute y in one thread."""
     last = len(bias) // PANEL
-    compute_panels(x, num_rows, kind, codes, scales, zeros, groups, bias, y, 0, last)
+    compute_columns(
+        x, num_rows, kind, codes, scales, zeros, groups, bias, y, len(bias), 0, last
+    )  # fmt: skip
 
 
 @entry(_SIGNATURE + ", int64)", parallel=True)
@@ -160,8 +190,8 @@ def _parallel(
         first = num_panels * thread // num_threads
         last = num_panels * (thread + 1) // num_threads
         if first < last:
-            compute_panels(
-                x, num_rows, kind, codes, scales, zeros, groups, bias, y, first, last
+            compute_columns(
+                x, num_rows, kind, codes, scales, zeros, groups, bias, y, len(bias), first, last
             )  # fmt: skip
 
 

@@ -31,6 +31,8 @@ from penstock.kernels.linear.batch_invariant import BatchInvariantLinear
 from penstock.kernels.linear.cpu_packed_f32 import pack_f32, supports_packed_f32
 from penstock.kernels.linear.cpu_packed_int8 import pack_int8_tiles, supports_int8_tiles
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
+from penstock.kernels.linear.quantize_weights import quantize_weight
+from penstock.kernels.linear.quantized import QuantizedMatrix
 from penstock.kernels.triton_common.launch import runs_kernels
 
 
@@ -186,8 +188,7 @@ class FbgemmInt8Linear:
 
 def pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     """Quantize and pack `weight` [N, K] float32; the result keeps no reference to `weight`."""
-    scales, qweight = _quantized_rows(weight)
-    return pack_int8_codes(qweight, scales, bias)
+    return pack_int8_matrix(quantize_weight(weight, "int8"), bias)
 
 
 def pack_int8_codes(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> PackedLinear:
@@ -226,25 +227,17 @@ def _has_vnni() -> bool:
     return torch.cpu._is_vnni_supported()
 
 
-def _quantized_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales [N] float32, one per row, and quantized weights [N, K] int8, -127 to 127."""
-    scales = torch.empty(len(weight))
-    qweight = torch.empty(weight.shape, dtype=torch.int8)
-    for first in range(0, len(weight), _ROWS_AT_ONCE):
-        rows = slice(first, first + _ROWS_AT_ONCE)
-        part = weight[rows]
-        scales[rows] = part.abs().amax(1).clamp_min(torch.finfo(weight.dtype).tiny) / 127
-        qweight[rows] = (part / scales[rows, None]).round_().clamp_(-127, 127)
-    return scales, qweight
-
-
-_ROWS_AT_ONCE = 256  # bounds the float copies that quantization makes
+def pack_int8_matrix(matrix: QuantizedMatrix, bias: Tensor | None) -> PackedLinear:
+    """Pack an `int8` matrix with one scale per output and zero points 128; changes its codes."""
+    codes = matrix.codes.bitwise_xor_(128).view(torch.int8)
+    return pack_int8_codes(codes, matrix.scales.flatten(), bias)
 
 
 def int8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, qmax: int) -> Tensor:
     """Reference implementation of `pack_int8` in float64; `qmax` is that of `activation_qmax`."""
-    scales, qweight = _quantized_rows(weight)
     largest = x.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     rows = (x / largest * qmax).round().double()
-    y = rows @ qweight.double().T * (largest.double() / qmax) * scales.double()
+    matrix = quantize_weight(weight, "int8")
+    codes, scales = matrix.codes.double() - 128, matrix.scales.flatten().double()
+    y = rows @ codes.T * (largest.double() / qmax) * scales
     return y if bias is None else y + bias

@@ -30,6 +30,7 @@ from torch.nn import functional
 from penstock.kernels.checks import FLOATS, check, check_contiguous
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.fallback import record_fallback
+from penstock.kernels.linear import code_kinds
 from penstock.kernels.linear.code_tables import E2M1, FP4, NF4
 from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS, has_avx512
 from penstock.kernels.linear.triton_quantized import TILE_INPUTS, quantized_matmul_triton
@@ -40,8 +41,15 @@ Kind = Literal["int4", "int8", "fp8", "e2m1", "nf4", "fp4"]
 TILE_WEIGHTS = 1 << 20
 """Maximum number of weights that `TiledLinear` holds as floats at a time, or one row."""
 
-_KINDS: dict[Kind, int] = {"int4": 0, "int8": 1, "fp8": 2, "e2m1": 3, "nf4": 4, "fp4": 5}
-"""Numbers of the kinds, as in `cpu_dequantizing`."""
+KIND_NUMBERS: dict[Kind, int] = {
+    "int4": code_kinds.INT4,
+    "int8": code_kinds.INT8,
+    "fp8": code_kinds.FP8,
+    "e2m1": code_kinds.E2M1,
+    "nf4": code_kinds.NF4,
+    "fp4": code_kinds.FP4,
+}
+"""Numbers of the kinds in compiled kernels."""
 
 TABLES: dict[Kind, tuple[float, ...]] = {"e2m1": E2M1, "nf4": NF4, "fp4": FP4}
 """Kinds whose codes have 4 bits and index a table: the float32 values of the 16 codes."""
@@ -93,6 +101,27 @@ class QuantizedMatrix:
         """Return the matrix of these rows, in this order."""
         taken = self.codes[rows], self.scales[rows], self.zeros[rows]
         return QuantizedMatrix(self.kind, *taken, self.groups)
+
+    def take_inputs(self, first: int, last: int) -> "QuantizedMatrix":
+        """Return a copy of inputs [first, last); of 4-bit codes, the number must be even.
+
+        Inputs keep the scales and zero points of their groups, even if the range begins or ends
+        inside a group.
+        """
+        codes, groups = self.codes, self.groups[first:last]
+        if not is_narrow(self.kind):
+            codes = codes[:, first:last]
+        elif first % 2:
+            codes = torch.stack((codes & 15, codes >> 4), -1).view(len(codes), -1)[:, first:last]
+            codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        else:
+            codes = codes[:, first // 2 : last // 2]
+        used, groups = torch.unique(groups, return_inverse=True)
+        scales, zeros = self.scales[:, used], self.zeros
+        return QuantizedMatrix(
+            self.kind, codes.contiguous(), scales, zeros[:, used] if zeros.numel() else zeros,
+            groups.to(torch.int32),
+        )  # fmt: skip
 
 
 def concatenate(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
@@ -177,7 +206,7 @@ def quantized_matmul(
     if bias is not None:
         check("bias", bias, (len(codes),), (x.dtype,), like=x)
     return quantized_matmul_triton(
-        x, codes, scales, zeros, groups, bias, _KINDS[kind], one_group
+        x, codes, scales, zeros, groups, bias, KIND_NUMBERS[kind], one_group
     )  # fmt: skip
 
 
@@ -220,9 +249,13 @@ class DequantizingLinear:
     bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48], zero past `num_outputs`
     num_outputs: int
 
+    @property
+    def num_inputs(self) -> int:
+        return len(self.groups)
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""
-        num_rows, num_inputs = len(x), len(self.groups)
+        num_rows, num_inputs = len(x), self.num_inputs
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
             expected = f"[T, {num_inputs}] float32"
             raise ValueError(f"x: {expected} expected, not {list(x.shape)} {x.dtype}")
@@ -233,7 +266,7 @@ class DequantizingLinear:
         y = torch.empty(rows, len(self.bias))
         work = num_rows * num_inputs * len(self.bias)
         loops.run(
-            x.contiguous().view(-1).numpy(), rows, _KINDS[self.kind], self.codes, self.scales,
+            x.contiguous().view(-1).numpy(), rows, KIND_NUMBERS[self.kind], self.codes, self.scales,
             self.zeros, self.groups, self.bias, y.view(-1).numpy(),
             num_threads=1 if work < MIN_PARALLEL_MACS else torch.get_num_threads(),
         )  # fmt: skip

@@ -13,6 +13,10 @@ expert's rows and outputs on tensor cores with float32 accumulators, and applies
 registers. A token's choices are summed in order. Only the tile size makes a row's result depend on
 other rows, because the tile size follows the mean number of rows per expert; `fixed_tiles` removes
 this dependency.
+
+If the experts are divided among ranks, each rank computes the choices of its own experts, with
+their numbers counted from its first expert. Other choices add nothing, and the ranks' results are
+summed. The host reads nothing for this, so a CUDA graph can capture it.
 """
 
 from dataclasses import dataclass
@@ -85,26 +89,40 @@ class ExpertWeights:
 
 
 def grouped_moe_forward(
-    x: Tensor, experts: Tensor, weights: Tensor, stacks: ExpertWeights, fixed_tiles: bool = False
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    stacks: ExpertWeights,
+    fixed_tiles: bool = False,
+    num_divided: int | None = None,
 ) -> Tensor:
     """Run `moe_forward` with stacked weights: x is [T, D], experts and weights are [T, k].
 
-    fixed_tiles: on a GPU, always use the same tile size, so that a row's result does not depend on
-    other rows. Otherwise the tile size follows the number of rows.
+    Args:
+        fixed_tiles: on a GPU, always use the same tile size, so that a row's result does not depend
+            on other rows. Otherwise the tile size follows the number of rows.
+        num_divided: number of experts of all ranks, if only some are in `stacks`; choices of the
+            others add nothing. None: `stacks` has all experts.
     """
     if use_triton(x):
         _check(x, experts, weights, stacks)
-        return _moe_on_device(x, experts, weights, stacks, fixed_tiles)
-    return moe_forward(x, experts, weights, len(stacks.down), stacks.expert)
+        return _moe_on_device(x, experts, weights, stacks, fixed_tiles, num_divided)
+    partial = num_divided is not None
+    return moe_forward(x, experts, weights, len(stacks.down), stacks.expert, partial)
 
 
 def _moe_on_device(
-    x: Tensor, experts: Tensor, weights: Tensor, stacks: ExpertWeights, fixed_tiles: bool
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    stacks: ExpertWeights,
+    fixed_tiles: bool,
+    num_divided: int | None,
 ) -> Tensor:
     if not len(x):
         return torch.empty_like(x)
     gate, num_experts = stacks.gate, len(stacks.down)
-    tiles = tiles_for(x.dtype, experts.numel() / num_experts, fixed_tiles)
+    tiles = tiles_for(x.dtype, experts.numel() / (num_divided or num_experts), fixed_tiles)
     aligned = align_blocks(experts, num_experts, tiles.rows)
     inner = x.new_empty(experts.numel(), stacks.down.shape[1])
     outputs = x.new_empty(experts.numel(), x.shape[1])
@@ -120,7 +138,7 @@ def _moe_on_device(
         limit=gate.limit,
     )
     grouped_gemm_triton(inner, stacks.down, stacks.down_bias, outputs, aligned, tiles)
-    return combine_triton(outputs, weights)
+    return combine_triton(outputs, weights, None if num_divided is None else (experts, num_experts))
 
 
 def grouped_moe_forward_reference(

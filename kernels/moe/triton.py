@@ -104,8 +104,11 @@ def _grouped_gemm_kernel(
 def _combine_kernel(
     outputs,  # [T * TOP_K, D]
     weights,  # [T, TOP_K] float32
+    experts,  # [T, TOP_K] int32; read only with PARTIAL
     out,  # [T, D]
     size,  # D
+    num_experts,
+    PARTIAL: tl.constexpr,  # skip choices whose expert is not in [0, num_experts)
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -115,7 +118,11 @@ def _combine_kernel(
     inside = column < size
     total = tl.zeros((TILE,), tl.float32)
     for rank in tl.static_range(TOP_K):
-        value = tl.load(outputs + (token * TOP_K + rank) * size + column, mask=inside, other=0.0)
+        loaded = inside
+        if PARTIAL:
+            expert = tl.load(experts + token * TOP_K + rank)
+            loaded = inside & (expert >= 0) & (expert < num_experts)
+        value = tl.load(outputs + (token * TOP_K + rank) * size + column, mask=loaded, other=0.0)
         total += tl.load(weights + token * TOP_K + rank) * value.to(tl.float32)
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)
 
@@ -194,12 +201,29 @@ def grouped_gemm_triton(
     )
 
 
-def combine_triton(outputs: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sums [T, D] of expert outputs [T k, D], with `weights` [T, k]."""
+def combine_triton(
+    outputs: Tensor, weights: Tensor, here: tuple[Tensor, int] | None = None
+) -> Tensor:
+    """Return the weighted sums [T, D] of expert outputs [T k, D], with `weights` [T, k].
+
+    here: (experts [T, k], number of experts) if choices of other experts have no outputs; they are
+        skipped. None: every choice has an output.
+    """
+    experts, num_experts = (weights, 0) if here is None else here
     (num_tokens, top_k), size = weights.shape, outputs.shape[1]
     out = outputs.new_empty(num_tokens, size)
     grid = (num_tokens, -(-size // ELEMENTS_PER_PROGRAM))
     launch(
-        _combine_kernel, grid, outputs, weights, out, size, TOP_K=top_k, TILE=ELEMENTS_PER_PROGRAM
+        _combine_kernel,
+        grid,
+        outputs,
+        weights,
+        experts,
+        out,
+        size,
+        num_experts,
+        PARTIAL=here is not None,
+        TOP_K=top_k,
+        TILE=ELEMENTS_PER_PROGRAM,
     )
     return out

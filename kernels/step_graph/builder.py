@@ -8,7 +8,7 @@ the next product.
 
 Operations read and write buffers: float32 matrices with one row per token, all in one array (the
 arena). The operations call the same inner loops as the separate calls (`linear/cpu_f32_avx512`,
-`linear/cpu_f32_amx_bf16x6`, `attention/cpu_paged`, ...), so the results are bitwise identical with
+`linear/cpu_dequantizing`, `attention/cpu_paged`, ...), so the results are bitwise identical with
 and without a step graph. Gates are the exception, because torch's exponential rounds differently:
 their results are identical only if the separate calls use the batch-invariant gates
 (`silu_and_mul_batch_invariant`).
@@ -29,6 +29,7 @@ from penstock.kernels.attention.score_mod import ScoreMod
 from penstock.kernels.kv_cache.format import format_of, num_features
 from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32
 from penstock.kernels.linear.cpu_packed_int8 import PackedLinearInt8
+from penstock.kernels.linear.quantized import DequantizingLinear
 from penstock.kernels.step_graph.graph import CpuStepGraph
 from penstock.kernels.step_graph.layout import TOKENS, Buffer, ExpertLayout, RowRange
 from penstock.kernels.step_graph.opcodes import ALIGNMENT
@@ -39,6 +40,7 @@ from penstock.kernels.step_graph.operations import (
     Gemv,
     MatmulF32,
     MatmulInt8,
+    MatmulQuantized,
     Norm,
     Operation,
     Permute,
@@ -136,7 +138,7 @@ class GraphBuilder:
 
     def supports_linear(self, linear: Any) -> bool:
         """Return whether `linear` supports this packed linear layer."""
-        if isinstance(linear, PackedLinearInt8):
+        if isinstance(linear, PackedLinearInt8 | DequantizingLinear):
             return linear.num_outputs % ALIGNMENT == 0
         if not isinstance(linear, PackedLinearF32):
             return False
@@ -167,7 +169,9 @@ class GraphBuilder:
                 raise UnsupportedGraph(f"product from {x} to {out} by {type(linear).__name__}")
             assert (x.width, out.width) == (linear.num_inputs, linear.num_outputs)
         if not isinstance(linears[0], PackedLinearInt8):
-            self._append_each(rows, [MatmulF32(x, linear, out) for linear in linears])
+            is_f32 = isinstance(linears[0], PackedLinearF32)
+            matmul = MatmulF32 if is_f32 else MatmulQuantized
+            self._append_each(rows, [matmul(x, linear, out) for linear in linears])
             return
         qvalues = self.scratch("quantized values", x.width // 4, layout)
         row_scales = self.scratch("row scales", 1, layout)

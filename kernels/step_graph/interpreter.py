@@ -48,6 +48,7 @@ from penstock.kernels.step_graph.opcodes import (
     LAYER_START,
     MATMUL_F32,
     MATMUL_INT8,
+    MATMUL_QUANTIZED,
     NEXT,
     NORM,
     NUM_GROUPS,
@@ -198,6 +199,8 @@ def _compute(
         matmuls.quantize(op, arena, first, num_rows, me, count)
     elif opcode == MATMUL_INT8:
         matmuls.int8_linear(op, arena, first, num_rows, thread, count)
+    elif opcode == MATMUL_QUANTIZED:
+        matmuls.quantized_linear(op, arena, first, num_rows, thread, count)
     elif opcode == ATTEND:
         _attend(op, floats[SCALE], floats[CAP], arena, cache, slots, contexts, tables, me, count)
     elif opcode == GATE:
@@ -277,7 +280,7 @@ def _run(
                     op, floats[number], ints, arena, cache, slots, contexts, tables, rotation, me,
                     count,
                 )  # fmt: skip
-                if op[OPCODE] in (MATMUL_F32, MATMUL_INT8):
+                if op[OPCODE] in (MATMUL_F32, MATMUL_INT8, MATMUL_QUANTIZED):
                     num_prefetched, rotation = 0, rotation + 1
             if not op[CONTINUES]:
                 times, rotation = times + 1, 0

@@ -13,7 +13,7 @@ from penstock.kernels.cpu_common.partition import i32_array as _ints
 from penstock.kernels.cpu_common.partition import partition as _partition
 from penstock.kernels.cpu_common.partition import u8_array as _bytes
 from penstock.kernels.cpu_common.simd import prefetch
-from penstock.kernels.linear import cpu_f32_avx512
+from penstock.kernels.linear import cpu_dequantizing, cpu_f32_avx512
 from penstock.kernels.linear.cpu_f32_avx512 import PANEL, TILE_ROWS
 from penstock.kernels.linear.cpu_packed_f32 import MIN_AMX_ROWS, has_amx
 from penstock.kernels.linear.cpu_packed_int8 import has_int8_loops
@@ -23,16 +23,23 @@ from penstock.kernels.step_graph.opcodes import (
     BATCH_INVARIANT,
     BIAS,
     BIAS_SIZE,
+    CODE_KIND,
+    CODE_SCALES,
+    GROUPS,
     MATMUL_INT8,
+    MATMUL_QUANTIZED,
     OPCODE,
     OUT,
     OUT_WIDTH,
     ROW_SCALES,
+    SCALES_SIZE,
     WEIGHT,
     WEIGHT_SCALES,
     WEIGHT_SIZE,
     X_WIDTH,
     ZERO_POINT_CORRECTION,
+    ZEROS,
+    ZEROS_SIZE,
     X,
 )
 
@@ -110,6 +117,24 @@ def int8_linear(
 
 
 @inner()
+def quantized_linear(
+    op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
+) -> None:  # fmt: skip
+    """Execute opcode MATMUL_QUANTIZED, see `operations.MatmulQuantized`."""
+    num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
+    x, y = arena[op[X] + first_row * num_inputs :], arena[op[OUT] + first_row * num_outputs :]
+    rows = num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
+    first, last = _partition(-(-num_outputs // PANEL), me, count)
+    if first < last:
+        cpu_dequantizing.compute_columns(
+            x, rows, op[CODE_KIND], _bytes(op[WEIGHT], op[WEIGHT_SIZE]),
+            _floats(op[CODE_SCALES], op[SCALES_SIZE]), _bytes(op[ZEROS], op[ZEROS_SIZE]),
+            _ints(op[GROUPS], num_inputs), _floats(op[BIAS], op[BIAS_SIZE]), y, num_outputs,
+            first, last,
+        )  # fmt: skip
+
+
+@inner()
 def prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> int:
     """Prefetch the next cache line of this thread's weights; return `num_prefetched` + 1."""
     num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
@@ -120,6 +145,12 @@ def prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> int
             prefetch(_bytes(op[WEIGHT], op[WEIGHT_SIZE]), at)
         return num_prefetched + 1
     first, last = _partition(-(-num_outputs // PANEL), me, count)
+    if op[OPCODE] == MATMUL_QUANTIZED:
+        size = op[WEIGHT_SIZE] // (op[BIAS_SIZE] // PANEL)  # bytes of a panel
+        at = first * size + num_prefetched * 64
+        if at < last * size:
+            prefetch(_bytes(op[WEIGHT], op[WEIGHT_SIZE]), at)
+        return num_prefetched + 1
     at = first * num_inputs * PANEL + num_prefetched * _LINE
     if at < last * num_inputs * PANEL:
         prefetch(_floats(op[WEIGHT], op[WEIGHT_SIZE]), at)

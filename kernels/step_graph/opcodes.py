@@ -6,6 +6,7 @@ Buffers are given by the index of their first element in the arena, weights by t
 
 NORM, MATMUL_F32, QUANTIZE, MATMUL_INT8, ATTEND, GATE, ADD = range(7)
 GEMV, TOPK_SOFTMAX, PERMUTE_INDEX, PERMUTE, UNPERMUTE_SUM = range(7, 12)
+MATMUL_QUANTIZED = 12
 """Opcodes. `operations` has a class for each."""
 
 NUM_COLUMNS = 24
@@ -19,13 +20,16 @@ X, X_WIDTH, OUT, OUT_WIDTH = range(5, 9)
 """Columns of most operations: input and output buffers, and the number of features per row."""
 
 WEIGHT, WEIGHT_SIZE, BIAS, BIAS_SIZE = range(9, 13)
-"""Columns of `Norm`, `MatmulF32`, `MatmulInt8` and `Gemv`."""
+"""Columns of `Norm`, `Gemv` and matrix products."""
 
 BATCH_INVARIANT = 13
 """Column of `MatmulF32`: 1 to use the same implementation for any number of rows."""
 
 ROW_SCALES, WEIGHT_SCALES, ZERO_POINT_CORRECTION = range(13, 16)
 """Columns of `MatmulInt8`. ROW_SCALES is also a column of `Quantize`."""
+
+CODE_KIND, CODE_SCALES, SCALES_SIZE, ZEROS, ZEROS_SIZE, GROUPS = range(13, 19)
+"""Columns of `MatmulQuantized`: a number of `linear/code_kinds`, addresses and sizes."""
 
 ADDED, NUM_GROUPS, GROUP_SIZE = range(13, 16)
 """Columns of `Norm`: see there; ADDED is -1 for None. ADDED is also a column of `Add`."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32
 from penstock.kernels.linear.cpu_packed_int8 import PackedLinearInt8
+from penstock.kernels.linear.quantized import KIND_NUMBERS, DequantizingLinear
 from penstock.kernels.step_graph import opcodes as codes
 from penstock.kernels.step_graph.layout import TOKENS, Buffer, ExpertLayout, RowRange
 
@@ -131,6 +132,34 @@ class MatmulInt8(Operation):
             codes.ROW_SCALES: self.row_scales.at,
             codes.WEIGHT_SCALES: self.linear.scales.ctypes.data,
             codes.ZERO_POINT_CORRECTION: self.linear.shifts.ctypes.data,
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatmulQuantized(Operation):
+    """`out = x Wᵀ + b` with codes of 4 or 8 bits; weight-only."""
+
+    opcode = codes.MATMUL_QUANTIZED
+
+    x: Buffer
+    linear: DequantizingLinear
+    out: Buffer
+
+    def columns(self) -> dict[int, int]:
+        linear = self.linear
+        return {
+            **_input(self.x),
+            **_output(self.out),
+            codes.WEIGHT: linear.codes.ctypes.data,
+            codes.WEIGHT_SIZE: len(linear.codes),
+            codes.BIAS: linear.bias.ctypes.data,
+            codes.BIAS_SIZE: len(linear.bias),
+            codes.CODE_KIND: KIND_NUMBERS[linear.kind],
+            codes.CODE_SCALES: linear.scales.ctypes.data,
+            codes.SCALES_SIZE: len(linear.scales),
+            codes.ZEROS: linear.zeros.ctypes.data,
+            codes.ZEROS_SIZE: len(linear.zeros),
+            codes.GROUPS: linear.groups.ctypes.data,
         }
 
 

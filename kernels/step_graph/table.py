@@ -12,6 +12,7 @@ from penstock.kernels.step_graph.operations import (
     Add,
     MatmulF32,
     MatmulInt8,
+    MatmulQuantized,
     Norm,
     Operation,
     PermuteIndex,
@@ -62,6 +63,6 @@ def _next_matmuls(operations: Sequence[Operation]) -> list[int]:
         if isinstance(operation, PermuteIndex) and operations[following].rows != TOKENS:
             following = -1
         found[number] = following
-        if isinstance(operation, MatmulF32 | MatmulInt8):
+        if isinstance(operation, MatmulF32 | MatmulInt8 | MatmulQuantized):
             following = number
     return found

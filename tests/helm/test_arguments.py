@@ -344,6 +344,7 @@ def test_settings_of_a_model_and_of_pools_reach_the_driver() -> None:
         "generation_config": "none",
         "tool_call_parser": "hermes",
         "reasoning_parser": "qwen3",
+        "attention_backend": "fa3",
         "deterministic": True,
     }
     # A pod has its checkpoint in a folder; the revision is a setting of `source.hub`.

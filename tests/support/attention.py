@@ -163,7 +163,7 @@ def check_prefix(
     query, layer = torch.randn(num_tokens, 3, 16, device=DEVICE), layer.to(DEVICE)
     with small_tiles():
         plan = plan_attention(*batch, layer, window, one_path, use_cascade=True)
-        torch.testing.assert_close(plan.backend.prefix, shared)  # type: ignore[union-attr]
+        torch.testing.assert_close(plan.backend.prefix, shared)  # type: ignore[attr-defined]
         found = paged_attention(query, layer, plan, scores)
     compare(found, exactly(query, layer, batch, window, scores))
 

@@ -15,6 +15,7 @@ from penstock.workers.config import LARGE_GPU_BYTES, StepSizes, WorkerConfig
         ("role", "both"),
         ("dtype", "int8"),
         ("kv_cache_dtype", "float16"),
+        ("attention_backend", "FLASHINFER"),
         ("device", "tpu"),
         ("host", "0.0.0.0"),
         ("host", ""),

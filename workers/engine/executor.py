@@ -16,12 +16,11 @@ from penstock.common.grammar.matcher import CompiledGrammar
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.engine.warm_up import warm_up_block_moves
-from penstock.workers.gpu.cuda_graphs import CudaCaptures
-from penstock.workers.gpu.device_runner import DeviceRunner
+from penstock.workers.gpu.device_runner import DeviceRunner, capture_graphs
 from penstock.workers.gpu.pinned import AsyncTokenCopy
 from penstock.workers.gpu.streams import Streams
 from penstock.workers.parallel.step_broadcast import PlanWriter
-from penstock.workers.parallel.step_codec import encode
+from penstock.workers.parallel.step_codec import CAPTURE_GRAPHS, encode
 from penstock.workers.rank.core_sharing import CoreSharing
 from penstock.workers.rank.rank_runtime import ProgressCallback
 from penstock.workers.sampling.beam_sampler import BeamSampler
@@ -91,7 +90,8 @@ class Executor:
     def broadcast(self, plan: StepPlan) -> None:
         """Send a plan to the other ranks, which run the same step. Do this before `execute`."""
         if self._plan_writer is not None:
-            self._plan_writer.write(encode(plan))
+            # On a device, the tokens of a step planned ahead are sent there: see `launch`.
+            self._plan_writer.write(encode(plan, plan.ahead and self.on_device))
 
     def execute(self, plan: StepPlan, table: SequenceTable) -> Sampled:
         """Run the model for a step and sample its tokens; earlier steps must be committed."""
@@ -132,12 +132,15 @@ class Executor:
         """Launch a step on the device, and its sampling too if sampling needs no data of the host.
 
         Otherwise sample on the host before returning; then all earlier steps must be committed. A
-        plan with `ahead` reads the tokens of `before`, the step that was launched before this one.
+        plan with `ahead` reads the tokens of `before`, the step that was launched before this one,
+        and sends them to the other ranks. Broadcast the plan before.
         """
         began = time.perf_counter()
         drawn = before.tokens if plan.ahead and before is not None else None
         self.gap_seconds = 0.0 if plan.ahead else began - self._sampled_at
         with self.computing():
+            if drawn is not None:
+                drawn = self.runner.broadcast_tokens(drawn)
             logits = self.runner.run(plan, drawn)  # returns while the device still computes
             rows, indices = plan.sampling_rows, _answer_indices(plan, table)
             reads_log = self.sampler.masks.reads_log(rows)
@@ -156,12 +159,13 @@ class Executor:
     def warm_up(self, captured: ProgressCallback) -> None:
         """Launch the kernels of KV transfers; on a GPU, also capture CUDA graphs of decode steps.
 
-        `captured` gets (done, total).
+        All ranks capture together. `captured` gets (done, total).
         """
         with self.computing():
             warm_up_block_moves(self.runner.cache.data)
-        if isinstance(self.runner, DeviceRunner):
-            self.runner.capture(CudaCaptures(self.runner.decoder.device), captured)
+        if self._plan_writer is not None:
+            self._plan_writer.write(CAPTURE_GRAPHS)
+        capture_graphs(self.runner, captured)
 
     def idle(self) -> None:
         """Leave the cores to other workers of this machine until the next step."""

@@ -16,6 +16,7 @@ from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.gpu.pinned import put
 from penstock.workers.layers.attention import StepInputs
 from penstock.workers.models.cpu_step_graph import build_cpu_step_graph
+from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model
 from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.scheduling.sequence import Ints, StepPlan
@@ -95,6 +96,15 @@ class ModelRunner:
         (made, finish), self._unscored = self._unscored, None
         for part in torch.split(made, SCORED_ROWS):
             yield finish(part)
+
+    def broadcast_tokens(self, tokens: Tensor) -> Tensor:
+        """Send the tokens of a step planned ahead, [T] on the device, from rank 0 to the stage.
+
+        All ranks of the stage call this before they run such a step. On ranks other than 0, it
+        overwrites `tokens`. Return `tokens`.
+        """
+        stage = self.decoder.ranks.stage if isinstance(self.decoder, Decoder) else None
+        return tokens if stage is None else stage.broadcast(tokens)
 
     def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
         """Return the hidden states [T, hidden_size]; valid until the next step."""

@@ -236,6 +236,7 @@ class DeviceStepper(OverlapStepper):
 
     def _enqueue(self, plan: StepPlan | None) -> None:
         if plan is not None:
+            self._executor.broadcast(plan)
             self._newest = self._executor.launch(plan, self._newest, self._batcher.table)
             with self._changed:
                 self._launched.append(self._newest)

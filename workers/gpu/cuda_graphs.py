@@ -7,9 +7,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.backends.interface import HostBatch
 from penstock.workers.gpu.graph_buckets import GraphBucket, GraphBuckets
 from penstock.workers.gpu.inputs import DecodeInputs, DeviceBatch
 from penstock.workers.scheduling.sequence import StepPlan
+
+Prepare = Callable[[HostBatch], None]
+"""Does the host's work for a step, before the step is captured or replayed."""
 
 Compute = Callable[[DeviceBatch], Tensor]
 """Maps a batch to hidden states [T, hidden_size]. Such a function only launches kernels; it does
@@ -56,10 +60,16 @@ class DecodeGraphs:
     """The captured decode steps of one model runner."""
 
     def __init__(
-        self, buckets: GraphBuckets, inputs: DecodeInputs, compute: Compute, captures: Captures
+        self,
+        buckets: GraphBuckets,
+        inputs: DecodeInputs,
+        prepare: Prepare,
+        compute: Compute,
+        captures: Captures,
     ) -> None:
         self._buckets = buckets
         self._inputs = inputs
+        self._prepare = prepare
         self._compute = compute
         self._captures = captures
         self._captured: dict[GraphBucket, _Captured] = {}
@@ -75,23 +85,26 @@ class DecodeGraphs:
             self._captured[rung] = self._capture(rung)
             progress(number, len(buckets))
 
-    def run(self, plan: StepPlan, drawn: Tensor | None) -> Tensor | None:
+    def run(
+        self, plan: StepPlan, drawn: Tensor | None, received: Tensor | None = None
+    ) -> Tensor | None:
         """Run a step's graph and return hidden states [B, hidden_size], valid until the next run.
 
         Return None if no captured graph fits the step.
 
-        drawn: see `DecodeInputs.fill`.
+        drawn, received: see `DecodeInputs.fill`.
         """
         rung = self._buckets.bucket_for(plan)
         captured = None if rung is None else self._captured.get(rung)
         if rung is None or captured is None:
             return None
-        self._inputs.fill(plan, rung.rows, drawn)
+        self._prepare(self._inputs.fill(plan, rung.rows, drawn, received))
         captured.replay()
         return captured.hidden[: len(plan.rows)]
 
     def _capture(self, rung: GraphBucket) -> _Captured:
         batch = self._inputs.batch(rung.rows, rung.context)
+        self._prepare(self._inputs.padding_rows(rung.rows))
         if self._hidden is None:
             self._hidden = torch.empty_like(self._compute(batch))
         hidden = self._hidden[: rung.rows]

@@ -2,19 +2,23 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.op import plan_attention_on_device
+from penstock.kernels.attention.backends.interface import AttentionBackend, HostBatch
+from penstock.kernels.attention.backends.native import NativeBackend
+from penstock.kernels.attention.triton_launch import Batch
 from penstock.kernels.mla.op import plan_mla_on_device
 from penstock.workers.engine.model_runner import ModelRunner
-from penstock.workers.gpu.cuda_graphs import Captures, DecodeGraphs
+from penstock.workers.gpu.cuda_graphs import Captures, CudaCaptures, DecodeGraphs
 from penstock.workers.gpu.graph_buckets import GraphBucket, GraphBuckets
 from penstock.workers.gpu.inputs import DecodeInputs, DeviceBatch
 from penstock.workers.gpu.pinned import put
 from penstock.workers.layers.attention import StepInputs
+from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.layers.moe import MoE
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model
@@ -30,6 +34,9 @@ class DeviceRunner(ModelRunner):
     The last block of the cache is a scratch block; no plan may use it. A step overwrites the
     hidden states and captured inputs of the previous step. Therefore all steps, and all kernels
     that read a step's logits, must be launched on one stream.
+
+    All ranks of a worker capture the same graphs in the same order, because a graph contains the
+    collectives of a stage. Hidden states are exchanged between stages outside of the graphs.
     """
 
     def __init__(
@@ -38,10 +45,15 @@ class DeviceRunner(ModelRunner):
         cache: KvCache,
         buckets: GraphBuckets,
         deterministic: bool = False,
+        attention: AttentionBackend | None = None,
     ) -> None:
+        """Create a runner; `attention` of None means our own attention."""
         super().__init__(decoder, cache, deterministic, num_positions=buckets.contexts[-1])
         self._buckets = buckets
         self._device = decoder.device
+        self._attention = attention or NativeBackend("triton", deterministic)
+        # Its stages exchange hidden states here; None: a model that is never divided.
+        self._stage = decoder if isinstance(decoder, Decoder) else None
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
@@ -66,21 +78,45 @@ class DeviceRunner(ModelRunner):
             return
         num_blocks, _, block_size = self.cache.data.shape[2:5]
         num_columns = -(-self._buckets.contexts[-1] // block_size)
+        max_rows = self._buckets.rows[-1]
         inputs = DecodeInputs(
-            self._buckets.rows[-1], num_columns, block_size, num_blocks - 1, self._device
+            max_rows,
+            num_columns,
+            block_size,
+            num_blocks - 1,
+            self._device,
+            self._received_buffer(max_rows),
         )
-        self._graphs = DecodeGraphs(self._buckets, inputs, self._compute, captures)
+        prepare, compute = self._attention.prepare, self._compute_captured
+        self._graphs = DecodeGraphs(self._buckets, inputs, prepare, compute, captures)
         self._graphs.capture(self._buckets.buckets() if buckets is None else buckets, progress)
 
     def drop_graphs(self) -> None:
         """Drop all graphs, so that their memory is freed; they refer to this runner."""
         self._graphs = None
 
-    def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
-        found = None if self._graphs is None else self._graphs.run(plan, drawn)
-        return self._compute(self._batch(plan, drawn)) if found is None else found
+    def _received_buffer(self, max_rows: int) -> Tensor | None:
+        if self._stage is None or self._stage.ranks.coord.is_first:
+            return None
+        shape = (max_rows, self._stage.spec.hidden_size)
+        return torch.zeros(shape, dtype=self._stage.dtype, device=self._device)
 
-    def _batch(self, plan: StepPlan, drawn: Tensor | None) -> DeviceBatch:
+    def _hidden(self, plan: StepPlan, drawn: Tensor | None) -> Tensor:
+        received = None if self._stage is None else self._stage.receive(len(plan.tokens))
+        found = None if self._graphs is None else self._graphs.run(plan, drawn, received)
+        hidden = self._run_uncaptured(plan, drawn, received) if found is None else found
+        if self._stage is not None and not self._stage.ranks.coord.is_last:
+            # The next replay overwrites `found`, perhaps before it has been sent.
+            self._stage.send(hidden if found is None else found.clone())
+        return hidden
+
+    def _run_uncaptured(
+        self, plan: StepPlan, drawn: Tensor | None, received: Tensor | None
+    ) -> Tensor:
+        self._attention.prepare(HostBatch(plan.query_starts, plan.context_lens, plan.block_tables))
+        return self._compute(self._batch(plan, drawn, received))
+
+    def _batch(self, plan: StepPlan, drawn: Tensor | None, received: Tensor | None) -> DeviceBatch:
         """Copy the inputs of a step without captured graph into new tensors on the device."""
         device = self._device
         return DeviceBatch(
@@ -92,25 +128,42 @@ class DeviceRunner(ModelRunner):
             block_tables=put(plan.block_tables, device),
             max_query=int(np.diff(plan.query_starts).max()),
             max_context=int(plan.context_lens.max()),
+            received=received,
         )
+
+    def _compute_captured(self, batch: DeviceBatch) -> Tensor:
+        """Version of `_compute` for graphs; it leaves `batch.received`, a graph input, as it is."""
+        if batch.received is not None:
+            batch = replace(batch, received=batch.received.clone())
+        return self._compute(batch)
 
     def _compute(self, batch: DeviceBatch) -> Tensor:
         """Return hidden states [T, hidden_size]. It may only launch kernels, to allow capture."""
         layer, latent = self.cache.data[0], self._latent
         positions = batch.positions.to(torch.int64)
-        where = (batch.query_starts, batch.context_lens, batch.block_tables, layer)
+        where = Batch(batch.query_starts, batch.context_lens, batch.block_tables)
         most, one_path = (batch.max_query, batch.max_context), self._batch_invariant
         step = StepInputs(
             positions=positions,
             cos_sin=self._rope_rows(positions),
             cache_rows=self._cache_rows(batch.slots.to(torch.int64)),
             plans={
-                window: plan_attention_on_device(*where, *most, window, one_path)
+                window: self._attention.plan(where, layer, *most, window)
                 for window in self._windows
             },
-            latent=plan_mla_on_device(*where, latent.rank, *most, one_path) if latent else None,
+            latent=(
+                plan_mla_on_device(*where, layer, latent.rank, *most, one_path) if latent else None
+            ),
         )
-        return self.decoder(batch.tokens, step, self.cache.data)
+        if self._stage is None:
+            return self.decoder(batch.tokens, step, self.cache.data)
+        return self._stage.forward(batch.tokens, step, self.cache.data, batch.received)
+
+
+def capture_graphs(runner: ModelRunner, progress: Callable[[int, int], None]) -> None:
+    """Capture the CUDA graphs of a runner for a GPU; do nothing for another runner."""
+    if isinstance(runner, DeviceRunner):
+        runner.capture(CudaCaptures(runner.decoder.device), progress)
 
 
 def waits_for_device(model: Model) -> str:
@@ -118,6 +171,6 @@ def waits_for_device(model: Model) -> str:
     if not isinstance(model, Decoder):
         return "models of the transformers backend may read tensors on the host"
     for layer in model.layers:
-        if isinstance(layer.mlp, MoE) and layer.mlp.grouped is None:
+        if isinstance(layer.mlp, MoE | ExpertParallelMoE) and layer.mlp.grouped is None:
             return "experts that cannot be stacked are chosen on the host"
     return ""

@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.backends.interface import HostBatch
 from penstock.workers.gpu.pinned import pinned
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 
@@ -25,6 +26,7 @@ class DeviceBatch:
     block_tables: Tensor  # [B, M]; entries past a sequence's blocks are ignored
     max_query: int  # upper bound of the number of tokens of a sequence in this batch
     max_context: int  # upper bound of `context_lens`
+    received: Tensor | None = None  # [T, hidden_size] of the previous stage; None: first stage
 
 
 class DecodeInputs:
@@ -35,13 +37,22 @@ class DecodeInputs:
     """
 
     def __init__(
-        self, max_rows: int, num_columns: int, block_size: int, scratch: int, device: torch.device
+        self,
+        max_rows: int,
+        num_columns: int,
+        block_size: int,
+        scratch: int,
+        device: torch.device,
+        received: Tensor | None = None,
     ) -> None:
         """Allocate the buffers.
 
         num_columns: number of columns of the block table.
         scratch: number of the scratch block.
+        received: [R, hidden_size] buffer for the hidden states of the previous stage, initially
+            finite; None: this is the first stage.
         """
+        self._received = received
         self._padding = padding(max_rows, block_size, scratch)
         self._scratch = scratch
         self._vectors = torch.from_numpy(self._padding.copy()).to(device)
@@ -61,15 +72,26 @@ class DecodeInputs:
             block_tables=self._tables[:num_rows],
             max_query=1,
             max_context=max_context,
+            received=None if self._received is None else self._received[:num_rows],
         )
 
-    def fill(self, plan: StepPlan, num_rows: int, drawn: Tensor | None) -> None:
+    def fill(
+        self,
+        plan: StepPlan,
+        num_rows: int,
+        drawn: Tensor | None,
+        received: Tensor | None = None,
+    ) -> HostBatch:
         """Copy the plan into the first rows, and padding into the rest, without waiting.
 
         Args:
             plan: a plan of at most `num_rows` sequences, with one token each.
             num_rows: number of rows of the graph.
             drawn: [B] the sequences' tokens on the device, if `plan` does not have them yet.
+            received: [B, hidden_size] of the previous stage; None: this is the first stage.
+
+        Returns:
+            The rows on the host, padding included.
         """
         device = self._vectors.device
         vectors, tables = packed(plan, self._padding, num_rows, self._scratch)
@@ -78,6 +100,19 @@ class DecodeInputs:
         self._tables[:num_rows, :width].copy_(pinned(tables, device), non_blocking=True)
         if drawn is not None:
             self._vectors[_TOKENS, : len(drawn)].copy_(drawn)
+        if self._received is not None and received is not None:
+            self._received[: len(received)].copy_(received)
+        return _host_batch(vectors[_CONTEXTS, :num_rows], tables)
+
+    def padding_rows(self, num_rows: int) -> HostBatch:
+        """Return `num_rows` padding rows on the host, with all columns of the block table."""
+        tables = np.full((num_rows, self._tables.shape[1]), self._scratch, np.int32)
+        return _host_batch(self._padding[_CONTEXTS, :num_rows], tables)
+
+
+def _host_batch(context_lens: Ints, block_tables: Ints) -> HostBatch:
+    starts = np.arange(len(context_lens) + 1, dtype=np.int32)
+    return HostBatch(starts, context_lens, block_tables, is_captured=True)
 
 
 def padding(max_rows: int, block_size: int, scratch: int) -> Ints:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock.kernels.attention.backends.interface import AttentionBackend
 from penstock.kernels.kv_cache.format import KvCacheFormat
 from penstock.workers.engine.model_runner import SCORED_ROWS
 from penstock.workers.gpu.cuda_graphs import CudaCaptures
@@ -36,7 +37,11 @@ class StepLimits:
 
 
 def profile_step_bytes(
-    decoder: Model, form: KvCacheFormat, sizes: StepLimits, deterministic: bool
+    decoder: Model,
+    form: KvCacheFormat,
+    sizes: StepLimits,
+    deterministic: bool,
+    attention: AttentionBackend | None = None,
 ) -> int:
     """Return the bytes that are needed by the largest step, by sampling and by all CUDA graphs.
 
@@ -53,7 +58,7 @@ def profile_step_bytes(
         form,
         device,
     )
-    runner = DeviceRunner(decoder, cache, ladder, deterministic)
+    runner = DeviceRunner(decoder, cache, ladder, deterministic, attention)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     runner.run(largest_step(sizes))

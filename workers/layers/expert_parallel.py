@@ -1,33 +1,33 @@
 """Mixture of experts with the experts divided among the ranks of a stage (expert parallel).
 
-Every rank of a stage has the hidden states of all tokens. Ranks with the same experts form a group,
-and the groups divide the tokens evenly. Each group sends its tokens to the groups that own the
-chosen experts (all-to-all), sums the weighted results and adds the shared expert. An all-gather
-then sends all results to every rank. All ranks route all tokens, so each rank knows the message
-sizes in advance.
+Every rank of a stage has the hidden states of all tokens, and routes all tokens. It computes the
+choices of its own experts only, adds its slice of the shared expert, and an all-reduce sums the
+results of the ranks:
 
-    tokens 0 1 2 3   group 0: 0 1 ──▶ experts' owners ──▶ weighted sum, shared expert ─┐
-                     group 1: 2 3 ──▶ experts' owners ──▶ weighted sum, shared expert ─┴─▶ all ranks
+    tokens 0 1 2 3   rank 0: choices of experts 0 1 2 ──▶ weighted sum ─┐
+                     rank 1: choices of experts 3 4 5 ──▶ weighted sum ─┴─▶ sum ──▶ all ranks
 
-A token's results are summed in the order of its choices, as on a single rank. Within a group, each
-rank has a slice of the intermediate features of each of the group's experts; the partial results
-are summed at the end.
+No rank needs the numbers of choices of the others, so the host reads nothing and a CUDA graph can
+capture the layer. Ranks with the same experts form a group; each of them has a slice of the
+intermediate features of each of the group's experts. A rank sums a token's results in the order of
+the token's choices; the sum over ranks is that of every divided layer.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.moe.op import ExpertWeights
 from penstock.kernels.moe.routing import Routing, route
 from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
 from penstock.kernels.step_graph.layout import Buffer
+from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.mlp import Mlp
-from penstock.workers.layers.moe import SharedExpert
+from penstock.workers.layers.moe import SharedExpert, run_experts
 from penstock.workers.parallel.collectives import ProcessGroup
-from penstock.workers.parallel.mesh import MeshCoord, even_partition
+from penstock.workers.parallel.mesh import MeshCoord
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,104 +39,31 @@ class ExpertParallelMoE:
     routing: Routing
     experts: tuple[Mlp, ...]  # this rank's experts, or slices of experts
     shared: SharedExpert | None  # this rank's slice of the shared expert
-    stacks: dict[str, Tensor] | None  # [e, in, out], if the checkpoint stacks the experts
+    stacks: dict[str, ExpertStack] | None  # by name, if the checkpoint stacks the experts
     coord: MeshCoord
     stage: ProcessGroup
-    owners: ProcessGroup | None  # one rank of each group; None if there is only one group
     load: Tensor  # [E] int64: number of tokens for which each expert was chosen since the start
+    grouped: ExpertWeights | None = None  # this rank's experts for the GPU kernel, as in `MoE`
+    batch_invariant: bool = False  # as in `MoE`
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, hidden], which is equal on all ranks, to [T, hidden]."""
         logits = self.router(x.to(self.router.weight.dtype))
         chosen, weights = route(logits, self.routing, self.bias)
-        self.load.add_(torch.bincount(chosen.flatten(), minlength=len(self.load)))
-        mine = self._token_range(len(x))
-        out = self._mix(x, chosen, weights, mine)
+        self._count(chosen)
+        num_experts = len(self.load)
+        here = chosen - self.coord.experts(num_experts).start
+        out = run_experts(self, x, here, weights, num_experts)
         if self.shared is not None:
-            out += self.shared(x[mine.start : mine.stop])
-        return self._all_gather_sum(out, len(x))
+            out += self.shared(x)
+        return self.stage.all_reduce(out)
 
     def lower(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
         raise UnsupportedGraph("experts divided among several ranks")
 
-    def _token_range(self, num_tokens: int, group: int | None = None) -> range:
-        coord = self.coord
-        return even_partition(num_tokens, coord.mesh.ep, coord.ep_rank if group is None else group)
-
-    def _mix(self, x: Tensor, chosen: Tensor, weights: Tensor, mine: range) -> Tensor:
-        """Return the weighted sums of expert outputs for the tokens `mine` of this group."""
-        top_k = chosen.shape[1]
-        here = slice(mine.start, mine.stop)
-        order = chosen[here].flatten().argsort(stable=True)
-        rows = x[here][order // top_k]
-        made = torch.empty_like(rows)
-        made[order] = self._compute(rows, chosen)
-        weighted = made.view(len(mine), top_k, x.shape[1]) * weights[here].to(x.dtype)[:, :, None]
-        out = weighted[:, 0]
-        for rank in range(1, top_k):
-            out += weighted[:, rank]
-        return out
-
-    def _compute(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Run the experts of all groups on `rows` [n, D].
-
-        `rows` has one row per token and choice of this group's tokens, sorted by expert.
-        """
-        num_experts = len(self.load)
-        counts = torch.stack([
-            torch.bincount(chosen[span.start : span.stop].flatten(), minlength=num_experts)
-            for span in (
-                self._token_range(len(chosen), group) for group in range(self.coord.mesh.ep)
-            )
-        ]).cpu()  # fmt: skip
-        if self.owners is None:
-            return self._run(rows, counts)
-        experts = [self.coord.mesh.ep, num_experts]
-        sent = [int(counts[self.coord.ep_rank, own.start : own.stop].sum())
-                for own in _even_partitions(*experts)]  # fmt: skip
-        own = self.coord.experts(num_experts)
-        coming = counts[:, own.start : own.stop]
-        received: list[int] = coming.sum(1).tolist()
-        made = self._run(self.owners.all_to_all(rows, sent, received), coming)
-        return self.owners.all_to_all(made, received, sent)
-
-    def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Run this rank's e experts.
-
-        Args:
-            rows: [n, D], the rows of all groups in order; each group's rows are sorted by expert.
-            counts: [groups, e] number of rows per group and expert.
-        """
-        made = torch.empty_like(rows)
-        ends = counts.flatten().cumsum(0).view(counts.shape).tolist()
-        sizes = counts.tolist()
-        for number, expert in enumerate(self.experts):
-            spans = [
-                torch.arange(end[number] - size[number], end[number], device=rows.device)
-                for end, size in zip(ends, sizes, strict=True)
-            ]
-            indices = torch.cat(spans)
-            if len(indices):
-                made[indices] = expert(rows[indices])
-        return made
-
-    def _all_gather_sum(self, out: Tensor, num_tokens: int) -> Tensor:
-        """Sum the partial results of each group's ranks; return all groups' results, [T, D]."""
-        coord, most = self.coord, -(-num_tokens // self.coord.mesh.ep)
-        if coord.mesh.ep == 1:
-            return self.stage.all_reduce(out)
-        padded = out.new_zeros(most, out.shape[1])
-        padded[: len(out)] = out
-        gathered = self.stage.all_gather(padded).view(coord.mesh.ep, coord.mesh.expert_tp, most, -1)
-        total = gathered[:, 0].to(torch.float32, copy=True)
-        for column in range(1, coord.mesh.expert_tp):
-            total += gathered[:, column]
-        summed = total.to(out.dtype)
-        trimmed = [
-            each[: len(self._token_range(num_tokens, group))] for group, each in enumerate(summed)
-        ]
-        return torch.cat(trimmed)
-
-
-def _even_partitions(num_owners: int, num_items: int) -> Sequence[range]:
-    return [even_partition(num_items, num_owners, owner) for owner in range(num_owners)]
+    def _count(self, chosen: Tensor) -> None:
+        """Add the choices [T, k] to `load`, except in a CUDA graph, because it has padding rows."""
+        if chosen.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        ones = self.load.new_ones(1).expand(chosen.numel())
+        self.load.index_add_(0, chosen.flatten(), ones)  # `bincount` would wait for the device

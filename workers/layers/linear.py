@@ -16,7 +16,6 @@ from penstock.kernels.linear.cpu_packed_f32 import pack_f32
 from penstock.kernels.linear.op import (
     PackedLinear,
     pack_batch_invariant,
-    pack_int8,
     pack_onednn,
     supports_onednn,
 )
@@ -37,7 +36,7 @@ class PackingOptions(Protocol):
 class LinearMethod(Protocol):
     """Defines how a linear layer is stored in the checkpoint, loaded and multiplied.
 
-    vLLM, SGLang and TensorRT-LLM use the same term. `FloatMethod` and `Int8Method` read float
+    vLLM, SGLang and TensorRT-LLM use the same term. `FloatMethod` and `OnlineMethod` read float
     checkpoints; `QuantizedMethod` reads quantized checkpoints.
     """
 
@@ -71,7 +70,7 @@ class LinearMethod(Protocol):
 class FloatMethod:
     """Float weights, `NAME.weight` [out, in] in the checkpoint; float products."""
 
-    name = "float"
+    name: str = "float"
 
     def parameters(self, linear: Linear, names: Sequence[str]) -> dict[str, Parameter]:
         sizes = linear.module_sizes(names)
@@ -95,17 +94,7 @@ class FloatMethod:
         linear.reorder_rows()
 
 
-class Int8Method(FloatMethod):
-    """Float weights in the checkpoint, quantized to INT8 when they are loaded; INT8 products."""
-
-    name = "int8"
-
-    def finish(self, linear: Linear, packing: PackingOptions) -> None:
-        linear.reorder_rows()
-        linear.pack_int8()
-
-
-FLOAT, INT8 = FloatMethod(), Int8Method()
+FLOAT = FloatMethod()
 
 
 @dataclass(slots=True, eq=False)
@@ -144,11 +133,6 @@ class Linear:
         """Add a copy of the weights packed for oneDNN; oneDNN is faster for several rows."""
         if supports_onednn(self.weight):
             self.packed = pack_onednn(self.weight, self.bias)
-
-    def pack_int8(self) -> None:
-        """Replace the weights by weights quantized to INT8."""
-        self.packed = pack_int8(self.weight, self.bias)
-        self._drop_weight()
 
     def pack_batch_invariant(self) -> None:
         """Replace the weights by a form for batch-invariant results: see `kernels/linear`."""

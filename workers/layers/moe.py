@@ -1,6 +1,8 @@
 """Mixture-of-experts feed-forward layer with all experts on one rank."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from penstock.kernels.moe.op import ExpertWeights, grouped_moe_forward
 from penstock.kernels.moe.routing import Routing, route
 from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
 from penstock.kernels.step_graph.layout import Buffer, ExpertLayout
+from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import Linear, lower_expert_linears
 from penstock.workers.layers.mlp import Mlp
 
@@ -47,7 +50,7 @@ class MoE:
     routing: Routing
     experts: tuple[Mlp, ...]
     shared: SharedExpert | None
-    stacks: dict[str, Tensor] | None  # [E, in, out], if the checkpoint stacks the experts
+    stacks: dict[str, ExpertStack] | None  # by name, if the checkpoint stacks the experts
     grouped: ExpertWeights | None = (
         None  # the same weights, for the GPU kernel that runs all experts in one launch
     )
@@ -57,10 +60,7 @@ class MoE:
         """Map x [T, hidden] to [T, hidden]."""
         logits = self.router(x.to(self.router.weight.dtype))
         chosen, weights = route(logits, self.routing, self.bias)
-        if self.grouped is not None:
-            out = grouped_moe_forward(x, chosen, weights, self.grouped, self.batch_invariant)
-        else:
-            out = moe_forward(x, chosen, weights, len(self.experts), self._run)
+        out = run_experts(self, x, chosen, weights)
         return out if self.shared is None else out + self.shared(x)
 
     def lower(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
@@ -94,5 +94,40 @@ class MoE:
         graph.gate(both, first.gate_kind(), inner, layout)
         lower_expert_linears(graph, [expert.down for expert in self.experts], inner, out, layout)
 
-    def _run(self, expert: int, rows: Tensor) -> Tensor:
-        return self.experts[expert](rows)
+
+class Experts(Protocol):
+    """The experts of a layer, or those of one rank; `MoE` describes the members."""
+
+    @property
+    def experts(self) -> Sequence[Mlp]: ...
+    @property
+    def grouped(self) -> ExpertWeights | None: ...
+    @property
+    def batch_invariant(self) -> bool: ...
+
+
+def run_experts(
+    layer: Experts, x: Tensor, chosen: Tensor, weights: Tensor, num_divided: int | None = None
+) -> Tensor:
+    """Return the weighted sum [T, hidden] of the outputs of each token's experts.
+
+    Args:
+        layer: the experts.
+        x: [T, hidden].
+        chosen: [T, k] numbers of the chosen experts, counted from the layer's first expert.
+        weights: [T, k] their weights.
+        num_divided: number of experts of all ranks, if `layer` has only some; choices of the others
+            add nothing.
+    """
+    if layer.grouped is not None:
+        return grouped_moe_forward(
+            x, chosen, weights, layer.grouped, layer.batch_invariant, num_divided
+        )
+    return moe_forward(
+        x,
+        chosen,
+        weights,
+        len(layer.experts),
+        lambda expert, rows: layer.experts[expert](rows),
+        partial=num_divided is not None,
+    )

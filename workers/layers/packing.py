@@ -13,10 +13,12 @@ from penstock.kernels.linear.op import (
     int8_unsupported_reason,
     supports_onednn,
 )
-from penstock.workers.layers.expert_parallel import ExpertParallelMoE
-from penstock.workers.layers.linear import FLOAT, INT8, FloatMethod, Linear
+from penstock.kernels.linear.quantize_weights import WEIGHT_FORMS, WeightForm
+from penstock.kernels.linear.quantized import supports_dequantizing
+from penstock.workers.layers.expert_stacks import ExpertStack
+from penstock.workers.layers.linear import FloatMethod, Linear
 from penstock.workers.layers.mla import LatentAttention
-from penstock.workers.layers.moe import MoE
+from penstock.workers.layers.online_method import OnlineMethod
 
 MIN_WEIGHTS = 1 << 14
 """Smallest number of weights for which packing pays off."""
@@ -25,10 +27,27 @@ MEMORY_FRACTION = 0.125
 """Largest share of the available memory that a second copy of the weights may take."""
 
 
-def check_quantization(name: str, device: torch.device, dtype: torch.dtype) -> None:
+def weight_form(quantization: str) -> WeightForm | None:
+    """Return the form of weights that the option `quantization` names; None for "none"."""
+    return next((form for form in WEIGHT_FORMS if form == quantization), None)
+
+
+def check_quantization(
+    name: str, device: torch.device, dtype: torch.dtype, deterministic: bool = False
+) -> None:
     """Raise ValueError if this quantization is not available for the device and dtype."""
     if name == "int8" and (reason := int8_unsupported_reason(device, dtype)):
         raise ValueError(f"quantization int8 is not available: {reason}")
+    if deterministic and name in ("fp8", "int4") and not supports_dequantizing(device, dtype):
+        raise not_deterministic(f"{name} weights", device, dtype)
+
+
+def not_deterministic(what: str, device: torch.device, dtype: torch.dtype) -> ValueError:
+    """Return the error for weight-only products that are not batch-invariant."""
+    return ValueError(
+        f"deterministic mode is not available: {what} need a CPU with AVX-512, numba and float32 "
+        f"for it, not {device.type} and {str(dtype).removeprefix('torch.')}"
+    )
 
 
 def check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
@@ -40,32 +59,22 @@ def check_deterministic(device: torch.device, dtype: torch.dtype) -> None:
 class Packer:
     """Packs the modules of a model, each as soon as its parameters are loaded.
 
-    MoE routers are not quantized, because a rounding error of a router could select another expert.
-
     Args:
         model: a tree of dataclasses and tuples that contains every `Linear`.
-        quantization: "int8" or "none".
         deterministic: pack for batch-invariant kernels, even where others are faster.
     """
 
-    def __init__(self, model: Any, quantization: str, deterministic: bool) -> None:
+    def __init__(self, model: Any, deterministic: bool) -> None:
         self.deterministic = deterministic
-        found = [
-            linear
-            for linear in linears(model)
-            if isinstance(linear.method, FloatMethod) and linear.weight.numel() >= MIN_WEIGHTS
-        ]
+        found = [linear for linear in linears(model) if is_packable(linear, linear.weight)]
         self._worthwhile = {id(linear) for linear in found}
         self._weight_bytes = sum(linear.weight.nbytes for linear in found)
         self._bytes_left = sum(linear.weight.nbytes for linear in found if linear.weight.is_meta)
-        for linear in found:
-            if quantization == "int8" and linear.method is FLOAT:
-                linear.method = INT8
 
     def finish(self, module: object) -> None:
         """Pack a module of the model whose parameters are all loaded; see `Parameter.owner`."""
-        if isinstance(module, MoE | ExpertParallelMoE):
-            self._finish_stacks(module)
+        if isinstance(module, ExpertStack):
+            module.method.finish(module, self)
         elif isinstance(module, LatentAttention):
             module.up.method.finish_dense(module.up)
             if self.deterministic:
@@ -88,20 +97,27 @@ class Packer:
         elif is_worthwhile and supports_onednn(linear.weight) and self._copies_fit:
             linear.pack_onednn()
 
-    def _finish_stacks(self, moe: MoE | ExpertParallelMoE) -> None:
-        """Pack experts whose weights are views of stacks; free stacks that nothing reads then."""
-        packable = list(linears(moe.experts))
-        for linear in packable:
-            self.finish(linear)
-        grouped = isinstance(moe, MoE) and moe.grouped is not None
-        if moe.stacks and not grouped and not any(linear.weight.numel() for linear in packable):
-            for name in [name for name in moe.stacks if not name.endswith("_bias")]:
-                del moe.stacks[name]
+
+def is_packable(linear: Linear, whole: torch.Tensor) -> bool:
+    """Return whether packing or quantization of a float layer pays off.
+
+    Args:
+        whole: the layer's weights in the whole model, of which `linear` may be a rank's part.
+    """
+    return isinstance(linear.method, FloatMethod) and whole.numel() >= MIN_WEIGHTS
 
 
 def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
-    """Pack the modules of a loaded model in place: see `Packer`."""
-    packer = Packer(model, quantization, deterministic)
+    """Pack the modules of a loaded model in place: see `Packer`.
+
+    Args:
+        quantization: "none", or the form in which float weights are held; see `weight_form`.
+    """
+    form = weight_form(quantization)
+    for linear in linears(model):
+        if form is not None and is_packable(linear, linear.weight):
+            linear.method = OnlineMethod(form)
+    packer = Packer(model, deterministic)
     for module in iter_modules(model, ("up",)):
         if isinstance(module, Linear | LatentAttention):
             packer.finish(module)

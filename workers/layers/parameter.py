@@ -12,6 +12,15 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor that is loaded into memory of its own, and finished at once."""
+
+    region: Region
+    data: Callable[[], Tensor]  # returns the contiguous tensor to be filled
+    finish: Callable[[], None]  # called once `data` is filled
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """A tensor of a checkpoint, or a rank's region of it, and the memory into which it is loaded.
 
@@ -25,6 +34,7 @@ class Parameter:
     accepts: tuple[str, ...] = FLOATS  # dtypes that the tensor may have in a safetensors file
     region: Region | None = None  # part of the file's tensor; None: see `sharding.regions`
     alternatives: tuple[tuple[int, ...], ...] = ()  # other shapes in the file, of the same items
+    pieces: tuple[Piece, ...] = ()  # if not empty, loaded one after the other in place of `data`
 
     @property
     def num_items(self) -> int:

@@ -1,5 +1,6 @@
 """The decoder-only transformer of all model families, configured by a `ModelSpec`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
 from penstock.kernels.step_graph.layout import Buffer
 from penstock.workers.layers.attention import StepInputs
 from penstock.workers.layers.decoder_layer import DecoderLayer
+from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.norm import Norm
 from penstock.workers.layers.parameter import Parameter, parameter
@@ -17,7 +19,12 @@ from penstock.workers.layers.vocab_parallel import gather_logits, vocab_parallel
 from penstock.workers.models.model_builder import ModelBuilder
 from penstock.workers.models.rotary_embedding import Rotary, make_rotary
 from penstock.workers.models.spec import ModelSpec
-from penstock.workers.models.weight_map import NamedLinears, layer_linears, layer_parameters
+from penstock.workers.models.weight_map import (
+    NamedLinears,
+    layer_linears,
+    layer_parameters,
+    layer_stacks,
+)
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
 from penstock.workers.weights.sharding import local_spec
 
@@ -63,17 +70,38 @@ class Decoder:
         Returns:
             Hidden states [T, hidden_size], before the final norm.
         """
+        hidden = self.forward(tokens, step, cache, self.receive(len(tokens)))
+        self.send(hidden)
+        return hidden
+
+    def receive(self, num_tokens: int) -> Tensor | None:
+        """Receive the hidden states [T, hidden_size] of the previous stage; None: first stage."""
         links = self.ranks.links
-        if links is not None and links.prev_stage is not None:
-            hidden = self._empty_hidden(len(tokens))
-            links.receive(hidden)
-        else:
-            hidden = self._embed(tokens)
+        if links is None or links.prev_stage is None:
+            return None
+        return links.receive(self._empty_hidden(num_tokens))
+
+    def forward(
+        self, tokens: Tensor, step: StepInputs, cache: Tensor, received: Tensor | None = None
+    ) -> Tensor:
+        """Run this stage's layers, without the exchange with other stages.
+
+        Args:
+            received: [T, hidden_size] result of `receive`; overwritten.
+        """
+        hidden = self._embed(tokens) if received is None else received
         for layer, layer_cache in zip(self.layers, cache.unbind(0), strict=True):
             layer(hidden, step, layer_cache)
+        return hidden
+
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states to the next stage; do nothing on the last stage.
+
+        No code may change `hidden` afterwards, because the send may still be in progress.
+        """
+        links = self.ranks.links
         if links is not None and links.next_stage is not None:
             links.send(hidden)
-        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute the logits of S tokens.
@@ -149,6 +177,11 @@ class Decoder:
         for number, block in enumerate(self.layers, self.first_layer):
             yield from layer_linears(block, self.spec.names, number)
 
+    def stacks(self) -> Iterator[tuple[str, ExpertStack]]:
+        """Yield every stack of experts with its name in the checkpoint."""
+        for number, block in enumerate(self.layers, self.first_layer):
+            yield from layer_stacks(block, self.spec.names, number)
+
     def tensors(self) -> dict[str, Tensor]:
         """Allocate all weights; return views of them by the tensors' names in the checkpoint."""
         return {name: each.data() for name, each in self.parameters().items()}
@@ -176,17 +209,20 @@ def empty_decoder(
     device: torch.device,
     deterministic: bool = False,
     ranks: ParallelGroups = SINGLE_RANK,
+    quantized: bool = False,
 ) -> Decoder:
     """Create a decoder with uninitialised weights (on the `meta` device: shapes only).
 
     Args:
         spec: spec of the whole model.
+        quantized: whether the weights will be quantized; then experts have no float stacks.
 
     Raises:
         BadShape: if the model cannot be divided among the ranks.
     """
     coord, local = ranks.coord, local_spec(spec, ranks.coord)
-    assembly = ModelBuilder(local, dtype, device, deterministic, ranks)
+    quantized = quantized or (spec.quantization is not None and spec.quantization.method == "mxfp4")
+    assembly = ModelBuilder(local, dtype, device, deterministic, ranks, quantized)
     embeddings = embedding_norm = head = None
     num_tokens = len(coord.tokens(spec.vocab_size))
     if coord.is_first:

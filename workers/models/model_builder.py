@@ -25,6 +25,7 @@ from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.cached_alibi import CachedAlibiBias
 from penstock.workers.layers.decoder_layer import DecoderLayer
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
+from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import Linear, RowParallelLinear, empty_linear
 from penstock.workers.layers.mla import LatentAttention
 from penstock.workers.layers.mlp import Mlp
@@ -61,6 +62,7 @@ class ModelBuilder:
     device: torch.device
     deterministic: bool = False
     ranks: ParallelGroups = SINGLE_RANK
+    quantized: bool = False  # weights will be quantized: allocate no float stacks of experts
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -212,12 +214,10 @@ class ModelBuilder:
         if experts.clamp is None:
             mlps, together = self.expert_mlps(len(own), experts.inner_size)
         else:
-            stacks = self.stacks(experts, len(own))
-            mlps = _expert_views(stacks, *experts.clamp)
-            can_group = (
-                runs_kernels(self.device) and ranks.stage is None
-            )  # `_grouped_weights` needs the bias of `down_proj`, which only one rank has
-            together = _grouped_weights(stacks, *experts.clamp) if can_group else None
+            is_grouped = runs_kernels(self.device) and not self.quantized
+            stacks = self.stacks(experts, len(own), is_grouped)
+            mlps = _stacked_experts(stacks, *experts.clamp)
+            together = _grouped_weights(stacks, *experts.clamp) if is_grouped else None
         fields: dict[str, Any] = {
             "router": self.router(experts),
             "bias": self.wide_empty(experts.num_experts) if routing.sigmoid else None,
@@ -225,13 +225,13 @@ class ModelBuilder:
             "experts": mlps,
             "stacks": stacks,
             "shared": self.shared(experts) if experts.shared_size else None,
+            "grouped": together,
+            "batch_invariant": self.deterministic,
         }
         if ranks.stage is None:
-            return MoE(**fields, grouped=together, batch_invariant=self.deterministic)
+            return MoE(**fields)
         load = torch.zeros(experts.num_experts, dtype=torch.int64, device=self.device)
-        return ExpertParallelMoE(
-            **fields, coord=ranks.coord, stage=ranks.stage, owners=ranks.experts, load=load
-        )
+        return ExpertParallelMoE(**fields, coord=ranks.coord, stage=ranks.stage, load=load)
 
     def shared(self, experts: ExpertsSpec) -> SharedExpert:
         gate = self.linear(self.spec.hidden_size, (1,)) if experts.shared_gate else None
@@ -240,7 +240,9 @@ class ModelBuilder:
     def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], ExpertWeights | None]:
         """Create the experts; on a GPU, as views of stacked weights, which are returned as well."""
         spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
-        is_plain = spec.gated and not spec.mlp_bias and spec.quantization is None
+        is_plain = (
+            spec.gated and not spec.mlp_bias and spec.quantization is None and not self.quantized
+        )
         if not runs_kernels(self.device) or kind is None or not is_plain:
             return tuple(self.expert_mlp(inner) for _ in range(count)), None
         hidden, activation = spec.hidden_size, self.activation()
@@ -263,16 +265,27 @@ class ModelBuilder:
         """Create a float32 tensor for DeepSeek's routing, which is float32 for any model dtype."""
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
-    def stacks(self, experts: ExpertsSpec, count: int) -> dict[str, Tensor]:
+    def stacks(self, experts: ExpertsSpec, count: int, is_grouped: bool) -> dict[str, ExpertStack]:
         inner, hidden = experts.inner_size, self.spec.hidden_size
-        found = {
-            "gate_up_proj": self.empty(count, hidden, 2 * inner),
-            "gate_up_proj_bias": self.empty(count, 2 * inner),
-            "down_proj": self.empty(count, inner, hidden),
+        # The sum over ranks must contain the bias of `down_proj` once.
+        has_bias = self.ranks.coord.expert_tp_rank == 0
+        return {
+            "gate_up_proj": self.stack((count, hidden, 2 * inner), True, is_grouped),
+            "down_proj": self.stack((count, inner, hidden), has_bias, is_grouped),
         }
-        if self.ranks.coord.expert_tp_rank == 0:  # the sum over ranks must contain the bias once
-            found["down_proj_bias"] = self.empty(count, hidden)
-        return found
+
+    def stack(self, shape: tuple[int, int, int], has_bias: bool, is_grouped: bool) -> ExpertStack:
+        """Create one projection of all experts, whose weights [out, in] are views of the stack."""
+        count, _, size = shape
+        device = torch.device("meta") if self.quantized else self.device
+        weight = torch.empty(shape, dtype=self.dtype, device=device)
+        bias = self.empty(count, size) if has_bias else None
+        biases = [None] * count if bias is None else list(bias)
+        linears = tuple(
+            Linear(each, own, (size,), device=self.device)
+            for each, own in zip(weight.transpose(1, 2), biases, strict=True)
+        )
+        return ExpertStack(weight, bias, linears, is_grouped)
 
 
 def _routing(experts: ExpertsSpec) -> Routing:
@@ -290,24 +303,17 @@ def _routing(experts: ExpertsSpec) -> Routing:
     )
 
 
-def _grouped_weights(stacks: dict[str, Tensor], gain: float, limit: float) -> ExpertWeights:
-    return ExpertWeights(
-        stacks["gate_up_proj"],
-        stacks["down_proj"],
-        GatedActivation("clamped", gain, limit),
-        stacks["gate_up_proj_bias"],
-        stacks["down_proj_bias"],
-    )
+def _grouped_weights(stacks: dict[str, ExpertStack], gain: float, limit: float) -> ExpertWeights:
+    gate_up, down = stacks["gate_up_proj"], stacks["down_proj"]
+    assert gate_up.weight is not None
+    assert down.weight is not None
+    gate = GatedActivation("clamped", gain, limit)
+    # Only one rank of an expert group has the bias of `down`.
+    return ExpertWeights(gate_up.weight, down.weight, gate, gate_up.bias, down.bias)
 
 
-def _expert_views(stacks: dict[str, Tensor], gain: float, limit: float) -> tuple[Mlp, ...]:
-    """Create gpt-oss experts whose weights are views of the stacked tensors."""
+def _stacked_experts(stacks: dict[str, ExpertStack], gain: float, limit: float) -> tuple[Mlp, ...]:
+    """Create the experts of gpt-oss."""
     activation = partial(swiglu_oai, gain=gain, limit=limit)
-
-    def linears(name: str) -> list[Linear]:
-        weights, bias = stacks[name].transpose(1, 2), stacks.get(f"{name}_bias")
-        biases = [None] * len(weights) if bias is None else list(bias)
-        return [Linear(w, b, (len(w),)) for w, b in zip(weights, biases, strict=True)]
-
-    pairs = zip(linears("gate_up_proj"), linears("down_proj"), strict=True)
+    pairs = zip(stacks["gate_up_proj"].linears, stacks["down_proj"].linears, strict=True)
     return tuple(Mlp(gate_up, down, activation) for gate_up, down in pairs)

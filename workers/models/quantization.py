@@ -55,6 +55,14 @@ class _Options:
             f"expected {served}"
         )
 
+    def architecture(self, served: str) -> None:
+        """Raise UnsupportedModel unless the checkpoint has the architecture `served`."""
+        found = self._config.values["architectures"][0]
+        if found != served:
+            raise self._config.unsupported(
+                f"weights quantized by {self.path} are served for {served} only, not for {found}"
+            )
+
     def only(self, key: str, *served: Any) -> Any:
         """Return the value at `key`; raise UnsupportedModel unless it is one of `served`."""
         value = self.values.get(key, served[0])
@@ -181,6 +189,14 @@ def _read_modelopt(options: _Options) -> QuantizationSpec:
     return _for_all(options, scheme, ignore)
 
 
+def _read_mxfp4(options: _Options) -> QuantizationSpec:
+    """Read gpt-oss: only the stacks of experts are quantized; see `weights/mxfp4_stacks.py`."""
+    options.architecture("GptOssForCausalLM")
+    rules = (Rule((r"re:.*\.experts\.(gate_up|down)_proj$",), WeightScheme("mxfp4", 4, 32)),)
+    ignore = options.names("modules_to_not_convert")
+    return QuantizationSpec(options.path, rules, ignore, by_component=True)
+
+
 _FLOATS_OF_4_BITS: dict[str, tuple[Storage, int, str]] = {
     "mxfp4-pack-quantized": ("mxfp4", 32, "group"),
     "nvfp4-pack-quantized": ("nvfp4", 16, "tensor_group"),
@@ -280,4 +296,5 @@ _READERS = {
     "bitsandbytes": _read_bitsandbytes,
     "modelopt": _read_modelopt,
     "modelopt_fp4": _read_modelopt,
+    "mxfp4": _read_mxfp4,
 }

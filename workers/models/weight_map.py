@@ -6,6 +6,7 @@ from dataclasses import replace
 from penstock.workers.layers.attention import Attention
 from penstock.workers.layers.decoder_layer import DecoderLayer
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
+from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import Linear, RowParallelLinear
 from penstock.workers.layers.mla import LatentAttention
 from penstock.workers.layers.mlp import Mlp
@@ -29,6 +30,15 @@ def layer_linears(block: DecoderLayer, names: TensorNames, number: int) -> Named
         yield tuple(f"{names.layers}.{number}.{name}" for name in modules), linear
 
 
+def layer_stacks(
+    block: DecoderLayer, names: TensorNames, number: int
+) -> Iterator[tuple[str, ExpertStack]]:
+    """Yield one layer's stacks of experts with their full names in the checkpoint."""
+    if isinstance(block.mlp, MoE | ExpertParallelMoE):
+        for name, stack in (block.mlp.stacks or {}).items():
+            yield f"{names.layers}.{number}.{names.experts}.experts.{name}", stack
+
+
 def layer_parameters(block: DecoderLayer, names: TensorNames, number: int) -> dict[str, Parameter]:
     """Return one layer's parameters by the full names of the tensors in the checkpoint."""
     found: dict[str, Parameter] = {}
@@ -41,6 +51,8 @@ def layer_parameters(block: DecoderLayer, names: TensorNames, number: int) -> di
             for name, each in found.items()
             if each.owner is latent.up
         }
+    for name, stack in layer_stacks(block, names, number):
+        found |= stack.parameters(name)
     others = _other_parameters(block, names)
     return found | {f"{names.layers}.{number}.{name}": each for name, each in others.items()}
 
@@ -68,11 +80,8 @@ def _other_parameters(block: DecoderLayer, names: TensorNames) -> dict[str, Para
         if norm is not None:
             found |= norm.parameters(name)
     moe = block.mlp
-    if isinstance(moe, MoE | ExpertParallelMoE):
-        if moe.bias is not None:
-            found[f"{names.experts}.{names.router_bias}"] = parameter(moe.router, moe.bias)
-        for name, stack in (moe.stacks or {}).items():
-            found[f"{names.experts}.experts.{name}"] = parameter(moe, stack)
+    if isinstance(moe, MoE | ExpertParallelMoE) and moe.bias is not None:
+        found[f"{names.experts}.{names.router_bias}"] = parameter(moe.router, moe.bias)
     return found
 
 

@@ -36,6 +36,12 @@ class WeightScheme:
     nested: bool = False  # bitsandbytes: the scales are quantized too (double quantization)
 
     @property
+    def allows_int8_products(self) -> bool:
+        """Whether products of INT8 weights and INT8 activations can serve the scheme (W8A8)."""
+        is_plain = self.bits == 8 and self.symmetric and not self.act_order
+        return is_plain and self.activations == "int8" and self.group_size in (PER_OUTPUT, -1)
+
+    @property
     def name(self) -> str:
         """Description for messages, and part of the KV layout string."""
         if self.block_rows > 1:

@@ -1,7 +1,11 @@
-"""Collectives of a worker's ranks: all-reduce, all-gather, all-to-all, and links between stages.
+"""Collectives of a worker's ranks: all-reduce, all-gather, broadcast, and links between stages.
 
-An all-reduce gathers the parts and adds them in the order of ranks. For a given number of ranks,
-its results are therefore bitwise identical for any timing and any number of rows.
+A group adds in one of two orders. In rank order, an all-reduce gathers the parts and adds them in
+the order of ranks. For a given number of ranks, its results are then bitwise identical for any
+timing and any number of rows. In the order of the communicator, NCCL chooses the order by the
+number of elements and the links between the ranks, and needs fewer launches.
+
+No operation reads sizes or values on the host, so a CUDA graph can capture all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,11 +37,16 @@ class ProcessGroup:
     All ranks must make the same calls in the same order. An operation that fails or times out
     raises `RankLost`; then the group cannot be used any more. (With NCCL, calls only enqueue
     operations, and NCCL's own watchdog handles timeouts.)
+
+    Args:
+        size: Number of ranks.
+        in_rank_order: Whether all-reduces add in rank order, or in the communicator's order.
     """
 
-    def __init__(self, communicator: Communicator, size: int) -> None:
+    def __init__(self, communicator: Communicator, size: int, in_rank_order: bool = True) -> None:
         self.size = size
         self._communicator = communicator
+        self._in_rank_order = in_rank_order
 
     def all_gather(self, shard: Tensor) -> Tensor:
         """Return the shards of all ranks, in rank order: [size, *shape]. Shapes must be equal."""
@@ -49,6 +58,10 @@ class ProcessGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, which have equal shapes; do not change `tensor`."""
+        if not self._in_rank_order:
+            total = tensor.clone(memory_format=torch.contiguous_format)
+            self._run(lambda group: group.allreduce([total]))
+            return total
         if tensor.nbytes <= SMALL_BYTES:
             return _sum_in_order(self.all_gather(tensor))
         # Reduce-scatter, then all-gather: each rank sums one slice.
@@ -73,6 +86,13 @@ class ProcessGroup:
             )
         )
         return into
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Overwrite `tensor` (contiguous) with that of the group's first rank, and return it."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._run(lambda group: group.broadcast([tensor], options))
+        return tensor
 
     def _run(self, start: Callable[[Communicator], dist.Work]) -> None:
         _wait(lambda: start(self._communicator))
@@ -108,14 +128,25 @@ class StageLinks:
 
 
 def make_process_group(
-    store: Store, ranks: Sequence[int], rank: int, device: torch.device, host: str, seconds: float
+    store: Store,
+    ranks: Sequence[int],
+    rank: int,
+    device: torch.device,
+    host: str,
+    seconds: float,
+    in_rank_order: bool = True,
 ) -> ProcessGroup:
-    """Create the group of `ranks`, which include `rank`; wait for the other ranks."""
+    """Create the group of `ranks`, which include `rank`; wait for the other ranks.
+
+    Args:
+        seconds: Timeout of each operation.
+        in_rank_order: See `ProcessGroup`.
+    """
     name = "-".join(map(str, ranks))
     communicator = _connect(
         store, f"group {name}", ranks.index(rank), len(ranks), device, host, seconds
     )
-    return ProcessGroup(communicator, len(ranks))
+    return ProcessGroup(communicator, len(ranks), in_rank_order)
 
 
 def make_stage_links(

@@ -88,11 +88,6 @@ class MeshCoord:
         return tuple(range(first, first + self.mesh.tp))
 
     @property
-    def expert_ranks(self) -> tuple[int, ...]:
-        """The ranks of this stage with the same `expert_tp_rank`, including this rank."""
-        return self.stage_ranks[self.expert_tp_rank :: self.mesh.expert_tp]
-
-    @property
     def prev_stage(self) -> int | None:
         """The rank of the previous stage that sends hidden states to this rank, or None."""
         return None if self.is_first else self._adjacent_rank(-1)

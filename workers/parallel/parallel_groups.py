@@ -20,7 +20,6 @@ class ParallelGroups:
 
     coord: MeshCoord = SINGLE_COORD
     stage: ProcessGroup | None = None  # the ranks of this rank's stage
-    experts: ProcessGroup | None = None  # one rank of each expert group, see `expert_ranks`
     links: StageLinks | None = None  # to the previous and next stage
 
 
@@ -28,27 +27,31 @@ SINGLE_RANK = ParallelGroups()
 
 
 def connect_ranks(
-    coord: MeshCoord, store: Store, device: torch.device, host: str, seconds: float
+    coord: MeshCoord,
+    store: Store,
+    device: torch.device,
+    host: str,
+    seconds: float,
+    in_rank_order: bool = True,
 ) -> ParallelGroups:
     """Connect the ranks of a worker; raise `RankLost` if a connection fails.
 
     Args:
         seconds: Timeout of each later operation between the ranks.
+        in_rank_order: Whether partial sums are added in rank order; see `ProcessGroup`.
     """
     mesh = coord.mesh
-    stage = experts = links = None
+    stage = links = None
     if mesh.tp > 1:
-        stage = make_process_group(store, coord.stage_ranks, coord.rank, device, host, seconds)
-    if mesh.ep == mesh.tp:
-        experts = stage
-    elif mesh.ep > 1:
-        experts = make_process_group(store, coord.expert_ranks, coord.rank, device, host, seconds)
+        stage = make_process_group(
+            store, coord.stage_ranks, coord.rank, device, host, seconds, in_rank_order
+        )
     if mesh.pp > 1:
         adjacent = coord.prev_stage, coord.next_stage
         links = make_stage_links(
             store, mesh.num_ranks, coord.rank, *adjacent, device, host, seconds
         )
-    return ParallelGroups(coord, stage, experts, links)
+    return ParallelGroups(coord, stage, links)
 
 
 def all_reduce_min(store: Store, name: str, coord: MeshCoord, value: int) -> int:

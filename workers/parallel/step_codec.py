@@ -21,17 +21,34 @@ _ARRAYS = (
 _ORDER_BYTES = 8192
 
 
-def encode(plan: StepPlan) -> bytes:
-    """Serialize a plan whose tokens are known; call `StepPlan.fill` before, if needed."""
+CAPTURE_GRAPHS = b"\x2a\x00"
+"""The serialized order to capture CUDA graphs, `Order(capture=Capture())`."""
+
+
+def encode(plan: StepPlan, ahead: bool = False) -> bytes:
+    """Serialize a plan. Call `StepPlan.fill` before, unless the tokens are sent in another way.
+
+    Args:
+        ahead: Whether rank 0 sends the tokens to the other ranks from device to device.
+    """
     arrays = {name: _bytes(getattr(plan, name)) for name in _ARRAYS}
-    message = wire.Plan(number=plan.number, samples=plan.samples.tobytes(), **arrays)
+    message = wire.Plan(number=plan.number, samples=plan.samples.tobytes(), ahead=ahead, **arrays)
     return wire.Order(plan=message).SerializeToString()
 
 
-def decode(data: bytes) -> StepPlan | wire.Move:
-    """Deserialize a message to a step plan or to a KV transfer move."""
+def decode(data: bytes) -> StepPlan | wire.Move | wire.Capture:
+    """Deserialize a message: a step plan, a KV transfer move, or the order to capture graphs.
+
+    If a plan has `ahead`, its tokens are sent in another way: see `encode`.
+    """
     order = wire.Order.FromString(data)
-    return _plan(order.plan) if order.HasField("plan") else order.move
+    match order.WhichOneof("body"):
+        case "plan":
+            return _plan(order.plan)
+        case "capture":
+            return order.capture
+        case _:
+            return order.move
 
 
 def _plan(message: wire.Plan) -> StepPlan:
@@ -49,6 +66,7 @@ def _plan(message: wire.Plan) -> StepPlan:
         copies=_ints(message.copies).reshape(-1, 2),
         forks=_ints(message.forks).reshape(-1, 2),
         scored=_ints(message.scored),
+        ahead=message.ahead,
     )
 
 

@@ -8,12 +8,15 @@ from datetime import timedelta
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from penstock.workers.config import WorkerConfig
-from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.engine.step_times import StepTimes
 from penstock.workers.engine.warm_up import warm_up_block_moves
+from penstock.workers.gpu.device_runner import capture_graphs
+from penstock.workers.gpu.streams import Streams
 from penstock.workers.health.watchdog import ProgressTimer, Watchdog
 from penstock.workers.parallel.collectives import RankLost
 from penstock.workers.parallel.lazy_module import LazyModule
@@ -57,8 +60,10 @@ class Follower:
         if watchdog is not None:
             watchdog.state_source = self.debug_state
         runtime = load_rank(config, progress, store)
-        self._runner = ModelRunner(runtime.decoder, runtime.cache, config.deterministic)
-        warm_up_block_moves(runtime.cache.data)
+        self._runner = runtime.runner()
+        self._streams = Streams(runtime.decoder.device)
+        with self._streams.computing():
+            warm_up_block_moves(runtime.cache.data)
         self._mover = runtime.mover()
         self._mover.listen(runtime.reporter().report)
         self._rank = config.rank
@@ -72,7 +77,8 @@ class Follower:
             while message := self._orders.read():
                 if self._is_checked.is_set():
                     self._timer.progressed(self._times.longest)
-                self._execute(message)
+                with self._streams.computing():
+                    self._execute(message)
                 self._timer.idle()
         finally:
             self._mover.stop()
@@ -87,12 +93,23 @@ class Follower:
             case StepPlan() as plan:
                 self._current_work = {"step": plan.describe()}
                 began = time.perf_counter()
-                self._runner.run(plan)
+                self._runner.run(plan, self._drawn(plan))
                 deque(self._runner.prompt_logits(), maxlen=0)  # computed together with rank 0
                 self._times.add(time.perf_counter() - began, with_prompts=False)
+            case wire.Capture():
+                self._current_work = {"captures": "CUDA graphs"}
+                capture_graphs(self._runner, lambda done, total: None)
             case wire.Move() as move if move.rank == self._rank:
                 self._current_work = {"moves_blocks": move.WhichOneof("body"), "end": move.end}
                 self._mover.execute(move)
+
+    @torch.inference_mode()
+    def _drawn(self, plan: StepPlan) -> Tensor | None:
+        """Receive the tokens of a step planned ahead, [T]; None if the plan has its tokens."""
+        if not plan.ahead:
+            return None
+        shape, device = plan.tokens.shape, self._runner.decoder.device
+        return self._runner.broadcast_tokens(torch.empty(shape, dtype=torch.int32, device=device))
 
     def debug_state(self) -> dict[str, Any]:
         """Return a description of the current or last work, for crash dumps."""

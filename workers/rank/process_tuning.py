@@ -24,11 +24,14 @@ NCCL_VARIABLES = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "NCCL_NVLS_ENABLE": "0",
 }
 """Environment variables of torch's NCCL process groups and of CUDA. By default, an operation that
 times out makes torch's NCCL watchdog end the whole process. A lost peer must only end its
 transfers; a lost rank is found by the engine's own watchdog. With the default of 8 connections,
-streams share hardware queues, and a send may wait behind a receive of another pair."""
+streams share hardware queues, and a send may wait behind a receive of another pair. NVLink SHARP
+(NVLS) adds in the switch, in an order that NCCL does not document; rings and trees add in a fixed
+order, so that workers of the same shape give the same bits."""
 
 
 def tune_process() -> None:

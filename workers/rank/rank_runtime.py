@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from penstock.kernels.attention.backends.choice import choose_attention_backend
+from penstock.kernels.attention.backends.interface import AttentionBackend
 from penstock.kernels.cpu_compilation import CpuKernelLoader, KernelGroup, required_groups
 from penstock.kernels.kv_cache.format import KvCacheFormat
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.model_runner import ModelRunner
+from penstock.workers.gpu.attention_request import attention_request
 from penstock.workers.gpu.device_runner import DeviceRunner
 from penstock.workers.gpu.graph_buckets import GraphBuckets
 from penstock.workers.gpu.memory_profile import StepLimits, profile_step_bytes
@@ -21,6 +24,7 @@ from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model, ModelInfo
+from penstock.workers.models.quantization import read_quantization
 from penstock.workers.models.spec import is_native, read_config, read_spec
 from penstock.workers.parallel.communicator import Communicator
 from penstock.workers.parallel.mesh import MeshCoord
@@ -60,14 +64,16 @@ class RankRuntime:
     limits: SchedulerConfig
     cache: KvCache
     reports: Communicator | None  # between the ranks' hosts, for KV transfer reports
+    attention: AttentionBackend | None = None  # None: steps are not computed on a device
 
     def runner(self) -> ModelRunner:
-        """Create the runner of steps; it is asynchronous on the GPU of a worker with one rank."""
+        """Create the runner of steps; it is asynchronous on a GPU."""
         limits = self.limits
-        if not _runs_asynchronously(self.config, self.decoder):
+        if not _runs_asynchronously(self.decoder):
             return ModelRunner(self.decoder, self.cache, self.config.deterministic)
         ladder = GraphBuckets(limits.max_sequences, limits.max_model_len)
-        return DeviceRunner(self.decoder, self.cache, ladder, self.config.deterministic)
+        deterministic = self.config.deterministic
+        return DeviceRunner(self.decoder, self.cache, ladder, deterministic, self.attention)
 
     def mover(self) -> RankMover:
         """Create the mover of this rank's shard of the KV blocks."""
@@ -152,7 +158,11 @@ def load_rank(
     ranks, reports = SINGLE_RANK, None
     if coord.mesh.num_ranks > 1:
         assert store is not None
-        ranks = connect_ranks(coord, store, device, config.host, config.ranks_seconds)
+        # On a CPU too, so that the results do not depend on how gloo adds.
+        in_rank_order = config.deterministic or device.type == "cpu"
+        ranks = connect_ranks(
+            coord, store, device, config.host, config.ranks_seconds, in_rank_order
+        )
         num_ranks = coord.mesh.num_ranks
         reports = connect_hosts(store, "reports", coord.rank, num_ranks, config.host)
     groups = [] if decoder is not None else _loop_groups(config, device)
@@ -181,13 +191,24 @@ def load_rank(
         )
     names = config.kv_cache_dtype, config.quantization
     form = choose_cache_format(*names, decoder.dtype, decoder.device)
-    limits = _limits(config, spec, decoder, form, store)
+    attention = _choose_attention(config, decoder, form)
+    limits = _limits(config, spec, decoder, form, store, attention)
     loops.join()
     if loops.has_compiled:
         on_stage(WARMING_UP)
-    num_scratch = 1 if _runs_asynchronously(config, decoder) else 0
+    num_scratch = 1 if _runs_asynchronously(decoder) else 0
     cache = _make_cache(limits, decoder, form, num_scratch)
-    return RankRuntime(config, spec, decoder, limits, cache, reports)
+    return RankRuntime(config, spec, decoder, limits, cache, reports, attention)
+
+
+def _choose_attention(
+    config: WorkerConfig, decoder: Model, form: KvCacheFormat
+) -> AttentionBackend | None:
+    """Choose and log the attention backend; return None unless steps run on a device."""
+    block_size = config.step_sizes(_gpu_memory(decoder.device)).block_size
+    request = attention_request(decoder, form.dtype, block_size, config.deterministic)
+    backend = choose_attention_backend(config.attention_backend, request, decoder.device)
+    return backend if _runs_asynchronously(decoder) else None
 
 
 def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup]:
@@ -195,17 +216,20 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
     try:
         dtype = choose_dtype(config.dtype, "float32", device)
         form = choose_cache_format(config.kv_cache_dtype, config.quantization, dtype, device)
-        is_packed = bool(read_config(config.model).values.get("quantization_config"))
+        quantization = read_quantization(read_config(config.model))
     except ValueError:
         return []
     single_rank = config.coord.mesh.num_ranks == 1
-    is_int8 = is_packed or config.quantization != "none"
-    return required_groups(device, dtype, form.dtype, is_int8, single_rank, is_packed)
+    schemes = [] if quantization is None else [rule.scheme for rule in quantization.rules]
+    w8a8 = [scheme.allows_int8_products for scheme in schemes]
+    is_int8 = any(w8a8) or config.quantization == "int8"
+    is_weight_only = not all(w8a8) or config.quantization in ("fp8", "int4")
+    return required_groups(device, dtype, form.dtype, is_int8, single_rank, is_weight_only)
 
 
-def _runs_asynchronously(config: WorkerConfig, decoder: Model) -> bool:
-    """Return True if steps run asynchronously: on a GPU, in a worker with one rank."""
-    return decoder.device.type == "cuda" and config.coord.mesh.num_ranks == 1
+def _runs_asynchronously(decoder: Model) -> bool:
+    """Return True if steps run asynchronously: on a GPU."""
+    return decoder.device.type == "cuda"
 
 
 def _layer_heads(spec: ModelInfo, coord: MeshCoord) -> LayerHeadRange:
@@ -228,6 +252,7 @@ def _limits(
     decoder: Model,
     form: KvCacheFormat,
     store: Store | None,
+    attention: AttentionBackend | None,
 ) -> SchedulerConfig:
     """Choose the scheduler's limits; `form` is the format of the KV cache."""
     max_model_len = config.max_model_len or spec.max_model_len
@@ -236,7 +261,10 @@ def _limits(
             f"max_model_len {max_model_len} is more than the {spec.max_model_len} positions that "
             "the model supports"
         )
-    sizes = config.step_sizes(_gpu_memory(decoder.device))
+    coord, memory = config.coord, _gpu_memory(decoder.device)
+    if memory is not None and store is not None and coord.mesh.num_ranks > 1:
+        memory = all_reduce_min(store, "memory", coord, memory)  # all ranks need the same sizes
+    sizes = config.step_sizes(memory)
     steps = StepLimits(
         sizes.max_sequences, sizes.max_batched_tokens, max_model_len, sizes.block_size
     )
@@ -247,12 +275,12 @@ def _limits(
         max_model_len,
         decoder.device,
         form,
-        partial(profile_step_bytes, decoder, form, steps, config.deterministic)
-        if _runs_asynchronously(config, decoder)
+        partial(profile_step_bytes, decoder, form, steps, config.deterministic, attention)
+        if _runs_asynchronously(decoder)
         else None,
     )
-    if store is not None and config.coord.mesh.num_ranks > 1:
-        num_blocks = all_reduce_min(store, "blocks", config.coord, num_blocks)
+    if store is not None and coord.mesh.num_ranks > 1:
+        num_blocks = all_reduce_min(store, "blocks", coord, num_blocks)
     return SchedulerConfig(
         num_blocks=num_blocks,
         max_model_len=max_model_len,

@@ -12,8 +12,15 @@ import torch
 
 from penstock.common.gguf.checkpoint import is_gguf, open_gguf
 from penstock.kernels.linear.quantized import supports_dequantizing
-from penstock.workers.layers.packing import Packer, check_deterministic, check_quantization
-from penstock.workers.layers.parameter import Parameter
+from penstock.workers.layers.online_method import METHOD_NAMES
+from penstock.workers.layers.packing import (
+    Packer,
+    check_deterministic,
+    check_quantization,
+    not_deterministic,
+    weight_form,
+)
+from penstock.workers.layers.parameter import Parameter, Piece
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel, is_file_name, read_json
 from penstock.workers.models.decoder import Decoder, empty_decoder
 from penstock.workers.models.protocols import Model, ModelInfo
@@ -28,6 +35,7 @@ from penstock.workers.models.spec import (
 from penstock.workers.models.transformers_backend.loading import load_transformers_model
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
 from penstock.workers.weights.gguf.tensors import find_gguf_tensors, log_loading
+from penstock.workers.weights.online_quantization import assign_online_methods
 from penstock.workers.weights.quantized_method import (
     UNUSED_SUFFIXES,
     assign_methods,
@@ -113,7 +121,8 @@ def load_model(
         dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`.
         progress: Called with (bytes read, total bytes), first with 0 bytes read.
         max_model_len: Number of positions to use, if fewer than the model has (changes longrope).
-        quantization: "none" or "int8"; applied to each layer as soon as it is loaded.
+        quantization: "none", "int8", "fp8" or "int4"; applied to each layer as soon as it is
+            loaded.
         deterministic: Use batch-invariant layers: results do not depend on the rest of the batch.
 
     Returns:
@@ -134,20 +143,23 @@ def load_model(
     modules = quantized_modules(spec.quantization, whole, entries)
     assign_methods(whole, modules, {})
     _match(folder, spec, whole.parameters(), entries, modules)
-    check_quantization(quantization, device, chosen)
+    check_quantization(quantization, device, chosen, deterministic)
     _check_quantized(folder, modules, quantization, deterministic, device, chosen)
     if is_gguf(folder) and ranks.coord.rank == 0:
         log_loading(open_gguf(folder), chosen, quantization)
     if deterministic:
         check_deterministic(device, chosen)
-    methods = method_names(modules) if quantization == "none" else quantization
+    form = weight_form(quantization)
     decoder = replace(
-        empty_decoder(spec, chosen, device, deterministic, ranks), linear_methods=methods
+        empty_decoder(spec, chosen, device, deterministic, ranks, quantized=form is not None),
+        linear_methods=method_names(modules) if form is None else METHOD_NAMES[form],
     )
     tensor_regions = regions(spec, ranks.coord)
     assign_methods(decoder, modules, tensor_regions)
+    if form is not None:
+        assign_online_methods(decoder, whole, form, tensor_regions)
     log_weight_only(modules, device, chosen)
-    packer = Packer(decoder, quantization, deterministic)
+    packer = Packer(decoder, deterministic)
     _stream(entries, decoder.parameters(), tensor_regions, progress, packer.finish)
     return spec, decoder
 
@@ -169,10 +181,7 @@ def _check_quantized(
             f"({method_names(modules)}): use quantization none"
         )
     if deterministic and not supports_dequantizing(device, dtype):
-        raise ValueError(
-            "deterministic mode is not available: quantized checkpoints need a CPU with AVX-512, "
-            f"numba and float32 for it, not {device.type} and {str(dtype).removeprefix('torch.')}"
-        )
+        raise not_deterministic("quantized checkpoints", device, dtype)
 
 
 def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
@@ -301,15 +310,20 @@ def _stream(
         for owner, names in _by_owner(entries, parameters):
             for name in names:
                 entry, parameter = entries[name], parameters[name]
-                region = parameter.region
-                if region is None:
-                    region = tensor_regions.get(name, ())
                 if entry.path not in files:
                     files[entry.path] = stack.enter_context(entry.path.open("rb"))
-                target = parameter.data()
-                assert math.prod(region_shape(entry.shape, region)) == target.numel(), name
-                entry.load(target, files[entry.path], advance, region)
+                for piece in parameter.pieces or (_whole(parameter, tensor_regions.get(name)),):
+                    target = piece.data()
+                    assert math.prod(region_shape(entry.shape, piece.region)) == target.numel()
+                    entry.load(target, files[entry.path], advance, piece.region)
+                    piece.finish()
             finish(owner)
+
+
+def _whole(parameter: Parameter, region: Region | None) -> Piece:
+    """Return a parameter as one piece; `region` is used if the parameter has none of its own."""
+    own = parameter.region if parameter.region is not None else region or ()
+    return Piece(own, parameter.data, lambda: None)
 
 
 def _by_owner(

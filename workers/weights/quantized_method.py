@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock.kernels.linear.op import int8_unsupported_reason, pack_int8_codes
+from penstock.kernels.linear.op import int8_unsupported_reason, pack_int8_matrix
 from penstock.kernels.linear.quantized import QuantizedMatrix, concatenate, pack_quantized
 from penstock.workers.layers.linear import Linear, PackingOptions
 from penstock.workers.layers.parameter import FLOATS, Parameter
@@ -16,6 +16,7 @@ from penstock.workers.models.config import UnsupportedModel
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.weight_scheme import QuantizationSpec, WeightScheme
 from penstock.workers.weights.bitsandbytes_layouts import state_suffix
+from penstock.workers.weights.mxfp4_stacks import check_mxfp4_stack, mxfp4_stack_method
 from penstock.workers.weights.quantized_layouts import check_module, read_matrix, stored_tensors
 from penstock.workers.weights.quantized_module import QuantizedModule
 from penstock.workers.weights.regions import Region
@@ -61,8 +62,7 @@ class QuantizedMethod:
         matrix = self._matrix(linear)
         dtype, inputs = linear.weight.dtype, linear.weight.shape[1]
         if self._uses_int8_product(matrix, dtype):
-            codes = matrix.codes.bitwise_xor_(128).view(torch.int8)
-            linear.packed = pack_int8_codes(codes, matrix.scales.flatten(), linear.bias)
+            linear.packed = pack_int8_matrix(matrix, linear.bias)
         else:
             linear.packed = pack_quantized(matrix, linear.bias, dtype)
         linear.weight = torch.empty(0, inputs, dtype=dtype, device=matrix.codes.device)
@@ -89,11 +89,9 @@ class QuantizedMethod:
         return matrix
 
     def _uses_int8_product(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> bool:
-        scheme = self.modules[0].scheme
         return (
             matrix.kind == "int8"
-            and scheme.activations == "int8"
-            and scheme.symmetric
+            and self.modules[0].scheme.allows_int8_products
             and matrix.scales.shape[1] == 1
             and not int8_unsupported_reason(matrix.codes.device, dtype)
         )
@@ -144,6 +142,24 @@ def quantized_modules(
                 optional = _optional(name, scheme, entries)
                 found[name] = QuantizedModule(name, scheme, size, inputs, has_table, optional)
                 check_module(found[name])
+    if spec.method == "mxfp4":
+        found |= _mxfp4_stacks(spec, whole)
+    return found
+
+
+def _mxfp4_stacks(spec: QuantizationSpec, whole: Decoder) -> dict[str, QuantizedModule]:
+    """Return the stacks of gpt-oss by name, each as the module of one expert."""
+    found = {}
+    for name, stack in whole.stacks():
+        scheme = spec.scheme_of(name)
+        if scheme is None:
+            raise UnsupportedModel(
+                f"{name} is excluded from mxfp4 (modules_to_not_convert): expected all experts in "
+                "mxfp4"
+            )
+        outputs, inputs = stack.linears[0].weight.shape
+        found[name] = QuantizedModule(name, scheme, outputs, inputs, has_group_table=False)
+        check_mxfp4_stack(found[name])
     return found
 
 
@@ -187,7 +203,7 @@ not at all, the KV cache has no static scales, and shapes are known."""
 def assign_methods(
     decoder: Decoder, modules: Mapping[str, QuantizedModule], regions: Mapping[str, Region]
 ) -> None:
-    """Set the method of each quantized `Linear` of a decoder.
+    """Set the method of each quantized `Linear`, and of each quantized stack, of a decoder.
 
     Args:
         regions: this rank's regions of tensors; see `sharding.regions`.
@@ -195,6 +211,9 @@ def assign_methods(
     for names, linear in decoder.linears():
         if names[0] in modules:
             linear.method = QuantizedMethod(tuple(modules[name] for name in names), regions)
+    for name, stack in decoder.stacks():
+        if name in modules:
+            stack.method = mxfp4_stack_method(modules[name], stack, regions.get(name, ()))
 
 
 def method_names(modules: Mapping[str, QuantizedModule]) -> str:

@@ -52,6 +52,23 @@ def group_cut(module: QuantizedModule, columns: Ranges | None) -> Ranges | None:
     return divided(module, columns, module.scheme.group_size, module.inputs, "inputs")
 
 
+def input_range(name: str, columns: Ranges | None, in_pairs: bool) -> tuple[int, int] | None:
+    """Return a rank's inputs of a layer as one range; None: all inputs.
+
+    Raises:
+        BadShape: Codes are stored `in_pairs`, and the number of inputs is odd.
+    """
+    if columns is None:
+        return None
+    ((first, last),) = columns
+    if in_pairs and (last - first) % 2:
+        raise BadShape(
+            f"{name}: a rank has {last - first} inputs, an odd number: 4-bit codes are stored in "
+            "pairs; use fewer tensor-parallel ranks"
+        )
+    return first, last
+
+
 def divided(
     module: QuantizedModule, ranges: Ranges | None, unit: int, size: int, what: str
 ) -> Ranges | None:

@@ -74,7 +74,7 @@ def _cut_sizes(spec: ModelSpec, mesh: Mesh) -> Iterator[tuple[int, int, str]]:
         yield spec.intermediate_size, mesh.tp, "feed-forward features"
     if experts is not None:
         yield experts.inner_size, mesh.expert_tp, "features of an expert"
-        yield experts.shared_size, mesh.expert_tp, "features of the shared expert"
+        yield experts.shared_size, mesh.tp, "features of the shared expert"
 
 
 def local_spec(spec: ModelSpec, coord: MeshCoord) -> ModelSpec:
@@ -108,7 +108,7 @@ def _local_experts(experts: ExpertsSpec, coord: MeshCoord, here: slice) -> Exper
     return replace(
         experts,
         inner_size=experts.inner_size // coord.mesh.expert_tp,
-        shared_size=experts.shared_size // coord.mesh.expert_tp,
+        shared_size=experts.shared_size // coord.mesh.tp,
         layers=experts.layers[here],
     )
 
@@ -253,7 +253,7 @@ class _Cut:
             prefix = f"{names.experts}.experts.{expert}"
             yield from self._feed_forward(prefix, names.expert_gate_up, names.expert_down, cut)
         if experts.shared_size:
-            cut = (experts.shared_size, num, column)
+            cut = (experts.shared_size, coord.mesh.tp, coord.tp_rank)
             prefix = f"{names.experts}.{names.shared}"
             yield from self._feed_forward(prefix, names.gate_up, names.down, cut)
 
@@ -269,6 +269,17 @@ class _Cut:
         yield f"{prefix}.gate_up_proj_bias", (own, pairs)
         yield f"{prefix}.down_proj", (own, ((first, last),))
         yield f"{prefix}.down_proj_bias", (own,)
+
+
+def stack_cut(region: Region, count: int) -> tuple[range, Ranges | None, Ranges | None]:
+    """Return a rank's experts, inputs and outputs of a stack of experts [experts, in, out].
+
+    Args:
+        region: the rank's region of the stack; empty: all of it.
+        count: number of experts of the whole model.
+    """
+    experts, inputs, outputs = (*region, None, None, None)[:3]
+    return range(*experts[0]) if experts is not None else range(count), inputs, outputs
 
 
 def _outputs(name: str, rows: Ranges) -> TensorRegions:

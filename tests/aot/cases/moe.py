@@ -17,9 +17,14 @@ from tests.aot.case import AotCase, meta
 
 def _expert_cases() -> Iterator[AotCase]:
     def mix(
-        num_tokens: int, num_experts: int, size: int, inner: int, gate: GatedActivation
+        num_tokens: int,
+        num_experts: int,
+        size: int,
+        inner: int,
+        gate: GatedActivation,
+        num_divided: int | None = None,
     ) -> Tensor:
-        """Run a layer that chooses 8 experts per token."""
+        """Run a layer that chooses 8 experts per token; `num_divided`: see the operation."""
         gate_up, down = meta(num_experts, 2 * inner, size), meta(num_experts, size, inner)
         if gate.kind == "clamped":
             stacks = ExpertWeights(
@@ -33,7 +38,8 @@ def _expert_cases() -> Iterator[AotCase]:
             stacks = ExpertWeights(gate_up.transpose(1, 2), down.transpose(1, 2), gate)
         chosen = meta(num_tokens, 8, dtype=torch.int32)
         weights = meta(num_tokens, 8, dtype=torch.float32)
-        return grouped_moe_forward(meta(num_tokens, size), chosen, weights, stacks)
+        x = meta(num_tokens, size)
+        return grouped_moe_forward(x, chosen, weights, stacks, num_divided=num_divided)
 
     def qwen(num_tokens: int) -> Tensor:
         return mix(num_tokens, 128, 2048, 768, GatedActivation("silu"))
@@ -42,6 +48,9 @@ def _expert_cases() -> Iterator[AotCase]:
     yield AotCase("8 of 128, a token, bf16", lambda: qwen(1), products, streams)
     yield AotCase("8 of 128, 512 tokens, bf16", lambda: qwen(512), products, streams)
     yield AotCase("8 of 128, 4096 tokens, bf16", lambda: qwen(4096), products, streams)
+    silu = GatedActivation("silu")
+    divided = "8 of 128 on 4 ranks, 64 tokens, bf16"
+    yield AotCase(divided, lambda: mix(64, 32, 2048, 768, silu, 128), products, streams)
     clamped = GatedActivation("clamped", 1.702, 7.0)
     yield AotCase("gpt-oss, bf16", lambda: mix(64, 32, 2880, 2880, clamped), products, streams)
 

@@ -147,3 +147,35 @@ def test_invalid_arguments_are_refused(device: torch.device) -> None:
     wrong = ExpertWeights(params.gate_up, params.down, GATES[0], None, torch.zeros(3, 8))
     with pytest.raises(ValueError, match="down_bias: shape"):
         grouped_moe_forward(x, experts, weights, wrong)
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("fixed_tiles", [False, True])
+def test_choices_of_experts_elsewhere_add_nothing(
+    device: torch.device, gate: GatedActivation, fixed_tiles: bool
+) -> None:
+    """The results of two ranks, with two and three experts, add up to that of one rank."""
+    torch.manual_seed(4)
+    x = torch.randn(20, 24, device=device)
+    experts, weights = route(torch.randn(20, 5, device=device), Routing(2))
+    whole = make_experts(gate, 5, 24, 16, torch.float32, device)
+
+    def compute(first: int, last: int, bias: bool) -> torch.Tensor:
+        part = slice(first, last)
+        biases = (whole.gate_up_bias, whole.down_bias)
+        own = [None if each is None else each[part] for each in biases]
+        stacks = ExpertWeights(
+            whole.gate_up[part], whole.down[part], gate, own[0], own[1] if bias else None
+        )
+        with poisoned_memory():  # outputs of absent choices are never written
+            return grouped_moe_forward(x, experts - first, weights, stacks, fixed_tiles, 5)
+
+    found = compute(0, 2, True) + compute(2, 5, True)
+    expected = grouped_moe_forward_reference(x.cpu(), experts.cpu(), weights.cpu(), on_cpu(whole))
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    absent = (experts >= 2).all(1)
+    assert absent.any()
+    assert not compute(0, 2, False)[absent].any()
+    none = torch.full_like(experts, 7)
+    one = ExpertWeights(whole.gate_up[:2], whole.down[:2], GatedActivation("silu"))
+    assert not grouped_moe_forward(x, none, weights, one, fixed_tiles, 5).any()

@@ -29,6 +29,31 @@ def test_moe_forward_matches_the_reference(top_k: int) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_choices_of_experts_elsewhere_add_nothing(is_grouped: bool) -> None:
+    """The results of two ranks, with two and three experts, add up to that of one rank."""
+    torch.manual_seed(1)
+    x = torch.randn(11, 6)
+    experts, weights = route(torch.randn(11, NUM_EXPERTS), Routing(3))
+    gate_up, down = torch.randn(NUM_EXPERTS, 6, 14), torch.randn(NUM_EXPERTS, 7, 6)
+
+    def compute(first: int, last: int) -> torch.Tensor:
+        stacks = ExpertWeights(gate_up[first:last], down[first:last], GatedActivation("silu"))
+        here = experts - first
+        if is_grouped:
+            return grouped_moe_forward(x, here, weights, stacks, num_divided=NUM_EXPERTS)
+        return moe_forward(x, here, weights, last - first, stacks.expert, partial=True)
+
+    found = [compute(0, 2), compute(2, NUM_EXPERTS)]
+    whole = ExpertWeights(gate_up, down, GatedActivation("silu"))
+    expected = grouped_moe_forward_reference(x, experts, weights, whole)
+    assert not torch.allclose(found[0].double(), expected, rtol=0.1)
+    torch.testing.assert_close((found[0] + found[1]).double(), expected, rtol=1e-4, atol=1e-4)
+    absent = (experts >= 2).all(1)
+    assert absent.any()
+    assert not found[0][absent].any()
+
+
 def test_a_row_with_nan_does_not_affect_other_rows() -> None:
     torch.manual_seed(0)
     x, matrices = torch.randn(4, 6), torch.randn(NUM_EXPERTS, 6, 6)

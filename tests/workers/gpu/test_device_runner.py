@@ -1,14 +1,10 @@
 """DeviceRunner on the CPU, where replaying a graph calls the captured function again."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from penstock.kernels.attention.op import AttentionPlan, plan_attention
-from penstock.kernels.mla.op import MlaPlan, plan_mla
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.gpu import device_runner
 from penstock.workers.gpu.device_runner import DeviceRunner, waits_for_device
@@ -17,60 +13,15 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.weights.loading import load_model
 from tests.support.checkpoints import make_checkpoint
 from tests.support.planner import BLOCK_SIZE, Planner, make_cache
+from tests.support.simulated_device import Replays, plan_on_host
 
 PROMPTS = [[9, 8, 7], list(range(40)), [5]]
 NUM_STEPS = 6
-UP_DIM = 24  # MLA `head_dim` of the deepseek-v3 test model
-
-
-class Replays:
-    """Stand-in for CUDA graphs that keeps the captured functions; counts captures and replays."""
-
-    def __init__(self) -> None:
-        self.captured = 0
-        self.replayed = 0
-
-    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        self.captured += 1
-        compute()
-
-        def replay() -> None:
-            self.replayed += 1
-            compute()
-
-        return replay
-
-
-def attention(
-    starts: Any,
-    contexts: Any,
-    tables: Any,
-    layer: Any,
-    max_query: int,
-    max_context: int,
-    window: Any,
-    one_path: Any,
-) -> AttentionPlan:
-    assert max_query >= starts.diff().max()
-    assert max_context >= contexts.max()
-    assert all(each.dtype == torch.int32 for each in (starts, contexts, tables))
-    batch = starts.numpy(), contexts.numpy(), tables.numpy()
-    return plan_attention(*batch, layer, window, one_path)
-
-
-def latent(starts, contexts, tables, layer, rank, max_query, max_context, one_path) -> MlaPlan:  # type: ignore[no-untyped-def]
-    assert max_query >= starts.diff().max()
-    assert max_context >= contexts.max()
-    batch = starts.numpy(), contexts.numpy(), tables.numpy()
-    return plan_mla(*batch, layer, rank, UP_DIM, one_path)
 
 
 @pytest.fixture(autouse=True)
 def _plans_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_runner, "plan_attention_on_device", attention)
-    monkeypatch.setattr(device_runner, "plan_mla_on_device", latent)
-    # `Replays` can also capture experts that are chosen on the host, as on every CPU.
-    monkeypatch.setattr(device_runner, "waits_for_device", lambda model: "")
+    plan_on_host(monkeypatch)
 
 
 @pytest.fixture(scope="module", params=["qwen2-window", "deepseek-v3"])

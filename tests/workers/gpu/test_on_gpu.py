@@ -2,12 +2,16 @@
 
 import itertools
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.kernels.attention.backends import choice
+from penstock.kernels.attention.backends.choice import try_backend
+from penstock.kernels.attention.backends.interface import AttentionRequest
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine, make_stepper
 from penstock.workers.engine.stepper import DeviceStepper
@@ -126,3 +130,28 @@ def test_cache_takes_the_remaining_memory(checkpoint: Path) -> None:
     assert free > 0
     engine.warm_up()
     assert engine.spec.vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.parametrize("name", choice.EXTERNAL)
+def test_installed_attention_backend_agrees_with_the_reference(name: str) -> None:
+    """The trial of a worker's start, for heads like those of Llama and of Gemma 2."""
+    external = choice.EXTERNAL[name]
+    pytest.importorskip(external.module)
+    device = torch.device("cuda")
+    llama = AttentionRequest(
+        device="cuda",
+        capability=torch.cuda.get_device_capability(),
+        dtype="bfloat16",
+        cached="bfloat16",
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        block_size=64,
+        windows=(0,),
+        scale=None,
+    )
+    gemma = replace(llama, num_heads=8, num_kv_heads=4, head_dim=256, windows=(0, 40), cap=50.0)
+    for request in (llama, gemma):
+        if reason := external.supports(request):
+            pytest.skip(reason)
+        try_backend(external.create(request, device), request, device)

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.kernels.kv_cache.format import FORMATS, KvCacheFormat
 from penstock.kernels.linear import cpu_packed_f32, cpu_packed_int8
 from penstock.kernels.moe.routing import Routing
+from penstock.kernels.step_graph.opcodes import MATMUL_F32, MATMUL_QUANTIZED, OPCODE
 from penstock.workers.engine import model_runner
 from penstock.workers.layers import packing
 from penstock.workers.layers.moe import MoE
@@ -206,6 +207,29 @@ def test_int8_graph_matches_eager_execution(
     assert build_cpu_step_graph(decoder, make_cache(decoder, 4)) is not None
     for ours, expected in zip(*run_with_and_without_graph(decoder, monkeypatch), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+@pytest.mark.parametrize("name", ["llama, biases", "mixtral"])
+def test_weight_only_graph_has_the_bits_of_eager_execution(
+    name: str,
+    quantization: str,
+    deterministic: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_builder, "GATES", BATCH_INVARIANT_GATES)
+    _, decoder = make_models(tmp_path, SUPPORTED[name](), quantization, deterministic)
+    graph = build_cpu_step_graph(decoder, make_cache(decoder, 4))
+    assert (graph is None) == (name == "mixtral" and deterministic)
+    if graph is not None:
+        opcodes = graph.graph.table[:, OPCODE]
+        assert MATMUL_QUANTIZED in opcodes
+        assert MATMUL_F32 not in opcodes
+    tolerance = 1e-5 if name == "mixtral" and not deterministic else 0.0
+    for ours, expected in zip(*run_with_and_without_graph(decoder, monkeypatch), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0.0, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

@@ -1,4 +1,4 @@
-"""Collectives of ranks in threads: all_reduce in rank order, all_gather and all_to_all."""
+"""Collectives of ranks in threads: sums in both orders, gathers, exchanges and broadcasts."""
 
 import threading
 from collections.abc import Callable
@@ -94,6 +94,43 @@ def test_all_gather_returns_parts_in_rank_order() -> None:
     found = run_ranks(lambda rank, group: group.all_gather(torch.full((2, 3), rank)))
     for parts in found:
         assert parts[:, 0, 0].tolist() == list(range(RANKS))
+
+
+def test_broadcast_copies_the_tensor_of_the_first_rank() -> None:
+    def work(rank: int, group: ProcessGroup) -> torch.Tensor:
+        given = torch.arange(5, dtype=torch.int32) + 100 * rank
+        found = group.broadcast(given)
+        assert found is given
+        return found
+
+    for found in run_ranks(work):
+        assert found.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_all_reduce_in_the_communicators_order_is_equal_on_all_ranks() -> None:
+    cases = [(rows, dtype) for dtype in (torch.float32, torch.bfloat16) for rows in (1, 7)]
+
+    def one(rank: int, store: LocalStore) -> list[torch.Tensor]:
+        group = make_process_group(
+            store, tuple(range(RANKS)), rank, CPU, "127.0.0.1", 20.0, in_rank_order=False
+        )
+        given = [rank_values(rank, rows, dtype) for rows, dtype in cases]
+        kept = [tensor.clone() for tensor in given]
+        found = [group.all_reduce(tensor) for tensor in given]
+        assert all(torch.equal(*pair) for pair in zip(given, kept, strict=True))
+        # A part that is not contiguous: every other row.
+        return [*found, group.all_reduce(given[1][::2])]
+
+    found = in_threads(RANKS, one)
+    for number, (rows, dtype) in enumerate([*cases, (7, torch.float32)]):
+        parts = [rank_values(rank, rows, dtype).float() for rank in range(RANKS)]
+        exact = torch.stack(parts).double().sum(0)
+        if number == len(cases):
+            exact, parts = exact[::2], [part[::2] for part in parts]
+        rounding = torch.finfo(dtype).eps * torch.stack(parts).abs().sum(0) * RANKS
+        for each in found:
+            assert torch.equal(each[number], found[0][number])
+            assert ((each[number].double() - exact).abs() <= rounding).all()
 
 
 def test_missing_rank_fails_the_other_ranks() -> None:

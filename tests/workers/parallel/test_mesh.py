@@ -34,15 +34,12 @@ def test_rank_0_is_in_the_last_stage(mesh: Mesh) -> None:
 
 
 @given(MESHES)
-def test_members_of_a_group_agree_on_its_ranks(mesh: Mesh) -> None:
+def test_ranks_of_a_stage_agree_on_its_ranks(mesh: Mesh) -> None:
     for coord in all_coords(mesh):
-        for group in ("stage_ranks", "expert_ranks"):
-            for rank in getattr(coord, group):
-                assert getattr(mesh.coord(rank), group) == getattr(coord, group)
-            assert coord.rank in getattr(coord, group)
+        for rank in coord.stage_ranks:
+            assert mesh.coord(rank).stage_ranks == coord.stage_ranks
+        assert coord.rank in coord.stage_ranks
         assert {mesh.coord(rank).stage for rank in coord.stage_ranks} == {coord.stage}
-        assert {mesh.coord(r).expert_tp_rank for r in coord.expert_ranks} == {coord.expert_tp_rank}
-        assert [mesh.coord(r).ep_rank for r in coord.expert_ranks] == list(range(mesh.ep))
 
 
 @given(MESHES)

@@ -11,12 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from penstock.protos import ranks_pb2
 from penstock.workers.parallel import step_broadcast
 from penstock.workers.parallel.collectives import RankLost
 from penstock.workers.parallel.rendezvous import LocalStore
 from penstock.workers.parallel.shm_ring import ShmRingReader, ShmRingWriter
 from penstock.workers.parallel.step_broadcast import connect_plan_reader, connect_plan_writer
-from penstock.workers.parallel.step_codec import decode, encode, max_plan_bytes
+from penstock.workers.parallel.step_codec import (
+    CAPTURE_GRAPHS,
+    decode,
+    encode,
+    max_plan_bytes,
+)
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 NUMBERS = st.integers(-1, 2**31 - 1)
@@ -45,16 +51,21 @@ def plans(draw: st.DrawFn) -> StepPlan:
     )
 
 
-@given(plans())
-def test_decoded_plan_equals_the_encoded_plan(plan: StepPlan) -> None:
-    found = decode(encode(plan))
+@given(plans(), st.booleans())
+def test_decoded_plan_equals_the_encoded_plan(plan: StepPlan, ahead: bool) -> None:
+    found = decode(encode(plan, ahead))
     assert isinstance(found, StepPlan)
-    assert found.number == plan.number
+    assert (found.number, found.ahead) == (plan.number, ahead)
     for name in StepPlan.__slots__:
         if name not in ("number", "ahead"):
             np.testing.assert_array_equal(getattr(found, name), getattr(plan, name))
             assert getattr(found, name).dtype == getattr(plan, name).dtype
             assert getattr(found, name).flags.writeable, "compiled kernels require it"
+
+
+def test_order_to_capture_graphs_is_one_constant_message() -> None:
+    assert ranks_pb2.Order(capture=ranks_pb2.Capture()).SerializeToString() == CAPTURE_GRAPHS
+    assert isinstance(decode(CAPTURE_GRAPHS), ranks_pb2.Capture)
 
 
 def test_largest_plan_fits_into_max_plan_bytes() -> None:

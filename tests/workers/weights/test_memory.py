@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from penstock.workers.models.decoder import empty_decoder
 from penstock.workers.models.spec import read_spec
 
-HIDDEN, INNER, LAYERS = 768, 3072, 6
+HIDDEN, INNER, LAYERS, NUM_EXPERTS = 768, 3072, 6, 16
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -28,6 +29,17 @@ CONFIG = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
+STACKED = CONFIG | {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "intermediate_size": HIDDEN,
+    "head_dim": 64,
+    "num_local_experts": NUM_EXPERTS,
+    "num_experts_per_tok": 2,
+    "sliding_window": 32,
+}
+"""gpt-oss; the stack of gate and up has 16 experts of 4.7 MB in float32."""
+
 LARGEST = 2 * INNER * HIDDEN * 4
 """Bytes of the largest product of a layer, gate and up, in float32."""
 
@@ -61,22 +73,35 @@ print(memory("VmHWM:") - before, memory("VmRSS:") - before)
 """
 
 
-def make(folder: Path, layers: int) -> Path:
+def make(folder: Path, layers: int, config: dict[str, Any] = CONFIG) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
     shapes = empty_decoder(read_spec(folder), torch.float32, torch.device("meta")).parameters()
     tensors = {name: torch.full(each.shape, 0.01) for name, each in shapes.items()}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "fp8", "int4"])
 def test_peak_is_the_finished_size_plus_two_products(tmp_path: Path, quantization: str) -> None:
     folders = (make(tmp_path / "warm", 1), make(tmp_path / "model", LAYERS))
     peak, finished = memory_of(folders, quantization)
     assert peak <= finished + 2 * LARGEST + BUFFERS
-    if quantization == "int8":
-        assert finished < 0.5 * LAYERS * (4 * HIDDEN + 3 * INNER) * HIDDEN * 4
+    if quantization != "none":
+        fraction = 0.25 if quantization == "int4" else 0.5
+        assert finished < fraction * LAYERS * (4 * HIDDEN + 3 * INNER) * HIDDEN * 4
+
+
+@pytest.mark.parametrize(("quantization", "bytes_per_weight"), [("int8", 1.1), ("int4", 0.7)])
+def test_stacked_experts_are_quantized_one_by_one(
+    tmp_path: Path, quantization: str, bytes_per_weight: float
+) -> None:
+    """At most one stack of codes, and floats of two experts, are held beside finished layers."""
+    folders = (make(tmp_path / "warm", 1, STACKED), make(tmp_path / "model", 2, STACKED))
+    peak, finished = memory_of(folders, quantization)
+    expert = 2 * HIDDEN * HIDDEN
+    codes = NUM_EXPERTS * expert * bytes_per_weight
+    assert peak <= finished + codes + 2 * expert * 4 + BUFFERS
 
 
 def memory_of(folders: tuple[Path, Path], quantization: str) -> tuple[int, int]:

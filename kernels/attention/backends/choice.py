@@ -1,0 +1,155 @@
+"""Chooses the attention backend of a worker at its start, and tries it before it is used."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.backends import flash_attention, flashinfer
+from penstock.kernels.attention.backends.interface import (
+    AttentionBackend,
+    AttentionRequest,
+    HostBatch,
+)
+from penstock.kernels.attention.backends.native import NativeBackend
+from penstock.kernels.attention.op import paged_attention, paged_attention_reference
+from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.attention.triton_launch import Batch
+
+log = logging.getLogger(__name__)
+
+MAX_ERROR = 0.03
+"""Largest accepted difference to the reference, relative to the largest value of the trial; the
+rounding of bfloat16 probabilities and outputs is below 0.01."""
+
+TRIAL_COLUMNS = 3  # blocks per sequence in the trial
+
+
+@dataclass(frozen=True, slots=True)
+class _External:
+    module: str
+    supports: Callable[[AttentionRequest], str]
+    create: Callable[[AttentionRequest, torch.device], AttentionBackend]
+
+
+EXTERNAL = {
+    "flashinfer": _External(
+        flashinfer.MODULE, flashinfer.supports, flashinfer.FlashInferBackend.of
+    ),
+    "fa3": _External(
+        flash_attention.MODULE,
+        flash_attention.supports,
+        flash_attention.FlashAttentionBackend.of,
+    ),
+}
+"""Backends of other libraries, by the value of `attention_backend`."""
+
+
+def choose_attention_backend(
+    name: str, request: AttentionRequest, device: torch.device
+) -> AttentionBackend:
+    """Return the backend `name`, or ours if it cannot be used; log the backend and the reason.
+
+    Args:
+        name: "auto", which is ours, or a key of `EXTERNAL`.
+    """
+    ours = NativeBackend.of(request)
+    if name == "auto":
+        log.info("attention backend: %s", ours.name)
+        return ours
+    external = EXTERNAL[name]
+    reason = external.supports(request)
+    if not reason and find_spec(external.module) is None:
+        reason = f"the module {external.module} is not installed"
+    if not reason:
+        try:
+            try_backend(external.create(request, device), request, device)
+            # A new one: the trial's may keep buffers for its few blocks.
+            backend = external.create(request, device)
+        except Exception as error:
+            first_line = (str(error).splitlines() or [""])[0]
+            reason = f"its first call failed: {type(error).__name__}: {first_line}"
+        else:
+            log.info("attention backend: %s", backend.name)
+            return backend
+    log.warning("attention backend %s is not used: %s; using %s", name, reason, ours.name)
+    return ours
+
+
+def try_backend(backend: AttentionBackend, request: AttentionRequest, device: torch.device) -> None:
+    """Compute small steps with a backend, and compare them with the reference.
+
+    One step has a chunk behind a cached prefix and single tokens; the other one is a decode step as
+    in a CUDA graph.
+
+    Raises:
+        ValueError: a result is wrong. Errors of the backend are raised as well.
+    """
+    size = request.block_size
+    longest = TRIAL_COLUMNS * size
+    first = min(5, size)
+    mixed = HostBatch(
+        np.cumsum([0, first, 1, 1]).astype(np.int32),
+        np.array([size + first, longest, 1], np.int32),
+        np.array([[4, 1, 0], [2, 6, 3], [5, 0, 0]], np.int32),
+    )
+    decode = HostBatch(
+        np.arange(3, dtype=np.int32),
+        np.array([longest - 1, 2 * size], np.int32),
+        np.array([[7, 5, 2], [1, 3, 0]], np.int32),
+        is_captured=True,
+    )
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, request.dtype)
+    shape = (2, 8, request.num_kv_heads, size, request.head_dim)
+    layer = torch.randn(shape, generator=generator).to(dtype)
+    scores = ScoreMod(request.scale, request.cap)
+    for batch in (mixed, decode):
+        num_tokens = int(batch.query_starts[-1])
+        query = torch.randn(
+            (num_tokens, request.num_heads, request.head_dim), generator=generator
+        ).to(dtype)
+        backend.prepare(batch)
+        for window in sorted(set(request.windows)):
+            found = _compute(backend, batch, query.to(device), layer.to(device), window, scores)
+            expected = paged_attention_reference(
+                query.float(),
+                layer.float(),
+                batch.query_starts,
+                batch.context_lens,
+                batch.block_tables,
+                window,
+                scores,
+            )
+            _check(found.cpu().float(), expected, window)
+
+
+def _compute(
+    backend: AttentionBackend,
+    batch: HostBatch,
+    query: Tensor,
+    layer: Tensor,
+    window: int,
+    scores: ScoreMod,
+) -> Tensor:
+    arrays: list[Any] = [batch.query_starts, batch.context_lens, batch.block_tables]
+    there = Batch(*(torch.from_numpy(each).to(query.device) for each in arrays))
+    max_query = int(np.diff(batch.query_starts).max())
+    plan = backend.plan(there, layer, max_query, int(batch.context_lens.max()), window)
+    return paged_attention(query, layer, plan, scores)
+
+
+def _check(found: Tensor, expected: Tensor, window: int) -> None:
+    if found.shape != expected.shape:
+        raise ValueError(f"a result of shape {list(found.shape)}, not {list(expected.shape)}")
+    error = float((found - expected).abs().max() / expected.abs().max())
+    if not error <= MAX_ERROR:  # also for NaN
+        raise ValueError(
+            f"a result with window {window} differs from the reference by {error:.2g} of the "
+            f"largest value; at most {MAX_ERROR} is accepted"
+        )

@@ -1,0 +1,179 @@
+"""FlashInfer as an attention backend: its wrappers for paged decode and paged prefill.
+
+A wrapper's `plan` reads lengths on the host and is not part of a CUDA graph. Each graph size has a
+decode wrapper of its own, whose buffers the graph reads; other steps use one prefill wrapper. Our
+cache has FlashInfer's layout "HND". Not run yet: see docs/gpu.md.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention.backends.interface import (
+    AttentionRequest,
+    HostBatch,
+    Ints,
+    common_reason,
+)
+from penstock.kernels.attention.op import AttentionPlan
+from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.attention.triton_launch import Batch
+
+MODULE = "flashinfer"
+
+HEAD_DIMS = (64, 128, 256)
+
+WORKSPACE_BYTES = 128 << 20
+"""Size of the workspace that all wrappers share; FlashInfer's documentation recommends it."""
+
+TENSOR_CORE_GROUP = 4
+"""Query heads per KV head from which decode steps use the kernels for tensor cores."""
+
+
+def supports(request: AttentionRequest) -> str:
+    """Return why FlashInfer cannot compute a request; empty if it can."""
+    if reason := common_reason(request):
+        return reason
+    if request.capability < (8, 0):
+        major, minor = request.capability
+        return f"it needs sm_80 or later, not sm_{major}{minor}"
+    if request.head_dim not in HEAD_DIMS:
+        return f"it supports heads of 64, 128 or 256 features, not {request.head_dim}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class PageLists:
+    """The blocks of a step as FlashInfer expects them; int32 tensors on the host."""
+
+    starts: Tensor  # [B + 1] index of each sequence's first page in `pages`
+    pages: Tensor  # [starts[B]] block numbers
+    last_page_lens: Tensor  # [B] positions in the last page, at least 1
+
+
+def page_lists(context_lens: Ints, block_tables: Ints, block_size: int) -> PageLists:
+    """Convert a block table to page lists. Every context length must be at least 1."""
+    counts = -(-context_lens // block_size)
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    used = np.arange(block_tables.shape[1]) < counts[:, None]
+    last = context_lens - (counts - 1) * block_size
+    arrays = (starts, block_tables[used], last)
+    return PageLists(*(torch.from_numpy(np.ascontiguousarray(each, np.int32)) for each in arrays))
+
+
+class FlashInferBackend:
+    """Plans FlashInfer's wrappers on the host before each step.
+
+    Args:
+        module: the module `flashinfer`.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, module: Any, request: AttentionRequest, device: torch.device) -> None:
+        self._module = module
+        self._request = request
+        self._device = device
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._prefill: dict[int, Any] = {}  # window -> wrapper
+        self._decode: dict[tuple[int, int], Any] = {}  # (window, rows of the graph) -> wrapper
+        self._current: dict[int, Any] = {}  # window -> wrapper of the prepared step
+        self._copied: dict[int, torch.cuda.Event] = {}  # by id of the wrapper: its last plan
+
+    @classmethod
+    def of(cls, request: AttentionRequest, device: torch.device) -> "FlashInferBackend":
+        return cls(import_module(MODULE), request, device)
+
+    def prepare(self, batch: HostBatch) -> None:
+        lists = page_lists(batch.context_lens, batch.block_tables, self._request.block_size)
+        for window in sorted(set(self._request.windows)):
+            if batch.is_captured:
+                wrapper = self._decode_wrapper(window, batch)
+            else:
+                wrapper = self._prefill_wrapper(window)
+            self._wait_for_last_plan(wrapper)
+            self._plan_wrapper(wrapper, window, batch, lists)
+            self._current[window] = wrapper
+
+    def plan(
+        self,
+        batch: Batch,
+        layer: Tensor,
+        max_query: int,
+        max_context: int,
+        window: int,
+    ) -> AttentionPlan:
+        return AttentionPlan(_Plan(self._current[window]), layer, "T")
+
+    def _plan_wrapper(self, wrapper: Any, window: int, batch: HostBatch, lists: PageLists) -> None:
+        request = self._request
+        heads = (request.num_heads, request.num_kv_heads, request.head_dim, request.block_size)
+        pages = (lists.starts, lists.pages, lists.last_page_lens)
+        dtype = getattr(torch, request.dtype)
+        options: dict[str, Any] = {
+            "window_left": window - 1 if window else -1,
+            "logits_soft_cap": request.cap or None,
+            "q_data_type": dtype,
+            "kv_data_type": dtype,
+            "sm_scale": request.scale or request.head_dim**-0.5,
+        }
+        if batch.is_captured:
+            wrapper.plan(*pages, *heads, **options)
+        else:
+            starts = torch.from_numpy(np.ascontiguousarray(batch.query_starts, np.int32))
+            wrapper.plan(starts, *pages, *heads, causal=True, **options)
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            self._copied[id(wrapper)] = event
+
+    def _wait_for_last_plan(self, wrapper: Any) -> None:
+        """Wait until the device has copied the last plan from the wrapper's pinned memory.
+
+        The copy comes before the kernels of the step before last, so this rarely waits.
+        """
+        event = self._copied.get(id(wrapper))
+        if event is not None:
+            event.synchronize()
+
+    def _prefill_wrapper(self, window: int) -> Any:
+        wrapper = self._prefill.get(window)
+        if wrapper is None:
+            kind = self._module.BatchPrefillWithPagedKVCacheWrapper
+            wrapper = self._prefill[window] = kind(self._workspace, "HND")
+        return wrapper
+
+    def _decode_wrapper(self, window: int, batch: HostBatch) -> Any:
+        """Return the wrapper of a graph; it is created for the first step, which is the longest."""
+        num_rows, num_columns = batch.block_tables.shape
+        wrapper = self._decode.get((window, num_rows))
+        if wrapper is None:
+            request = self._request
+            sizes = (num_rows + 1, num_rows * num_columns, num_rows)
+            starts, pages, last = (
+                torch.zeros(size, dtype=torch.int32, device=self._device) for size in sizes
+            )
+            wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                "HND",
+                use_cuda_graph=True,
+                use_tensor_cores=request.num_heads >= TENSOR_CORE_GROUP * request.num_kv_heads,
+                paged_kv_indptr_buffer=starts,
+                paged_kv_indices_buffer=pages,
+                paged_kv_last_page_len_buffer=last,
+            )
+            self._decode[window, num_rows] = wrapper
+        return wrapper
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    wrapper: Any  # it is planned for the step
+
+    def attend(self, query: Tensor, layer: Tensor, scores: ScoreMod) -> Tensor:
+        out: Tensor = self.wrapper.run(query, (layer[0], layer[1]))
+        return out

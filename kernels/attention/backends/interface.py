@@ -1,0 +1,100 @@
+"""The interface of attention backends on a GPU, and what a backend needs to know of a model.
+
+A backend computes `paged_attention` of device steps. It sees a step twice: `prepare` gets the
+lengths on the host, outside of a CUDA graph; `plan` gets the tensors on the device, and may be
+called while a graph is captured. A replay of the graph follows a `prepare`, but no `plan`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from penstock.kernels.attention.op import AttentionPlan
+from penstock.kernels.attention.triton_launch import Batch
+
+Ints: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRequest:
+    """Everything on which the support of a backend depends; no tensors."""
+
+    device: str  # "cuda" or "cpu"
+    capability: tuple[int, int]  # compute capability of an NVIDIA GPU; (0, 0): no such GPU
+    dtype: str  # of queries, for example "bfloat16"
+    cached: str  # dtype of the KV cache
+    num_heads: int  # query heads of this rank
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    windows: tuple[int, ...]  # windows of all layers; 0: none
+    scale: float | None  # scores are multiplied by this; None: 1 / sqrt(head_dim)
+    cap: float = 0.0  # soft cap of scores; 0: none
+    has_sinks: bool = False
+    has_alibi: bool = False
+    is_latent: bool = False  # MLA
+    is_native: bool = True  # False: the model runs through `transformers`
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """The lengths and blocks of a step, on the host."""
+
+    query_starts: Ints  # [B + 1]
+    context_lens: Ints  # [B]
+    block_tables: Ints  # [B, M]; entries past a sequence's blocks are undefined
+    # A CUDA graph of B rows of one token computes the step. The step that is captured comes first;
+    # it has the most columns.
+    is_captured: bool = False
+
+
+class AttentionBackend(Protocol):
+    """Computes the attention of one model runner's steps."""
+
+    @property
+    def name(self) -> str:
+        """Name for the log."""
+        ...
+
+    def prepare(self, batch: HostBatch) -> None:
+        """Do the host's work for the next step, whether it is replayed or not."""
+        ...
+
+    def plan(
+        self,
+        batch: Batch,
+        layer: Tensor,
+        max_query: int,
+        max_context: int,
+        window: int,
+    ) -> AttentionPlan:
+        """Plan the prepared step for all layers with this window.
+
+        The arguments are those of `plan_attention_on_device`. It may only launch kernels.
+        """
+        ...
+
+
+def common_reason(request: AttentionRequest) -> str:
+    """Return why no backend but ours supports a request; empty if one may support it."""
+    if request.device != "cuda":
+        return "it needs a CUDA device"
+    if request.deterministic:
+        return "its results for a token depend on the batch, which deterministic mode forbids"
+    if not request.is_native:
+        return "models that run through transformers choose the scores of each call"
+    if request.is_latent:
+        return "it is not used for multi-head latent attention"
+    if request.dtype not in ("bfloat16", "float16"):
+        return f"it needs bfloat16 or float16, not {request.dtype}"
+    if request.cached != request.dtype:
+        return f"its KV cache would need the dtype {request.dtype}, not {request.cached}"
+    if request.has_sinks:
+        return "it does not support attention sinks"
+    if request.has_alibi:
+        return "it does not support ALiBi with the model's slopes"
+    return ""

@@ -1,0 +1,102 @@
+"""Error of a large product for each form, on random weights and random features.
+
+A model of 2.9 million parameters has 512 inputs in its longest product; real ones have thousands,
+and inputs with outliers. The weights are samples of Student's t distribution with 5 degrees of
+freedom. The features are those of a random layer: the rectified product of normal inputs with a
+random matrix of low rank, in which some features are ten times as large as the others.
+
+Each weight lies within half a step of its level. If the errors were independent and uniform, the
+output's error would have the standard deviation sqrt(sum of x² h² / 3), with half steps h. `bound`
+is the root mean square of that. A calibrated form is better than plain rounding if its error is a
+smaller share of its bound.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.linear.quantize_weights import WeightForm, quantize_weight
+from penstock.loadtests.quality.rounding import (
+    GROUP,
+    Rounded,
+    clipped,
+    gptq,
+    nf4,
+    q4_k,
+    q6_k,
+)
+
+NUM_OUTPUTS, NUM_INPUTS, NUM_ROWS, RANK = 512, 2048, 1024, 256
+
+
+@dataclass(frozen=True, slots=True)
+class ProductError:
+    """Root mean square error of a product's outputs.
+
+    Attributes:
+        relative: divided by the root mean square of the outputs.
+        of_bound: divided by `bound` of the form.
+    """
+
+    relative: float
+    of_bound: float
+
+
+def random_features(generator: torch.Generator) -> Tensor:
+    """Return features [2 * NUM_ROWS, NUM_INPUTS] float64."""
+    inner = torch.randn(2 * NUM_ROWS, RANK, generator=generator, dtype=torch.float64)
+    mixed = inner @ torch.randn(RANK, NUM_INPUTS, generator=generator, dtype=torch.float64)
+    sizes = torch.ones(NUM_INPUTS, dtype=torch.float64)
+    sizes[torch.randperm(NUM_INPUTS, generator=generator)[: NUM_INPUTS // 100]] = 10
+    return mixed.relu() * sizes
+
+
+def online(form: WeightForm) -> Callable[[Tensor, Tensor], Rounded]:
+    def round_weight(weight: Tensor, hessian: Tensor) -> Rounded:
+        matrix = quantize_weight(weight, form)
+        found = matrix.dequantize()
+        half = matrix.scales[:, matrix.groups.long()] / 2
+        if form == "fp8":  # three bits after the leading one
+            half = torch.maximum(found.abs().log2().floor().exp2() * 2**-4, half * 2**-9)
+        return Rounded(found, half, matrix.codes, matrix.scales, matrix.zeros)
+
+    return round_weight
+
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Rounded]] = {
+    "int8": online("int8"),
+    "fp8": online("fp8"),
+    "int4": online("int4"),
+    "GPTQ": gptq,
+    "AWQ": lambda weight, hessian: clipped(weight, hessian.diagonal()),
+    "Q4_K": lambda weight, hessian: q4_k(weight),
+    "Q6_K": lambda weight, hessian: q6_k(weight),
+    "NF4": lambda weight, hessian: nf4(weight),
+}
+"""Quantization of weights [N, K], given the mean of x xᵀ. AWQ is without its scales of inputs."""
+
+
+def product_errors(seed: int = 0) -> dict[str, ProductError]:
+    """Return each form's error; the calibrated forms see other features than the error is from."""
+    assert NUM_INPUTS % GROUP == 0
+    generator = torch.Generator().manual_seed(seed)
+    features = random_features(generator)
+    seen, x = features[:NUM_ROWS], features[NUM_ROWS:]
+    hessian = seen.T @ seen / len(seen)
+    normal = torch.randn(NUM_OUTPUTS, NUM_INPUTS, generator=generator)
+    squares = torch.randn(5, NUM_OUTPUTS, NUM_INPUTS, generator=generator).square().mean(0)
+    weight = normal / squares.sqrt()
+    exact = x @ weight.double().T
+    found = {}
+    for name, round_weight in FORMS.items():
+        rounded = round_weight(weight, hessian)
+        error = _rms(x @ (rounded.weight - weight).double().T)
+        bound = ((x.square() @ rounded.half_steps.double().square().T) / 3).mean().sqrt()
+        found[name] = ProductError(error / _rms(exact), error / float(bound))
+    return found
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.square().mean().sqrt())

@@ -1,0 +1,116 @@
+"""Captures of device work on a CPU as a CUDA graph holds them: commands with fixed addresses.
+
+A capture records every torch operation, kernel launch and collective of a function. A replay
+executes the commands again on the same tensors, without Python code of the function. An operation
+that reads a value on the host fails, as it does in a CUDA graph.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from penstock.kernels.triton_common import launch as launch_module
+from penstock.workers.parallel.collectives import ProcessGroup
+
+_recording = threading.local()
+_interpreter = threading.Lock()  # Triton's interpreter changes global names while it runs
+
+
+class HostRead(AssertionError):
+    """A captured function read a value of a tensor on the host."""
+
+
+_READS = (
+    *("item", "_local_scalar_dense", "nonzero", "bincount", "unique", "masked_select", "equal"),
+    "resolve_neg",  # by `tolist` and `numpy`
+)
+"""Operations that wait for a device. `cpu()` is not among them: here the device is a CPU."""
+
+_WITHOUT_VALUES = ("empty", "new_empty", "empty_like", "new_empty_strided", "empty_strided")
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, commands: list[Callable[[], None]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._commands = commands
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _READS:
+            raise HostRead(name)
+        found = func(*args, **(kwargs or {}))
+        if name not in _WITHOUT_VALUES:
+            self._commands.append(lambda: _again(func, args, kwargs or {}, found))
+        return found
+
+
+def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+    again = func(*args, **kwargs)
+    for old, new in zip(tree_leaves(found), tree_leaves(again), strict=True):
+        if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+
+
+class Tape:
+    """Captures functions, and counts captures, commands and replays."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.captured = 0
+        self.replayed = 0
+        self.num_commands = 0
+
+    def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
+        compute()  # like the warm-up run of a CUDA graph
+        commands: list[Callable[[], None]] = []
+        _recording.commands = commands
+        try:
+            with _Recorder(commands):
+                compute()
+        finally:
+            _recording.commands = None
+        self.captured += 1
+        self.num_commands += len(commands)
+
+        def replay() -> None:
+            self.replayed += 1
+            for command in commands:
+                command()
+
+        return replay
+
+
+def _recorded(run: Callable[[], None]) -> None:
+    """Run a command whose inner operations must not be recorded, and record it as one command."""
+    commands = getattr(_recording, "commands", None)
+    if commands is None:
+        run()
+        return
+    with _disable_current_modes():
+        run()
+    commands.append(run)
+
+
+def record_launches_and_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tapes record Triton's launches, which are interpreted, and collectives."""
+    run_kernel, run_collective = launch_module.run_kernel, ProcessGroup._run
+
+    def launch(*arguments: Any) -> None:
+        def run() -> None:
+            with _interpreter:
+                run_kernel(*arguments)
+
+        _recorded(run)
+
+    def collective(group: ProcessGroup, start: Any) -> None:
+        _recorded(lambda: run_collective(group, start))
+
+    monkeypatch.setattr(launch_module, "run_kernel", launch)
+    monkeypatch.setattr(ProcessGroup, "_run", collective)

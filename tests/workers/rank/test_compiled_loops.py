@@ -1,0 +1,56 @@
+"""The compiled loops of a worker's weights are loaded before it is ready, and no others."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.kernels.linear import cpu_packed_int8
+from penstock.kernels.linear.cpu_packed_f32 import has_avx512
+from penstock.workers.config import WorkerConfig
+from penstock.workers.rank.rank_runtime import _loop_groups
+from tests.support.quantized import FORMS, make_quantized
+from tests.support.tiny import tiny_checkpoint
+
+CPU = torch.device("cpu")
+WEIGHT_ONLY, INT8 = {"dequantizing"}, {"level-products"}
+
+pytestmark = pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+
+
+@pytest.fixture(autouse=True)
+def int8_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_packed_int8, "has_int8_loops", lambda: True)
+
+
+def loaded(folder: Path, quantization: str = "none") -> set[str]:
+    """Return the groups of loops that only some forms of weights need."""
+    config = WorkerConfig("w", folder, quantization=quantization)
+    return {each.name for each in _loop_groups(config, CPU)} & (WEIGHT_ONLY | INT8)
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("int8-products", INT8),
+        ("int8-channel", WEIGHT_ONLY),
+        ("int8-groups", WEIGHT_ONLY),
+        ("awq", WEIGHT_ONLY),
+        ("fp8-blocks", WEIGHT_ONLY),
+    ],
+)
+def test_quantized_checkpoints_load_the_loops_of_their_products(
+    form: str, expected: set[str], tmp_path: Path
+) -> None:
+    make_quantized(tmp_path, FORMS[form])
+    assert loaded(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [("none", set()), ("int8", INT8), ("fp8", WEIGHT_ONLY), ("int4", WEIGHT_ONLY)],
+)
+def test_float_checkpoints_load_the_loops_of_the_option(
+    quantization: str, expected: set[str], tmp_path: Path
+) -> None:
+    assert loaded(tiny_checkpoint(tmp_path), quantization) == expected

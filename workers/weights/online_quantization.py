@@ -1,0 +1,86 @@
+"""Choice of the layers of a float checkpoint that are quantized while they are loaded."""
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock.kernels.linear.quantize_weights import WeightForm
+from penstock.workers.layers.expert_stacks import ExpertStack
+from penstock.workers.layers.linear import Linear
+from penstock.workers.layers.online_method import OnlineMethod, OnlineStackMethod
+from penstock.workers.layers.packing import is_packable, linears
+from penstock.workers.models.config import UnsupportedModel
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.weights.quantized_module import input_range
+from penstock.workers.weights.regions import Ranges, Region
+from penstock.workers.weights.sharding import stack_cut
+
+
+def assign_online_methods(
+    decoder: Decoder, whole: Decoder, form: WeightForm, regions: Mapping[str, Region]
+) -> None:
+    """Set the method of each layer of `decoder` that is quantized to `form` while loading.
+
+    The sizes of the whole model decide, so that all ranks quantize the same layers. MoE routers are
+    not quantized, because a rounding error of a router could select another expert, and neither is
+    the `up` of MLA, which is read transposed too.
+
+    Args:
+        decoder: a rank's shard.
+        whole: the decoder of the whole model, on the `meta` device.
+        regions: the rank's regions of tensors; see `sharding.regions`.
+
+    Raises:
+        UnsupportedModel: A layer has an odd number of inputs, and codes are stored in pairs.
+        BadShape: The same for a rank's part of a layer.
+    """
+    quantizable = {id(linear) for linear in linears(decoder)}
+    sizes = {names: linear.weight for names, linear in whole.linears()}
+    for names, linear in decoder.linears():
+        weight = sizes[names]
+        if id(linear) in quantizable and is_packable(linear, weight):
+            _, columns = (*regions.get(f"{names[0]}.weight", ()), None, None)[:2]
+            _assign(names[0], linear, weight, form, columns)
+    head = decoder.head
+    if head is not None and decoder.spec.tie_embeddings:
+        assert whole.head is not None
+        if is_packable(head, whole.head.weight):
+            _assign(decoder.spec.names.embeddings, head, whole.head.weight, form, None)
+    stacks = dict(whole.stacks())
+    for name, stack in decoder.stacks():
+        stacked = stacks[name].weight
+        assert stacked is not None
+        _assign_stack(name, stack, stacked, form, regions.get(name, ()))
+
+
+def _assign(
+    name: str, linear: Linear, whole: torch.Tensor, form: WeightForm, columns: Ranges | None
+) -> None:
+    num_inputs = whole.shape[1]
+    inputs = _checked_inputs(name, num_inputs, form, columns)
+    if inputs is not None:
+        linear.weight = torch.empty(
+            len(linear.weight), num_inputs, dtype=linear.weight.dtype, device="meta"
+        )
+    linear.method = OnlineMethod(form, inputs)
+
+
+def _assign_stack(
+    name: str, stack: ExpertStack, whole: torch.Tensor, form: WeightForm, region: Region
+) -> None:
+    """Set the method of a stack of experts; `whole` is [experts, in, out]."""
+    experts, columns, outputs = stack_cut(region, len(whole))
+    inputs = _checked_inputs(name, whole.shape[1], form, columns)
+    stack.method = OnlineStackMethod(form, experts, outputs, inputs, whole.shape[1])
+
+
+def _checked_inputs(
+    name: str, num_inputs: int, form: WeightForm, columns: Ranges | None
+) -> tuple[int, int] | None:
+    """Return the range of a rank's inputs; None for all. Raise if 4-bit codes have no pairs."""
+    if form == "int4" and num_inputs % 2:
+        raise UnsupportedModel(
+            f"{name} has {num_inputs} inputs, an odd number: quantization int4 stores codes in "
+            "pairs; use int8 or fp8"
+        )
+    return input_range(name, columns, in_pairs=form == "int4")
