@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,9 @@ def required_groups(
     groups = []
     if weights == torch.float32:
         if single_rank and cpu_packed_f32.has_avx512():
-            groups.append(KernelGroup(f"program-{kept}", lambda: graph.load_cpu_kernels(kv_cache)))
+            name = f"program-{kept}-codes" if weight_only else f"program-{kept}"
+            load = partial(graph.load_cpu_kernels, kv_cache, weight_only)
+            groups.append(KernelGroup(name, load))
         if cpu_packed_f32.has_avx512():
             groups.append(KernelGroup("panels", cpu_packed_f32.load_cpu_kernels))
         if weight_only and quantized_linear.supports_dequantizing(device, weights):

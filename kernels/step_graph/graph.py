@@ -13,7 +13,7 @@ from penstock.kernels.cpu_common.numba_runtime import configure_numba
 from penstock.kernels.kv_cache.format import flat_array, format_of
 from penstock.kernels.step_graph.layout import TOKENS, Buffer
 from penstock.kernels.step_graph.opcodes import ALIGNMENT
-from penstock.kernels.step_graph.operations import Operation
+from penstock.kernels.step_graph.operations import MatmulQuantized, Operation
 from penstock.kernels.step_graph.table import make_tables
 
 Ints = npt.NDArray[np.integer[Any]]
@@ -32,6 +32,7 @@ class CpuStepGraph:
     arena: Tensor  # memory of all buffers
     cache: npt.NDArray[Any]  # flat KV cache, see `kv_cache.format.flat_array`
     num_slots: int  # number of token slots of the cache
+    with_codes: bool  # whether an operation is a product of weight-only codes
 
     @staticmethod
     def of(
@@ -56,6 +57,7 @@ class CpuStepGraph:
             arena=storage[start : start + arena_size],
             cache=flat_array(cache),
             num_slots=cache[0, 0, :, 0, :, 0].numel(),
+            with_codes=any(isinstance(each, MatmulQuantized) for each in operations),
         )
 
     def view(self, buffer: Buffer, num_rows: int) -> Tensor:
@@ -76,21 +78,26 @@ class CpuStepGraph:
         if not 0 <= slots.min() <= slots.max() < self.num_slots:
             raise IndexError(f"slots: {slots.tolist()}, expected from 0 to {self.num_slots} - 1")
         self.ints[TOKENS.count] = len(slots)
-        _interpreter(str(self.cache.dtype))(
+        _interpreter(str(self.cache.dtype), self.with_codes)(
             self.table, self.floats, self.ints, self.arena.numpy(), self.cache,
             slots.astype(np.int64), context_lens.astype(np.int64),
             np.ascontiguousarray(block_tables, np.int32), num_threads=torch.get_num_threads(),
         )  # fmt: skip
 
 
-def load_cpu_kernels(cache: torch.dtype) -> None:
-    """Load the interpreter for a KV cache dtype; compile it if it is not in the cache on disk."""
-    _interpreter(format_of(cache).array_dtype)
+def load_cpu_kernels(cache: torch.dtype, with_codes: bool) -> None:
+    """Load an interpreter; compile it if it is not in the cache on disk.
+
+    Args:
+        cache: dtype of the KV cache.
+        with_codes: see `CpuStepGraph`.
+    """
+    _interpreter(format_of(cache).array_dtype, with_codes)
 
 
-def _interpreter(rows: str) -> Any:
+def _interpreter(rows: str, with_codes: bool) -> Any:
     """Return the interpreter for a flat KV cache of numpy's dtype `rows`."""
     configure_numba()
     from penstock.kernels.step_graph.interpreter import compile_interpreter
 
-    return compile_interpreter(rows)
+    return compile_interpreter(rows, with_codes)

@@ -199,8 +199,6 @@ def _compute(
         matmuls.quantize(op, arena, first, num_rows, me, count)
     elif opcode == MATMUL_INT8:
         matmuls.int8_linear(op, arena, first, num_rows, thread, count)
-    elif opcode == MATMUL_QUANTIZED:
-        matmuls.quantized_linear(op, arena, first, num_rows, thread, count)
     elif opcode == ATTEND:
         _attend(op, floats[SCALE], floats[CAP], arena, cache, slots, contexts, tables, me, count)
     elif opcode == GATE:
@@ -209,6 +207,21 @@ def _compute(
         _add(op, arena, num_rows, me, count)
     else:
         _moe_op(op, ints, arena, num_rows, me, count)
+
+
+@inner()
+def _compute_with_codes(
+    op: Longs, floats: Floats, ints: Longs, arena: Floats, cache: Any, slots: Longs,
+    contexts: Longs, tables: Any, rotation: int, me: int, count: int,
+) -> None:  # fmt: skip
+    """Version of `_compute` with products of weight-only codes, which take long to compile."""
+    if op[OPCODE] == MATMUL_QUANTIZED:
+        thread = (me + rotation) % count
+        matmuls.quantized_linear(op, arena, ints[op[FIRST]], ints[op[COUNT]], thread, count)
+    else:
+        _compute(
+            op, floats, ints, arena, cache, slots, contexts, tables, rotation, me, count
+        )  # fmt: skip
 
 
 @inner()
@@ -289,14 +302,52 @@ def _run(
                 )
 
 
+def _run_with_codes(
+    table: Any,  # [operations, NUM_COLUMNS]
+    floats: Any,  # [operations, NUM_FLOATS]
+    ints: Longs,
+    arena: Floats,
+    cache: Any,  # flat KV cache
+    slots: Longs,  # [T], see `CpuStepGraph.run`
+    contexts: Longs,  # [T] context lengths
+    tables: Any,  # [T, M] block tables
+    num_threads: int,
+) -> None:
+    """Version of `_run` for step graphs with products of weight-only codes."""
+    barrier = np.zeros(BARRIER_WORDS, np.int64)
+    for _thread in numba.prange(num_threads):
+        me, count = join(barrier, num_threads)
+        num_prefetched = rotation = times = 0
+        for number in range(len(table) if me >= 0 else 0):
+            op = table[number]
+            if ints[op[COUNT]] > 0:
+                _compute_with_codes(
+                    op, floats[number], ints, arena, cache, slots, contexts, tables, rotation, me,
+                    count,
+                )  # fmt: skip
+                if op[OPCODE] in (MATMUL_F32, MATMUL_INT8, MATMUL_QUANTIZED):
+                    num_prefetched, rotation = 0, rotation + 1
+            if not op[CONTINUES]:
+                times, rotation = times + 1, 0
+                num_prefetched = _barrier_and_prefetch(
+                    barrier, table, ints, number, times, num_prefetched, me, count
+                )
+
+
 @cache
-def compile_interpreter(rows: str) -> Any:
-    """Return `_run` compiled for a flat KV cache of numpy's dtype `rows`."""
+def compile_interpreter(rows: str, with_codes: bool) -> Any:
+    """Return the compiled interpreter.
+
+    Args:
+        rows: numpy's dtype of the flat KV cache.
+        with_codes: whether graphs may contain products of weight-only codes.
+    """
     signature = (
         f"void(int64[:, ::1], float32[:, ::1], int64[::1], float32[::1], {rows}[::1],"
         " int64[::1], int64[::1], int32[:, ::1], int64)"
     )
-    kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(_run)
+    body = _run_with_codes if with_codes else _run
+    kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(body)
 
     def run(*arguments: Any, num_threads: int) -> None:
         kernel(*arguments, use_threads(num_threads))

@@ -72,5 +72,6 @@ def build_cpu_step_graph(decoder: Model, cache: KvCache) -> DecodeStepGraph | No
         buffers = decoder.lower(graph)
     except UnsupportedGraph:
         return None
-    load_cpu_kernels(cache.data.dtype)
-    return DecodeStepGraph(decoder, graph.build(), buffers)
+    built = graph.build()
+    load_cpu_kernels(cache.data.dtype, built.with_codes)
+    return DecodeStepGraph(decoder, built, buffers)
