@@ -20,13 +20,15 @@ _KEPT, _ADDED = 0.5, 2.0
 def review_weights(answer: Answer | None) -> dict[str, float]:
     """Return the weight of each question family, raised by its fraction of wrong answers.
 
+    Families with tools are left out: they have a course of their own.
     The questions are training questions, so held-out questions do not influence training. Only rank
     0 has an `answer`; the other ranks receive the weights through an all-reduce.
     """
-    weights = torch.zeros(len(FAMILIES))
-    for index, family in enumerate(FAMILIES.values()):
+    families = [family for family in FAMILIES.values() if not family.tools]
+    weights = torch.zeros(len(families))
+    for index, family in enumerate(families):
         if answer is not None:
             wrong = 1 - score(answer, family, family.practice(_NUM_QUESTIONS)).fraction
             weights[index] = family.weight * (_KEPT + _ADDED * wrong)
     ddp.all_reduce_([weights])
-    return dict(zip(FAMILIES, weights.tolist(), strict=True))
+    return dict(zip((family.name for family in families), weights.tolist(), strict=True))

@@ -11,7 +11,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence
-from training.tasks import Message
+from training.tasks import Conversation
 
 
 class EngineAnswers:
@@ -35,10 +35,13 @@ class EngineAnswers:
             temperature=0.0, max_tokens=max_new_tokens, stop_token_ids=stops
         )
 
-    def __call__(self, conversations: Sequence[list[Message]]) -> list[str]:
+    def __call__(self, conversations: Sequence[Conversation]) -> list[str]:
         for number, conversation in enumerate(conversations):
             tokens = self._tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, return_dict=True
+                conversation.messages,
+                tools=list(conversation.tools) or None,
+                add_generation_prompt=True,
+                return_dict=True,
             )["input_ids"]
             self._engine.submit(NewSequence(number, tokens, len(tokens), self._params))
         answers: list[list[int]] = [[] for _ in conversations]

@@ -19,14 +19,14 @@ from transformers.utils import logging
 
 from penstock.workers.config import KV_CACHE_DTYPES, QUANTIZATIONS
 from training.engine_answers import EngineAnswers
-from training.tasks import FAMILIES, Example, Message, Task
+from training.tasks import FAMILIES, Conversation, Example, Task
 
 CLAIM_BOUND = 0.9
 SCORES = "held_out.json"
 MAX_NEW_TOKENS = 224
 _BATCH = 64
 
-Answer = Callable[[Sequence[list[Message]]], list[str]]
+Answer = Callable[[Sequence[Conversation]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def measure(
     """Score `answer` on up to `count` held-out questions of each family (all by default).
 
     `answer` takes a list of conversations, each ending with an open question, and returns one text
-    per conversation.
+    per conversation. A tool call is returned as the text that the model writes.
     """
     return [
         score(answer, FAMILIES[name], FAMILIES[name].held_out(count, seed))
@@ -67,7 +67,7 @@ def measure(
 
 def score(answer: Answer, family: Task, examples: Sequence[Example]) -> Score:
     """Score `answer` on `examples` of one question family."""
-    texts = answer([example.messages() for example in examples])
+    texts = answer([example.conversation() for example in examples])
     right = sum(map(family.accepts, examples, texts))
     return Score(family.name, right, len(examples))
 
@@ -93,22 +93,25 @@ def transformers_answer(folder: Path) -> Answer:
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder)
 
-    def answer_batch(conversations: list[list[Message]]) -> list[str]:
-        inputs = tokenizer.apply_chat_template(
-            conversations,
-            add_generation_prompt=True,
-            padding=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+    def answer_batch(conversations: Sequence[Conversation]) -> list[str]:
+        prompts = [
+            tokenizer.apply_chat_template(
+                conversation.messages,
+                tools=list(conversation.tools) or None,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+            for conversation in conversations
+        ]
+        inputs = tokenizer(prompts, padding=True, return_tensors="pt", add_special_tokens=False)
         with torch.inference_mode():
             outputs = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
         answers = outputs[:, inputs["input_ids"].shape[1] :]
         return list(tokenizer.batch_decode(answers, skip_special_tokens=True))
 
-    def answer(conversations: Sequence[list[Message]]) -> list[str]:
+    def answer(conversations: Sequence[Conversation]) -> list[str]:
         starts = range(0, len(conversations), _BATCH)
-        batches = (answer_batch(list(conversations[start : start + _BATCH])) for start in starts)
+        batches = (answer_batch(conversations[start : start + _BATCH]) for start in starts)
         return [text for batch in batches for text in batch]
 
     return answer

@@ -10,15 +10,15 @@ import pytest
 
 from training import evaluate
 from training.evaluate import Score
-from training.tasks import FAMILIES, Message
+from training.tasks import FAMILIES, Conversation
 
 COUNT = 12
 
 
-def expected_answers(conversations: Sequence[list[Message]]) -> list[str]:
+def expected_answers(conversations: Sequence[Conversation]) -> list[str]:
     """Return the expected answer to each conversation."""
     answers = {
-        str(example.messages()): example.answer
+        str(example.conversation()): example.answer
         for family in FAMILIES.values()
         for example in family.held_out(COUNT)
     }

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from training import checkpoint, evaluate
 from training.chat import BEGIN, END, PAD
 from training.evaluate import Answer
+from training.tasks import Conversation
 from training.train import MODELS
 
 NAMES = ("demo", "demo-small")
@@ -28,7 +29,8 @@ def ask(answer: Answer, *turns: str) -> list[str]:
     messages: list[dict[str, str]] = []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        messages.append({"role": "assistant", "content": answer([messages])[0]})
+        [text] = answer([Conversation(messages)])
+        messages.append({"role": "assistant", "content": text})
     return [message["content"] for message in messages[1::2]]
 
 

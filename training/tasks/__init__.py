@@ -5,13 +5,25 @@ that is imported here.
 """
 
 from training.tasks import arithmetic, facts, lists, reading, smalltalk, stories
-from training.tasks.base import FAMILIES, Example, Message, Task, family
+from training.tasks.base import (
+    FAMILIES,
+    Conversation,
+    Example,
+    Message,
+    Task,
+    Tool,
+    ToolCall,
+    family,
+)
 
 __all__ = [
     "FAMILIES",
+    "Conversation",
     "Example",
     "Message",
     "Task",
+    "Tool",
+    "ToolCall",
     "arithmetic",
     "facts",
     "family",

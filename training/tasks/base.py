@@ -3,14 +3,57 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 HELD_OUT_ONE_IN = 12
 _SPLIT_KEY = b"penstock-demo-1"
 
-Message = dict[str, str]
+Message = dict[str, Any]
+Tool = dict[str, Any]
+
+CALL_ID = "call_0"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages that end with an open question, and the tools that the model may call.
+
+    Both are in the form of the OpenAI API.
+    """
+
+    messages: list[Message]
+    tools: tuple[Tool, ...] = ()
+
+
+def call_text(name: str, arguments: str) -> str:
+    """Return a call as the models write it; `arguments` is JSON."""
+    return f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>'
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool with its result."""
+
+    name: str
+    arguments: dict[str, str]
+    result: str
+
+    def text(self) -> str:
+        """Return the call as the model writes it."""
+        return call_text(self.name, json.dumps(self.arguments))
+
+    def messages(self) -> list[Message]:
+        """Return the message with the call, and the message with its result."""
+        function = {"name": self.name, "arguments": json.dumps(self.arguments)}
+        call = {"id": CALL_ID, "type": "function", "function": function}
+        return [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": CALL_ID, "content": self.result},
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +67,10 @@ class Example:
         history: earlier (user, assistant) turns that the question needs.
         again: prompt to use instead if an earlier turn already contains the text (see
             `Task.drill`).
+        tools: tools that the model may call.
+        call: call that was made after the prompt; the answer follows its result.
+        split: name of the family whose questions the example must be held out with; if empty, the
+            family that generated it.
     """
 
     prompt: str
@@ -31,6 +78,13 @@ class Example:
     key: str = ""
     history: tuple[tuple[str, str], ...] = ()
     again: str = ""
+    tools: tuple[Tool, ...] = ()
+    call: ToolCall | None = None
+    split: str = ""
+
+    def conversation(self) -> Conversation:
+        """Return the conversation that the model continues with its answer."""
+        return Conversation(self.messages(), self.tools)
 
     def messages(self) -> list[Message]:
         """Return the conversation, ending with the question, in the OpenAI API's chat format."""
@@ -38,7 +92,8 @@ class Example:
         for user, assistant in self.history:
             messages.append({"role": "user", "content": user})
             messages.append({"role": "assistant", "content": assistant})
-        return [*messages, {"role": "user", "content": self.prompt}]
+        called = self.call.messages() if self.call else []
+        return [*messages, {"role": "user", "content": self.prompt}, *called]
 
 
 Generator = Callable[[Random], Example]
@@ -56,7 +111,8 @@ class Task:
     """One family of questions: generates questions and checks answers.
 
     `drill` generates several questions about the same text, so that one long prompt provides
-    several training examples; it is used only in training.
+    several training examples; it is used only in training. Families with `tools` are trained in a
+    course of their own.
     """
 
     name: str
@@ -66,10 +122,11 @@ class Task:
     long: bool
     about: str
     drill: Drill | None = None
+    tools: bool = False
 
     def is_held_out(self, example: Example) -> bool:
         """Return True if the example is held out, decided by a keyed hash of its problem."""
-        text = f"{self.name}\0{example.key or example.prompt}".encode()
+        text = f"{example.split or self.name}\0{example.key or example.prompt}".encode()
         digest = hashlib.blake2b(text, digest_size=8, key=_SPLIT_KEY).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
@@ -120,18 +177,19 @@ def family(
     long: bool = False,
     accepts: Checker = exact,
     drill: Drill | None = None,
+    tools: bool = False,
 ) -> Callable[[Generator], Generator]:
     """Register the decorated generator as a question family with the name of the function.
 
     The first line of the generator's docstring describes the family. `weight` is the relative
     frequency of its questions or drills in training. Families with `long` are used only in batches
-    of long rows.
+    of long rows, families with `tools` only in the course that trains the use of tools.
     """
 
     def register(generate: Generator) -> Generator:
         name = generate.__name__
         about = (generate.__doc__ or "").strip().splitlines()[0]
-        FAMILIES[name] = Task(name, generate, accepts, weight, long, about, drill)
+        FAMILIES[name] = Task(name, generate, accepts, weight, long, about, drill, tools)
         return generate
 
     return register
