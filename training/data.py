@@ -13,6 +13,7 @@ from torch import Tensor
 
 from training import chat, ddp
 from training.tasks import FAMILIES, Example, Message, Task
+from training.tasks.tools import FORCED_STARTS, training_conversation
 
 # Tokens of user messages also count in the loss, with a small weight: predicting them trains
 # features that answers need. Only a random part is used; no logits are computed for the others.
@@ -43,17 +44,29 @@ class Batch:
 
 
 class BatchMaker:
-    """Makes random conversations from training questions and packs them into rows of tokens."""
+    """Makes random conversations from training questions and packs them into rows of tokens.
+
+    Args:
+        weights: weight of each family by its name; replaces `Task.weight`.
+        tools: fraction of the short conversations that offer tools.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, seed: str, weights: Mapping[str, float] | None = None
+        self,
+        tokenizer: Tokenizer,
+        seed: str,
+        weights: Mapping[str, float] | None = None,
+        tools: float = 0.0,
     ) -> None:
         self._tokenizer = tokenizer
         self._rng = Random(f"train:{seed}:{ddp.rank()}")
         self._weights = {family.name: family.weight for family in FAMILIES.values()}
         self._weights |= weights or {}
-        self._short = [family for family in FAMILIES.values() if not family.long]
-        self._long = [family for family in FAMILIES.values() if family.long]
+        self._tools = tools
+        families = [family for family in FAMILIES.values() if not family.tools]
+        self._short = [family for family in families if not family.long]
+        self._long = [family for family in families if family.long]
+        self._forced = [tokenizer.encode(start).ids for start in FORCED_STARTS]
         self._assistant = _id(tokenizer, chat.ASSISTANT)
         self._end = _id(tokenizer, chat.END)
 
@@ -76,6 +89,8 @@ class BatchMaker:
         return row
 
     def _short_text(self) -> str:
+        if self._tools and self._rng.random() < self._tools:
+            return self._tool_text()
         if self._rng.random() < _PLAIN_FRACTION:
             return FAMILIES["story"].training_example(self._rng).answer + chat.END
         count = 1
@@ -88,19 +103,30 @@ class BatchMaker:
             return self._conversation([self._pick(self._long), self._pick(self._short)])
         return self._conversation(self._pick(self._short) for _ in range(40))
 
+    def _tool_text(self) -> str:
+        conversation = training_conversation(self._rng, self._weights)
+        messages = conversation.messages
+        for message in messages:
+            if message["role"] == "user" and self._rng.random() < _CASUAL_FRACTION:
+                message["content"] = _casual(message["content"])
+        return chat.render(self._system() + messages, conversation.tools)
+
     def _pick(self, families: list[Task]) -> list[Example]:
         weights = [self._weights[family.name] for family in families]
         return self._rng.choices(families, weights)[0].training_examples(self._rng)
 
     def _conversation(self, picked: Iterable[list[Example]]) -> str:
-        messages: list[Message] = []
-        if self._rng.random() < _SYSTEM_FRACTION:
-            messages.append({"role": "system", "content": self._rng.choice(_SYSTEM)})
+        messages = self._system()
         for example in chain.from_iterable(picked):
             messages += [*example.messages(), {"role": "assistant", "content": example.answer}]
             if self._rng.random() < _CASUAL_FRACTION:
                 messages[-2]["content"] = _casual(example.prompt)
         return chat.render(messages)
+
+    def _system(self) -> list[Message]:
+        if self._rng.random() < _SYSTEM_FRACTION:
+            return [{"role": "system", "content": self._rng.choice(_SYSTEM)}]
+        return []
 
     def _batch(self, rows: list[list[list[int]]]) -> Batch:
         tokens = torch.tensor(
@@ -136,8 +162,14 @@ class BatchMaker:
             # Long answers weigh less per token; otherwise a story would count as much as ten sums.
             weight = min(1.0, _FULL_LENGTH / length) ** 0.5
             weights += [weight] * length if answering else self._prompt_weights(length)
+            if answering and (forced := self._forced_length(conversation[start : start + length])):
+                weights[start : start + forced] = [0.0] * forced
             start += length
         return weights
+
+    def _forced_length(self, answer: list[int]) -> int:
+        """Return the number of tokens at the start of an answer that a grammar forces."""
+        return max(len(start) for start in (*self._forced, []) if answer[: len(start)] == start)
 
     def _prompt_weights(self, length: int) -> list[float]:
         drawn = (self._rng.random() < _PROMPT_FRACTION for _ in range(length))

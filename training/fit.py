@@ -44,6 +44,7 @@ class Recipe:
     warmup: float = 0.01  # warm-up, as a fraction of the run
     cooldown: float = 0.9  # final linear decay of the rate to zero, as a fraction of the run
     checkpoint_every: int = 600
+    tools: float = 0.0  # fraction of the short conversations that offer tools
     weights: Mapping[str, float] = field(default_factory=dict)  # by family; replace `Task.weight`
 
 
@@ -152,7 +153,7 @@ def _average_gradients(model: Llama) -> None:
 
 
 def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
-    maker = BatchMaker(tokenizer, f"{recipe.seed}:{recipe.course}", recipe.weights)
+    maker = BatchMaker(tokenizer, f"{recipe.seed}:{recipe.course}", recipe.weights, recipe.tools)
     for number in itertools.count(1):
         # The model first learns to copy within short rows, where steps are cheaper, and then over
         # long distances.

@@ -29,7 +29,7 @@ pipeline_tag: text-generation
 | parameters | {parameters:,} (float32, {megabytes:.1f} MB) |
 | tokenizer | byte-level BPE, {vocab} tokens, digits alone; any UTF-8 text has an encoding |
 | context | {context} positions; trained on rows of up to {long_length} tokens |
-| chat template | `<|begin|><|user|>...<|end|><|assistant|>...<|end|>`, `<|system|>` first if any |
+| chat template | `<|begin|><|user|>...<|end|><|assistant|>...<|end|>`, {template} |
 | licence | Apache-2.0 |
 
 ## Held-out exact match
@@ -39,22 +39,18 @@ puts it on one side of the split. Where the table says that the facts are known,
 wording: the facts are few and finite, and the model has seen each of them in another wording.
 `python -m training.evaluate {folder}` prints these numbers again.
 
-| family | what it asks | exact match | claimed |
-|---|---|--:|---|
 {rows}
 
 A family is claimed when at least {bound:.0%} of its held-out answers are right. What is not claimed
 is trained and measured all the same, and should not be relied upon.
-
+{tools}
 ## Training
 
 From scratch, on text that the script generates; nothing is downloaded.
 
 - command: `{command}`
-- seed {seed}, {steps:,} steps, {tokens:.1f} million tokens
-- {wall:,.0f} s wall clock and {cpu:,.0f} s of processor time in {processes} processes of one
-  thread each, the tests at the checkpoints included{note}
-
+- seed {seed}, {cost}
+{note}
 ## Limits
 
 It knows the families of questions in the table, in the wordings of `training/tasks`, and
@@ -62,10 +58,46 @@ nothing else: no facts about the world, no other languages, few other wordings. 
 and to test a serving system, and to answer in milliseconds on a CPU. Use it for nothing else.
 """
 
+_TOOL_TEMPLATE = "`<|system|>` with the tools first if any; calls as `hermes`"
+_COST = """\
+{steps:,} steps, {tokens:.1f} million tokens
+- {wall:,.0f} s wall clock and {cpu:,.0f} s of processor time in {processes} processes of one
+  thread each, the tests at the checkpoints included"""
+
+_TOOLS = """
+## Tools
+
+The model can call two tools: `calculator` with the parameter `expression`, and `lookup` with the
+parameter `key`. It calls the calculator for every sum, difference, product and quotient, and the
+look-up for the entry of a key. It answers other questions itself. If the tool that a question needs
+is missing, it answers that it does not know. It makes one call at a time, and repeats the result in
+a sentence.
+
+It has not learned to call tools with other names or parameters: expect no call, or a wrong one.
+Descriptions are free. Keys may be any strings, but it copies those best that look like the keys of
+`training/tasks/tools.py`: codes, names, numbers and words, of at most some 20 characters.
+
+The column "before" has the scores on the same questions before the course about tools.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The course about tools: its progress, and the scores before it."""
+
+    progress: Progress
+    before: tuple[Score, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Data of a finished training run for its model card."""
+    """Data of a finished training run for its model card.
+
+    Attributes:
+        progress: progress of all courses but the one about tools.
+        course: the course about tools, if the model had it.
+        note: further lines of the section about training.
+    """
 
     name: str
     about: str
@@ -75,6 +107,7 @@ class Run:
     scores: tuple[Score, ...]
     command: str = "make train-demo"
     note: str = ""
+    course: Course | None = None
 
 
 def write(folder: Path, run: Run) -> None:
@@ -90,16 +123,14 @@ def write(folder: Path, run: Run) -> None:
         context=shape.max_position_embeddings,
         long_length=LONG_LENGTH,
         folder=f"penstock/models/{run.name}",
-        rows="\n".join(_row(score) for score in run.scores),
+        template=_TOOL_TEMPLATE if run.course else "`<|system|>` first if any",
+        rows=_table(run),
+        tools=_TOOLS if run.course else "",
         bound=CLAIM_BOUND,
         command=run.command,
         seed=run.seed,
-        steps=run.progress.step,
-        tokens=run.progress.tokens / 1e6,
-        wall=run.progress.wall,
-        cpu=run.progress.cpu,
-        processes=ddp.NUM_PROCESSES,
-        note=run.note,
+        cost=_cost(run.progress),
+        note=_note(run),
     )
     (folder / "README.md").write_text(text)
 
@@ -112,7 +143,33 @@ def _architecture(shape: LlamaShape) -> str:
     )
 
 
-def _row(score: Score) -> str:
+def _cost(progress: Progress) -> str:
+    return _COST.format(
+        steps=progress.step,
+        tokens=progress.tokens / 1e6,
+        wall=progress.wall,
+        cpu=progress.cpu,
+        processes=ddp.NUM_PROCESSES,
+    )
+
+
+def _note(run: Run) -> str:
+    lines = [f"- the course about tools: {_cost(run.course.progress)}"] if run.course else []
+    return "".join(f"{line}\n" for line in (*lines, run.note) if line)
+
+
+def _table(run: Run) -> str:
+    """Return the table of scores; after a course about tools, with the scores before it."""
+    if run.course is None:
+        head = ["| family | what it asks | exact match | claimed |", "|---|---|--:|---|"]
+        return "\n".join([*head, *(_row(score, "") for score in run.scores)])
+    before = {score.family: f" {score.right}/{score.total} |" for score in run.course.before}
+    head = ["| family | what it asks | before | exact match | claimed |", "|---|---|--:|--:|---|"]
+    return "\n".join([*head, *(_row(each, before.get(each.family, " - |")) for each in run.scores)])
+
+
+def _row(score: Score, before: str) -> str:
     about = FAMILIES[score.family].about.rstrip(".")
     measured = f"{score.fraction:.1%} ({score.right}/{score.total})"
-    return f"| {score.family} | {about} | {measured} | {'yes' if score.is_claimed else 'no'} |"
+    claimed = "yes" if score.is_claimed else "no"
+    return f"| {score.family} | {about} |{before} {measured} | {claimed} |"

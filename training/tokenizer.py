@@ -42,14 +42,15 @@ def train(seed: int, num_examples: int = 40_000) -> Tokenizer:
 
 
 def _text(rng: Random, num_examples: int) -> Iterator[str]:
-    families = list(FAMILIES.values())
+    # Without the families with tools, whose course continues the training of existing weights.
+    families = [family for family in FAMILIES.values() if not family.tools]
     for _ in range(num_examples):
         example = rng.choice(families).training_example(rng)
         yield example.prompt
         yield example.answer
 
 
-def save(tokenizer: Tokenizer, folder: Path) -> None:
+def save(tokenizer: Tokenizer, folder: Path, template: str = chat.TEMPLATE) -> None:
     """Write the tokenizer in the format that `transformers.AutoTokenizer` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -62,6 +63,6 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": MAX_LENGTH,
-        "chat_template": chat.TEMPLATE,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

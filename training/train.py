@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from training import checkpoint, ddp, evaluate, model_card
+from training import chat, checkpoint, ddp, evaluate, model_card
 from training import tokenizer as tokenizers
 from training.curriculum import review_weights
 from training.evaluate import Answer
 from training.fit import LossOf, Progress, Recipe, answer_loss, distilled, fit
 from training.model import Llama, LlamaShape
+from training.tasks import FAMILIES
 
 MODELS = Path(__file__).resolve().parent.parent / "penstock" / "models"
 ABOUT_DEMO = (
@@ -29,6 +30,7 @@ ABOUT_DEMO = (
     "It answers a few generated families of questions, tells short stories, and says so when it "
     "does not know."
 )
+ABOUT_TOOLS = " It can call a calculator and a look-up."
 ABOUT_SMALL = (
     "The small sibling of Penstock's demo model: the same tokenizer, a fifth of the size, "
     "distilled from it. It drafts tokens for the demo model, and shows what a loss of quality "
@@ -63,7 +65,21 @@ _REVIEW = Recipe(
 )
 REVIEWS: tuple[Recipe, ...] = (replace(_REVIEW, course=1), replace(_REVIEW, course=2, minutes=10))
 SMALL_RECIPE = Recipe(steps=1400, minutes=8)
-MINUTES = sum(recipe.minutes for recipe in (DEMO_RECIPE, *REVIEWS, SMALL_RECIPE))
+# Conversations with tools are longer than others: they are about half of the tokens. The other half
+# repeats the other families, so that the model does not forget them.
+TOOLS_RECIPE = replace(
+    _REVIEW,
+    course=3,
+    steps=700,
+    minutes=12,
+    muon_rate=0.006,
+    adam_rate=0.0015,
+    rows=3,
+    length=512,
+    checkpoint_every=700,
+    tools=0.45,
+)
+MINUTES = sum(recipe.minutes for recipe in (DEMO_RECIPE, *REVIEWS, SMALL_RECIPE, TOOLS_RECIPE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +99,21 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Trains one model; rank 0 writes it to the model's folder."""
+    """Trains one model; rank 0 writes it to the model's folder.
+
+    Attributes:
+        tools: whether the model learns to call tools.
+    """
 
     name: str
     tokenizer: Tokenizer
     options: Options
+    tools: bool = False
+
+    @property
+    def families(self) -> list[str]:
+        """Names of the question families that the model learns."""
+        return [family.name for family in FAMILIES.values() if self.tools or not family.tools]
 
     @property
     def folder(self) -> Path:
@@ -102,22 +128,32 @@ class Maker:
         """Return an answer function that uses the last checkpoint; None on ranks other than 0."""
         return evaluate.transformers_answer(self.folder) if ddp.rank() == 0 else None
 
-    def report(self, model: Llama, about: str, progress: Progress) -> None:
-        """Print the scores on held-out questions; write them and the model card to the folder."""
+    def report(
+        self, model: Llama, about: str, progress: Progress, course: Progress | None = None
+    ) -> None:
+        """Print the scores on held-out questions; write them and the model card to the folder.
+
+        course: progress of the course about tools; the folder has the scores before it.
+        """
         answer = self.answer()
         if answer is None:
             return
         print(f"{self.name}: {model.num_parameters():,} parameters", flush=True)
-        scores = evaluate.measure(answer, self.options.questions)
+        before = evaluate.read_scores(self.folder) if course is not None else []
+        scores = evaluate.measure(answer, self.options.questions, families=self.families)
         print("\n".join(str(score) for score in scores), flush=True)
         evaluate.write_scores(scores, self.folder)
         run = model_card.Run(self.name, about, model, self.options.seed, progress, tuple(scores))
+        if course is not None:
+            run = replace(run, course=model_card.Course(course, tuple(before)))
         model_card.write(self.folder, run)
 
     def _keep(self, model: Llama, progress: Progress) -> None:
-        tokenizers.save(self.tokenizer, self.folder)
+        template = chat.TOOL_TEMPLATE if self.tools else chat.TEMPLATE
+        tokenizers.save(self.tokenizer, self.folder, template)
         checkpoint.save(model, self.folder)
-        scores = evaluate.measure(evaluate.transformers_answer(self.folder), 16)
+        answer = evaluate.transformers_answer(self.folder)
+        scores = evaluate.measure(answer, 16, families=self.families)
         print("  ".join(f"{score.family} {score.fraction:.0%}" for score in scores), flush=True)
 
 
@@ -125,8 +161,11 @@ def train(options: Options) -> None:
     """Train both models; runs in each process of the group."""
     _keep_freed_memory()
     tokenizer = _tokenizer(options)
-    teacher = _make_demo(Maker("demo", tokenizer, options))
-    _make_small(Maker("demo-small", tokenizer, options), teacher)
+    model, progress = _make_demo(Maker("demo", tokenizer, options))
+    if options.resume != "tools":
+        _make_small(Maker("demo-small", tokenizer, options), model)
+    if options.resume != "sibling":
+        _teach_tools(Maker("demo", tokenizer, options, tools=True), model, progress)
 
 
 def _tokenizer(options: Options) -> Tokenizer:
@@ -135,10 +174,10 @@ def _tokenizer(options: Options) -> Tokenizer:
     return tokenizers.train(options.seed)
 
 
-def _make_demo(maker: Maker) -> Llama:
+def _make_demo(maker: Maker) -> tuple[Llama, Progress]:
     torch.manual_seed(maker.options.seed)
-    if maker.options.resume == "sibling":
-        return checkpoint.load(maker.folder)
+    if maker.options.resume in ("sibling", "tools"):
+        return checkpoint.load(maker.folder), Progress()
     if maker.options.resume == "review":
         model, progress, reviews = checkpoint.load(maker.folder), Progress(), REVIEWS[-1:]
     else:
@@ -148,7 +187,7 @@ def _make_demo(maker: Maker) -> Llama:
         weights = review_weights(maker.answer())
         progress += maker.fit(model, replace(review, weights=weights), answer_loss)
     maker.report(model, ABOUT_DEMO, progress)
-    return model
+    return model, progress
 
 
 def _make_small(maker: Maker, teacher: Llama) -> None:
@@ -156,6 +195,15 @@ def _make_small(maker: Maker, teacher: Llama) -> None:
     model = Llama(SMALL)
     progress = maker.fit(model, SMALL_RECIPE, distilled(teacher))
     maker.report(model, ABOUT_SMALL, progress)
+
+
+def _teach_tools(maker: Maker, model: Llama, progress: Progress) -> None:
+    """Continue the training of the demo model with conversations that offer tools.
+
+    The small model is not taught: it is distilled before.
+    """
+    course = maker.fit(model, TOOLS_RECIPE, answer_loss)
+    maker.report(model, ABOUT_DEMO + ABOUT_TOOLS, progress, course)
 
 
 def main() -> None:
@@ -175,9 +223,10 @@ def _options() -> Options:
     )
     parser.add_argument(
         "--resume",
-        choices=("review", "sibling"),
+        choices=("review", "sibling", "tools"),
         default="",
-        help="continue from the existing demo model: with its last review or with its sibling",
+        help="continue from the existing demo model: with its last review, with its sibling, or "
+        "only with the course about tools",
     )
     parser.add_argument("--questions", type=int, default=200, help="held-out questions per family")
     return Options(**vars(parser.parse_args()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer
 
 from training import chat
 from training.data import PROMPT_WEIGHT, Batch, BatchMaker
+from training.tasks.tools import FORCED_STARTS
 from training.train import MODELS
 
 TOKENIZER = Tokenizer.from_file(str(MODELS / "demo" / "tokenizer.json"))
@@ -62,3 +64,23 @@ def test_the_start_of_a_conversation_has_no_loss_weight() -> None:
     batch = make_batch("short")
     begins = torch.eq(batch.targets, BEGIN)
     assert batch.weights[begins].sum() == 0
+
+
+def test_a_course_without_tools_has_no_conversation_with_tools() -> None:
+    texts = [TOKENIZER.decode(row) for row in make_batch("short").tokens.tolist()]
+    assert not any("Tools:" in text for text in texts)
+
+
+def test_the_forced_start_of_a_call_has_no_loss_weight() -> None:
+    maker = BatchMaker(TOKENIZER, seed="0", tools=1.0)
+    starts = [[ASSISTANT, *TOKENIZER.encode(start).ids] for start in FORCED_STARTS]
+    batches = [maker.short(8, 512) for _ in range(4)]
+    found = 0
+    for batch in batches:
+        for tokens, weights in zip(batch.targets.tolist(), batch.weights.tolist(), strict=True):
+            for at, start in itertools.product(range(512), starts):
+                if tokens[at : at + len(start)] == start and at + len(start) < 512:
+                    found += 1
+                    assert set(weights[at + 1 : at + len(start)]) == {0.0}
+                    assert weights[at + len(start)] > PROMPT_WEIGHT
+    assert found > 5

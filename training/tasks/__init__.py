@@ -4,7 +4,7 @@ To add a family, write a function `(Random) -> Example` with the decorator `@fam
 that is imported here.
 """
 
-from training.tasks import arithmetic, facts, lists, reading, smalltalk, stories
+from training.tasks import arithmetic, facts, lists, reading, smalltalk, stories, tools
 from training.tasks.base import (
     FAMILIES,
     Conversation,
@@ -31,4 +31,5 @@ __all__ = [
     "reading",
     "smalltalk",
     "stories",
+    "tools",
 ]

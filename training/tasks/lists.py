@@ -34,7 +34,7 @@ _COUNT = (
 )
 # Words that occur in only one kind of question, at one position, get similar embeddings, and the
 # model confuses them in its answers. Copying these words in other contexts prevents this.
-_COPIED = (*WORDS, *CITIES, *JOBS, *COLOURS, *NAMES)
+COPIED = (*WORDS, *CITIES, *JOBS, *COLOURS, *NAMES)
 _LARGEST = (
     "What is the {word} number in this list: {items}?",
     "Find the {word} of these numbers: {items}",
@@ -78,7 +78,7 @@ def copy(rng: Random) -> Example:
 def _piece(rng: Random) -> str:
     kind = rng.random()
     if kind < 0.6:
-        return rng.choice(_COPIED)
+        return rng.choice(COPIED)
     if kind < 0.8:
         return invented_name(rng)
     if kind < 0.9:

@@ -11,6 +11,7 @@ ABILITIES = (
     "I can add and subtract, sort and copy lists, find facts in a text, extract JSON, "
     "tell days and units, and tell short stories."
 )
+UNKNOWN = "I am only a small demo model and I do not know that. " + ABILITIES
 _OPEN = ("", "Hello! ", "Hi! ", "Good morning. ", "Please, ", "Sorry, ", "Hey, ", "So, ", "Okay, ")
 _CLOSE = ("", " Thanks.", " Please tell me.", " I am curious.")
 
@@ -49,7 +50,7 @@ _TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (("thank you", "thanks", "thanks a lot", "many thanks"), "You are welcome!"),
     (("goodbye", "bye", "see you later", "good night"), "Goodbye!"),
 )
-_UNKNOWN = (
+_QUESTIONS = (
     "What is the capital of {topic}?",
     "Who invented {topic}?",
     "Explain {topic} to me.",
@@ -87,5 +88,5 @@ def small_talk(rng: Random) -> Example:
 @family(weight=0.2)
 def unknown(rng: Random) -> Example:
     """Questions outside of the other families: the model says that it does not know."""
-    question = rng.choice(_UNKNOWN).format(topic=rng.choice(_TOPICS))
-    return Example(question, "I am only a small demo model and I do not know that. " + ABILITIES)
+    question = rng.choice(_QUESTIONS).format(topic=rng.choice(_TOPICS))
+    return Example(question, UNKNOWN)

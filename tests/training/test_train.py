@@ -1,0 +1,73 @@
+"""The courses of `make train-demo`: their limits, and the course about tools by itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.training.test_fit import TINY
+from training import checkpoint, evaluate, train
+from training.chat import TEMPLATE, TOOL_TEMPLATE
+from training.evaluate import Score
+from training.fit import Progress
+from training.model import Llama
+from training.train import MODELS, Maker, Options
+
+SCORES = [Score("addition", 19, 20)]
+RECIPES = (train.DEMO_RECIPE, *train.REVIEWS, train.TOOLS_RECIPE)
+
+
+def test_all_courses_together_are_limited_to_70_minutes() -> None:
+    assert sum(recipe.minutes for recipe in (*RECIPES, train.SMALL_RECIPE)) == train.MINUTES <= 70
+
+
+def test_every_course_has_other_random_examples() -> None:
+    assert len({recipe.course for recipe in RECIPES}) == len(RECIPES)
+
+
+@pytest.fixture
+def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
+    """Return the maker of a tiny model that had the other courses; its scores are not measured."""
+    def measure(answer: object, count: int, **rest: Any) -> list[Score]:
+        return [*SCORES, *([Score("lookup", 9, 10)] if "lookup" in rest["families"] else [])]
+
+    monkeypatch.setattr(evaluate, "measure", measure)
+    monkeypatch.setattr(train, "TOOLS_RECIPE", replace(train.TOOLS_RECIPE, steps=2, rows=1))
+    tokenizer = Tokenizer.from_file(str(MODELS / "demo" / "tokenizer.json"))
+    maker = Maker("demo", tokenizer, Options(tmp_path, 0, train.MINUTES, 20, "tools"))
+    maker._keep(Llama(TINY), Progress())
+    evaluate.write_scores(SCORES, maker.folder)
+    assert template_of(maker) == TEMPLATE
+    return replace(maker, tools=True)
+
+
+def template_of(maker: Maker) -> str:
+    """Return the chat template in the model's folder."""
+    config = json.loads((maker.folder / "tokenizer_config.json").read_text())
+    return str(config["chat_template"])
+
+
+def test_course_about_tools_continues_the_model_and_changes_its_template(maker: Maker) -> None:
+    model, progress = train._make_demo(maker)
+    before = model.embed_tokens.weight.detach().clone()
+    train._teach_tools(maker, model, progress)
+    after = checkpoint.load(maker.folder).embed_tokens.weight
+    assert 0 < (after - before).abs().max() < 0.01
+    assert template_of(maker) == TOOL_TEMPLATE
+    assert [score.family for score in evaluate.read_scores(maker.folder)] == ["addition", "lookup"]
+    card = (maker.folder / "README.md").read_text()
+    assert "| 19/20 | 95.0% (19/20) | yes |" in card
+    assert "about tools: 2 steps" in card
+    assert "a look-up" in card
+
+
+def test_small_model_does_not_learn_tools(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(MODELS / "demo" / "tokenizer.json"))
+    maker = Maker("demo-small", tokenizer, Options(tmp_path, 0, train.MINUTES, 20, ""))
+    assert not {"calculator", "lookup", "tool_result", "no_tool"} & set(maker.families)
+    assert {"calculator", "lookup"} < set(replace(maker, tools=True).families)
