@@ -104,6 +104,19 @@ def test_without_a_fitting_tool_the_answer_is_direct_or_unknown() -> None:
             assert not has(example.tools, CALCULATOR)
 
 
+def test_direct_answer_is_judged_by_the_family_of_its_question() -> None:
+    family = FAMILIES["no_tool"]
+    examples = family.held_out(200)
+    story = next(example for example in examples if example.split == "story")
+    names = ("oak", "willow", "pine", "bridge", "wall")
+    tree = next(name for name in names if name in story.answer)
+    other = story.answer.replace(tree, next(name for name in names if name != tree))
+    assert family.accepts(story, other)
+    assert not family.accepts(story, other.replace("best", "worst") + " The end.")
+    unknown = next(example for example in examples if example.answer == UNKNOWN)
+    assert not family.accepts(unknown, "5")
+
+
 def test_questions_are_held_out_together_with_those_of_their_own_family() -> None:
     for name in ("no_tool", "tool_result"):
         for example in FAMILIES[name].held_out(60):

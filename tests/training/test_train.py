@@ -33,6 +33,7 @@ def test_every_course_has_other_random_examples() -> None:
 @pytest.fixture
 def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
     """Return the maker of a tiny model that had the other courses; its scores are not measured."""
+
     def measure(answer: object, count: int, **rest: Any) -> list[Score]:
         return [*SCORES, *([Score("lookup", 9, 10)] if "lookup" in rest["families"] else [])]
 

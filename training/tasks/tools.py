@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from random import Random
 
-from training.tasks.base import FAMILIES, Conversation, Example, Message, Tool, ToolCall, family
+from training.tasks.base import (
+    FAMILIES,
+    Conversation,
+    Example,
+    Message,
+    Tool,
+    ToolCall,
+    exact,
+    family,
+)
 from training.tasks.lists import COPIED
 from training.tasks.offers import CALCULATOR, EXPRESSION, KEY, LOOKUP, has, offer
 from training.tasks.smalltalk import UNKNOWN
@@ -234,7 +243,13 @@ def tool_result(rng: Random) -> Example:
     return ROUNDS[name](rng, _offer_with(rng, name)).answer
 
 
-@family(weight=1.2, tools=True)
+def is_direct_answer(example: Example, text: str) -> bool:
+    """Return True if the family of the question accepts the answer."""
+    own = FAMILIES[example.split]
+    return exact(example, text) if own.tools else own.accepts(example, text)
+
+
+@family(weight=1.2, accepts=is_direct_answer, tools=True)
 def no_tool(rng: Random) -> Example:
     """Questions of all families that no offered tool fits: answered without a call, or unknown."""
     return direct(rng, offer(rng))
