@@ -74,8 +74,9 @@ is missing, it answers that it does not know. It makes one call at a time, and r
 a sentence.
 
 It has not learned to call tools with other names or parameters: expect no call, or a wrong one.
-Descriptions are free. Keys may be any strings, but it copies those best that look like the keys of
-`training/tasks/tools.py`: codes, names, numbers and words, of at most some 20 characters.
+Descriptions are free. It copies keys and results that look like those of `training/tasks/tools.py`:
+codes, names, numbers and the words of its lists. Other words, such as "shipped", often come out
+wrong.
 
 The column "before" has the scores on the same questions before the course about tools.
 """

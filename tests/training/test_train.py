@@ -16,14 +16,22 @@ from training.chat import TEMPLATE, TOOL_TEMPLATE
 from training.evaluate import Score
 from training.fit import Progress
 from training.model import Llama
+from training.tasks import FAMILIES
 from training.train import MODELS, Maker, Options
 
 SCORES = [Score("addition", 19, 20)]
-RECIPES = (train.DEMO_RECIPE, *train.REVIEWS, train.TOOLS_RECIPE)
+RECIPES = (train.DEMO_RECIPE, *train.REVIEWS, *train.TOOL_RECIPES)
 
 
 def test_all_courses_together_are_limited_to_70_minutes() -> None:
-    assert sum(recipe.minutes for recipe in (*RECIPES, train.SMALL_RECIPE)) == train.MINUTES <= 70
+    assert sum(recipe.minutes for recipe in (*RECIPES, train.SMALL_RECIPE)) == pytest.approx(
+        train.MINUTES
+    )
+    assert train.MINUTES <= 70
+
+
+def test_weights_of_courses_are_those_of_families() -> None:
+    assert all(set(recipe.weights) <= set(FAMILIES) for recipe in RECIPES)
 
 
 def test_every_course_has_other_random_examples() -> None:
@@ -38,7 +46,8 @@ def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
         return [*SCORES, *([Score("lookup", 9, 10)] if "lookup" in rest["families"] else [])]
 
     monkeypatch.setattr(evaluate, "measure", measure)
-    monkeypatch.setattr(train, "TOOLS_RECIPE", replace(train.TOOLS_RECIPE, steps=2, rows=1))
+    short = tuple(replace(recipe, steps=2, rows=1) for recipe in train.TOOL_RECIPES)
+    monkeypatch.setattr(train, "TOOL_RECIPES", short)
     tokenizer = Tokenizer.from_file(str(MODELS / "demo" / "tokenizer.json"))
     maker = Maker("demo", tokenizer, Options(tmp_path, 0, train.MINUTES, 20, "tools"))
     maker._keep(Llama(TINY), Progress())
@@ -63,7 +72,7 @@ def test_course_about_tools_continues_the_model_and_changes_its_template(maker: 
     assert [score.family for score in evaluate.read_scores(maker.folder)] == ["addition", "lookup"]
     card = (maker.folder / "README.md").read_text()
     assert "| 19/20 | 95.0% (19/20) | yes |" in card
-    assert "about tools: 2 steps" in card
+    assert "about tools: 6 steps" in card
     assert "a look-up" in card
 
 
