@@ -75,8 +75,7 @@ a sentence.
 
 It has not learned to call tools with other names or parameters: expect no call, or a wrong one.
 Descriptions are free. It copies keys and results that look like those of `training/tasks/tools.py`:
-codes, names, numbers and the words of its lists. Other words, such as "shipped", often come out
-wrong.
+codes, names, numbers and the words of its lists. Other words often come out wrong.
 
 The column "before" has the scores on the same questions before the course about tools.
 """

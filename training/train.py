@@ -8,7 +8,9 @@ so the last one remains usable if the run is interrupted.
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -114,6 +116,9 @@ TOOL_RECIPES: tuple[Recipe, ...] = (
         weights={**_REPAIR.weights, "subtraction": 3.3, "sort_words": 3.0, "copy": 2.0},
     ),
 )
+# The model is the mean of the weights after the last parts, which answers more of both kinds of
+# questions than either.
+NUM_AVERAGED = 2
 MINUTES = sum(recipe.minutes for recipe in (DEMO_RECIPE, *REVIEWS, SMALL_RECIPE, *TOOL_RECIPES))
 
 
@@ -238,9 +243,23 @@ def _teach_tools(maker: Maker, model: Llama, progress: Progress) -> None:
     The small model is not taught: it is distilled before.
     """
     course = Progress()
+    ends: list[Llama] = []
     for recipe in TOOL_RECIPES:
         course += maker.fit(model, recipe, answer_loss)
+        ends.append(copy.deepcopy(model))
+    average_(model, ends[-NUM_AVERAGED:])
+    if ddp.rank() == 0:
+        checkpoint.save(model, maker.folder)
     maker.report(model, ABOUT_DEMO + ABOUT_TOOLS, progress, course)
+
+
+@torch.no_grad()
+def average_(model: Llama, others: Sequence[Llama]) -> None:
+    """Set the weights of `model` to the mean of those of `others`."""
+    for weight, *given in zip(
+        model.parameters(), *(other.parameters() for other in others), strict=True
+    ):
+        weight.copy_(torch.stack(given).mean(0))
 
 
 def main() -> None:

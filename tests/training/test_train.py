@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from tests.training.test_fit import TINY
@@ -81,3 +82,10 @@ def test_small_model_does_not_learn_tools(tmp_path: Path) -> None:
     maker = Maker("demo-small", tokenizer, Options(tmp_path, 0, train.MINUTES, 20, ""))
     assert not {"calculator", "lookup", "tool_result", "no_tool"} & set(maker.families)
     assert {"calculator", "lookup"} < set(replace(maker, tools=True).families)
+
+
+def test_average_is_the_mean_of_the_weights() -> None:
+    first, second, mean = Llama(TINY), Llama(TINY), Llama(TINY)
+    train.average_(mean, [first, second])
+    for a, b, c in zip(first.parameters(), second.parameters(), mean.parameters(), strict=True):
+        assert torch.allclose((a + b) / 2, c)
