@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from training import chat
+from training.tasks import Message, Tool, ToolCall
 from training.train import MODELS
 
 SHIPPED = Tokenizer.from_file(str(MODELS / "demo" / "tokenizer.json"))
@@ -46,14 +47,59 @@ def test_both_models_have_the_same_tokenizer() -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
+CALCULATOR: Tool = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluates an arithmetic expression.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+BARE: Tool = {"type": "function", "function": {"name": "get_time"}}
+UNTYPED: Tool = {
+    "type": "function",
+    "function": {"name": "find", "parameters": {"properties": {"a": {}, "b": {"type": "number"}}}},
+}
+CALL = ToolCall("calculator", {"expression": '12 * "é"'}, "408 <|end|>")
+SYSTEM: Message = {"role": "system", "content": "Answer briefly."}
+CHAT: list[Message] = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "What is 1 + 1?"},
+    *CALL.messages(),
+]
+
+
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_the_chat_template_matches_the_training_format(add_generation_prompt: bool) -> None:
-    messages = [
-        {"role": "system", "content": "Answer briefly."},
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "Hello!"},
-        {"role": "user", "content": "What is 1 + 1?"},
-    ]
+@pytest.mark.parametrize("tools", [(), (CALCULATOR,), (BARE, UNTYPED, CALCULATOR)])
+@pytest.mark.parametrize("messages", [CHAT, [SYSTEM, *CHAT], [SYSTEM]])
+def test_the_chat_template_matches_the_training_format(
+    messages: list[Message], tools: tuple[Tool, ...], add_generation_prompt: bool
+) -> None:
     apply: Callable[..., str] = AutoTokenizer.from_pretrained(MODELS / "demo").apply_chat_template
-    text = apply(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    assert text == chat.render(messages, add_generation_prompt=add_generation_prompt)
+    text = apply(messages, list(tools), tokenize=False, add_generation_prompt=add_generation_prompt)
+    assert text == chat.render(messages, tools, add_generation_prompt=add_generation_prompt)
+
+
+def test_the_small_models_template_matches_the_training_format() -> None:
+    messages = [SYSTEM, *CHAT[:3]]
+    apply: Callable[..., str] = AutoTokenizer.from_pretrained(
+        MODELS / "demo-small"
+    ).apply_chat_template
+    text = apply(messages, tokenize=False, add_generation_prompt=True)
+    assert text == chat.render(messages, add_generation_prompt=True)
+
+
+def test_a_call_written_by_the_model_equals_the_call_in_the_history() -> None:
+    [call, _] = CALL.messages()
+    assert chat.render([call]) == f"{chat.BEGIN}{chat.ASSISTANT}{CALL.text()}{chat.END}"
+
+
+def test_tools_are_listed_with_parameters_and_description() -> None:
+    text = chat.render([SYSTEM], (CALCULATOR, BARE, UNTYPED))
+    assert text == (
+        "<|begin|><|system|>Answer briefly.\nTools:\n"
+        "calculator(expression: string): Evaluates an arithmetic expression.\n"
+        "get_time()\n"
+        "find(a, b: number)<|end|>"
+    )
