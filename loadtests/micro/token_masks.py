@@ -1,11 +1,11 @@
 """Measures the filling of token masks for large vocabularies, and its cost for other streams.
 
-`python -m penstock.loadtests.micro.token_masks` makes byte-level vocabularies of random words. It
-follows random answers of some JSON Schemas and measures the processor time of the thread that fills
-the masks. Then it decodes with the bundled model, alternately without constraints and with
-constraints on half of the sequences. It compares the processor time per token. Finally it generates
-answers of a schema, alternately with forced tokens one at a time and several in a step. It compares
-steps and processor time.
+`python -m penstock.loadtests.micro.token_masks` makes byte-level vocabularies of random words, and
+takes those of `--ranks`. It follows random answers of some JSON Schemas and measures the processor
+time of the thread that fills the masks. Then it decodes with the bundled model, alternately without
+constraints and with constraints on half of the sequences. It compares the processor time per token.
+Finally it generates answers of a schema, alternately with forced tokens one at a time and several
+in a step. It compares steps and processor time.
 """
 
 import json
@@ -13,6 +13,7 @@ import random
 import sys
 import tempfile
 import time
+from base64 import b64decode
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -85,6 +86,7 @@ class Load:
     concurrency: int = option(16, "sequences that decode together")
     output_len: int = option(64, "tokens of each sequence")
     rounds: int = option(5, "runs of each mode")
+    ranks: tuple[str, ...] = option((), "files of js-tiktoken (dist/ranks/*.cjs): vocabularies")
 
 
 def write_vocabulary(folder: Path, size: int, seed: int = 0) -> None:
@@ -96,6 +98,31 @@ def write_vocabulary(folder: Path, size: int, seed: int = 0) -> None:
         vocab.setdefault(piece, len(vocab))
         if len(vocab) == size - 1:
             break
+    _write(folder, vocab)
+
+
+def write_ranks(folder: Path, file: Path) -> int:
+    """Write a byte-level tokenizer with the tokens of a file of js-tiktoken; return its size.
+
+    The file assigns a JSON object. Each line of its `bpe_ranks` has a sign, the first rank, and the
+    tokens from this rank on in base64.
+    """
+    text = file.read_text()
+    ranks = json.JSONDecoder().raw_decode(text, text.index("{"))[0]["bpe_ranks"]
+    chars = {byte: char for char, byte in byte_alphabet().items()}
+    vocab: dict[str, int] = {}
+    for line in ranks.splitlines():
+        _, first, *tokens = line.split(" ")
+        for rank, token in enumerate(tokens, int(first)):
+            vocab["".join(chars[byte] for byte in b64decode(token))] = rank
+    if sorted(vocab.values()) != list(range(len(vocab))):
+        raise ValueError(f"{file}: expected the ranks 0 to {len(vocab) - 1}")
+    _write(folder, vocab)
+    return len(vocab) + 1
+
+
+def _write(folder: Path, vocab: dict[str, int]) -> None:
+    """Write a tokenizer with the tokens of `vocab` and an end token."""
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -134,27 +161,38 @@ def fill_times(vocabulary: GrammarVocabulary, schema: dict[str, Any], load: Load
 
 
 def measure_fills(load: Load, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return, for each vocabulary size, the times to build it, to compile and to fill."""
+    """Return the figures of each vocabulary: random words of these sizes, then `load.ranks`."""
     found: dict[str, Any] = {}
-    for size in sizes:
-        with tempfile.TemporaryDirectory() as name:
-            write_vocabulary(Path(name), size)
-            tokenizer = ModelTokenizer(Path(name))
-        began = time.thread_time()
-        vocabulary = GrammarVocabulary(tokenizer, size, [size - 1])
-        built, began = time.thread_time() - began, time.thread_time()
-        vocabulary.compile(json_schema(SCHEMAS[1]))
-        compiled = time.thread_time() - began
-        times = np.concatenate([fill_times(vocabulary, schema, load) for schema in SCHEMAS]) * 1e6
-        found[str(size)] = {
-            "vocabulary_s": built,
-            "compile_ms": compiled * 1e3,
-            "masks": len(times),
-            "fill_p50_us": float(np.percentile(times, 50)),
-            "fill_p99_us": float(np.percentile(times, 99)),
-        }
-        print(f"{size} tokens: {json.dumps(found[str(size)])}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for size in sizes:
+            write_vocabulary(folder, size)
+            found[str(size)] = _fill_figures(load, folder, size)
+        for file in map(Path, load.ranks):
+            size = write_ranks(folder, file)
+            found[file.stem] = _fill_figures(load, folder, size)
+    for key, figures in found.items():
+        print(f"{key}: {json.dumps(figures)}")
     return found
+
+
+def _fill_figures(load: Load, folder: Path, size: int) -> dict[str, Any]:
+    """Return the times to build a vocabulary, to compile a schema and to fill masks."""
+    tokenizer = ModelTokenizer(folder)
+    began = time.thread_time()
+    vocabulary = GrammarVocabulary(tokenizer, size, [size - 1])
+    built, began = time.thread_time() - began, time.thread_time()
+    vocabulary.compile(json_schema(SCHEMAS[1]))
+    compiled = time.thread_time() - began
+    times = np.concatenate([fill_times(vocabulary, schema, load) for schema in SCHEMAS]) * 1e6
+    return {
+        "tokens": size,
+        "vocabulary_s": built,
+        "compile_ms": compiled * 1e3,
+        "masks": len(times),
+        "fill_p50_us": float(np.percentile(times, 50)),
+        "fill_p99_us": float(np.percentile(times, 99)),
+    }
 
 
 def measure_others(setup: Setup, load: Load) -> dict[str, Any]:

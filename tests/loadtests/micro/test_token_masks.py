@@ -1,5 +1,7 @@
 """The benchmark of token masks: its vocabulary, and its figures with small sizes."""
 
+import json
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from penstock.loadtests.micro.token_masks import (
     Load,
     measure_fills,
     measure_others,
+    write_ranks,
     write_vocabulary,
 )
 
@@ -29,6 +32,19 @@ def test_figures_are_of_masks_that_were_filled() -> None:
     found = measure_fills(SMALL, (3000,))["3000"]
     assert 20 < found["masks"] <= 40
     assert 0 < found["fill_p50_us"] <= found["fill_p99_us"]
+
+
+def test_vocabulary_has_the_tokens_of_a_rank_file(tmp_path: Path) -> None:
+    tokens = [bytes([value]) for value in range(256)] + [b" the", b"\xff\x00"]
+    lines = [
+        " ".join(["!", str(first), *(b64encode(each).decode() for each in part)])
+        for first, part in ((0, tokens[:200]), (200, tokens[200:]))
+    ]
+    file = tmp_path / "small.cjs"
+    file.write_text(f"module.exports = {json.dumps({'bpe_ranks': chr(10).join(lines)})};")
+    assert write_ranks(tmp_path, file) == len(tokens) + 1
+    tokenizer = ModelTokenizer(tmp_path)
+    assert [tokenizer.token_bytes.bytes_of(rank) for rank in range(len(tokens))] == tokens
 
 
 def test_both_modes_are_measured() -> None:
