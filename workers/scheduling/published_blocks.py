@@ -122,6 +122,8 @@ class PublishedBlocks:
         if block in self._hash_of or longest == len(tokens):
             return
         digest = block_hash(parent, tokens)
+        if digest in self._block_of:
+            return  # its block is not among the newest, to which `longest_common` compares
         self._add(block, digest)
         self._contents.add(digest, parent, tokens.tobytes())
         self._partial.add(digest)

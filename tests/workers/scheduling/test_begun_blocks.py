@@ -6,6 +6,7 @@ The rest of the block may hold other tokens, or none.
 import pytest
 
 from penstock.loadtests.simulator.model.hash_model import HashModel
+from penstock.workers.scheduling.block_contents import MAX_COMPARED
 from penstock.workers.scheduling.cache_report import CacheReporter
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import Admitted, Ints
@@ -136,6 +137,15 @@ def test_partly_filled_blocks_are_not_reported_to_routers() -> None:
     served(bench, "after", [5, 6, 7], 1)
     bench.batcher.pool.take(bench.batcher.pool.num_available, State.USED)  # evicts all
     assert reporter.report() is None
+
+
+def test_prompt_that_returns_after_many_similar_ones_is_published_once() -> None:
+    bench = Bench()
+    for number, last in enumerate([0, *range(1, MAX_COMPARED + 1), 0]):
+        served(bench, f"request {number}", [1, last], 1)
+    bench.batcher.check()
+    assert bench.batcher.load().cached_blocks == MAX_COMPARED + 1
+    bench.batcher.pool.take(bench.batcher.pool.num_available, State.USED)  # evicts all
 
 
 def test_failed_sequence_leaves_no_partly_filled_block() -> None:
