@@ -12,6 +12,7 @@ from penstock.common.gguf.checkpoint import is_gguf, open_gguf
 from penstock.kernels.cpu_common.cpu_features import has_amx
 from penstock.kernels.kv_cache.format import KvCacheFormat
 from penstock.workers.models.protocols import ModelInfo
+from penstock.workers.parallel.mesh import Mesh
 
 KV_TRANSFER_VERSION = 2  # increased when the meaning of transferred blocks changes
 
@@ -61,8 +62,8 @@ def layout_of(
     """Return the layout string of a worker's KV; only workers with equal strings exchange blocks.
 
     The workers may differ in their number of ranks and in their block size. In deterministic mode
-    the block size and the kind of device must be the same: a worker may only continue from KV that
-    has the bits that it would compute itself.
+    the mesh, the block size and the kind of device must be the same: a worker may only continue
+    from KV that has the bits that it would compute itself.
 
     Args:
         model: Result of `model_fingerprint`.
@@ -80,11 +81,13 @@ def layout_of(
     return f"{digest} {form.name}"
 
 
-def numerics_of(block_size: int, device: torch.device) -> str:
+def numerics_of(block_size: int, device: torch.device, mesh: Mesh) -> str:
     """Return a description of all properties of a worker on which the bits of its KV depend."""
+    # Ranks divide sums, so that the bits depend on their number.
+    given = f"{block_size} {mesh}"
     if device.type == "cuda":
-        return f"{block_size} {torch.cuda.get_device_name(device)}"
-    return f"{block_size} {torch.backends.cpu.get_cpu_capability()} {'AMX' if has_amx() else ''}"
+        return f"{given} {torch.cuda.get_device_name(device)}"
+    return f"{given} {torch.backends.cpu.get_cpu_capability()} {'AMX' if has_amx() else ''}"
 
 
 def layout_mismatch(theirs: str, ours: str) -> str:
@@ -99,5 +102,5 @@ def layout_mismatch(theirs: str, ours: str) -> str:
         )
     return (
         "the layouts differ: use the same model, dtype and quantization for both workers, and in "
-        "deterministic mode the same block size and the same kind of GPU or CPU"
+        "deterministic mode the same tp, pp, ep and block size and the same kind of GPU or CPU"
     )

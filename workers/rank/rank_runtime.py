@@ -99,7 +99,8 @@ class RankRuntime:
         """Return the layout string of the worker's KV; `model` is the model's fingerprint."""
         forms, numerics = (self.decoder.dtype, self.cache.form), ""
         if self.config.deterministic:
-            numerics = numerics_of(self.limits.block_size, self.decoder.device)
+            mesh = self.config.coord.mesh
+            numerics = numerics_of(self.limits.block_size, self.decoder.device, mesh)
         methods = self.decoder.linear_methods if isinstance(self.decoder, Decoder) else "float"
         return layout_of(model, self.spec, *forms, numerics, methods)
 

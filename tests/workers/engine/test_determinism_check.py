@@ -24,6 +24,7 @@ from penstock.workers.engine.determinism_check import check_batch_invariance
 from penstock.workers.engine.engine import Engine
 from penstock.workers.layers import packing
 from penstock.workers.models.config import UnsupportedModel
+from penstock.workers.parallel.mesh import Mesh
 from penstock.workers.rank import fingerprint
 from penstock.workers.rank.fingerprint import layout_of, numerics_of
 from penstock.workers.service.grpc_service import serve_worker
@@ -293,18 +294,19 @@ def test_transformers_backend_is_refused(tmp_path: Path) -> None:
         make_engine(tmp_path)
 
 
-def test_layout_depends_on_deterministic_mode_block_size_and_cpu(
+def test_layout_depends_on_deterministic_mode_block_size_mesh_and_cpu(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form, cpu = FORMATS["float32"], torch.device("cpu")
     given = (engine.model, engine.spec, torch.float32, form)
-    assert engine.layout == layout_of(*given, numerics_of(BLOCK_SIZE, cpu))
-    others = [layout_of(*given), layout_of(*given, numerics_of(1, cpu))]
+    assert engine.layout == layout_of(*given, numerics_of(BLOCK_SIZE, cpu, Mesh()))
+    others = [layout_of(*given), layout_of(*given, numerics_of(1, cpu, Mesh()))]
+    others.append(layout_of(*given, numerics_of(BLOCK_SIZE, cpu, Mesh(tp=2))))
     monkeypatch.setattr(fingerprint, "has_amx", lambda: not has_amx())
-    others.append(layout_of(*given, numerics_of(BLOCK_SIZE, cpu)))
+    others.append(layout_of(*given, numerics_of(BLOCK_SIZE, cpu, Mesh())))
     monkeypatch.undo()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
-    others.append(layout_of(*given, numerics_of(BLOCK_SIZE, cpu)))
+    others.append(layout_of(*given, numerics_of(BLOCK_SIZE, cpu, Mesh())))
     monkeypatch.undo()
-    others.append(layout_of(*given, numerics_of(BLOCK_SIZE, cpu), "int8"))
+    others.append(layout_of(*given, numerics_of(BLOCK_SIZE, cpu, Mesh()), "int8"))
     assert engine.layout not in others
