@@ -14,7 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor
 
-from penstock.common.grammar.matcher import CompiledGrammar, Words, fill_masks, num_words
+from penstock.common.grammar.matcher import (
+    BITS,
+    CompiledGrammar,
+    Words,
+    fill_masks,
+    num_words,
+)
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.sampling.mask_processors import (
     GrammarMask,
@@ -195,6 +201,10 @@ class TokenMasks:
             self._executor = LLExecutor(min(MAX_THREADS, max((os.cpu_count() or 2) // 2, 1)))
         filled = np.empty((len(masks), self._num_words), np.int32)
         fill_masks([mask.matcher for mask in masks], filled, self._executor)
+        # A tokenizer may have more tokens than the model: these can neither be drawn nor forced.
+        word, bit = divmod(self._vocab_size, BITS)
+        filled[:, word : word + 1] &= (1 << bit) - 1
+        filled[:, word + 1 :] = 0
         for mask, words in zip(masks, filled, strict=True):
             mask.keep(words)
 

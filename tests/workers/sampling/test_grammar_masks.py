@@ -78,6 +78,14 @@ def test_answer_may_take_fewer_tokens_than_are_forced() -> None:
     assert tokens_of(step_masks(masks, whole[:6])) == [END]
 
 
+def test_tokens_that_the_model_lacks_are_not_forced() -> None:
+    masks = TokenMasks(1, ord("c"))
+    masks.admit(0, PARAMS, grammars().compile(choice(["abcd"])))
+    assert step_masks(masks, []).forced == {0: [ord("b")]}
+    assert tokens_of(step_masks(masks, [*b"a"])) == [ord("b")]
+    assert tokens_of(step_masks(masks, [*b"ab"])) == []
+
+
 def test_only_token_is_found_in_every_word() -> None:
     for token in (0, 31, 32, 95):
         words = np.zeros(3, np.int32)
