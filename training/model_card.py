@@ -27,7 +27,7 @@ pipeline_tag: text-generation
 |---|---|
 | architecture | {architecture} |
 | parameters | {parameters:,} (float32, {megabytes:.1f} MB) |
-| tokenizer | byte-level BPE, {vocab} tokens, digits alone; any UTF-8 text has an encoding |
+| tokenizer | byte-level BPE, {vocab} tokens, one token per digit; any UTF-8 text has an encoding |
 | context | {context} positions; trained on rows of up to {long_length} tokens |
 | chat template | `<|begin|><|user|>...<|end|><|assistant|>...<|end|>`, {template} |
 | licence | Apache-2.0 |
@@ -37,12 +37,12 @@ pipeline_tag: text-generation
 Greedy answers to questions that do not occur in the training text: a keyed hash of each problem
 puts it on one side of the split. Where the table says that the facts are known, the problem is the
 wording: the facts are few and finite, and the model has seen each of them in another wording.
-`python -m training.evaluate {folder}` prints these numbers again.
+`python -m training.evaluate {folder}` measures these numbers again.
 
 {rows}
 
-A family is claimed when at least {bound:.0%} of its held-out answers are right. What is not claimed
-is trained and measured all the same, and should not be relied upon.
+A family is claimed when at least {bound:.0%} of its held-out answers are right. Families
+that are not claimed are trained and measured too, but should not be relied upon.
 {tools}
 ## Training
 
@@ -62,7 +62,7 @@ _TOOL_TEMPLATE = "`<|system|>` with the tools first if any; calls as `hermes`"
 _COST = """\
 {steps:,} steps, {tokens:.1f} million tokens
 - {wall:,.0f} s wall clock and {cpu:,.0f} s of processor time in {processes} processes of one
-  thread each, the tests at the checkpoints included"""
+  thread each, including the tests at checkpoints"""
 
 _TOOLS = """
 ## Tools
@@ -74,10 +74,11 @@ is missing, it answers that it does not know. It makes one call at a time, and r
 a sentence.
 
 It has not learned to call tools with other names or parameters: expect no call, or a wrong one.
-Descriptions are free. It copies keys and results that look like those of `training/tasks/tools.py`:
-codes, names, numbers and the words of its lists. Other words often come out wrong.
+Descriptions may have any text. It copies keys and results that look like those of
+`training/tasks/tools.py`: codes, names, numbers and the words of its lists. Other words often come
+out wrong.
 
-The column "before" has the scores on the same questions before the course about tools.
+The column "before" has the scores on the same questions before the training course about tools.
 """
 
 

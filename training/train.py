@@ -28,7 +28,7 @@ from training.tasks import FAMILIES
 
 MODELS = Path(__file__).resolve().parent.parent / "penstock" / "models"
 ABOUT_DEMO = (
-    "A very small chat model that ships with Penstock, so that there is something to serve. "
+    "A very small chat model that ships with Penstock, so that a first server needs no download. "
     "It answers a few generated families of questions, tells short stories, and says so when it "
     "does not know."
 )
@@ -116,8 +116,8 @@ TOOL_RECIPES: tuple[Recipe, ...] = (
         weights={**_REPAIR.weights, "subtraction": 3.3, "sort_words": 3.0, "copy": 2.0},
     ),
 )
-# The model is the mean of the weights after the last parts, which answers more of both kinds of
-# questions than either.
+# The model is the mean of the weights after the last two parts. It answers more questions, with and
+# without tools, than the weights of either part.
 NUM_AVERAGED = 2
 MINUTES = sum(recipe.minutes for recipe in (DEMO_RECIPE, *REVIEWS, SMALL_RECIPE, *TOOL_RECIPES))
 

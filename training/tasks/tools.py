@@ -251,7 +251,7 @@ def is_direct_answer(example: Example, text: str) -> bool:
 
 @family(weight=1.2, accepts=is_direct_answer, tools=True)
 def no_tool(rng: Random) -> Example:
-    """Questions of all families that no offered tool fits: answered without a call, or unknown."""
+    """Questions of all families that no offered tool fits: no call, and perhaps no known answer."""
     return direct(rng, offer(rng))
 
 
