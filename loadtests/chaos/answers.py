@@ -197,7 +197,7 @@ def _without_ids(choice: Choice) -> Sequence[tuple[int, str, str]]:
 
 
 def form_errors(request: ChaosRequest, choice: Choice) -> Iterator[str]:
-    """Yield a message for each part of a complete constrained answer that has another form."""
+    """Yield a message for each part of a complete constrained answer that violates its form."""
     if choice.finish not in COMPLETE:
         return
     if "regex" in request.sampling:

@@ -196,10 +196,10 @@ def _fill_figures(load: Load, folder: Path, size: int) -> dict[str, Any]:
 
 
 def measure_others(setup: Setup, load: Load) -> dict[str, Any]:
-    """Return the processor time per token without constraints, and with them on half the batch.
+    """Return the CPU time per token: without constraints, and with half of the batch constrained.
 
-    The time of the threads that fill masks is returned separately, as `masks_us`: `ratio` is the
-    effect on all the rest of a step.
+    The time of the threads that fill masks is returned separately, as `masks_us`; `ratio` does not
+    include it.
     """
     engine = Engine(WorkerConfig("masks", setup.model_folder, threads=setup.threads))
     engine.warm_up()

@@ -150,7 +150,7 @@ def write_nf4(source: Source, folder: Path) -> Path:
 
 
 def k_quant_writer(round_matrix: Callable[[Tensor], Rounded]) -> Callable[[Source, Path], Path]:
-    """Return a writer of the weights that a GGUF file gives when it is loaded, as a float file.
+    """Return a writer of float files with the weights that a loaded GGUF file would have.
 
     The embeddings, which are the head as well, get Q6_K, as in files of llama.cpp.
     """

@@ -79,7 +79,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Rounded]] = {
 
 
 def product_errors(seed: int = 0) -> dict[str, ProductError]:
-    """Return each form's error; the calibrated forms see other features than the error is from."""
+    """Return each form's error; calibration uses other features than the measurement."""
     assert NUM_INPUTS % GROUP == 0
     generator = torch.Generator().manual_seed(seed)
     features = random_features(generator)

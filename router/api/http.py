@@ -91,7 +91,7 @@ class ErrorFormat(Protocol):
     """Makes the response for an error, in the format of the API of the request's path."""
 
     def __call__(self, scope: Scope, error: ServingError, status: int | None = None) -> Response:
-        """Return the response; without a status, the error's code has its own."""
+        """Return the response; `status` is by default that of the error's code."""
         ...
 
 

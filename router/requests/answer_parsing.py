@@ -75,7 +75,7 @@ class ModelParsers:
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether reasoning is found in answers."""
+        """True if reasoning is separated from answers."""
         return self._parsers.reads_reasoning
 
     def check_tools(self) -> None:

@@ -96,7 +96,7 @@ class MoE:
 
 
 class Experts(Protocol):
-    """The experts of a layer, or those of one rank; `MoE` describes the members."""
+    """The experts of a layer, or those of one rank; see `MoE` for the attributes."""
 
     @property
     def experts(self) -> Sequence[Mlp]: ...

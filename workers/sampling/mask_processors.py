@@ -97,7 +97,7 @@ class GrammarMask:
         self.matcher: Matcher = grammar.matcher()
         self._stops = frozenset(stops.tolist())
         self._num_seen = 0  # tokens of the answer that the matcher has consumed
-        self._ahead: list[int] = []  # of these, the latest tokens, which the answer lacks
+        self._ahead: list[int] = []  # latest consumed tokens that the answer does not have yet
         self._mask: Words | None = None  # [W] mask of the matcher's position, if it is known
 
     def is_active(self, index: int) -> bool:

@@ -103,7 +103,7 @@ class HashModelClient:
         return len(complete) if self.plan.constraint is not None else 0
 
     def _check_constraint(self) -> None:
-        """Raise AssertionError if an answer that its end token ended violates the constraint."""
+        """Raise AssertionError if an answer with an end token violates the constraint."""
         wanted = self.plan.constraint
         if wanted is None:
             return

@@ -62,7 +62,7 @@ class ToolUseBlock(ClosedModel):
     toolset_name: Any = None
 
     def check(self, where: str = "") -> None:
-        """Refuse calls that a server's tool has made, or of a tool of a set."""
+        """Refuse calls made by a server's tool, and calls of a tool that belongs to a toolset."""
         if self.caller not in (None, {"type": "direct"}):
             raise invalid(f"{where}.caller must be direct: leave it out", _field(where))
         _check_toolset(self.toolset_name, where)
@@ -144,7 +144,7 @@ def unsupported(block: Any, where: str, *supported: str) -> ServingError:
 
 
 def count_blocks(messages: object, system: object) -> tuple[int, int]:
-    """Return the numbers of blocks and of tool calls, perhaps not yet parsed."""
+    """Return the numbers of blocks and of tool calls; the body need not be validated yet."""
     blocks = len(system) if isinstance(system, list) else 0
     calls = 0
     for message in messages if isinstance(messages, list) else ():

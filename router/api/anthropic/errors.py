@@ -42,7 +42,7 @@ def error_body(error: ServingError, request_id: str) -> Mapping[str, Any]:
 
 
 def anthropic_error(error: ServingError, request_id: str, status: int | None = None) -> Response:
-    """Return the response for an error; without a status, the error's code has its own."""
+    """Return the response for an error; `status` is by default that of the error's code."""
     headers = {**id_headers(request_id), **headers_of(error)}
     found = STATUSES[error.code][0] if status is None else status
     return json_response(error_body(error, request_id), found, headers)

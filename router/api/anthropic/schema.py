@@ -37,7 +37,7 @@ CONTINUES = b"continues"
 
 
 class CountTokensBody(ChatBody):
-    """Body of /v1/messages/count_tokens: the fields that change the prompt, and those like them."""
+    """Body of /v1/messages/count_tokens: the fields that the client may send to both paths."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -74,7 +74,7 @@ class CountTokensBody(ChatBody):
             self.thinking.check_fields(getattr(self, "max_tokens", None))
             if self.thinking.type == "enabled" and self._forces_calls:
                 raise invalid(
-                    "tool_choice: calls that are forced exclude reasoning: leave out thinking",
+                    "tool_choice any and tool cannot be combined with thinking: leave out thinking",
                     "tool_choice",
                 )
         if continues_last(self.messages) and self._forces_calls:

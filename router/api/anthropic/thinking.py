@@ -27,7 +27,8 @@ class Thinking(ClosedModel):
         budget, field = self.budget_tokens, "thinking"
         if (self.type == "enabled") != (budget is not None):
             raise invalid(
-                "thinking.budget_tokens: set it for the type enabled, and only then", field
+                "thinking.budget_tokens is required for the type enabled, and invalid for others",
+                field,
             )
         if self.type == "disabled" and self.display is not None:
             raise invalid("thinking.display has no meaning for the type disabled", field)
@@ -75,7 +76,7 @@ class OutputConfig(ClosedModel):
             return {}
         if EFFORT not in known:
             name = "output_config"
-            raise invalid(f"{name}.effort: this model does not read it: leave it out", name)
+            raise invalid(f"{name}.effort is not supported by this model: leave it out", name)
         return {EFFORT: self.effort}
 
     def answer_schema(self) -> Mapping[str, Any] | None:

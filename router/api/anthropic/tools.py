@@ -44,8 +44,8 @@ class Tool(ClosedModel):
             raise invalid(f"{where}.input_schema.type must be object", "tools")
         if self.strict and not is_forced:
             raise invalid(
-                f"{where}.strict: only calls that tool_choice forces (any, tool) are certain to "
-                "fit the schema: leave out strict",
+                f"{where}.strict is supported only if the type of tool_choice is any or tool: "
+                "leave it out",
                 "tools",
             )
         if self.eager_input_streaming is False:
@@ -88,7 +88,7 @@ class ToolChoiceParam(ClosedModel):
 
     @property
     def is_forced(self) -> bool:
-        """Whether the answer must be calls."""
+        """True if the answer must consist of tool calls."""
         return self.type in ("any", "tool")
 
     def chosen(self) -> ToolChoice:
@@ -98,7 +98,8 @@ class ToolChoiceParam(ClosedModel):
         """Refuse a choice that does not fit the tools with these names."""
         if (self.type == "tool") != (self.name is not None):
             raise invalid(
-                "tool_choice.name: set it for the type tool, and only then", "tool_choice"
+                "tool_choice.name is required for the type tool, and not allowed for others",
+                "tool_choice",
             )
         if self.type == "none" and self.disable_parallel_tool_use is not None:
             name = "tool_choice.disable_parallel_tool_use"

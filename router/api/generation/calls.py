@@ -76,7 +76,7 @@ class GenerationCalls:
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether reasoning is found in the answers of the model."""
+        """True if reasoning is separated from the model's answers."""
         return self._parsers.reads_reasoning
 
     async def start_chat(

@@ -155,9 +155,9 @@ class ResponsesRequest(ChatBody):
     def _check_background(self) -> None:
         name = "background"
         if self.background and self.stream:
-            raise invalid("background is not streamed: leave out stream, and retrieve it", name)
+            raise invalid("background cannot be combined with stream: leave out stream", name)
         if self.background and self.store is False:
-            raise invalid("background needs store: leave out store", name)
+            raise invalid("background needs store to be true: leave out store", name)
 
     def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
         depth = bounds.max_json_depth

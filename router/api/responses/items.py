@@ -118,7 +118,7 @@ class Conversation:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._answer: dict[str, Any] | None = None  # the assistant's message that may go on
+        self._answer: dict[str, Any] | None = None  # assistant's message that can be extended
 
     def add(self, item: InputItem) -> None:
         """Append an item.

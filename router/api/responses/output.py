@@ -65,7 +65,7 @@ class OutputItem:
 
     @property
     def has_content(self) -> bool:
-        """Whether the text is in a content part."""
+        """True if the text is in a content part."""
         return self.kind in CONTENT_TYPES
 
     def empty_content_json(self) -> str:

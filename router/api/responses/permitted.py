@@ -54,11 +54,11 @@ MAX_METADATA_VALUE = 512
 def check_extra(
     fields: Mapping[str, Any], permitted: Mapping[str, Sequence[Any]], parent: str = ""
 ) -> None:
-    """Refuse the first of the unknown members of an object that has a value.
+    """Refuse unknown members of an object, unless they are null or have a permitted value.
 
     Args:
         fields: the members.
-        permitted: the values that are allowed for some of them.
+        permitted: accepted values by member; other members must be null.
         parent: name of the body's field that is the object; empty: the body itself.
     """
     for name, value in fields.items():

@@ -163,7 +163,7 @@ def _texts(stored: StoredResponse) -> Iterator[str]:
 
 
 def _check_query(request: Request, known: dict[str, Sequence[str] | None]) -> None:
-    """Refuse parameters of the query that are not known, or have other values."""
+    """Refuse query parameters that are unknown, or whose value is not allowed."""
     for name, value in request.query_params.items():
         values = known.get(name, ())
         if values is not None and value not in values:

@@ -13,7 +13,7 @@ from penstock.router.requests.chat import Chat, message_json, num_chars_of
 from penstock.router.requests.json_text import CHARS_PER_FRAGMENT
 
 ENTRY_BYTES = 2048
-"""Memory of a stored response besides its texts, about."""
+"""Approximate memory of a stored response without its texts, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)

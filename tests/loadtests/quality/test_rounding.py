@@ -23,7 +23,7 @@ def correlated_features() -> Tensor:
 
 @pytest.mark.parametrize("round_matrix", [nf4, q4_k, q6_k])
 def test_weights_are_within_half_a_step(round_matrix: Callable[[Tensor], Rounded]) -> None:
-    """Scales that are rounded themselves may add a part of a step."""
+    """The bound is above half a step because the scales are rounded too."""
     weight = random_weight()
     found = round_matrix(weight)
     outside = (found.weight - weight).abs() > 1.5 * found.half_steps
