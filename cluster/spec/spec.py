@@ -337,13 +337,15 @@ class ClusterSpec:
             names = ", ".join(self.models)
             raise SpecError(f"models: this version serves one model; found {names}")
         pools = {role: getattr(self.pools, role) for role in ROLES}
-        sizes = {role: pool.block_size for role, pool in pools.items() if pool.most}
-        if self.model.deterministic and len(set(sizes.values())) > 1:
-            found = ", ".join(f"{role} {size or 'default'}" for role, size in sizes.items())
-            raise SpecError(
-                f"models.{self.model_name}.deterministic: all pools need the same block_size, "
-                f"found {found}: deterministic workers exchange KV only in equal blocks"
-            )
+        for name in ("block_size", "tp", "pp", "ep") if self.model.deterministic else ():
+            values = {role: getattr(pool, name) for role, pool in pools.items() if pool.most}
+            if len(set(values.values())) > 1:
+                found = ", ".join(f"{role} {value or 'default'}" for role, value in values.items())
+                raise SpecError(
+                    f"models.{self.model_name}.deterministic: all pools need the same {name}, "
+                    f"found {found}: deterministic workers exchange KV only in equal blocks and "
+                    "between equal ranks"
+                )
 
     def _check_topology(self) -> None:
         try:

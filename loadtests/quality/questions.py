@@ -54,12 +54,12 @@ def calibration_sequences(tokenizer: Any, count: int) -> list[list[int]]:
 def _question(
     tokenizer: Any, example: Example, accepts: Callable[[Example, str], bool]
 ) -> Question:
-    messages = example.messages()
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
-        "input_ids"
-    ]
+    messages, tools = example.messages(), list(example.tools) or None
+    prompt = tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
     answered = [*messages, {"role": "assistant", "content": example.answer}]
-    whole = tokenizer.apply_chat_template(answered, return_dict=True)["input_ids"]
+    whole = tokenizer.apply_chat_template(answered, tools=tools, return_dict=True)["input_ids"]
     assert whole[: len(prompt)] == prompt
     return Question(prompt, whole[len(prompt) :], lambda text: accepts(example, text))
 

@@ -116,6 +116,10 @@ def model(**settings: Any) -> dict[str, Any]:
             "models.m.deterministic: all pools need the same block_size, found prefill 8, decode "
             "default: deterministic",
         ),
+        (
+            model(deterministic=True) | {"pools": {"prefill": {"tp": 2}, "decode": {}}},
+            "models.m.deterministic: all pools need the same tp, found prefill 2, decode 1: ",
+        ),
         ({"router": {"\n": 1}}, "router.'\\n': unknown key"),
         ({"engine": 3}, "engine: expected keys, not 3"),
         ({"engine": None}, "engine: expected keys, not None"),
