@@ -111,14 +111,19 @@ class Conversation:
     """Makes messages for chat templates from items.
 
     Consecutive items of the assistant are one message: reasoning, text and calls.
-
-    Attributes:
-        messages: the messages, in the form of `common.text.template_messages`.
     """
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self._messages: list[dict[str, Any]] = []
+        self._thoughts: list[tuple[dict[str, Any], list[str]]] = []  # messages with reasoning
         self._answer: dict[str, Any] | None = None  # assistant's message that can be extended
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages, in the form of `common.text.template_messages`."""
+        for message, texts in self._thoughts:
+            message["reasoning_content"] = "\n".join(texts)
+        return self._messages
 
     def add(self, item: InputItem) -> None:
         """Append an item.
@@ -147,7 +152,7 @@ class Conversation:
         self._answer = None
         is_text = isinstance(item.content, str)
         contents = [{"type": "text", "text": text} for text in texts]
-        self.messages.append({"role": item.role, "content": texts[0] if is_text else contents})
+        self._messages.append({"role": item.role, "content": texts[0] if is_text else contents})
 
     def _add_text(self, text: str) -> None:
         answer = self._answer
@@ -161,8 +166,10 @@ class Conversation:
             return
         if answer is None or answer["content"] or "tool_calls" in answer:
             answer = self._begin()
-        known = answer.get("reasoning_content")
-        answer["reasoning_content"] = f"{known}\n{text}" if known else text
+        if "reasoning_content" not in answer:
+            answer["reasoning_content"] = ""
+            self._thoughts.append((answer, []))
+        self._thoughts[-1][1].append(text)  # joined once: joining at each item takes seconds
 
     def _add_call(self, item: InputItem) -> None:
         answer = self._answer or self._begin()
@@ -177,11 +184,11 @@ class Conversation:
             raise invalid("a function_call_output has no output: set output", FIELD)
         text = "\n".join(texts_of(item, item.output))
         call = needed(item, "call_id")
-        self.messages.append({"role": "tool", "content": text, "tool_call_id": call})
+        self._messages.append({"role": "tool", "content": text, "tool_call_id": call})
 
     def _begin(self) -> dict[str, Any]:
         self._answer = {"role": "assistant", "content": ""}
-        self.messages.append(self._answer)
+        self._messages.append(self._answer)
         return self._answer
 
 
