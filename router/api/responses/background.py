@@ -90,7 +90,16 @@ class BackgroundRuns:
             )
 
     def start(self, tenant: str, run: BackgroundRun) -> None:
-        """Start to generate a response."""
+        """Start to generate a response, or cancel it if others have reached the limit meanwhile.
+
+        Raises:
+            ServingError: OVERLOADED.
+        """
+        try:
+            self.check_limit(tenant)
+        except ServingError:
+            run.cancel()
+            raise
         own = self._runs.setdefault(tenant, {})
         own[run.response.id] = run
         run.task = asyncio.create_task(run.run(), name="background response")
