@@ -71,6 +71,10 @@ class BodyWriter:
             self._on_disconnect = on_disconnect
             self.flow.resume_reading()  # while reading is paused, a disconnect is not noticed
 
+    def unwatch(self) -> None:
+        """Forget the function given to `watch`: an idle connection must not keep its call alive."""
+        self._on_disconnect = None
+
     def disconnected(self) -> None:
         """Drop the collected parts, since the client has disconnected."""
         self._unsent = b""

@@ -119,6 +119,7 @@ class GenerationResponse(Response):
             await send_json(send, whole, self._own_headers, lambda: not self._deltas.has_failed)
             return
         finally:
+            body.unwatch()
             self._deltas.close()
         await response(scope, receive, send)
 

@@ -1,6 +1,7 @@
 """Clients that disconnect or read slowly, and requests that cannot complete."""
 
 import asyncio
+import gc
 import json
 import socket
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from penstock.protos import inference_pb2, inference_pb2_grpc, worker_pb2
 from penstock.router.config import RouterConfig
+from penstock.router.requests.response_stream import ResponseStream
 from tests.support.openai_errors import check_form, check_text
 from tests.support.served_router import Served, serving, until
 from tests.support.stub_worker import StubWorker
@@ -46,6 +48,22 @@ async def test_request_is_dropped_when_its_http_client_disconnects(
             await until(lambda: next(iter(worker.runs.values())).num_new > 3)
         writer.transport.abort()
         await until_dropped(served)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_idle_connection_does_not_keep_the_call_before(
+    config: RouterConfig, stream: bool
+) -> None:
+    def streams() -> int:
+        gc.collect()
+        return sum(type(each) is ResponseStream for each in gc.get_objects())
+
+    async with serving(config, StubWorker()) as served:
+        before = streams()
+        async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+            body = {"prompt": "hi", "max_tokens": 3, "stream": stream}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            await until(lambda: streams() == before)
 
 
 @pytest.mark.parametrize("in_one_piece", [True, False])
