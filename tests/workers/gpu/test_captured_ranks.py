@@ -3,8 +3,11 @@
 A recorded step reads no value on the host, and its inputs have fixed addresses, as in a CUDA graph.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,7 +15,6 @@ import torch
 from penstock.kernels.attention import triton_launch
 from penstock.workers.engine.engine import Engine
 from penstock.workers.gpu import device_runner
-from penstock.workers.parallel.rendezvous import LocalStore
 from penstock.workers.rank import rank_runtime
 from tests.support.device_tape import HostRead, Tape, record_launches_and_collectives
 from tests.support.devices import ON_GPU, runs_kernels
@@ -26,6 +28,9 @@ from tests.support.ranks import (
     make_model,
     rank_config,
 )
+
+if TYPE_CHECKING:
+    from penstock.workers.parallel.rendezvous import LocalStore
 
 pytestmark = [
     pytest.mark.interpreted,

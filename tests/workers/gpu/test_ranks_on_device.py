@@ -3,11 +3,13 @@
 The device is a CPU that replays a captured step by calling it again; ranks are threads over gloo.
 """
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 from torch import Tensor
@@ -17,7 +19,6 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.stepper import DeviceStepper
 from penstock.workers.gpu.device_runner import DeviceRunner
 from penstock.workers.parallel.collectives import ProcessGroup, StageLinks
-from penstock.workers.parallel.rendezvous import LocalStore
 from penstock.workers.parallel.step_codec import decode
 from penstock.workers.rank import follower as follower_module
 from penstock.workers.rank import rank_runtime
@@ -37,6 +38,9 @@ from tests.support.ranks import (
 )
 from tests.support.simulated_device import Replays, in_graph, simulate_device
 from tests.support.stepper_driver import StepperDriver
+
+if TYPE_CHECKING:
+    from penstock.workers.parallel.rendezvous import LocalStore
 
 pytestmark = pytest.mark.slow
 
