@@ -187,10 +187,12 @@ def attend_kernel(  # noqa: C901
                     inside = tl.full((BLOCK_N,), True, tl.int1)
                 else:
                     inside = (columns >= low) & (columns < high)
-                page = (block * H + head) * PAGE
-                kv_at = page + columns % S * (D + TAIL)
                 loaded = inside[:, None] & wide[None, :]
-                if scales is not None:
+                if scales is None:  # one product: fewer registers than with a page
+                    kv_at = ((block * H + head) * S + columns % S) * (D + TAIL)
+                else:
+                    page = (block * H + head) * PAGE
+                    kv_at = page + columns % S * D
                     scale_at = scales + (page + S * D) // 2 + columns % S
                     k_scale = tl.load(scale_at, mask=inside, other=0.0).to(tl.float32)
                 k = tl.load(layer + kv_at[:, None] + features[None, :], mask=loaded, other=0.0)
