@@ -140,7 +140,10 @@ async def abort(context: Context, error: ServingError) -> NoReturn:
     if error.retry_after is not None:
         metadata.append(("grpc-retry-pushback-ms", str(round(error.retry_after * 1000))))
         metadata.append(("retry-after", str(max(1, math.ceil(error.retry_after)))))
-    await context.abort(STATUSES[error.code], error.message, tuple(metadata))
+    try:
+        await context.abort(STATUSES[error.code], error.message, tuple(metadata))
+    except grpc.aio.InternalError as failure:  # the client has disconnected; see `_abort_with`
+        raise asyncio.CancelledError from failure
     raise AssertionError("abort always raises")
 
 
