@@ -171,7 +171,7 @@ class TokenMasks:
     def _fill_grammars(self, words: Words, logs: Sequence[_Log]) -> tuple[Bools, ForcedTokens]:
         """Fill the masks of all grammars at once; a grammar is a row's first processor.
 
-        Return [M] which of the masks allow one token only, and the tokens that must follow these.
+        Return [M] True for masks that allow a single token, and the tokens that must follow it.
         """
         is_single = np.zeros(len(logs), np.bool_)
         found = [
