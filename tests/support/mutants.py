@@ -26,7 +26,7 @@ KERNEL: dict[str, Change] = {
     "block": ("table + ahead // S", "table + (ahead + 1) // S"),
     "next block": ("ahead = columns + BLOCK_N", "ahead = columns + BLOCK_N - 1"),
     "last block": ("mask=ahead < high", "mask=ahead < high - 1"),
-    "slot": ("page + columns % S * (D", "page + (columns + 1) % S * (D"),
+    "slot": ("* S + columns % S) * (D", "* S + (columns + 1) % S) * (D"),
     "loaded": ("(columns >= low) & (columns < high)", "columns < high + 1"),
     "row": ("present = tokens < num_tokens", "present = tokens < num_tokens - 1"),
 }

@@ -134,6 +134,7 @@ def compare_prefix() -> None:
 
 
 CODES_KERNEL: dict[str, Change] = {
+    "slot of the codes": ("page + columns % S * D", "page + (columns + 1) % S * D"),
     "slot of the scale": ("// 2 + columns % S", "// 2 + (columns + 1) % S"),
     "first scale": ("(page + S * D) // 2", "page // 2"),
     "scales of values": ("scale_at + side_stride // 2", "scale_at"),
