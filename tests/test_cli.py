@@ -86,7 +86,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--http-prot", "1"], "unrecognized arguments: --http-prot"),
         (["--http-port", "x"], "invalid int value: 'x'"),
         (["--http-port"], "expected one argument"),
-        (["--http-port", "70000"], "router.http_port: expected from 0 to 65535, not 70000"),
+        (["--http-port", "70000"], "--http-port: expected from 0 to 65535, not 70000"),
         (["--http-port", "9000"], "HTTP and gRPC cannot share port 9000"),
         (["--dtype", "int4"], "invalid choice: 'int4'"),
         (["--decode", "2"], "no worker prefills"),

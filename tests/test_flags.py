@@ -48,7 +48,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
 def test_variables_to_pass_are_named_one_by_one() -> None:
     arguments = ["--pass-env", "HF_TOKEN", "--pass-env", "A"]
     assert flags.read_spec(arguments).pass_env == ("HF_TOKEN", "A")
-    with pytest.raises(SpecError, match=r"^pass_env: has no effect with ray_address"):
+    with pytest.raises(SpecError, match=r"^--pass-env: has no effect with ray_address"):
         flags.read_spec([*arguments, "--ray-address", "auto"])
 
 
@@ -93,9 +93,7 @@ def test_flags_restrict_the_nodes_of_pools(tmp_path: Path) -> None:
     pools = flags.read_spec(["--config", str(path)]).pools
     assert pools.prefill.selector == {"ray.io/accelerator-type": "H100"}
     assert pools.decode.selector == {"kind": "a", "disk": "b"}
-    with pytest.raises(
-        SpecError, match=r"^pools\.prefill: labels: invalid label 'disk': expected KEY=VALUE$"
-    ):
+    with pytest.raises(SpecError, match=r"^--labels: invalid label 'disk': expected KEY=VALUE$"):
         flags.read_spec(["--labels", "disk"])
     assert flags.read_spec(["--topology-key", ""]).topology_key == ""
 
@@ -194,3 +192,25 @@ def test_pools_must_be_mappings_with_flags_too(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(SpecError):
             flags.read_spec(["--config", str(path), "--threads", "1"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "start"),
+    [
+        (["--tp", "0"], "--tp: expected 1 or more, not 0"),
+        (["--max-prefill", "1", "--min-prefill", "2"], "--min-prefill: 2 is more than"),
+        (["--max-model-len", "0"], "--max-model-len: expected 1 or more, not 0"),
+        ([], "pools.mixed.tp: expected 1 or more, not -1"),
+        (["--threads", "2"], "pools.mixed.tp: expected 1 or more, not -1"),
+    ],
+)
+def test_an_error_names_the_flag_or_the_setting_of_the_file(
+    arguments: list[str], start: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("pools: {mixed: {tp: -1}}\n")
+    if start.startswith("pools"):
+        arguments = [*arguments, "--config", str(path)]
+    with pytest.raises(SpecError) as error:
+        flags.read_spec(arguments)
+    assert str(error.value).startswith(start)

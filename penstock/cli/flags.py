@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from penstock.cli import checkpoint
 from penstock.cli.client_key import refuse_key
-from penstock.cluster.spec.records import knobs, merged
+from penstock.cluster.spec.records import SpecError, knobs, merged
 from penstock.cluster.spec.router_spec import RouterSpec
 from penstock.cluster.spec.spec import (
     BUNDLED,
@@ -59,9 +59,33 @@ def read_spec(arguments: Sequence[str]) -> ClusterSpec:
     Exit with code 2 if the flags cannot be parsed.
 
     Raises:
-        SpecError: the specification is invalid.
+        SpecError: the specification is invalid; the message names the flag, or the setting if its
+            value is from the file.
     """
-    given = vars(_parser().parse_args(arguments))
+    parser = _parser()
+    given = vars(parser.parse_args(arguments))
+    options = {action.dest: action.option_strings for action in parser._actions}
+    flags = {name: options[name][0] for name in given if options[name]}
+    try:
+        return _parse(given)
+    except SpecError as error:
+        raise SpecError(_with_flag(str(error), flags)) from None
+
+
+def _with_flag(message: str, flags: Mapping[str, str]) -> str:
+    """Replace the setting at the start of `message` by the flag that gave its value, if any."""
+    parts = message.split(": ")
+    for length in (1, 2):  # the record and the key may be apart: `pools.decode: labels: ...`
+        setting = ".".join(parts[:length])
+        of_all = f"{setting.partition('.')[0]}.*.{setting.rpartition('.')[2]}"
+        flag = flags.get(setting) or flags.get(of_all)
+        if flag:
+            return ": ".join([flag, *parts[length:]])
+    return message
+
+
+def _parse(given: dict[str, Any]) -> ClusterSpec:
+    """Return the specification for parsed arguments; raise `SpecError` if it is invalid."""
     path = given.pop("config", None)
     content = file = read_file(path) if path is not None else {}
     ranks: dict[str, Any] = {}
