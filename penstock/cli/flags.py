@@ -74,13 +74,13 @@ def read_spec(arguments: Sequence[str]) -> ClusterSpec:
 
 def _with_flag(message: str, flags: Mapping[str, str]) -> str:
     """Replace the setting at the start of `message` by the flag that gave its value, if any."""
-    parts = message.split(": ")
+    words = message.split(": ")
     for length in (1, 2):  # the record and the key may be apart: `pools.decode: labels: ...`
-        setting = ".".join(parts[:length])
+        setting = ".".join(words[:length])
         of_all = f"{setting.partition('.')[0]}.*.{setting.rpartition('.')[2]}"
         flag = flags.get(setting) or flags.get(of_all)
         if flag:
-            return ": ".join([flag, *parts[length:]])
+            return ": ".join([flag, *words[length:]])
     return message
 
 
