@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
-PACKAGES = ("cluster", "kernels", "loadtests", "router", "workers", "penstock/common")
+PACKAGES = ("cluster", "kernels", "loadtests", "protos", "router", "workers", "penstock/common")
 
 
 class Row(NamedTuple):

@@ -1,7 +1,7 @@
 """The gRPC API: `penstock.v1.Inference`, with the standard health and reflection services."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import grpc
 import grpc.aio
@@ -9,9 +9,19 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2
 
 from penstock.protos import inference_pb2 as pb
+from penstock.protos.serving.authorization import (
+    AuthInterceptor,
+    Authorize,
+    CallMetadata,
+    authorization_of,
+)
+from penstock.protos.serving.call_error import CallError
+from penstock.protos.serving.call_handlers import CallHandlers, Context
+from penstock.protos.serving.health import HealthService, health_handlers
+from penstock.protos.serving.port_limits import PortLimits, server_options
 from penstock.router.api.auth import ApiKeys, Caller
 from penstock.router.api.explain import FORWARDED, Explainer
-from penstock.router.api.grpc_calls import INLINE_BYTES, CallHandlers, Context, abort
+from penstock.router.api.grpc_calls import INLINE_BYTES, STATUSES, status_of
 from penstock.router.api.grpc_chat import chat_sizes, check_chat, template_options, to_chat
 from penstock.router.api.grpc_check import (
     GRPC_KIND,
@@ -21,12 +31,8 @@ from penstock.router.api.grpc_check import (
     job_items,
 )
 from penstock.router.api.grpc_codec import sampling_params, to_generation_request
+from penstock.router.api.grpc_reflection import reflection_handlers
 from penstock.router.api.grpc_replies import ReplyStream
-from penstock.router.api.grpc_standard import (
-    HealthService,
-    health_handlers,
-    reflection_handlers,
-)
 from penstock.router.config import RouterConfig
 from penstock.router.errors import ServingError, invalid
 from penstock.router.frontend import Frontend
@@ -38,24 +44,17 @@ SERVICE = "penstock.v1.Inference"
 TOKENS_PER_SLICE = 16 << 10
 """Number of token ids that are serialized without a pause."""
 
-HEALTH_PATH = f"/{health.SERVICE_NAME}/"
-
 
 def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, HealthService]:
     """Return a server with all services, not yet bound to a port, and its health service."""
     config = frontend.config
     keys = ApiKeys(config.api_keys)
     server = grpc.aio.server(
-        interceptors=[AuthInterceptor(keys)],
-        options=[
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", config.bounds.max_body_bytes),
-            ("grpc.max_metadata_size", config.bounds.max_header_bytes),
-            *connection_options(config),
-        ],
+        interceptors=[AuthInterceptor(_authorizer(keys))],
+        options=server_options(port_limits(config)),
     )
     api = InferenceApi(frontend, keys)
-    calls = CallHandlers(config.bounds.receive_seconds, api.check_large)
+    calls = CallHandlers(config.bounds.receive_seconds, status_of, api.inspect)
     health_service = HealthService(config.connections.max_health_watches)
     server.add_generic_rpc_handlers(
         (
@@ -67,22 +66,18 @@ def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, HealthService]:
     return server, health_service
 
 
-def connection_options(config: RouterConfig) -> list[tuple[str, int]]:
-    """Return gRPC's options that bound the connections of clients."""
+def port_limits(config: RouterConfig) -> PortLimits:
+    """Return the limits on the clients of the gRPC port."""
     bounds = config.connections
-    return [
-        ("grpc.max_concurrent_streams", bounds.max_grpc_calls),
-        ("grpc.max_connection_idle_ms", round(bounds.grpc_idle_seconds * 1000)),
-        ("grpc.max_connection_age_ms", round(bounds.grpc_age_seconds * 1000)),
+    return PortLimits(
+        max_message_bytes=config.bounds.max_body_bytes,
+        max_metadata_bytes=config.bounds.max_header_bytes,
+        max_calls=bounds.max_grpc_calls,
+        idle_seconds=bounds.grpc_idle_seconds,
+        age_seconds=bounds.grpc_age_seconds,
         # Calls that run when a connection is too old may end: none may last longer than `timeout`.
-        ("grpc.max_connection_age_grace_ms", min(round((config.timeout + 60) * 1000), 2**31 - 1)),
-        # A client may ping each 10 s; at its third ping too early the connection is closed.
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-        ("grpc.http2.max_ping_strikes", 2),
-        # Ping clients that are silent, so that connections of lost machines end.
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
-    ]
+        age_grace_seconds=config.timeout + 60,
+    )
 
 
 async def set_health(service: health.aio.HealthServicer, why_not: str) -> None:
@@ -106,37 +101,16 @@ def inference_handlers(api: "InferenceApi", calls: CallHandlers) -> grpc.Generic
     return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
 
-class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Authentication by API key, if keys are configured; health checks need no key."""
+def _authorizer(keys: ApiKeys) -> Authorize:
+    """Return the check of calls by API key, if keys are configured."""
 
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
+    def authorize(method: str, metadata: CallMetadata) -> None:
+        try:
+            keys.authenticate(authorization_of(metadata))
+        except ServingError as error:
+            raise CallError(STATUSES[error.code], error.message) from None
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        if not handler_call_details.method.startswith(HEALTH_PATH):
-            try:
-                self._keys.authenticate(_authorization(handler_call_details.invocation_metadata))
-            except ServingError as error:
-                return _denial(error)
-        return await continuation(handler_call_details)
-
-
-def _authorization(metadata: Sequence[tuple[str, str | bytes]] | None) -> str | None:
-    for name, value in metadata or ():
-        if name == "authorization" and isinstance(value, str):
-            return value
-    return None
-
-
-def _denial(error: ServingError) -> grpc.RpcMethodHandler:
-    async def deny(requests: AsyncIterator[bytes], context: Context) -> None:
-        await abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(deny)
+    return authorize
 
 
 class InferenceApi:
@@ -181,7 +155,7 @@ class InferenceApi:
         return await self._explainer.explain(
             request.request_id,
             None if caller.role == "operator" else caller.tenant,
-            _authorization(metadata),
+            authorization_of(metadata),
             any(name == FORWARDED for name, _ in metadata or ()),
         )
 
@@ -246,13 +220,18 @@ class InferenceApi:
         options = template_options(chat)
         return await self._frontend.prompts.encode_chat(await to_chat(chat), tenant, options)
 
-    async def check_large(self, kind: type[Message], data: bytes, context: Context) -> bytes:
-        """Check a large message in a helper process; return it serialized, without unknown fields.
+    async def inspect(self, kind: type[Message], data: bytes, context: Context) -> bytes:
+        """Check a message of more than `INLINE_BYTES` in a helper process, before it is parsed.
+
+        Returns:
+            The serialized message; if it was checked, without unknown fields.
 
         Raises:
             ServingError: INVALID if the message is malformed, or a list of it is too long, or its
                 type has no large messages.
         """
+        if len(data) <= INLINE_BYTES:
+            return data
         name = kind.DESCRIPTOR.full_name
         if name not in KINDS:
             raise invalid(f"a {name} has at most {INLINE_BYTES} bytes, not {len(data)}")
@@ -265,7 +244,7 @@ class InferenceApi:
         return self._caller(context).tenant
 
     def _caller(self, context: Context) -> Caller:
-        return self._keys.authenticate(_authorization(context.invocation_metadata()))
+        return self._keys.authenticate(authorization_of(context.invocation_metadata()))
 
     def _check_cost(self, request: pb.GenerateRequest) -> None:
         """Refuse a request that is too large or too expensive, before its lists are read."""

@@ -44,15 +44,10 @@ def check_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
     try:
         message = KINDS[name].FromString(items[1])
     except DecodeError:
-        raise malformed(name) from None
+        raise invalid(f"the message is not a valid {name}") from None
     check_message(message, bounds, ModelLimits(*model))
     message.DiscardUnknownFields()
     return [message.SerializeToString()]
-
-
-def malformed(name: str) -> Exception:
-    """Return the refusal of a message that cannot be parsed."""
-    return invalid(f"the message is not a valid {name}")
 
 
 def check_message(message: Message, bounds: RequestBounds, model: ModelLimits) -> None:

@@ -11,11 +11,13 @@ from typing import Any, Self
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
 from torch._C._distributed_c10d import Store
 
 from penstock.protos import transfer_pb2_grpc, worker_pb2_grpc
 from penstock.protos import worker_pb2 as wire
+from penstock.protos.serving.call_handlers import CallHandlers
+from penstock.protos.serving.health import HealthService, health_handlers
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.determinism_check import check_batch_invariance
 from penstock.workers.engine.engine import Engine
@@ -25,7 +27,6 @@ from penstock.workers.kv_transfer.staging import WorkerIdentity
 from penstock.workers.rank.follower import SERVING_KEY
 from penstock.workers.rank.rank_runtime import ProgressCallback
 from penstock.workers.service.codec import MAX_MESSAGE_BYTES, PROTOCOL, step_records_message
-from penstock.workers.service.health_service import health_handlers
 from penstock.workers.service.session import Session
 from penstock.workers.service.session_manager import BadCommand, SessionManager
 
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 _MAX_MISSED_HEARTBEATS = 10  # heartbeat intervals of silence that end a stream
 _MAX_MISSED_CANARIES = 3  # NOT_SERVING after this many `canary_seconds` without a step
 _CHECK_SECONDS = 1.0
+_RECEIVE_SECONDS = 10.0  # for the request of a call that has one
+_MAX_HEALTH_WATCHES = 16  # open `Watch` calls of gRPC health from one IP address
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -263,8 +266,9 @@ async def serve_worker(
     service = WorkerService(config, dispatch, welcome)
     worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     transfer_pb2_grpc.add_TransferServicer_to_server(dispatch.kv_transfer.receiver, server)  # type: ignore[no-untyped-call]
-    healthy = health.aio.HealthServicer()
-    server.add_generic_rpc_handlers((health_handlers(healthy),))
+    healthy = HealthService(_MAX_HEALTH_WATCHES)
+    calls = CallHandlers(_RECEIVE_SECONDS)
+    server.add_generic_rpc_handlers((health_handlers(healthy, calls),))
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     attending = asyncio.create_task(_watch_health(dispatch, healthy, config.canary_seconds))
@@ -272,7 +276,7 @@ async def serve_worker(
 
 
 async def _watch_health(
-    manager: SessionManager, healthy: health.aio.HealthServicer, canary_seconds: float
+    manager: SessionManager, healthy: HealthService, canary_seconds: float
 ) -> None:
     """Send canaries, and set gRPC health to NOT_SERVING while no step succeeds."""
     status, serves = health_pb2.HealthCheckResponse, True

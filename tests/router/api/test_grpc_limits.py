@@ -6,14 +6,12 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.router.api.grpc_calls import CallHandlers
 from penstock.router.config import RouterConfig
 from tests.support.served_router import Served, serving, until
 from tests.support.stub_worker import StubWorker
@@ -57,27 +55,6 @@ async def test_malformed_messages_are_invalid_and_leave_no_traceback(
         assert "not a valid" in details
         assert "class" not in details
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
-
-
-async def test_client_that_goes_while_its_call_is_refused_leaves_no_traceback(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    gone = grpc.aio.InternalError("the client has cancelled the call")
-
-    async def refuse(request: Any, context: Any) -> Any:
-        raise gone
-
-    async def request() -> AsyncIterator[bytes]:
-        yield b""
-
-    calls = CallHandlers(receive_seconds=60.0, check_large=AsyncMock())
-    for handler in (
-        calls.unary(health_pb2.HealthCheckRequest, refuse).stream_unary,
-        calls.streaming(health_pb2.HealthCheckRequest, refuse).stream_stream,
-    ):
-        with pytest.raises(asyncio.CancelledError):
-            await handler(request(), None)
-    assert caplog.records == []
 
 
 async def test_methods_that_do_not_exist_are_unimplemented(config: RouterConfig) -> None:

@@ -1,18 +1,18 @@
-"""The standard gRPC services, health and reflection, with limits on what their clients may hold."""
+"""The standard gRPC health service, with limits on what its clients may hold."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from penstock.router.api.grpc_calls import CallHandlers, Context
-from penstock.router.errors import Code, ServingError
+from penstock.protos.serving.call_error import CallError, retry_metadata
+from penstock.protos.serving.call_handlers import CallHandlers, Context
+
+_RETRY_SECONDS = 10.0
 
 
 class HealthService(health.aio.HealthServicer):  # type: ignore[misc]
-    """The health service; it needs no API key, so open `Watch` calls are bounded per address.
+    """The health service; every client may call it, so open `Watch` calls are bounded per address.
 
     Args:
         max_watches: open `Watch` calls per client address.
@@ -27,8 +27,10 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]
         """Send the status of a service at each change, until the client cancels."""
         address = context.peer().rpartition(":")[0]  # without the port
         if self._watches[address] >= self._max_watches:
-            raise ServingError(
-                Code.OVERLOADED, f"{self._max_watches} Watch calls are open: cancel one", None, 10.0
+            raise CallError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._max_watches} Watch calls are open: cancel one",
+                retry_metadata(_RETRY_SECONDS),
             )
         self._watches[address] += 1
         try:
@@ -40,17 +42,10 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]
 
 
 def health_handlers(service: HealthService, calls: CallHandlers) -> grpc.GenericRpcHandler:
+    """Return the handlers of the health service."""
     kind = health_pb2.HealthCheckRequest
     methods = {
         "Check": calls.unary(kind, service.Check),
         "Watch": calls.streaming(kind, service.Watch),
     }
     return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
-
-
-def reflection_handlers(services: Sequence[str], calls: CallHandlers) -> grpc.GenericRpcHandler:
-    """Return the handlers of reflection for the services with the given names."""
-    servicer = reflection.aio.ReflectionServicer([*services, reflection.SERVICE_NAME])
-    kind = reflection_pb2.ServerReflectionRequest
-    methods = {"ServerReflectionInfo": calls.bidirectional(kind, servicer.ServerReflectionInfo)}
-    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, methods)

@@ -1,4 +1,4 @@
-"""The health service of a worker, which anyone who reaches the port may call."""
+"""The health service, which anyone who reaches a port may call."""
 
 import asyncio
 import logging
@@ -8,23 +8,24 @@ import grpc
 import grpc.aio
 import pytest
 import pytest_asyncio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from penstock.workers.service.health_service import health_handlers
+from penstock.protos.serving.call_handlers import CallHandlers
+from penstock.protos.serving.health import HealthService, health_handlers
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @pytest.fixture
-def service() -> health.aio.HealthServicer:
-    return health.aio.HealthServicer()
+def service() -> HealthService:
+    return HealthService(max_watches=2)
 
 
 @pytest_asyncio.fixture
-async def channel(service: health.aio.HealthServicer) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(service: HealthService) -> AsyncIterator[grpc.aio.Channel]:
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    server.add_generic_rpc_handlers((health_handlers(service),))
+    server.add_generic_rpc_handlers((health_handlers(service, CallHandlers(60.0)),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -33,7 +34,7 @@ async def channel(service: health.aio.HealthServicer) -> AsyncIterator[grpc.aio.
 
 
 async def test_check_and_watch_report_the_status(
-    service: health.aio.HealthServicer, channel: grpc.aio.Channel
+    service: HealthService, channel: grpc.aio.Channel
 ) -> None:
     stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
     watch = stub.Watch(request)

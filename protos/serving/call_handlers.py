@@ -1,0 +1,136 @@
+"""Handlers of gRPC calls: malformed messages, missing first messages and errors get a status."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from penstock.protos.serving.call_error import CallError, abort, to_call_error
+
+Context: TypeAlias = grpc.aio.ServicerContext
+
+Inspect: TypeAlias = Callable[[type[Message], bytes, Context], Awaitable[bytes]]
+"""Checks a serialized message before it is parsed; returns the message to parse in its place."""
+
+
+class CallHandlers:
+    """Builds the handlers of gRPC methods.
+
+    All handlers are registered for a stream of requests, also those of methods with one request:
+    gRPC itself would wait without a limit for the request of a method with one.
+
+    Args:
+        receive_seconds: time limit for each request message of a call.
+        status_of: returns the status for an exception of a method; None: the client has
+            disconnected.
+        inspect: checks each message before it is parsed.
+    """
+
+    def __init__(
+        self,
+        receive_seconds: float,
+        status_of: Callable[[Exception], CallError | None] = to_call_error,
+        inspect: Inspect | None = None,
+    ) -> None:
+        self._receive_seconds = receive_seconds
+        self._status_of = status_of
+        self._inspect = inspect
+
+    def unary(
+        self, kind: type[Message], method: Callable[[Any, Context], Awaitable[Message | bytes]]
+    ) -> grpc.RpcMethodHandler:
+        """Return the handler of a method with one request, of type `kind`, and one reply.
+
+        The reply may already be serialized.
+        """
+
+        async def reply(requests: AsyncIterator[bytes], context: Context) -> Message | bytes:
+            try:
+                return await method(await self._first(kind, requests, context), context)
+            except Exception as error:
+                await self._end(context, error)
+
+        return grpc.stream_unary_rpc_method_handler(reply, None, _write)
+
+    def streaming(
+        self, kind: type[Message], method: Callable[[Any, Context], Awaitable[None]]
+    ) -> grpc.RpcMethodHandler:
+        """Return the handler of a method with one request; `method` writes the replies."""
+
+        async def stream(requests: AsyncIterator[bytes], context: Context) -> None:
+            try:
+                await method(await self._first(kind, requests, context), context)
+            except Exception as error:
+                await self._end(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(stream, None, _write)
+
+    def bidirectional(
+        self, kind: type[Message], method: Callable[[Any, Context], AsyncIterator[Message]]
+    ) -> grpc.RpcMethodHandler:
+        """Return the handler of a method that yields replies to a stream of requests."""
+
+        async def stream(requests: AsyncIterator[bytes], context: Context) -> None:
+            try:
+                async for reply in method(self._all(kind, requests, context), context):
+                    await context.write(reply)
+            except Exception as error:
+                await self._end(context, error)
+
+        return grpc.stream_stream_rpc_method_handler(stream, None, _write)
+
+    async def _first(
+        self, kind: type[Message], requests: AsyncIterator[bytes], context: Context
+    ) -> Message:
+        async for request in self._all(kind, requests, context):
+            return request
+        name = kind.DESCRIPTOR.full_name
+        raise CallError(grpc.StatusCode.INVALID_ARGUMENT, f"the call has no message: send a {name}")
+
+    async def _all(
+        self, kind: type[Message], requests: AsyncIterator[bytes], context: Context
+    ) -> AsyncIterator[Message]:
+        incoming = aiter(requests)
+        while True:
+            try:
+                async with asyncio.timeout(self._receive_seconds):
+                    data = await anext(incoming)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise CallError(
+                    grpc.StatusCode.DEADLINE_EXCEEDED,
+                    f"no message arrived within {self._receive_seconds:g} s",
+                ) from None
+            if self._inspect is not None:
+                data = await self._inspect(kind, data, context)
+            yield _parse(kind, data)
+
+    async def _end(self, context: Context, error: Exception) -> NoReturn:
+        """End the call with the status that corresponds to an exception.
+
+        An InternalError means that the client has disconnected: see `abort`.
+        """
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        if isinstance(error, grpc.aio.InternalError):
+            raise asyncio.CancelledError from error
+        status = self._status_of(error)
+        if status is None:
+            raise asyncio.CancelledError from error
+        await abort(context, status)
+
+
+def _parse(kind: type[Message], data: bytes) -> Message:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        details = f"the message is not a valid {kind.DESCRIPTOR.full_name}"
+        raise CallError(grpc.StatusCode.INVALID_ARGUMENT, details) from None
+
+
+def _write(message: Message | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()

@@ -1,0 +1,47 @@
+"""Limits on the clients of a gRPC port, as options of the server."""
+
+from dataclasses import dataclass
+
+_OPTION_MAX = 2**31 - 1  # gRPC's options are 32-bit integers
+
+
+@dataclass(frozen=True, slots=True)
+class PortLimits:
+    """Limits on the clients of one port; a connection beyond a limit is closed, and no other one.
+
+    All limits hold before a call is authorized.
+    """
+
+    max_message_bytes: int
+    max_metadata_bytes: int  # of one call
+    max_calls: int  # open calls of one connection
+    idle_seconds: float  # a connection without calls is then closed
+    age_seconds: float | None = None  # then a client is asked to connect again; None: never
+    age_grace_seconds: float = 0.0  # for the calls of a connection that is too old
+
+
+def server_options(limits: PortLimits) -> list[tuple[str, int]]:
+    """Return the options of a server whose port has these limits."""
+    options = [
+        ("grpc.so_reuseport", 0),  # fail if another process listens on the port
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.max_concurrent_streams", limits.max_calls),
+        ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_seconds)),
+        # A client may ping each 10 s; at its third ping too early the connection is closed.
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 2),
+        # Ping clients that are silent, so that connections of lost machines end.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
+    if limits.age_seconds is not None:
+        options += [
+            ("grpc.max_connection_age_ms", _milliseconds(limits.age_seconds)),
+            ("grpc.max_connection_age_grace_ms", _milliseconds(limits.age_grace_seconds)),
+        ]
+    return options
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(round(seconds * 1000), _OPTION_MAX)
