@@ -17,7 +17,9 @@ class RequestBounds(SamplingLimits):
 
     max_body_bytes: int = 4 << 20  # bytes of an HTTP body or a gRPC message
     max_header_bytes: int = 64 << 10
-    receive_seconds: float = 30.0  # for a request's head, for its body, for each gRPC message
+    receive_seconds: float = (
+        30.0  # for a request's head or body, a gRPC connection's start or message
+    )
     max_prompts: int = 1024  # prompts per call; each prompt becomes a separate request
     max_request_cost: int = 1_000_000  # of one call: see `requests.cost`
     max_messages: int = 4096  # of a chat
@@ -38,7 +40,7 @@ class RequestBounds(SamplingLimits):
 class ConnectionBounds:
     """Limits on clients' connections; a connection beyond a limit is closed, and no other one."""
 
-    max_connections: int = 8192  # open HTTP connections
+    max_connections: int = 8192  # open HTTP connections, and open gRPC connections
     max_connections_per_address: int = 4096  # open HTTP connections from one IP address
     idle_seconds: float = 75.0  # from a response to the next request of an HTTP connection
     write_seconds: float = 60.0  # for a client that reads nothing

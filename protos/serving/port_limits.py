@@ -14,7 +14,9 @@ class PortLimits:
 
     max_message_bytes: int
     max_metadata_bytes: int  # of one call
+    max_connections: int
     max_calls: int  # open calls of one connection
+    handshake_seconds: float  # for the first HTTP/2 frames of a connection
     idle_seconds: float  # a connection without calls is then closed
     age_seconds: float | None = None  # then a client is asked to connect again; None: never
     age_grace_seconds: float = 0.0  # for the calls of a connection that is too old
@@ -26,7 +28,9 @@ def server_options(limits: PortLimits) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # fail if another process listens on the port
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ("grpc.max_concurrent_streams", limits.max_calls),
+        ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_seconds)),
         ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_seconds)),
         # A client may ping each 10 s; at its third ping too early the connection is closed.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),

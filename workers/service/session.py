@@ -47,6 +47,7 @@ class Session:
         self._waiting: deque[wire.ToRouter] = deque()
         self._no_merge = False  # whether to merge nothing into the newest waiting message
         self._changed = asyncio.Event()
+        self._ended = asyncio.Event()
         self._num_sent = 0
 
     def key(self, request: int, attempt: int) -> SequenceKey:
@@ -85,7 +86,14 @@ class Session:
         """End the stream; later calls have no effect."""
         if self.stream_end is None:
             self.stream_end = StreamEnd(code, reason)
+            self._ended.set()
         self._changed.set()
+
+    async def ended(self) -> StreamEnd:
+        """Wait until the stream has ended, also while a message is being written."""
+        await self._ended.wait()
+        assert self.stream_end is not None
+        return self.stream_end
 
     async def next(self, seconds: float) -> wire.ToRouter | None:
         """Return the next message, with its number.

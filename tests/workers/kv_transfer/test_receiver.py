@@ -1,4 +1,4 @@
-"""The KV receiver rejects unauthenticated peers and sources that violate the protocol."""
+"""The KV receiver refuses sources that violate the protocol."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,6 +13,7 @@ import torch
 
 from penstock.protos import transfer_pb2 as wire
 from penstock.protos import transfer_pb2_grpc
+from penstock.workers.kv_transfer import receiver
 from penstock.workers.kv_transfer.protocol.messages import Peer
 from penstock.workers.kv_transfer.protocol.receive import ExpectedTransfer, TransferResult
 from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
@@ -23,11 +24,21 @@ from penstock.workers.kv_transfer.sender import KvSender
 from penstock.workers.kv_transfer.shards import LayerHeadRange
 from penstock.workers.kv_transfer.staging import PROTOCOL, KvStaging, WorkerIdentity
 from penstock.workers.kv_transfer.transport import PairBroken
+from tests.support.raw_http2 import (
+    HEADERS,
+    PREFACE,
+    headers,
+    message,
+    raw_http2,
+    settings,
+    window_update,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 IDENTITY = WorkerIdentity("d", "inc", "layout float32", "127.0.0.1", "secret")
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
+PAIR = "/penstock.transfer.v1.Transfer/Pair"
 
 
 def make_staging(seed: int) -> KvStaging:
@@ -87,10 +98,10 @@ def introduction(**other: Any) -> wire.FromSource:
 class FakeSource:
     """A source that sends the messages of a test, but has no communicator for KV data."""
 
-    def __init__(self, side: Side, secret: str = "secret") -> None:
+    def __init__(self, side: Side) -> None:
         self._channel = grpc.aio.insecure_channel(side.address)
         stub = transfer_pb2_grpc.TransferStub(self._channel)  # type: ignore[no-untyped-call]
-        self.call = stub.Pair(metadata=(("authorization", f"Bearer {secret}"),))
+        self.call = stub.Pair()
 
     async def introduced(self) -> "FakeSource":
         await self.call.write(introduction())
@@ -130,12 +141,6 @@ def header(epoch: int, **other: Any) -> wire.FromSource:
         **other,
     }
     return wire.FromSource(header=wire.Header(**given))
-
-
-@pytest.mark.parametrize("secret", ["", "wrong", "secret2"])
-async def test_wrong_secret_is_unauthenticated(side: Side, secret: str) -> None:
-    error = await FakeSource(side, secret).refusal()
-    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize(
@@ -269,12 +274,29 @@ async def test_store_value_for_an_unknown_pair_fails_the_stream(side: Side) -> N
 
 async def test_malformed_bytes_fail_only_their_own_stream(side: Side) -> None:
     async with grpc.aio.insecure_channel(side.address) as channel:
-        method = channel.stream_stream("/penstock.transfer.v1.Transfer/Pair")
-        call = method(metadata=(("authorization", "Bearer secret"),))
+        method = channel.stream_stream(PAIR)
+        call = method()
         await call.write(b"\xff\xff garbage")
         with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
     await (await FakeSource(side).introduced()).close()
+
+
+async def test_source_that_does_not_read_is_ended(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiver, "MAX_MESSAGES_WAITING", 4)
+    start = (PREFACE, settings(initial_window_size=0), headers(1, PAIR))
+    async with raw_http2(side.address, *start) as slow:
+        slow.send(message(1, introduction().SerializeToString()))
+        await slow.frame(HEADERS, 1)
+        epoch = side.expect(8, [1, 2])
+        unknown = [header(epoch + 1000 + number) for number in range(10)]
+        slow.send(*(message(1, each.SerializeToString()) for each in unknown))
+        await eventually(side, 1)
+        assert "does not read" in side.results[0].reason
+        slow.send(window_update(1, 1 << 20))
+        assert await slow.status(1) == grpc.StatusCode.OK.value[0]
 
 
 async def eventually(side: Side, num_results: int) -> None:

@@ -1,5 +1,6 @@
 """Rendezvous of ranks: the key-value store, its gRPC access and authentication."""
 
+import queue
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -65,11 +66,27 @@ def test_wrong_or_missing_token_is_refused(server: RendezvousServer, token: str 
     assert not server.store.check(["a"])
 
 
+@pytest.mark.parametrize("method", ["Get", "Put"])
+def test_silent_callers_without_the_token_do_not_occupy_the_threads(
+    server: RendezvousServer, remote: RemoteStore, method: str
+) -> None:
+    silent = queue.SimpleQueue[bytes | None]()
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_unary(f"/penstock.ranks.v1.Rendezvous/{method}")
+        started = [call.future(iter(silent.get, None), timeout=60) for _ in range(20)]
+        assert {each.code() for each in started} == {grpc.StatusCode.UNAUTHENTICATED}
+        for _ in started:
+            silent.put(None)  # ends the client's thread
+    remote.set("a", b"b")
+    assert remote.get("a") == b"b"
+
+
 def test_oversized_message_is_refused(server: RendezvousServer) -> None:
     with grpc.insecure_channel(server.address) as channel:
         stub = ranks_pb2_grpc.RendezvousStub(channel)  # type: ignore[no-untyped-call]
+        metadata = (("authorization", "Bearer secret"),)
         with pytest.raises(grpc.RpcError) as refusal:
-            stub.Put(wire.Entry(key="a", value=bytes(MAX_BYTES)))
+            stub.Put(wire.Entry(key="a", value=bytes(MAX_BYTES)), metadata=metadata)
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert not server.store.check(["a"])
 
