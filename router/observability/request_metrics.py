@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from penstock.router.routing import events as ev
 
@@ -47,15 +47,30 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += count
 
 
-@dataclass(slots=True)
-class _ChoiceTimer:
-    """Delivery times and newest tokens of one choice."""
+class DeliveredTokens:
+    """Number of delivered tokens of one choice, and their times."""
 
-    first: float  # time of the first delivery
-    last: float  # time of the newest delivery
-    first_position: int  # token index of the first delivery; above 0 if resumed
-    position: int  # token index of the newest delivery
-    finish: int  # `Finish` of the newest token
+    __slots__ = ("finish", "first", "first_position", "last", "position")
+
+    def __init__(self) -> None:
+        self.first = 0.0  # time of the first delivery
+        self.last: float | None = None  # time of the newest delivery; None: there was none
+        self.first_position = 0  # token index of the first delivery; above 0 if resumed
+        self.position = -1  # token index of the newest delivery
+        self.finish = 0  # `Finish` of the newest token
+
+    def add(self, position: int, finish: int, now: float) -> float | None:
+        """Record a token; return the time of the token before it, or None for the first one.
+
+        This runs for every token: keep it fast.
+        """
+        last = self.last
+        if last is None:
+            self.first, self.first_position = now, position
+        self.last = now
+        self.position = position
+        self.finish = finish
+        return last
 
     @property
     def num_tokens(self) -> int:
@@ -69,14 +84,14 @@ class _OpenRequest:
 
     tenant_name: str  # the name that metrics use
     request: ev.Request
+    choices: Sequence[DeliveredTokens]
     arrived_at: float
     submitted_at: float | None = None  # time of the first submission to a worker
     first_token_at: float | None = None  # time of delivery of the first token
-    timers: dict[int, _ChoiceTimer] = field(default_factory=dict)  # by choice
 
     @property
     def num_tokens(self) -> int:
-        return sum(stretch.num_tokens for stretch in self.timers.values())
+        return sum(each.num_tokens for each in self.choices)
 
     @property
     def reason(self) -> str:
@@ -85,7 +100,7 @@ class _OpenRequest:
         A choice without a finish reason was ended by a stop string. A request without any tokens
         had a max_tokens of 0.
         """
-        finishes = {stretch.finish for stretch in self.timers.values()}
+        finishes = {each.finish for each in self.choices if each.last is not None}
         return "stop" if finishes and ev.Finish.LENGTH not in finishes else "length"
 
 
@@ -147,10 +162,10 @@ class RequestMetrics:
         """Count a request that is not valid HTTP."""
         self.malformed_requests += 1
 
-    def opened(self, request: ev.Request, now: float) -> None:
-        """Record that a request was accepted."""
+    def opened(self, request: ev.Request, choices: Sequence[DeliveredTokens], now: float) -> None:
+        """Record that a request was accepted; `choices` count its tokens from now on."""
         name = self._tenant_names.get(request.tenant, OTHER_TENANT)
-        self._open_requests[request.id] = _OpenRequest(name, request, now)
+        self._open_requests[request.id] = _OpenRequest(name, request, choices, now)
         self.prompt_tokens_by_tenant[name] += len(request.prompt)
 
     def submitted(self, command: ev.Submit, now: float) -> None:
@@ -160,37 +175,19 @@ class RequestMetrics:
             one.submitted_at = now
             self.queue.add(now - one.arrived_at)
 
-    def delivered(self, tokens: ev.TokenColumns, now: float) -> None:
-        """Record delivered tokens. This runs for every token: keep it fast."""
-        open_requests = self._open_requests
-        # Sequences of one batch usually got their previous tokens at the same time as well, so most
-        # gaps are equal: add each distinct gap once, with its count.
-        counts: dict[float, int] = {}  # by time of the previous token
-        for request, choice, position, finish in zip(
-            tokens.requests, tokens.choices, tokens.positions, tokens.finishes, strict=True
-        ):
-            one = open_requests.get(request)
-            if one is None:
-                continue
-            timer = one.timers.get(choice)
-            if timer is None:
-                if one.first_token_at is None:
-                    self._on_first_token(one, now)
-                one.timers[choice] = _ChoiceTimer(now, now, position, position, finish)
-                continue
-            last = timer.last
-            counts[last] = counts.get(last, 0) + 1
-            timer.last = now
-            timer.position = position
-            timer.finish = finish
+    def first_token_delivered(self, request: int, now: float) -> None:
+        """Record the first token of a choice; only the request's first choice counts."""
+        one = self._open_requests[request]
+        if one.first_token_at is None:
+            one.first_token_at = now
+            self.first_token.add(now - one.arrived_at)
+            if one.submitted_at is not None:
+                self.prefill.add(now - one.submitted_at)
+
+    def later_tokens_delivered(self, counts: Mapping[float, int], now: float) -> None:
+        """Record the other tokens: their number, by time of the previous token of their choice."""
         for last, number in counts.items():
             self.between_tokens.add(now - last, number)
-
-    def _on_first_token(self, one: _OpenRequest, now: float) -> None:
-        one.first_token_at = now
-        self.first_token.add(now - one.arrived_at)
-        if one.submitted_at is not None:
-            self.prefill.add(now - one.submitted_at)
 
     def ended(self, request: int, status: ev.Status, now: float) -> FinishedRequest | None:
         """Record the end of a request; return its summary, or None if the request is unknown."""
@@ -214,13 +211,12 @@ class RequestMetrics:
         self.request.add(now - one.arrived_at)
         self.prompt_lengths.add(len(one.request.prompt))
         self.answer_lengths.add(num_tokens)
+        begun = [(each, each.last) for each in one.choices if each.last is not None]
         if one.first_token_at is not None:
-            self.decode.add(
-                max(stretch.last for stretch in one.timers.values()) - one.first_token_at
-            )
-        for stretch in one.timers.values():
-            if stretch.num_tokens > 1:
-                self.per_token.add((stretch.last - stretch.first) / (stretch.num_tokens - 1))
+            self.decode.add(max(last for _, last in begun) - one.first_token_at)
+        for each, last in begun:
+            if each.num_tokens > 1:
+                self.per_token.add((last - each.first) / (each.num_tokens - 1))
 
     def sent(self, command: ev.Send, now: float) -> None:
         """Record the start of a KV transfer."""

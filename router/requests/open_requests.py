@@ -37,7 +37,7 @@ class OpenRequests:
     def open(self, request: ev.Request, output: RequestOutput, now: float) -> None:
         """Add a request that was accepted."""
         self._outputs[request.id] = output
-        self._metrics.opened(request, now)
+        self._metrics.opened(request, output.choices, now)
         self._explanations.opened(request, now)
 
     def observe(self, event: ev.Event, now: float) -> None:
@@ -59,12 +59,21 @@ class OpenRequests:
 
     def deliver(self, tokens: ev.TokenColumns, now: float) -> None:
         """Deliver the tokens of a step. This runs for every token: keep it fast."""
-        self._metrics.delivered(tokens, now)
         outputs, logprobs = self._outputs, tokens.logprobs
+        # Sequences of one batch usually got their previous tokens at the same time as well, so most
+        # gaps are equal: record each distinct gap once, with its count.
+        counts: dict[float, int] = {}  # by time of the previous token
         for row, (request, _, choice, position, token, finish) in enumerate(tokens.rows()):
             output = outputs.get(request)
-            if output is not None:
-                output.deliver(choice, position, token, finish, logprobs.get(row))
+            if output is None:
+                continue
+            last = output.choices[choice].add(position, finish, now)
+            if last is None:
+                self._metrics.first_token_delivered(request, now)
+            else:
+                counts[last] = counts.get(last, 0) + 1
+            output.deliver(choice, position, token, finish, logprobs.get(row))
+        self._metrics.later_tokens_delivered(counts, now)
 
     def deliver_end(self, command: ev.DeliverEnd) -> None:
         """Deliver the end of a choice."""

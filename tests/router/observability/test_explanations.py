@@ -16,6 +16,7 @@ from penstock.router.routing.dispatcher import Dispatcher
 from penstock.router.routing.placement.routing_strategies import policy_of
 from tests.support.columns import NewToken, columns_of
 from tests.support.router_harness import AT, D, E, M, N, P
+from tests.support.silent_output import silent_output
 
 WALL = 1_700_000_000.0
 
@@ -27,7 +28,7 @@ class World:
         names = {"t1": "key-1"}
         self.metrics = RequestMetrics(names)
         self.explanations = Explanations(names, "cost", max_ended, lambda: WALL)
-        self._requests = OpenRequests(self.metrics, self.explanations)
+        self.requests = OpenRequests(self.metrics, self.explanations)
         self.dispatcher = Dispatcher(policy_of("cost"))
         self.dispatcher.listen(self.explanations)
         self.now = 1000.0
@@ -36,24 +37,23 @@ class World:
 
     def __call__(self, event: ev.Event, wait: float = 0.0) -> list[ev.Command]:
         self.now += wait
-        self._requests.observe(event, self.now)
+        self.requests.observe(event, self.now)
         commands = self.dispatcher.handle(event, self.now)
         for command in commands:
             match command:
                 case ev.EndRequest():
-                    self._requests.end(command, self.now)
+                    self.requests.end(command, self.now)
                 case ev.Deliver():
-                    self.metrics.delivered(command.tokens, self.now)
+                    self.requests.deliver(command.tokens, self.now)
                 case ev.Submit() | ev.Send() | ev.Drop() | ev.Yield():
-                    self._requests.record(command, self.now)
+                    self.requests.record(command, self.now)
         return commands
 
     def arrive(self, number: int = 1, name: str = "a", tenant: str = "t1", size: int = 9) -> None:
         request = ev.Request(
             number, [987654] * size, SamplingParams(), tenant=tenant, external_id=name
         )
-        self.metrics.opened(request, self.now)
-        self.explanations.opened(request, self.now)
+        self.requests.open(request, silent_output(), self.now)
         self(ev.RequestArrived(request))
 
     def step(self, worker: str, attempt: int, *positions: int, **more: Any) -> None:
@@ -246,7 +246,6 @@ def test_events_of_a_request_and_decisions_are_bounded() -> None:
 def test_refused_request_is_explained() -> None:
     world = World(M)
     request = ev.Request(1, [1], SamplingParams(), external_id="a", deadline=world.now - 1)
-    world.metrics.opened(request, world.now)
-    world.explanations.opened(request, world.now)
+    world.requests.open(request, silent_output(), world.now)
     world(ev.RequestArrived(request))
     assert (world.only().finish_reason, world.only().tenant_name) == ("deadline", "other")

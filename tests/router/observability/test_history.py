@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.router.observability.explanations import Explanations
 from penstock.router.observability.history import (
     NUM_SAMPLES,
     SAMPLE_SECONDS,
@@ -12,8 +13,10 @@ from penstock.router.observability.history import (
     quantile,
 )
 from penstock.router.observability.request_metrics import FIRST_BOUNDS, Histogram, RequestMetrics
+from penstock.router.requests.open_requests import OpenRequests
 from penstock.router.routing import events as ev
 from tests.support.columns import NewToken, columns_of
+from tests.support.silent_output import silent_output
 
 
 @given(
@@ -42,9 +45,10 @@ def test_quantile_of_nothing_and_beyond_the_last_bound() -> None:
 def test_sample_counts_what_happened_in_its_interval() -> None:
     metrics = RequestMetrics({})
     history = History(metrics, 100.0)
-    metrics.opened(ev.Request(1, [7], SamplingParams()), 100.0)
+    requests = OpenRequests(metrics, Explanations({}, "cost"))
+    requests.open(ev.Request(1, [7], SamplingParams()), silent_output(), 100.0)
     for position, moment in enumerate((100.4, 100.45, 100.5)):
-        metrics.delivered(columns_of([NewToken(1, 1, 0, position, 5)]), moment)
+        requests.deliver(columns_of([NewToken(1, 1, 0, position, 5)]), moment)
     history.update(100.0 + SAMPLE_SECONDS - 0.1)
     assert not history.samples
     history.update(100.0 + SAMPLE_SECONDS)

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.router.observability.explanations import Explanations
 from penstock.router.observability.request_metrics import (
     FIRST_BOUNDS,
     OTHER_TENANT,
@@ -11,9 +12,11 @@ from penstock.router.observability.request_metrics import (
     Histogram,
     RequestMetrics,
 )
+from penstock.router.requests.open_requests import OpenRequests
 from penstock.router.routing import events as ev
 from penstock.router.routing.transfer_peers import TransferEndpoint
 from tests.support.columns import NewToken, columns_of
+from tests.support.silent_output import silent_output
 
 NONE = ev.Finish.NONE
 NAMES = {"t1": "key-1", "t2": "key-2"}
@@ -21,6 +24,10 @@ NAMES = {"t1": "key-1", "t2": "key-2"}
 
 def request_of(number: int, tenant: str, num_prompt: int = 3) -> ev.Request:
     return ev.Request(number, [7] * num_prompt, SamplingParams(), tenant=tenant)
+
+
+def requests_of(metrics: RequestMetrics) -> OpenRequests:
+    return OpenRequests(metrics, Explanations(NAMES, "cost"))
 
 
 def deliver(
@@ -50,10 +57,11 @@ def test_histogram_counts_each_value_in_the_first_bucket_that_holds_it(
 
 def test_latencies_of_one_request() -> None:
     metrics = RequestMetrics(NAMES)
-    metrics.opened(request_of(1, "t1"), 10.0)
+    requests = requests_of(metrics)
+    requests.open(request_of(1, "t1"), silent_output(2), 10.0)
     for position, moment in enumerate((10.5, 11.0, 13.0)):
-        metrics.delivered(columns_of(plain(1, position)), moment)
-    metrics.delivered(columns_of(deliver(1, 0, 3, finish=ev.Finish.LENGTH)), 14.0)
+        requests.deliver(columns_of(plain(1, position)), moment)
+    requests.deliver(columns_of(deliver(1, 0, 3, finish=ev.Finish.LENGTH)), 14.0)
     metrics.ended(1, ev.Status.OK, 14.5)
     assert metrics.first_token.total == 0.5
     assert metrics.between_tokens.total == 3.5
@@ -65,12 +73,13 @@ def test_latencies_of_one_request() -> None:
 
 def test_request_time_is_split_into_queue_prefill_and_decode() -> None:
     metrics = RequestMetrics(NAMES)
+    requests = requests_of(metrics)
     request = request_of(1, "t1", num_prompt=9)
-    metrics.opened(request, 10.0)
+    requests.open(request, silent_output(2), 10.0)
     for moment in (12.0, 13.0):  # submitted to a prefill worker, then to a decode worker
         metrics.submitted(ev.Submit("w", request, 1, [], [], None, 1), moment)
     for position, moment in enumerate((15.0, 19.0)):
-        metrics.delivered(columns_of(plain(1, position)), moment)
+        requests.deliver(columns_of(plain(1, position)), moment)
     ended = metrics.ended(1, ev.Status.OK, 20.0)
     assert (metrics.queue.total, metrics.prefill.total, metrics.decode.total) == (2.0, 3.0, 4.0)
     assert (metrics.prompt_lengths.total, metrics.answer_lengths.total) == (9, 2)
@@ -81,7 +90,8 @@ def test_request_time_is_split_into_queue_prefill_and_decode() -> None:
 
 def test_request_that_never_ran_has_only_a_total_time() -> None:
     metrics = RequestMetrics(NAMES)
-    metrics.opened(request_of(1, "who"), 0.0)
+    requests = requests_of(metrics)
+    requests.open(request_of(1, "who"), silent_output(2), 0.0)
     ended = metrics.ended(1, ev.Status.OVERLOADED, 1.0)
     assert ended is not None
     assert (ended.tenant, ended.reason, ended.seconds) == (OTHER_TENANT, "overloaded", 1.0)
@@ -91,10 +101,11 @@ def test_request_that_never_ran_has_only_a_total_time() -> None:
 
 def test_choices_are_timed_separately_but_first_token_per_request() -> None:
     metrics = RequestMetrics(NAMES)
-    metrics.opened(request_of(1, "t1"), 0.0)
+    requests = requests_of(metrics)
+    requests.open(request_of(1, "t1"), silent_output(2), 0.0)
     for position, moment in enumerate((1.0, 2.0)):
         both = [token for choice in (0, 1) for token in deliver(1, choice, position)]
-        metrics.delivered(columns_of(both), moment)
+        requests.deliver(columns_of(both), moment)
     metrics.ended(1, ev.Status.OK, 2.0)
     assert (sum(metrics.first_token.counts), metrics.first_token.total) == (1, 1.0)
     assert (sum(metrics.between_tokens.counts), metrics.between_tokens.total) == (2, 2.0)
@@ -103,15 +114,17 @@ def test_choices_are_timed_separately_but_first_token_per_request() -> None:
 
 def test_answer_cut_at_a_stop_string_counts_as_stop() -> None:
     metrics = RequestMetrics(NAMES)
-    metrics.opened(request_of(1, "t1"), 0.0)
-    metrics.delivered(columns_of(plain(1)), 1.0)
+    requests = requests_of(metrics)
+    requests.open(request_of(1, "t1"), silent_output(2), 0.0)
+    requests.deliver(columns_of(plain(1)), 1.0)
     metrics.ended(1, ev.Status.OK, 1.0)
     assert metrics.finished["stop"] == 1
 
 
 def test_answer_without_tokens_counts_as_length() -> None:
     metrics = RequestMetrics(NAMES)
-    metrics.opened(request_of(1, "t1"), 0.0)
+    requests = requests_of(metrics)
+    requests.open(request_of(1, "t1"), silent_output(2), 0.0)
     metrics.ended(1, ev.Status.OK, 1.0)
     assert metrics.finished["length"] == 1
     assert sum(metrics.first_token.counts) == 0
@@ -119,9 +132,10 @@ def test_answer_without_tokens_counts_as_length() -> None:
 
 def test_failed_request_has_a_reason_and_no_duration() -> None:
     metrics = RequestMetrics(NAMES)
+    requests = requests_of(metrics)
     failures = [status for status in ev.Status if status is not ev.Status.OK]
     for number, status in enumerate(failures):
-        metrics.opened(request_of(number, "t1"), 0.0)
+        requests.open(request_of(number, "t1"), silent_output(2), 0.0)
         metrics.ended(number, status, 1.0)
     reasons = {reason for reason, n in metrics.finished.items() if n}
     assert len(reasons) == len(failures)
@@ -131,8 +145,9 @@ def test_failed_request_has_a_reason_and_no_duration() -> None:
 
 def test_stale_and_repeated_transfer_events_are_not_counted() -> None:
     metrics = RequestMetrics(NAMES)
+    requests = requests_of(metrics)
     to = TransferEndpoint("d", "i", "address", "secret")
-    metrics.opened(request_of(1, "t1"), 0.0)
+    requests.open(request_of(1, "t1"), silent_output(2), 0.0)
     metrics.sent(ev.Send("p", 1, 1, to, 2, 5, 0), 1.0)
     metrics.received(ev.Received("d", 1, 9, 5, 100), 1.5)
     metrics.received(ev.Received("d", 1, 2, 5, 100), 3.0)
@@ -156,22 +171,23 @@ def test_totals_agree_with_the_events(events: list[tuple[str, int, object]]) -> 
         0,
         dict.fromkeys(NAMES, 0),
     )
+    requests = requests_of(metrics)
     num_delivered: dict[int, int] = {}
     for now, (kind, request, detail) in enumerate(events):
         if kind == "open" and request not in live:
             live[request] = str(detail)
             num_delivered[request] = 0
-            metrics.opened(request_of(request, str(detail)), float(now))
+            requests.open(request_of(request, str(detail)), silent_output(2), float(now))
         elif kind == "token":
             assert isinstance(detail, int)
             new = plain(request, num_delivered.get(request, 0), detail)
-            metrics.delivered(columns_of(new), float(now))
+            requests.deliver(columns_of(new), float(now))
             if request in live:
                 num_delivered[request] += detail
                 tokens[live[request]] = tokens.get(live[request], 0) + detail
         elif kind == "end":
             assert isinstance(detail, ev.Status)
-            metrics.ended(request, detail, float(now))
+            requests.end(ev.EndRequest(request, detail), float(now))
             ended += live.pop(request, None) is not None
     assert sum(metrics.finished.values()) == ended
     generated = metrics.generated_by_tenant()
