@@ -1,21 +1,18 @@
 """Index of the KV blocks that each worker has cached, by the short hashes of the blocks.
 
-The hash of a block covers all tokens before it, so hashes form trees: each block has one parent.
-A block of a worker is **reachable** if the worker is known to have all blocks before it. Along a
-prompt, the sets of workers with a reachable block only shrink, so `levels` finds the depths where
-they change by bisection. All other blocks of a worker are **loose**: their parent is missing or
-unknown. `levels` checks for loose blocks where a set shrinks, and links those that continue the
-prompt. The result is therefore exact for stores and evictions in any order.
+A block of a worker is **reachable** if the worker is known to have all blocks before it. Reachable
+blocks are in a radix tree, so a match takes one look-up for each run of blocks. All other blocks of
+a worker are **loose**: their parent is missing or unknown. `levels` checks for loose blocks where a
+set of workers shrinks, and links those that continue the prompt. The result is therefore exact for
+stores and evictions in any order.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from penstock.router.routing.prefix_cache.radix_tree import START, RadixTree
 from penstock.router.routing.prefix_cache.worker_slots import Workers, WorkerSlots, bits
 
-PRUNED_CHILDREN = 16
-"""Size at which a set of children is searched for unreachable ones, and again at each doubling."""
-START = 0
-"""The parent of the first block of a prompt. No block has this hash."""
+__all__ = ["START", "PrefixIndex"]
 
 
 class PrefixIndex:
@@ -30,22 +27,19 @@ class PrefixIndex:
     def __init__(self, slots: WorkerSlots | None = None) -> None:
         self.slots = WorkerSlots() if slots is None else slots
         self._slots: dict[str, int] = {}  # slot by worker of this index
-        self._bits: dict[int, Workers] = {}  # 1 << slot, by slot: one int object for many blocks
-        self._blocks: dict[int, set[int]] = {}  # all blocks of a worker, by slot
-        self._reachable: dict[int, Workers] = {}
-        self._loose: dict[int, Workers] = {}
-        self._children = _Children(self._reachable)
-        # Guess of a level's length, by its first block: the length in the last match, or that of
-        # the stored chain. A good guess saves most look-ups; each may cost several cache misses.
-        self._hints: dict[int, int] = {}
+        self.workers: Workers = 0  # the workers of this index
+        self._num_blocks: dict[int, int] = {}  # number of a worker's blocks, by slot
+        self._tree = RadixTree()  # the reachable blocks
+        self._loose = _LooseBlocks()
 
     def slot(self, worker: str) -> int:
         """Return the number of the worker's bit; a new worker gets a free number."""
         slot = self._slots.get(worker)
         if slot is None:
             slot = self._slots[worker] = self.slots.acquire(worker)
-            self._bits[slot] = 1 << slot
-            self._blocks[slot] = set()
+            self.workers |= 1 << slot
+            self._num_blocks[slot] = 0
+            self._loose.add_worker(slot)
         return slot
 
     def store(self, worker: str, hashes: Sequence[int], parent: int | None = None) -> None:
@@ -58,79 +52,82 @@ class PrefixIndex:
                 blocks. This saves the later search for the positions of the blocks.
         """
         slot = self.slot(worker)
-        bit, blocks = self._bits[slot], self._blocks[slot]
-        if parent is None:
-            for block in hashes:
-                if block not in blocks:
-                    blocks.add(block)
-                    _add(self._loose, block, bit)
+        if parent is not None and (parent == START or self.holders(parent) >> slot & 1):
+            self._store_after(slot, hashes, parent)
             return
-        is_linked = parent == START or bool(self._reachable.get(parent, 0) & bit)
-        if is_linked and hashes:
-            self._hints.setdefault(hashes[0], len(hashes))
+        nodes, loose = self._tree.nodes, self._loose.of_slot[slot]
         for block in hashes:
-            if block not in blocks:
-                blocks.add(block)
-                if is_linked:
-                    self._link(block, parent, bit)
-                else:
-                    _add(self._loose, block, bit)
-            elif is_linked:
-                if self._loose.get(block, 0) & bit:
-                    _remove(self._loose, block, bit)
-                    self._link(block, parent, bit)
+            node = nodes.get(block)
+            if block not in loose and (node is None or not node.has(slot, block)):
+                self._loose.add(slot, block)
+                self._num_blocks[slot] += 1
+
+    def _store_after(self, slot: int, hashes: Sequence[int], parent: int) -> None:
+        """Add consecutive blocks of a worker that has `parent` and all blocks before it."""
+        nodes, loose, start = self._tree.nodes, self._loose.of_slot[slot], 0
+        for block in hashes:
+            node = nodes.get(block)
+            if node is None or not node.has(slot, block):
+                break
+            parent, start = block, start + 1
+        for block in hashes[start:]:
+            if block in loose:
+                self._loose.remove(block, 1 << slot)
             else:
-                is_linked = bool(self._reachable.get(block, 0) & bit)
-            parent = block
+                self._num_blocks[slot] += 1
+        stop = self._tree.extend(hashes, start, parent, [(len(hashes), 1 << slot)])
+        for block in hashes[stop:]:
+            self._loose.add(slot, block)
 
     def evict(self, worker: str, hashes: Sequence[int]) -> None:
         """Remove blocks of a worker; blocks that the worker does not have are ignored."""
         slot = self._slots.get(worker)
         if slot is None:
             return
-        bit, blocks = self._bits[slot], self._blocks[slot]
+        loose = self._loose.of_slot[slot]
         for block in hashes:
-            if block not in blocks:
+            if block in loose:
+                self._loose.remove(block, 1 << slot)
+            elif removed := self._tree.evict(slot, block):
+                for later in removed[1:]:
+                    self._loose.add(slot, later)
+            else:
                 continue
-            blocks.remove(block)
-            if self._loose and self._loose.get(block, 0) & bit:
-                _remove(self._loose, block, bit)
-                continue
-            self._loosen_children(block, bit)
-            self._unlink(block, bit)
+            self._num_blocks[slot] -= 1
 
     def clear(self, worker: str) -> None:
         """Remove all blocks of a worker."""
         slot = self._slots.pop(worker, None)
         if slot is None:
             return
-        bit = self._bits[slot]
-        for block in self._blocks[slot]:
-            if self._reachable.get(block, 0) & bit:
-                self._unlink(block, bit)
-            else:
-                _remove(self._loose, block, bit)
-        del self._blocks[slot], self._bits[slot]
+        self._tree.clear(slot)
+        self._loose.remove_worker(slot)
+        del self._num_blocks[slot]
+        self.workers ^= 1 << slot
         self.slots.release(worker)
 
     @property
     def is_empty(self) -> bool:
         """Whether no worker has a block."""
-        return not (self._reachable or self._loose)
+        return not (self._tree.nodes or self._loose.workers)
 
     def num_blocks(self, worker: str) -> int:
         """Return the number of blocks of a worker."""
         slot = self._slots.get(worker)
-        return 0 if slot is None else len(self._blocks[slot])
+        return 0 if slot is None else self._num_blocks[slot]
 
     def holds(self, worker: str, block: int) -> bool:
         """Return whether a worker has a block, with or without the blocks before it."""
         slot = self._slots.get(worker)
-        return slot is not None and block in self._blocks[slot]
+        if slot is None:
+            return False
+        node = self._tree.nodes.get(block)
+        return block in self._loose.of_slot[slot] or (node is not None and node.has(slot, block))
 
     def holders(self, block: int) -> Workers:
         """Return the workers that are known to have a block and all blocks before it."""
-        return self._reachable.get(block, 0)
+        node = self._tree.nodes.get(block)
+        return 0 if node is None else node.holders_of(block)
 
     def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
         """Return how many leading blocks of a prompt each worker has; absent workers have none.
@@ -151,148 +148,88 @@ class PrefixIndex:
         without the first block are in no set.
         """
         if len(hashes) == 1:  # perhaps not the first block of a prompt: do not link it
-            holders = self._reachable.get(hashes[0], 0) | self._loose.get(hashes[0], 0)
+            holders = self.holders(hashes[0]) | self._loose.workers.get(hashes[0], 0)
             return [(1, holders)] if holders else []
-        while True:
-            levels = self._reachable_levels(hashes)
-            if not (self._loose and self._link_loose(hashes, levels)):
-                return levels
-
-    def _reachable_levels(self, hashes: Sequence[int]) -> list[tuple[int, Workers]]:
-        """Return `levels` of the reachable blocks: bisect for each depth where the set changes."""
-        levels: list[tuple[int, Workers]] = []
-        if not hashes:
-            return levels
-        get = self._reachable.get
-        workers, low = get(hashes[0], 0), 0
-        known = [(len(hashes), 0)]  # larger positions with their sets, the nearest last
-        while workers:
-            start, first = low, hashes[low]
-            while known[-1][1] & workers == workers:
-                low, _ = known.pop()
-            high, others = known[-1]
-            # Look first on both sides of the position where the set changed last time.
-            length = self._hints.get(first, 0)
-            hint = start + length
-            middle = max(hint - 1, low + 1) if length else 0
-            while high - low > 1:
-                if not low < middle < high:
-                    middle = (low + high) >> 1
-                found = get(hashes[middle], 0)
-                if found & workers == workers:
-                    low = middle
-                else:
-                    high, others = middle, found
-                    known.append((high, others))
-                middle = hint
-            if high != hint:
-                self._hints[first] = high - start
-            levels.append((high, workers))
-            workers, low = others & workers, high
+        levels = self._tree.levels(hashes)
+        while self._loose.workers and self._link_loose(hashes, levels):
+            levels = self._tree.levels(hashes)
         return levels
 
     def _link_loose(self, hashes: Sequence[int], levels: Sequence[tuple[int, Workers]]) -> bool:
         """Link the loose blocks that continue the prompt; return whether there are any."""
-        is_changed = False
-        first = self._loose.get(hashes[0], 0) if hashes else 0
+        loose, is_changed = self._loose.workers, False
+        first = loose.get(hashes[0], 0) if hashes else 0
         starts = [(0, first)] if first else []
         starts += [
-            (depth, workers & self._loose.get(hashes[depth], 0))
+            (depth, workers & loose.get(hashes[depth], 0))
             for depth, workers in levels
             if depth < len(hashes)
         ]
-        for depth, workers in starts:
-            while workers:
-                is_changed = True
-                block = hashes[depth]
-                _remove(self._loose, block, workers)
-                self._link(block, hashes[depth - 1] if depth else START, workers)
-                depth += 1
-                if depth == len(hashes):
-                    break
-                workers &= self._loose.get(hashes[depth], 0)
+        for start, workers in starts:
+            ends = self._loose.ends(hashes, start, workers)
+            parent = hashes[start - 1] if start else START
+            stop = self._tree.extend(hashes, start, parent, ends)
+            for end, those in ends:
+                self._loose.remove_all(hashes[start : min(end, stop)], those)
+            is_changed |= stop > start
         return is_changed
 
-    def _link(self, block: int, parent: int, workers: Workers) -> None:
-        """Make a block of some workers reachable."""
-        old = self._reachable.get(block)
-        if old is None:
-            self._reachable[block] = workers
-            if parent != START:
-                self._children.add(parent, block)
-        else:
-            self._reachable[block] = old | workers
 
-    def _unlink(self, block: int, bit: Workers) -> None:
-        """Remove a worker's bit from a reachable block."""
-        if not _remove(self._reachable, block, bit):
-            self._children.forget(block)
-            self._hints.pop(block, None)
+class _LooseBlocks:
+    """Blocks whose position is unknown, or whose parent is missing.
 
-    def _loosen_children(self, block: int, bit: Workers) -> None:
-        """Make the reachable blocks after `block` loose at a worker."""
-        after = self._reachable_children(block, bit)
-        while after:
-            child = after.pop()
-            after += self._reachable_children(child, bit)
-            _add(self._loose, child, bit)
-            self._unlink(child, bit)
-
-    def _reachable_children(self, block: int, bit: Workers) -> list[int]:
-        return [child for child in self._children.of(block) if self._reachable.get(child, 0) & bit]
-
-
-class _Children:
-    """The blocks that follow each block; blocks that are no longer reachable may be included.
-
-    Args:
-        reachable: the reachable blocks; all children that it contains are kept.
+    Attributes:
+        workers: the workers of each block.
+        of_slot: the blocks of each worker, by slot.
     """
 
-    def __init__(self, reachable: Mapping[int, Workers]) -> None:
-        self._reachable = reachable
-        self._of: dict[int, int | set[int]] = {}  # no set for an only child: saves memory
-        self._limits: dict[int, int] = {}  # number of children at which a set is pruned
+    def __init__(self) -> None:
+        self.workers: dict[int, Workers] = {}
+        self.of_slot: dict[int, set[int]] = {}
+        self._bits: dict[int, Workers] = {}  # 1 << slot: one int object for many blocks
 
-    def of(self, block: int) -> Iterable[int]:
-        children = self._of.get(block)
-        if children is None:
-            return ()
-        return children if isinstance(children, set) else (children,)
+    def add_worker(self, slot: int) -> None:
+        self.of_slot[slot] = set()
+        self._bits[slot] = 1 << slot
 
-    def add(self, block: int, child: int) -> None:
-        children = self._of.get(block)
-        if isinstance(children, set):
-            children.add(child)
-            if len(children) >= self._limits[block]:
-                self._prune(block, children)
-        elif children is None or children not in self._reachable:
-            self._of[block] = child
-        elif children != child:
-            self._of[block] = {children, child}
-            self._limits[block] = PRUNED_CHILDREN
+    def add(self, slot: int, block: int) -> None:
+        old, bit = self.workers.get(block), self._bits[slot]
+        self.workers[block] = bit if old is None else old | bit
+        self.of_slot[slot].add(block)
 
-    def forget(self, block: int) -> None:
-        """Remove a block that is no longer reachable at any worker, with its list of children."""
-        if isinstance(self._of.pop(block, None), set):
-            del self._limits[block]
+    def remove(self, block: int, bit: Workers) -> None:
+        self.remove_all((block,), bit)
 
-    def _prune(self, block: int, children: set[int]) -> None:
-        kept = {child for child in children if child in self._reachable}
-        self._of[block] = kept
-        self._limits[block] = max(2 * len(kept), PRUNED_CHILDREN)
+    def remove_all(self, blocks: Sequence[int], workers: Workers) -> None:
+        """Remove blocks of workers, each of which must have all of them."""
+        for block in blocks:
+            rest = self.workers[block] ^ workers
+            if rest:
+                self.workers[block] = rest
+            else:
+                del self.workers[block]
+        for slot in bits(workers):
+            self.of_slot[slot].difference_update(blocks)
 
+    def remove_worker(self, slot: int) -> None:
+        """Remove a worker with its blocks."""
+        self.remove_all(list(self.of_slot[slot]), 1 << slot)
+        del self.of_slot[slot], self._bits[slot]
 
-def _add(sets: dict[int, Workers], block: int, workers: Workers) -> None:
-    old = sets.get(block)
-    sets[block] = workers if old is None else old | workers
+    def ends(
+        self, hashes: Sequence[int], start: int, workers: Workers
+    ) -> list[tuple[int, Workers]]:
+        """Return where the loose blocks of workers end that follow each other from `start` on.
 
-
-def _remove(sets: dict[int, Workers], block: int, workers: Workers) -> Workers:
-    """Remove `workers`, which the set must contain; return the rest."""
-    rest = sets[block] ^ workers
-    if rest:
-        sets[block] = rest
-    else:
-        del sets[block]
-    return rest
+        Returns:
+            Pairs of the index of the first block that is not loose and the workers, in ascending
+            order. Workers whose block at `start` is not loose are in no pair.
+        """
+        found: list[tuple[int, Workers]] = []
+        end = start
+        while workers:
+            those = workers & self.workers.get(hashes[end], 0) if end < len(hashes) else 0
+            if those != workers and end > start:
+                found.append((end, workers ^ those))
+            workers, end = those, end + 1
+        return found

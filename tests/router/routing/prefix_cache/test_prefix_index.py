@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex
+from penstock.router.routing.prefix_cache.radix_tree import Node
 from penstock.router.routing.prefix_cache.worker_slots import WorkerSlots, bits
 
 WORKERS = ["a", "b", "c"]
@@ -132,31 +133,29 @@ def test_removed_blocks_take_no_memory(parent: int | None) -> None:
         index.match([1, 10 + number])
         index.evict("a", [10 + number])
     index.evict("a", [1])
-    children = index._children
-    tables = (index._reachable, index._loose, index._hints)
-    assert not any((*tables, children._of, children._limits))
+    tables = (index._loose.workers, index._loose.of_slot[index.slot("a")])
+    assert not any((index._tree.nodes, index._tree._of_slot, *tables))
 
 
-class CountingDict(dict[int, int]):
+class CountingDict(dict[int, Node]):
     """Counts look-ups."""
 
     num_lookups = 0
 
-    def get(self, key: int, default: int | None = None) -> int | None:  # type: ignore[override]
+    def get(self, key: int, default: Node | None = None) -> Node | None:  # type: ignore[override]
         self.num_lookups += 1
         return super().get(key, default)
 
 
-def test_a_match_looks_up_few_blocks_of_a_long_prompt() -> None:
+def test_a_match_looks_up_one_block_of_each_run() -> None:
     index, prompt = PrefixIndex(), list(range(1, 751))
     for number, depth in enumerate((1, 100, 500, 750)):
         index.store(f"w{number}", prompt[:depth], START)
-    table = index._reachable = CountingDict(index._reachable)
+    table = index._tree.nodes = CountingDict(index._tree.nodes)
     assert index.match(prompt) == {"w0": 1, "w1": 100, "w2": 500, "w3": 750}
-    assert table.num_lookups < 45
-    table.num_lookups = 0
-    assert index.match(prompt) == {"w0": 1, "w1": 100, "w2": 500, "w3": 750}
-    assert table.num_lookups < 10  # the depths of the last match are tried first
+    assert table.num_lookups == 4
+    assert index.match([*prompt, 751]) == {"w0": 1, "w1": 100, "w2": 500, "w3": 750}
+    assert table.num_lookups == 9
 
 
 def test_slot_is_free_again_when_all_indexes_have_released_it() -> None:
