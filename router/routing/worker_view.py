@@ -146,8 +146,10 @@ class WorkerView:
 
     def resource_usage(self, num_tokens: int, num_sequences: int) -> ResourceUsage:
         """Return the capacity that a request with `num_tokens` tokens so far takes here."""
-        blocks = -(-(num_tokens + num_sequences) // self.info.block_size)
-        return ResourceUsage(num_sequences, blocks)
+        return ResourceUsage(num_sequences, self._num_blocks_of(num_tokens, num_sequences))
+
+    def _num_blocks_of(self, num_tokens: int, num_sequences: int) -> int:
+        return -(-(num_tokens + num_sequences) // self.info.block_size)
 
     def has_capacity(self, num_tokens: int, num_sequences: int) -> bool:
         """Return whether the worker has room for a request with `num_tokens` tokens so far.
@@ -159,10 +161,12 @@ class WorkerView:
             return False
         if not self.num_sequences:
             return True
-        usage = self.resource_usage(num_tokens, num_sequences)
-        num_sequences = self.num_sequences + self.num_foreign_sequences + usage.num_sequences
-        num_blocks = self.num_blocks + self.num_foreign_blocks + usage.num_blocks
-        return num_sequences <= self.info.max_sequences and num_blocks <= self.info.num_blocks
+        info, blocks = self.info, self._num_blocks_of(num_tokens, num_sequences)
+        taken = self.num_sequences + self.num_foreign_sequences
+        return (
+            taken + num_sequences <= info.max_sequences
+            and self.num_blocks + self.num_foreign_blocks + blocks <= info.num_blocks
+        )
 
     def penalty(self, now: float) -> float:
         """Return the placement penalty, which decays from 1 (just after a loss) to 0."""

@@ -1,6 +1,6 @@
 """Array operations that compare the workers among which a request is placed by cost."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -51,25 +51,26 @@ class ArrayCandidates:
         return self._fleet.by_row[self._fleet.row(name)]
 
     def prompt_worker(self, group: Group, needs_capacity: bool = True) -> WorkerView | None:
-        loads, read_cost = self._loads, read_cost_of(self._demand)
+        loads, read_cost, penalty = self._loads, read_cost_of(self._demand), self._penalty
         if read_cost == KV_READ_COST * MAX_READS:
             load = loads.cost
         else:
             load = loads.queued + read_cost * loads.reads
-        most = self._demand.num_tokens - 1
+        saved, most = self._saved, self._demand.num_tokens - 1
 
-        def bounds(saved: Floats | int) -> Floats:
-            costs = load - PROMPT_WEIGHT * saved
-            return costs if self._penalty is None else costs + PENALTY_TOKENS * self._penalty
-
-        def cost(row: int) -> float:
-            found = load.item(row) - PROMPT_WEIGHT * min(self._saved[row], most)
-            penalty = self._penalty
+        def cost(row: int, num_saved: int) -> float:
+            found = load.item(row) - PROMPT_WEIGHT * min(num_saved, most)
             return found if penalty is None else found + PENALTY_TOKENS * penalty.item(row)
 
+        def costs(saved: Floats | int) -> Floats:
+            found = load - PROMPT_WEIGHT * saved
+            return found if penalty is None else found + PENALTY_TOKENS * penalty
+
+        most_saved = min(saved.most, most)
         return self._least(
-            lambda: bounds(min(self._saved.most, most)),
-            lambda: bounds(np.minimum(self._saved.all(), most)),
+            load if penalty is None else costs(most_saved),
+            -PROMPT_WEIGHT * most_saved if penalty is None else 0.0,
+            lambda: costs(np.minimum(saved.all(), most)),
             cost,
             (loads.ties,),
             self._fleet.bars[group],
@@ -87,7 +88,7 @@ class ArrayCandidates:
         if self._penalty is not None:
             used = used + self._penalty
         ties = (loads.filled, loads.num_assigned)
-        best = self._least(lambda: used.copy(), used.copy, None, ties, bar, self._fits)
+        best = self._least(used, 0.0, used.copy, None, ties, bar, self._fits)
         if best is None or not self._demand.cached_tokens:
             return best
         return self._better_cached(best, used, bar) or best
@@ -139,11 +140,12 @@ class ArrayCandidates:
             )
             return wait + uncached / speeds * delayed
 
-        def cost(row: int) -> float:
+        def cost(row: int, _num_saved: int) -> float:
             return costs.colocated_seconds(num_tokens, self._fleet.by_row[row])
 
         return self._least(
-            lambda: bounds(self._saved.most),
+            bounds(self._saved.most),
+            0.0,
             lambda: bounds(self._saved.all()),
             cost if is_known else None,
             (),
@@ -154,26 +156,45 @@ class ArrayCandidates:
     def kept_worker(self) -> WorkerView | None:
         busy = self._loads.busy
         bar = self._fleet.kept_bar
-        return self._least(lambda: busy.copy(), busy.copy, None, (), bar, self._fits)
+        return self._least(busy, 0.0, busy.copy, None, (), bar, self._fits)
 
     # -------------------------------------------------------------- search
 
     def _least(
         self,
-        bounds: Callable[[], Floats],
+        bounds: Floats,
+        offset: float,
         costs: Callable[[], Floats],
-        cost: Callable[[int], float] | None,
+        cost: Callable[[int, int], float] | None,
         ties: Sequence[Floats],
         bar: Floats | None,
         fits: Callable[[int], bool],
     ) -> WorkerView | None:
-        """Return the worker of lowest cost that fits, or None; `costs` returns exact costs."""
-        few: Iterable[int] = self._saved.few if cost is not None else ()
-        limits = bounds()
+        """Return the worker of lowest cost that fits, or None.
+
+        Args:
+            bounds: see `least_row`.
+            offset: see `least_row`.
+            costs: returns the exact costs of all rows.
+            cost: returns the exact cost of a row with some cached tokens; None: `bounds` are exact.
+            ties: see `least_row`.
+            bar: the workers that are candidates.
+            fits: see `least_row`.
+        """
+        few: dict[int, float] = {}
+        if cost is not None:
+            few = {row: cost(row, num) for row, num in self._saved.few.items()}
         if bar is not None:
-            few = [row for row in few if bar[row] == 0.0]
-            limits += bar
-        row = least_row(limits, ties, fits, few, cost)
+            bounds = bounds + bar
+            few = {row: each for row, each in few.items() if bar.item(row) == 0.0}
+        row = least_row(
+            bounds,
+            offset,
+            ties,
+            fits,
+            few,
+            None if cost is None else lambda row: cost(row, self._saved[row]),
+        )
         if row is None:
             exact = costs()
             if bar is not None:
@@ -191,15 +212,12 @@ class ArrayCandidates:
         return (loads.free_sequences >= num) & (loads.free_blocks >= blocks)
 
     def _is_live(self, row: int) -> bool:
-        view = self._fleet.by_row[row]
-        unfit = self._demand.unfit_workers
+        view, unfit = self._fleet.by_row[row], self._demand.unfit_workers
         return view.is_usable and not (unfit and view.name in unfit)
 
     def _fits(self, row: int) -> bool:
-        demand = self._demand
-        return self._is_live(row) and self._fleet.by_row[row].has_capacity(
-            demand.num_tokens, demand.num_sequences
-        )
+        view, demand = self._fleet.by_row[row], self._demand
+        return view.has_capacity(demand.num_tokens, demand.num_sequences) and self._is_live(row)
 
 
 class _Saved:

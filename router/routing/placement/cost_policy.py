@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from penstock.router.routing.placement.array_candidates import ArrayCandidates
 from penstock.router.routing.placement.cached_prefix import CachedPrefix
 from penstock.router.routing.placement.candidates import Candidates
+from penstock.router.routing.placement.cheapest_worker import cheapest_worker
+from penstock.router.routing.placement.cost_model import TransferCostModel
 from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.fleet import Fleet
-from penstock.router.routing.placement.policy import RolePolicy
+from penstock.router.routing.placement.policy import Placement, RolePolicy
 from penstock.router.routing.placement.rankings.cost import CostRanking
 from penstock.router.routing.worker_view import WorkerView
 
@@ -17,6 +19,26 @@ class CostPolicy(RolePolicy):
 
     def __init__(self) -> None:
         super().__init__(CostRanking())
+
+    def choose(
+        self,
+        demand: Demand,
+        workers: Sequence[WorkerView],
+        transfer_costs: TransferCostModel,
+        now: float,
+    ) -> Placement | None:
+        cached = demand.cached_tokens
+        if (
+            isinstance(workers, Fleet)
+            and isinstance(cached, CachedPrefix)
+            and cached.levels
+            and workers.bars["prompt"] is None
+            and not (demand.has_source or demand.is_pinned or workers[0].queues_at_router)
+        ):
+            view = cheapest_worker(workers, demand, cached, now)
+            if view is not None and view.role != "prefill":
+                return Placement(view.name)
+        return super().choose(demand, workers, transfer_costs, now)
 
     def _candidates(self, demand: Demand, workers: Sequence[WorkerView], now: float) -> Candidates:
         if (

@@ -87,7 +87,9 @@ class RolePolicy:
         if demand.has_source or demand.is_pinned:
             whole = candidates.answer_worker("answer" if candidates.has("answer") else "all")
             return None if whole is None else Placement(whole.name)
-        first = candidates.prompt_worker("prompt" if candidates.has("prompt") else "all")
+        first = candidates.prompt_worker("prompt")
+        if first is None and not candidates.has("prompt"):
+            first = candidates.prompt_worker("all")
         if first is not None and (
             first.role != "prefill" or not candidates.has("answer") or demand.num_remaining == 1
         ):

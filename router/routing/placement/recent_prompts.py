@@ -88,12 +88,12 @@ class RecentPrompts:
         """
         if self.index.is_empty:
             return False
-        depth = 0
+        workers, holders, num_hashes, depth = self.index.workers, self.index.holders, len(hashes), 0
         for next_depth, deeper in (*levels, (0, 0)):
             at = depth if depth < STRIDE else depth - depth % STRIDE + STRIDE - 1
-            if at >= len(hashes):
+            if at >= num_hashes:
                 return False
-            if self.index.holders(hashes[at]) & ~deeper:
+            if workers & ~deeper and holders(hashes[at]) & ~deeper:
                 return True
             depth = next_depth
         return False
