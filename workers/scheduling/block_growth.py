@@ -56,7 +56,17 @@ class BlockGrowth:
             return 0
         return self._pool.num_copies(self._table.block_table[self._begun_shared_blocks(rows)])
 
+    def release_sources(self, copies: Ints) -> None:
+        """Release the sources of copies [C, 2] whose step has been computed."""
+        for source in copies[:, :1]:  # one at a time, because a source may have several copies
+            self._pool.release(source, State.USED)
+
     def _copy_on_write(self, rows: Ints) -> Ints:
+        """Give rows their own blocks; return the copies. `release_sources` must follow.
+
+        A source is held until then. Otherwise it could be evicted and reserved for a KV transfer,
+        which writes it as soon as its data arrives, perhaps before the step makes the copies.
+        """
         shared, columns = self._begun_shared_blocks(rows)
         blocks = self._table.block_table[shared, columns]
         # All destinations are taken before a source is released, so that no block is both.
@@ -66,6 +76,9 @@ class BlockGrowth:
             if self._pool.is_shared(block):
                 copies.append((block, next(own)))
                 self._table.block_table[row, column] = copies[-1][1]
-                self._pool.release(block[None], State.USED)
+                self._pool.release(block[None], State.USED)  # its last writer needs no copy
             self.shared_rows.discard(int(row))  # no other row holds the block any more
-        return np.array(copies, np.int32).reshape(-1, 2)
+        made = np.array(copies, np.int32).reshape(-1, 2)
+        for source in made[:, :1]:
+            self._pool.retain(source, State.USED)
+        return made

@@ -10,7 +10,8 @@ from penstock.workers.scheduling.waiting import SequenceState
 class InFlightSteps:
     """The steps in flight, oldest first: at most two, or one per pipeline stage.
 
-    Sequences of a step in flight keep their table rows and blocks until its commit.
+    Sequences of a step in flight keep their table rows and blocks until its commit, and so do the
+    sources of its block copies.
     """
 
     def __init__(self, batch: RunningBatch) -> None:
@@ -28,6 +29,7 @@ class InFlightSteps:
         if not self.plans or plan is not self.plans[0]:
             raise ValueError("not the first step in flight")
         del self.plans[0]
+        self._batch.block_growth.release_sources(plan.copies)
 
     def remove_newest(self, plan: StepPlan) -> None:
         """Remove a step that has not started to run. Raises ValueError if it is not the newest."""

@@ -71,6 +71,7 @@ def _sequence_facts(ticket: SequenceState, table: SequenceTable) -> dict[str, An
 def check(state: SchedulerState, sequences: Collection[SequenceState]) -> None:
     """Raise AssertionError if rows or blocks in use do not match `sequences`."""
     used, reserved = state.batch.holders()
+    used += [source for plan in state.in_flight.plans for source in plan.copies[:, :1]]
     leased, abandoned = state.leases.holders()
     state.pool.check(used, leased, reserved + abandoned)
     table, rows = state.table, state.batch.rows
