@@ -23,6 +23,7 @@ from penstock.loadtests.simulator.calibration.fit import (
     fit_line,
     fit_steps,
     predicted_seconds,
+    without_sharing,
 )
 from penstock.loadtests.simulator.calibration.server import (
     Arrangement,
@@ -191,7 +192,8 @@ def report(measured: Measured, fitted: StepFit) -> Iterator[str]:
     yield from (line.rstrip() for line in yaml_lines(fitted))
     yield f"predicted / measured time of all steps: {fitted.total_ratio:.3f}"
     yield f"{'steps':<28}{'number':>8}{'measured':>12}{'predicted':>12}{'error':>8}"
-    steps, predicted = measured.steps, predicted_seconds(measured.steps, fitted.timing)
+    steps = without_sharing(measured.steps, fitted.timing.sharing)
+    predicted = predicted_seconds(steps, fitted.timing)
     for name, chosen in groups(steps):
         mine = steps.seconds[chosen].mean()
         mean = predicted[chosen].mean()

@@ -155,9 +155,13 @@ def simulated(
         max_sequences=arrangement.max_sequences,
         max_batched_tokens=served.max_batched_tokens,
     )
-    cluster = Cluster(
-        ClusterPlan(arrangement.pools, limits, timing), load, Static(arrangement.pools)
+    # Workers that slowed each other down in the calibration share the cores of one machine. Routers
+    # then compare the step times of one worker with those of all workers, if they know the times.
+    is_shared = timing.sharing > 0
+    plan = ClusterPlan(
+        arrangement.pools, limits, timing, is_one_machine=is_shared, reports_step_seconds=is_shared
     )
+    cluster = Cluster(plan, load, Static(arrangement.pools))
     cluster.run()
     calls = cluster.calls
     return Latencies(

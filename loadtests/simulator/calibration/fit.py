@@ -6,7 +6,7 @@ then takes for each step the larger side under these parameters.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeAlias
 
@@ -28,6 +28,8 @@ MOST_MEDIANS = 5.0
 """A step counts as at most this many times the median of its group."""
 MOST_TIMES = 20.0
 MIN_STEPS = 20
+SOLE_OTHERS, SHARED_OTHERS = 0.1, 0.9
+"""A step ran alone, or beside another worker, if the mean number of others is below or above."""
 LONGEST_GAP = 0.02
 """Seconds between two steps beyond which the engine was idle or interrupted."""
 
@@ -38,13 +40,21 @@ class BadCalibration(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Measured steps as columns [n]; `seconds` includes the engine's time between two steps."""
+    """Measured steps as columns [n]; `seconds` includes the engine's time between two steps.
+
+    `others` is the mean number of other workers that computed during the step; it defaults to 0.
+    """
 
     seconds: Floats
     tokens: Floats
     sequences: Floats
     positions: Floats
     pairs: Floats
+    others: Floats = field(default_factory=lambda: np.zeros(0))
+
+    def __post_init__(self) -> None:
+        if not len(self.others):
+            object.__setattr__(self, "others", np.zeros(len(self.seconds)))
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -53,7 +63,14 @@ class Steps:
         return Steps(*(column[chosen] for column in self._columns()))
 
     def _columns(self) -> tuple[Floats, ...]:
-        return self.seconds, self.tokens, self.sequences, self.positions, self.pairs
+        return (
+            self.seconds,
+            self.tokens,
+            self.sequences,
+            self.positions,
+            self.pairs,
+            self.others,
+        )
 
     @classmethod
     def joined(cls, several: Sequence["Steps"]) -> "Steps":
@@ -98,6 +115,8 @@ def fit_steps(steps: Steps, base: Timing) -> StepFit:
     """
     if len(steps) < MIN_STEPS:
         raise BadCalibration(f"{len(steps)} steps were measured: at least {MIN_STEPS} are needed")
+    base = replace(base, sharing=sharing_of(steps))
+    steps = without_sharing(steps, base.sharing)
     cells, counts = grouped(steps)
     weights = np.sqrt(counts) / cells.seconds
     best: tuple[float, Floats] | None = None
@@ -113,6 +132,31 @@ def fit_steps(steps: Steps, base: Timing) -> StepFit:
                 break
     assert best is not None
     return _result(steps, best[1] * slowdown(steps, best[1]), base)
+
+
+def sharing_of(steps: Steps) -> float:
+    """Return the relative slowdown of a step for each other worker that computes, at least 0.
+
+    Compares equal steps (see `grouped`) with and without other workers, so that it does not depend
+    on the rest of the model. The result is 0 if no group has steps of both kinds.
+    """
+    group, seconds = _groups(steps)
+    counts = np.bincount(group)
+    slowdowns, weights = list[float](), list[float]()
+    for one in range(len(counts)):
+        own, others = seconds[group == one], steps.others[group == one]
+        sole, beside = others < SOLE_OTHERS, others > SHARED_OTHERS
+        if sole.any() and beside.any():
+            ratio = float(own[beside].mean() / own[sole].mean())
+            slowdowns.append((ratio - 1) / float(others[beside].mean()))
+            weights.append(float(min(sole.sum(), beside.sum())))
+    return max(float(np.average(slowdowns, weights=weights)), 0.0) if slowdowns else 0.0
+
+
+def without_sharing(steps: Steps, sharing: float) -> Steps:
+    """Return the steps as if no other worker had computed at the same time."""
+    factor = 1 + sharing * steps.others
+    return replace(steps, seconds=steps.seconds / factor, others=np.zeros(len(steps)))
 
 
 def jitter_of(steps: Steps, predicted: Floats) -> float:

@@ -132,14 +132,52 @@ def _grpc(target: Target) -> GrpcClient:
 def steps_of(records: Records, after: Mapping[str, float]) -> Steps:
     """Return the steps of all workers with a number above `after`, with the engine's own time."""
     every: list[Steps] = []
-    for worker, columns in records.items():
-        arrays: dict[str, Floats] = {
-            name: np.asarray(column, np.float64) for name, column in columns.items()
-        }
-        names = ("seconds", "tokens", "sequences", "positions", "pairs")
-        steps = with_engine_time(arrays["ended"], Steps(*(arrays[name] for name in names)))
-        every.append(steps.select(arrays["number"] > after.get(worker, 0)))
+    arrays: dict[str, dict[str, Floats]] = {
+        worker: {name: np.asarray(column, np.float64) for name, column in columns.items()}
+        for worker, columns in records.items()
+    }
+    for worker, columns in arrays.items():
+        others = sum(
+            (
+                busy_fraction(columns["ended"], columns["seconds"], each["ended"], each["seconds"])
+                for name, each in arrays.items()
+                if name != worker
+            ),
+            np.zeros(len(columns["ended"])),
+        )
+        measured = Steps(
+            columns["seconds"],
+            columns["tokens"],
+            columns["sequences"],
+            columns["positions"],
+            columns["pairs"],
+            others,
+        )
+        steps = with_engine_time(columns["ended"], measured)
+        every.append(steps.select(columns["number"] > after.get(worker, 0)))
     return Steps.joined(every)
+
+
+def busy_fraction(ended: Floats, seconds: Floats, others: Floats, durations: Floats) -> Floats:
+    """Return the fraction [n] of each step in which another worker computed.
+
+    The clocks are those of the workers' machine, so they agree if the workers share its cores.
+
+    Args:
+        ended: [n] ends of the steps of one worker.
+        seconds: [n] durations of these steps.
+        others: [m] ends of the steps of another worker, ascending.
+        durations: [m] durations of these steps.
+    """
+    if not len(others):
+        return np.zeros(len(ended))
+    starts = np.maximum(others - durations, np.concatenate(((-np.inf,), others[:-1])))
+    times = np.stack((starts, others), axis=1).reshape(-1)
+    total = np.concatenate(((0.0,), (others - starts).cumsum()))  # busy until each end
+    busy = np.stack((total[:-1], total[1:]), axis=1).reshape(-1)
+    within = np.interp(ended, times, busy) - np.interp(ended - seconds, times, busy)
+    fraction: Floats = within / np.maximum(seconds, 1e-9)
+    return np.clip(fraction, 0.0, 1.0)
 
 
 def last_numbers(records: Records) -> dict[str, float]:

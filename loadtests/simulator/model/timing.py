@@ -3,6 +3,9 @@
 seconds = launch + sequence x sequences + max(compute, memory)
 compute = token x tokens + pair x pairs      (pair: a prompt token and a position it attends to)
 memory  = weights + kv_token x positions read
+
+Workers that share the cores of a machine slow each other down: the time is multiplied by
+`1 + sharing x other workers that compute when the step begins`.
 """
 
 import math
@@ -44,6 +47,7 @@ class Timing:
     request: float = 0.0  # of each request outside of the engine: client, network, router
     request_token: float = 0.0  # the same, per prompt token
     router: float = 0.0  # of each request at the router, which handles one at a time
+    sharing: float = 0.0  # relative slowdown of a step for each other worker that computes
     jitter: float = 0.0  # standard deviation of the logarithm of a step's time
 
     def prefill(self, num_tokens: int, chunk: int) -> float:

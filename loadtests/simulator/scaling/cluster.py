@@ -26,6 +26,7 @@ from penstock.loadtests.simulator.world.network import Network
 from penstock.loadtests.simulator.world.rank_pairs import TransferTiming
 from penstock.loadtests.simulator.world.router import Router
 from penstock.loadtests.simulator.world.session import WorkerShape
+from penstock.loadtests.simulator.world.shared_cores import SharedCores
 from penstock.loadtests.simulator.world.worker import HEARTBEAT_SECONDS, Worker, report_load
 from penstock.router.routing import events as ev
 from penstock.router.routing.dispatcher import DispatcherLimits as RouterLimits
@@ -64,6 +65,7 @@ class ClusterPlan:
     # Whether routers learn the times of steps. Results then depend slightly on fast-forwards,
     # because a fast-forward reports the mean of its steps.
     reports_step_seconds: bool = False
+    is_one_machine: bool = False  # all workers share the cores of one machine: see `Timing.sharing`
     routing: str = DEFAULT_STRATEGY  # placement strategy
     seed: int = 0  # of the jitter of steps
 
@@ -146,6 +148,7 @@ class Cluster:
             run_clients=self._clients,
             hash_key=self._plan.limits.hash_key,
         )
+        self._cores = SharedCores(plan.timing.sharing) if plan.is_one_machine else None
         self._pools = {name: _Pool() for name in plan.pools}
         for name, count in plan.pools.items():
             for _ in range(count):
@@ -210,16 +213,7 @@ class Cluster:
         """Create a worker that serves at once."""
         self._num_started += 1
         name, limits, timing = f"{pool}-{self._num_started}", self._plan.limits, self._plan.timing
-        info = ev.WorkerInfo(
-            name,
-            "1",
-            pool,
-            "same",
-            limits.block_size,
-            limits.num_blocks,
-            limits.max_model_len,
-            limits.max_sequences,
-        )
+        info = _info_of(name, pool, limits, "" if self._cores is None else "machine")
         transfers = TransferTiming(write=timing.transfer) if timing.transfer else TransferTiming()
         shape = WorkerShape(info, limits, int(timing.kv_bytes * limits.block_size), transfers)
         leaps = not self._plan.single_steps
@@ -232,6 +226,7 @@ class Cluster:
             heartbeats=False,
         )
         worker.reports_step_seconds = self._plan.reports_step_seconds
+        worker.steps.cores = self._cores
         self._by_name[name, "1"] = self._live[name] = worker
         self._pools[pool].serving.append(worker)
         self.router.link(name)
@@ -343,6 +338,20 @@ class Cluster:
                 used / (blocks * max(len(workers), 1)),
             )
         )
+
+
+def _info_of(name: str, pool: str, limits: SchedulerConfig, machine: str) -> ev.WorkerInfo:
+    return ev.WorkerInfo(
+        name,
+        "1",
+        pool,
+        "same",
+        limits.block_size,
+        limits.num_blocks,
+        limits.max_model_len,
+        limits.max_sequences,
+        machine=machine,
+    )
 
 
 def _fitting(limits: SchedulerConfig, load: Sequence[Planned]) -> SchedulerConfig:

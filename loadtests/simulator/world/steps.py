@@ -18,6 +18,7 @@ from penstock.loadtests.simulator.model.timing import Floats
 from penstock.loadtests.simulator.world.checks import check
 from penstock.loadtests.simulator.world.clock import Act, Process
 from penstock.loadtests.simulator.world.fast_forward import FastForward
+from penstock.loadtests.simulator.world.shared_cores import SharedCores
 from penstock.workers.scheduling.batcher import Batcher
 from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import Ints, StepOutput, StepPlan
@@ -84,6 +85,7 @@ class StepRunner:
         self.busy_seconds = 0.0
         self.prompt_seconds = 0.0  # sum over all steps with prefill tokens
         self.last_seconds = 0.0  # duration of the last step
+        self.cores: SharedCores | None = None  # None: no other worker uses the same cores
         self._process = process
         self._batcher = batcher
         self._skips = FastForward(batcher.state)
@@ -136,6 +138,8 @@ class StepRunner:
         while self._inbox:
             self._inbox.popleft()()
         plan = self._plan(now)
+        if self.cores is not None:
+            self.cores.set_computing(self, plan is not None)
         if plan is None:
             self._in_step = False
             if has_messages:
@@ -148,8 +152,11 @@ class StepRunner:
             or now < self._single_until
             or not self._fast_forward(plan, now)
         ):
-            seconds = self._executor.seconds(plan)
+            seconds = self._executor.seconds(plan) * self._slowdown()
             self._begin(plan, seconds, now + seconds)
+
+    def _slowdown(self) -> float:
+        return 1.0 if self.cores is None else self.cores.slowdown(self)
 
     def _plan(self, now: float) -> StepPlan | None:
         batcher = self._batcher
@@ -190,7 +197,7 @@ class StepRunner:
         num = self._skips.num_skippable() if self.fast_forwards else 0
         if num < 2 or not self._listener.is_load_known():
             return False
-        seconds = self._executor.seconds_of(plan, num)
+        seconds = self._executor.seconds_of(plan, num) * self._slowdown()
         leap = QuietSteps(next(self._numbers), plan, seconds, _sums(now, seconds))
         self._quiet_steps, number = leap, leap.id
         self._process.at(float(leap.ends[-1]), lambda: self._finish_quiet_steps(number))

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.loadtests.bench.clients import ServerUnusable, Target
 from penstock.loadtests.bench.metrics import Outcome
@@ -20,10 +22,11 @@ from penstock.loadtests.simulator.calibration.fit import predicted_seconds
 from penstock.loadtests.simulator.calibration.server import (
     Arrangement,
     MeasuredServer,
+    busy_fraction,
     last_numbers,
     steps_of,
 )
-from penstock.loadtests.simulator.model.timing import Timing, read_timing
+from penstock.loadtests.simulator.model.timing import Floats, Timing, read_timing
 from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
 from tests.loadtests.simulator.calibration.test_fit import TIMING, grid
@@ -122,3 +125,33 @@ def test_lists_of_numbers_are_parsed() -> None:
     assert numbers_of("1,4, 16") == [1, 4, 16]
     with pytest.raises(ValueError, match="expected numbers"):
         numbers_of("1,x")
+
+
+intervals = st.lists(st.tuples(st.floats(0.01, 2), st.floats(0, 2)), min_size=1, max_size=12)
+
+
+@given(intervals, intervals)
+def test_busy_fraction_is_the_overlap_with_the_other_workers_steps(
+    own: list[tuple[float, float]], other: list[tuple[float, float]]
+) -> None:
+    (starts, ends), (their_starts, their_ends) = map(laid_out, (own, other))
+    found = busy_fraction(ends, ends - starts, their_ends, their_ends - their_starts)
+    for start, end, fraction in zip(starts, ends, found, strict=True):
+        overlaps = np.minimum(end, their_ends) - np.maximum(start, their_starts)
+        assert fraction == pytest.approx(np.maximum(overlaps, 0).sum() / (end - start), abs=1e-6)
+
+
+def laid_out(steps: list[tuple[float, float]]) -> tuple[Floats, Floats]:
+    """Return the starts and ends of steps, given as durations and pauses before them."""
+    durations, pauses = np.array(steps).T
+    ends = (durations + pauses).cumsum()
+    return ends - durations, ends
+
+
+def test_steps_of_several_workers_are_marked_as_shared() -> None:
+    columns = {name: [1.0, 1.0] for name in ("tokens", "sequences", "positions", "pairs")}
+    columns["number"] = [1.0, 2.0]
+    first = {"ended": [1.0, 2.0], "seconds": [1.0, 1.0], **columns}
+    second = {"ended": [1.5, 4.0], "seconds": [0.5, 1.0], **columns}
+    steps = steps_of({"a": first, "b": second}, {})
+    assert steps.others.tolist() == [0.0, 0.5, 1.0, 0.0]

@@ -14,6 +14,7 @@ from penstock.loadtests.simulator.calibration.fit import (
     fit_steps,
     jitter_of,
     predicted_seconds,
+    sharing_of,
     with_engine_time,
 )
 from penstock.loadtests.simulator.model.timing import Timing
@@ -113,3 +114,24 @@ def test_jitter_is_the_deviation_of_equal_steps(deviation: float) -> None:
 def test_errors_of_the_model_are_not_jitter() -> None:
     steps = grid()
     assert jitter_of(steps, predicted_seconds(steps, TIMING) * (1 + steps.tokens)) < 1e-6
+
+
+@settings(max_examples=20)
+@given(st.floats(0, 2), st.integers(0, 2**32))
+def test_slowdown_by_other_workers_is_fitted_apart_from_the_rest(sharing: float, seed: int) -> None:
+    random = np.random.Generator(np.random.Philox(key=seed))
+    steps = grid()
+    others = random.integers(0, 3, len(steps)).astype(np.float64)
+    slowed = replace(steps, seconds=steps.seconds * (1 + sharing * others), others=others)
+    fitted = fit_steps(slowed, TIMING)
+    assert fitted.timing.sharing == pytest.approx(sharing, abs=1e-6)
+    assert fitted.mean_error < 1e-3
+    assert fitted.timing.token == pytest.approx(TIMING.token, rel=0.02)
+
+
+def test_slowdown_is_unknown_without_equal_steps_of_both_kinds() -> None:
+    steps = grid()
+    always = np.ones(len(steps))
+    apart = (steps.tokens > 16).astype(np.float64)  # only long steps ran beside others
+    for others in (0 * always, always, apart):
+        assert sharing_of(replace(steps, others=others)) == 0.0

@@ -14,6 +14,7 @@ from penstock.loadtests.simulator.scaling.cluster import Cluster, ClusterPlan
 from penstock.loadtests.simulator.scaling.goals import figures
 from penstock.loadtests.simulator.scaling.scalers import PenstockScaler, Scaler, Static
 from penstock.loadtests.simulator.scaling.workloads import replicated, sinusoid, varying
+from penstock.loadtests.simulator.world.shared_cores import SharedCores
 from penstock.workers.scheduling.config import SchedulerConfig
 
 LIMITS = SchedulerConfig(
@@ -153,3 +154,44 @@ def test_fault_schedules_pass() -> None:
         min(counts["kill"], counts["hang"], counts["slow"], counts["drain"], counts["cut stream"])
         > 0
     )
+
+
+def test_workers_that_share_cores_have_the_same_times_in_a_fast_forward() -> None:
+    plan = ClusterPlan({"mixed": 2}, LIMITS, Timing(sharing=0.8), is_one_machine=True)
+    load = load_of(40, 1.0)
+    assert_same_results(plan, load, (Static(plan.pools), Static(plan.pools)))
+
+
+def test_workers_that_share_cores_slow_each_other_down_while_both_compute() -> None:
+    """Of two equal requests at once, each worker gets one; a lone request has all cores."""
+    timing = Timing(sharing=0.5)
+    together = [Planned(0, 1.0, 512, 100), Planned(1, 1.0, 512, 100)]
+    plan = ClusterPlan({"mixed": 2}, LIMITS, timing, is_one_machine=True)
+    apart = replace(plan, is_one_machine=False)
+
+    def seconds(plan: ClusterPlan, load: list[Planned]) -> list[float]:
+        return [call.tpot for call in simulated(plan, load, Static(plan.pools)).calls]
+
+    base = seconds(apart, together)
+    assert seconds(plan, together) == pytest.approx([1.5 * each for each in base], rel=0.02)
+    assert seconds(plan, together[:1]) == pytest.approx(base[:1], rel=1e-6)
+
+
+def test_step_is_slowed_down_by_the_others_that_compute_when_it_begins() -> None:
+    cores, runners = SharedCores(0.5), [_Runner(), _Runner(), _Runner()]
+    for number, runner in enumerate(runners):
+        cores.set_computing(runner, True)
+        cores.set_computing(runner, True)  # the next step
+        assert cores.slowdown(runner) == 1 + 0.5 * number
+    assert [runner.num_changes for runner in runners] == [2, 1, 0]
+    cores.set_computing(runners[0], False)
+    cores.set_computing(runners[0], False)
+    assert [runner.num_changes for runner in runners] == [2, 2, 1]
+    assert cores.slowdown(runners[1]) == 1.5
+
+
+class _Runner:
+    num_changes = 0
+
+    def catch_up(self) -> None:
+        self.num_changes += 1
