@@ -70,12 +70,12 @@ def _check(logits: Tensor, params: SamplingTensors) -> None:
 
 def greedy(logits: Tensor, bans: bool = False) -> tuple[Tensor, Tensor]:
     """Faster version of `sample` for rows that are all greedy. CPU only."""
-    finite = logits.amax(-1).isfinite() if bans else finite_rows(logits)
-    return torch.from_numpy(argmax(logits)).masked_fill_(~finite, 0), finite
+    tokens = torch.from_numpy(argmax(logits))
+    finite = _finite_tokens(logits, tokens) if bans else finite_rows(logits)
+    return tokens.masked_fill_(~finite, 0), finite
 
 
 def _sample_on_cpu(logits: Tensor, params: SamplingTensors, bans: bool) -> tuple[Tensor, Tensor]:
-    finite = logits.amax(-1).isfinite() if bans else finite_rows(logits)
     tokens = np.zeros(len(logits), np.int64)
     greedy = (params.temperature <= 0).numpy()
     drawn = np.flatnonzero(~greedy)
@@ -85,7 +85,17 @@ def _sample_on_cpu(logits: Tensor, params: SamplingTensors, bans: bool) -> tuple
     if len(drawn):
         tokens[drawn] = argmax(_add_noise(_rows(logits, drawn), params, drawn))
     found = torch.from_numpy(tokens)
+    finite = _finite_tokens(logits, found) if bans else finite_rows(logits)
     return found.masked_fill_(~finite, 0), finite
+
+
+def _finite_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return a mask [R]: True for rows that have a finite largest logit.
+
+    tokens: [R] the chosen tokens. NaN and Inf are chosen before all else, -inf if nothing is left.
+    """
+    chosen = logits.numpy()[np.arange(len(logits)), tokens.numpy()]
+    return torch.from_numpy(np.isfinite(chosen))
 
 
 def _add_noise(logits: Tensor, params: SamplingTensors, at: npt.NDArray[np.intp]) -> Tensor:

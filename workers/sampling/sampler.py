@@ -153,7 +153,8 @@ class Sampler:
         """Sample one token per row of logits.
 
         Args:
-            logits: [S, V] float32, not modified.
+            logits: [S, V] float32. Rows of which a parameter changes logits may be modified; rows
+                of beams and, if any row needs log probabilities, all rows stay as they are.
             rows: [S] sequence-table row of each row of logits.
             indices: [S] index of the token to sample in its answer, from 0.
             history: prompts and answers so far of all rows of the sequence table.
@@ -163,12 +164,15 @@ class Sampler:
         params = self._params[rows]
         is_beam = params["candidates"] > 0
         beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
-        scores = self._normalized(logits, beams) if len(beams) else logits
         masks = self.masks.take(rows, indices, history)
-        shaped = self._modified(scores, rows, params, history, masks)
+        shaped, finite = logits, None
+        if masks is not None or len(beams) or params["modified"].any():
+            finite = finite_rows(logits).cpu().numpy()
+            shaped = self._writable(logits, beams, params)
+            self._modify_(shaped, rows, params, history, masks)
         if masks is not None:
             params["temperature"][masks.at[masks.is_single]] = 0.0  # no draw without a choice
-        tokens, finite = self._sample_rows(logits, shaped, params, indices, others)
+        tokens, finite = self._sample_rows(shaped, finite, params, indices, others)
         entries = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
         forced = NO_FORCED if masks is None else masks.forced
         if not len(beams):
@@ -210,7 +214,7 @@ class Sampler:
             tokens, finite = sample(logits, tensors)
             return tokens.to(torch.int32), finite, NO_FORCED
         finite = finite_rows(logits)
-        apply_token_mask_(logits, self._put(masks.at), self._put(masks.words))
+        _apply_masks_(logits, masks)
         tokens, left = sample(logits, tensors, bans=True)
         return tokens.to(torch.int32), finite & left, masks.forced
 
@@ -224,12 +228,19 @@ class Sampler:
         """
         return self._logprobs(logits, wanted, tokens)
 
-    def _normalized(self, logits: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
-        """Return a copy of the logits in which log-softmax is applied to the rows `at`."""
-        if len(at) == len(logits):
+    def _writable(
+        self, logits: Tensor, beams: npt.NDArray[np.intp], params: npt.NDArray[np.void]
+    ) -> Tensor:
+        """Return the scores to modify: `logits`, or a copy if the logits are read again later.
+
+        In the rows `beams`, log-softmax is applied.
+        """
+        if len(beams) == len(logits):
             return logits.log_softmax(-1)
+        if not len(beams):
+            return logits.clone() if (params["logprobs"] >= 0).any() else logits
         scores = logits.clone()
-        scores[self._put(at)] = _rows(logits, at).log_softmax(-1)
+        scores[self._put(beams)] = _rows(logits, beams).log_softmax(-1)
         return scores
 
     def _candidates(self, scores: Tensor, counts: npt.NDArray[np.int64]) -> Candidates:
@@ -245,48 +256,43 @@ class Sampler:
             logprobs[at, :count] = found.values.cpu().numpy()
         return Candidates(tokens, logprobs)
 
-    def _modified(
+    def _modify_(
         self,
         logits: Tensor,
         rows: Ints,
         params: npt.NDArray[np.void],
         history: History,
         masks: StepMasks | None,
-    ) -> Tensor:
-        """Return logits with biases and penalties, and -inf for excluded tokens.
-
-        If no row needs a change, return `logits` itself, otherwise a new tensor.
-        """
-        if masks is None and not params["modified"].any():
-            return logits
-        shaped = logits.clone()
+    ) -> None:
+        """Apply biases, penalties and masks to the rows that have them, in place."""
         biased = np.flatnonzero(params["biased"])
         if len(biased):
             tokens, values = zip(*(self._biases[row] for row in rows[biased]), strict=True)
             owners = self._put(np.repeat(biased, [len(each) for each in tokens]))
-            add_logit_bias_(shaped, owners, torch.cat(tokens), torch.cat(values))
+            add_logit_bias_(logits, owners, torch.cat(tokens), torch.cat(values))
         penalized = np.flatnonzero(params["penalized"])
         if len(penalized):
-            _penalize_(shaped, rows[penalized], params[penalized], penalized, history)
+            _penalize_(logits, rows[penalized], params[penalized], penalized, history)
         if masks is not None:
-            apply_token_mask_(shaped, self._put(masks.at), self._put(masks.words))
-        return shaped
+            _apply_masks_(logits, masks)
 
     def _sample_rows(
         self,
         logits: Tensor,
-        shaped: Tensor,
+        finite: Bools | None,
         params: npt.NDArray[np.void],
         indices: Ints,
         at: npt.NDArray[np.intp],
     ) -> tuple[Ints, Bools]:
-        """Sample tokens for the rows `at`; return tokens [S] and validity [S] of all rows."""
-        tokens, finite = np.zeros(len(logits), np.int32), np.ones(len(logits), np.bool_)
-        bans = shaped is not logits
-        if bans:
-            finite = finite_rows(logits).cpu().numpy()
+        """Sample tokens for the rows `at`; return tokens [S] and validity [S] of all rows.
+
+        finite: [S] validity of the logits before they were modified; None: they were not.
+        """
+        tokens, bans = np.zeros(len(logits), np.int32), finite is not None
+        if finite is None:
+            finite = np.ones(len(logits), np.bool_)
         if len(at):
-            picked = _rows(shaped, at)
+            picked = _rows(logits, at)
             if not runs_kernels(self._device) and not params["temperature"][at].any():
                 drawn, good = greedy(picked, bans)
             else:
@@ -323,6 +329,12 @@ class Sampler:
 
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
         return put(array.copy(), self._device)
+
+
+def _apply_masks_(logits: Tensor, masks: StepMasks) -> None:
+    """Exclude tokens from the masked rows of logits, in place."""
+    at, words = put(masks.at, logits.device), put(masks.words, logits.device)
+    apply_token_mask_(logits, at, words)
 
 
 def _penalize_(

@@ -5,10 +5,10 @@ once the tokens of all earlier steps are committed.
 """
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from penstock.common.grammar.matcher import (
     num_words,
 )
 from penstock.common.sampling_params import SamplingParams
+from penstock.workers.sampling.fill_thread import FillThread, Result
 from penstock.workers.sampling.mask_processors import (
     GrammarMask,
     MaskProcessor,
@@ -64,13 +65,12 @@ class StepMasks:
     forced: ForcedTokens = field(default_factory=dict)  # what must follow these single tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _Log:
+class _Log(NamedTuple):
     """Mask processors of one row, with its prompt and answer so far."""
 
     row: int
     processors: Sequence[MaskProcessor]
-    index: int
+    token_index: int
     tokens: Ints
     num_prompt: int
 
@@ -91,8 +91,8 @@ class TokenMasks:
         self._can_force = np.zeros(num_rows, np.bool_)
         self._vocab_size = vocab_size
         self._num_words = num_words(vocab_size)
-        self._begun: tuple[Ints, Ints, Future[StepMasks]] | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._begun: tuple[bytes, bytes, Result[StepMasks | None]] | None = None
+        self._thread: FillThread[StepMasks | None] | None = None
         self._executor: LLExecutor | None = None
 
     def admit(self, row: int, params: SamplingParams, grammar: CompiledGrammar | None) -> None:
@@ -128,10 +128,9 @@ class TokenMasks:
         if not self.reads_log(rows):
             return
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "masks")
-        masked = np.flatnonzero(self.is_masked(rows, indices))
-        logs = self._logs(rows[masked], indices[masked], history)
-        self._begun = rows, indices, self._thread.submit(self._fill, masked, logs)
+            self._thread = FillThread()
+        fill = self._prepare(rows, indices, history)
+        self._begun = rows.tobytes(), indices.tobytes(), self._thread.start(fill)
 
     def take(self, rows: Ints, indices: Ints, history: History) -> StepMasks | None:
         """Return the masks of a step; None if no row has a mask.
@@ -143,30 +142,55 @@ class TokenMasks:
         """
         begun, self._begun = self._begun, None
         if begun is not None:
-            masks = begun[2].result()
-            if np.array_equal(begun[0], rows) and np.array_equal(begun[1], indices):
+            masks = begun[2].wait()
+            if begun[0] == rows.tobytes() and begun[1] == indices.tobytes():
                 return masks
-        masked = np.flatnonzero(self.is_masked(rows, indices))
-        if not len(masked):
+        if not self.is_masked(rows, indices).any():
             return None
-        return self._fill(masked, self._logs(rows[masked], indices[masked], history))
+        return self._prepare(rows, indices, history)()
 
-    def _logs(self, rows: Ints, indices: Ints, history: History) -> list[_Log]:
-        lengths, prompts = history.num_tokens[rows].tolist(), history.num_prompt[rows].tolist()
-        columns = zip(rows.tolist(), indices.tolist(), lengths, prompts, strict=True)
-        return [
-            _Log(row, self._rows[row], index, history.tokens[row, :length], prompt)
-            for row, index, length, prompt in columns
-        ]
+    def _prepare(
+        self, rows: Ints, indices: Ints, history: History
+    ) -> Callable[[], StepMasks | None]:
+        """Return a function that fills the masks of a step on any thread: see `_fill`.
 
-    def _fill(self, at: RowIndices, logs: Sequence[_Log]) -> StepMasks:
+        It does not read what `admit` changes, nor the lengths of sequences.
+        """
+        processors = [self._rows[row] for row in rows.tolist()]
+        lengths = history.num_tokens[rows], history.num_prompt[rows]
+        columns = rows, indices, self._until[rows], *lengths
+        return partial(self._fill, processors, columns, history.tokens)
+
+    def _fill(
+        self,
+        processors: Sequence[tuple[MaskProcessor, ...]],
+        columns: Sequence[npt.NDArray[np.integer]],
+        tokens: Ints,
+    ) -> StepMasks | None:
+        """Fill the masks of S rows of logits; return None if no row has a mask.
+
+        Args:
+            processors: [S] mask processors of each row.
+            columns: five arrays [S]: row of the sequence table, answer index, index from which the
+                row has no mask, length of prompt and answer, length of the prompt.
+            tokens: prompts and answers of all rows of the sequence table.
+        """
+        masked, logs = list[int](), list[_Log]()
+        values = zip(*(column.tolist() for column in columns), strict=True)
+        for at, (row, index, until, length, num_prompt) in enumerate(values):
+            if index < until:
+                masked.append(at)
+                text = tokens[row, :length]
+                logs.append(_Log(row, processors[at], index, text, num_prompt))
+        if not masked:
+            return None
         words = np.full((len(logs), self._num_words), -1, np.int32)
         is_single, forced = self._fill_grammars(words, logs)
-        for row, log in zip(words, logs, strict=True):
+        for mask, log in zip(words, logs, strict=True):
             for processor in log.processors:
-                if processor.is_active(log.index) and not isinstance(processor, GrammarMask):
-                    processor.exclude(row, log.tokens, log.num_prompt)
-        return StepMasks(at, words, is_single, forced)
+                if processor.is_active(log.token_index) and not isinstance(processor, GrammarMask):
+                    processor.exclude(mask, log.tokens, log.num_prompt)
+        return StepMasks(np.array(masked, np.intp), words, is_single, forced)
 
     def _fill_grammars(self, words: Words, logs: Sequence[_Log]) -> tuple[Bools, ForcedTokens]:
         """Fill the masks of all grammars at once; a grammar is a row's first processor.

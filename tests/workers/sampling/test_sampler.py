@@ -32,7 +32,7 @@ def draw(
         sampler.admit(row, one, choice=row % 3)
     rows = np.arange(len(params), dtype=np.int32)
     token_indices = np.array(indices or [0] * len(params), np.int32)
-    found = sampler.sample(logits, rows, token_indices, history or table(len(params)))
+    found = sampler.sample(logits.clone(), rows, token_indices, history or table(len(params)))
     assert found.finite.all()
     assert found.tokens.dtype == np.int32
     return [int(token) for token in found.tokens]
@@ -81,9 +81,9 @@ def test_masked_rows_are_sampled_on_the_device_as_on_the_host() -> None:
     rows, indices = np.arange(6, dtype=np.int32), np.array([2, 2, 0, 4, 1, 1], np.int32)
     logits = torch.randn(6, VOCAB_SIZE)
     logits[5, 9] = torch.nan
-    expected = sampler.sample(logits, rows, indices, table(8))
+    expected = sampler.sample(logits.clone(), rows, indices, table(8))
     assert sampler.can_sample_on_device(rows)
-    tokens, finite, _ = sampler.sample_on_device(logits.clone(), rows, indices, table(8))
+    tokens, finite, _ = sampler.sample_on_device(logits, rows, indices, table(8))
     assert finite.tolist() == expected.finite.tolist() == [True] * 4 + [False] * 2
     assert tokens[:4].tolist() == expected.tokens[:4].tolist()
 
@@ -121,7 +121,8 @@ def test_draws_follow_the_distribution(params: SamplingParams, expected: list[fl
         sampler.admit(row, replace(params, seed=row // 4 * 2**33 + 5), choice=row % 4)
     counts = np.zeros(4)
     for index in range(num_steps):
-        drawn = sampler.sample(logits, rows, np.full_like(rows, index), table(num_rows))
+        indices = np.full_like(rows, index)
+        drawn = sampler.sample(logits.clone(), rows, indices, table(num_rows))
         counts += np.bincount(drawn.tokens, minlength=4)
     expected_counts = np.array(expected) * num_rows * num_steps
     assert not counts[expected_counts == 0].any()
@@ -162,13 +163,41 @@ def test_draw_is_the_same_alone_and_in_a_batch() -> None:
         logits = torch.randn(num_rows, VOCAB_SIZE) * 3
         indices = numbers.integers(0, 60, num_rows).astype(np.int32)
         rows = numbers.permutation(num_rows).astype(np.int32)
-        before = logits.clone()
-        batch = sampler.sample(logits, rows, indices, history).tokens
-        assert torch.equal(logits, before)
+        batch = sampler.sample(logits.clone(), rows, indices, history).tokens
         for at in range(num_rows):
             one = slice(at, at + 1)
             single = sampler.sample(logits[one], rows[one], indices[one], history).tokens
             assert single[0] == batch[at]
+
+
+def test_only_rows_with_changes_are_modified() -> None:
+    torch.manual_seed(6)
+    num_rows = len(MIXED_PARAMS)
+    history, rows = table(num_rows), np.arange(num_rows, dtype=np.int32)
+    sampler = Sampler(num_rows, VOCAB_SIZE, CPU)
+    for row, params in enumerate(MIXED_PARAMS):
+        sampler.admit(row, params, choice=row)
+    logits = torch.randn(num_rows, VOCAB_SIZE)
+    before = logits.clone()
+    sampler.sample(logits, rows, rows, history)
+    changed = (logits != before).any(-1).tolist()
+    assert changed == [
+        params.frequency_penalty != 0
+        or params.repetition_penalty != 1
+        or bool(params.logit_bias or params.bad_words_token_ids or params.allowed_token_ids)
+        or params.min_tokens > 0
+        for params in MIXED_PARAMS
+    ]
+
+
+def test_logits_stay_as_they_are_if_a_row_needs_log_probabilities() -> None:
+    sampler = Sampler(2, VOCAB_SIZE, CPU)
+    sampler.admit(0, SamplingParams(allowed_token_ids=(1, 2), logprobs=2), 0)
+    sampler.admit(1, SamplingParams(logit_bias={3: 1.0}), 0)
+    logits, rows = torch.randn(2, VOCAB_SIZE), np.arange(2, dtype=np.int32)
+    before = logits.clone()
+    sampler.sample(logits, rows, rows, table(2))
+    assert torch.equal(logits, before)
 
 
 def test_draws_depend_on_seed_index_and_choice() -> None:
@@ -231,7 +260,7 @@ def test_row_with_non_finite_logits_is_marked_without_affecting_others(
     for row in range(3):
         sampler.admit(row, params, 0)
     rows, indices = np.arange(3, dtype=np.int32), np.zeros(3, np.int32)
-    expected = sampler.sample(logits, rows, indices, history).tokens
+    expected = sampler.sample(logits.clone(), rows, indices, history).tokens
     logits[1, 50] = bad
     found = sampler.sample(logits, rows, indices, history)
     assert found.finite.tolist() == [True, False, True]

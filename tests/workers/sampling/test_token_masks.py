@@ -120,7 +120,7 @@ def test_row_with_no_token_left_is_marked_without_affecting_others(params: Sampl
     for row, one in enumerate((SamplingParams(seed=1), params, SamplingParams(typical_p=0.5))):
         sampler.admit(row, one, 0)
     rows, indices = np.arange(3, dtype=np.int32), np.zeros(3, np.int32)
-    found = sampler.sample(logits, rows, indices, history)
+    found = sampler.sample(logits.clone(), rows, indices, history)
     sampler.admit(1, SamplingParams(), 0)
     expected = sampler.sample(logits, rows, indices, history)
     assert found.finite.tolist() == [True, False, True]
@@ -138,3 +138,29 @@ def test_reused_row_keeps_no_filters_of_its_previous_sequence() -> None:
     logits = torch.zeros(2, VOCAB_SIZE)
     found = filtered(masks, logits, np.arange(2, dtype=np.int32), table(2, VOCAB_SIZE))
     assert (found > -torch.inf).sum(-1).tolist() == [VOCAB_SIZE, 1]
+
+
+def test_masks_filled_beside_the_step_are_those_of_the_step() -> None:
+    masks = TokenMasks(2, VOCAB_SIZE)
+    masks.admit(0, replace(GREEDY, bad_words_token_ids=((1, 2),)), None)
+    masks.admit(1, GREEDY, None)
+    rows, history = np.arange(2, dtype=np.int32), history_of([[0, 1]] * 2)
+    indices = np.ones(2, np.int32)
+    masks.begin(rows, indices, history)
+    found = masks.take(rows, indices, history)
+    second = masks.take(rows, indices, history)  # not begun
+    assert found is not None
+    assert second is not None
+    assert found.at.tolist() == second.at.tolist() == [0]
+    assert np.array_equal(found.words, second.words)
+    masks.begin(rows, indices, history)
+    assert masks.take(rows[1:], indices[1:], history) is None  # other rows than those begun
+
+
+def test_error_of_a_fill_beside_the_step_is_raised_where_the_masks_are_taken() -> None:
+    masks = TokenMasks(1, VOCAB_SIZE)
+    masks.admit(0, replace(GREEDY, bad_words_token_ids=((1, VOCAB_SIZE + 90),)), None)
+    row, history = np.zeros(1, np.int32), history_of([[1]])
+    masks.begin(row, row, history)
+    with pytest.raises(IndexError):
+        masks.take(row, row, history)

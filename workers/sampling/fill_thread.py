@@ -1,0 +1,54 @@
+"""A thread that computes one result at a time, with little work for the thread that waits.
+
+Handing over a job costs a third of the processor time of a `ThreadPoolExecutor`, and happens at
+every step.
+"""
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Result(Generic[T]):
+    """The result of a job, or the exception that it raised. `wait` may be called once."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[T, None] | tuple[None, BaseException]] = SimpleQueue()
+
+    def wait(self) -> T:
+        """Wait for the result and return it, or raise the exception of the job."""
+        value, error = self._queue.get()
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]  # T may include None
+
+    def compute(self, job: Callable[[], T]) -> None:
+        """Run the job and keep its result."""
+        try:
+            self._queue.put((job(), None))
+        except BaseException as error:
+            self._queue.put((None, error))
+
+
+class FillThread(Generic[T]):
+    """A daemon thread that runs jobs in their order."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[], T], Result[T]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="masks", daemon=True).start()
+
+    def start(self, job: Callable[[], T]) -> Result[T]:
+        """Queue a job; return its result, which becomes available later."""
+        result = Result[T]()
+        self._jobs.put((job, result))
+        return result
+
+    def _run(self) -> None:
+        while True:
+            job, result = self._jobs.get()
+            result.compute(job)
