@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.structured_outputs import StructuredOutputs
+from penstock.common.thinking_budget import ThinkingBudget
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 
@@ -27,7 +28,7 @@ def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
             length_penalty=params.length_penalty,
             early_stopping=EARLY_STOPPING[params.early_stopping],
         )
-    wanted = params.structured_outputs
+    wanted, budget = params.structured_outputs, params.thinking_budget
     return pb.SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -52,6 +53,11 @@ def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
         structured_outputs=(
             None if wanted is None else pb.StructuredOutputs(kind=wanted.kind, text=wanted.text)
         ),
+        thinking_budget=(
+            None
+            if budget is None
+            else pb.ThinkingBudget(num_tokens=budget.num_tokens, end=budget.end, start=budget.start)
+        ),
     )
 
 
@@ -62,10 +68,13 @@ def decode_sampling_params(message: pb.SamplingParams) -> SamplingParams:
     float32 precision. An unknown `early_stopping` becomes a string that validation refuses.
     """
     search: dict[str, Any] = {"seed": message.seed}
-    wanted = None
+    wanted = budget = None
     if message.HasField("structured_outputs"):
         form = message.structured_outputs
         wanted = StructuredOutputs(form.kind, form.text)
+    if message.HasField("thinking_budget"):
+        limit = message.thinking_budget
+        budget = ThinkingBudget(limit.num_tokens, limit.end, tuple(limit.start))
     if message.HasField("beams"):
         beams = message.beams
         search = {
@@ -96,6 +105,7 @@ def decode_sampling_params(message: pb.SamplingParams) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         structured_outputs=wanted,
+        thinking_budget=budget,
         **search,
     )
 

@@ -28,6 +28,7 @@ SHARED_RECORDS = {
     "penstock.common.invalid_parameter",
     "penstock.common.sampling_params",
     "penstock.common.structured_outputs",
+    "penstock.common.thinking_budget",
     "penstock.common.worker_load",
 }
 """Modules of `common` without I/O, which deciding code may import."""
@@ -37,8 +38,10 @@ DECIDING = {
     "penstock.common.invalid_parameter": set(),
     "penstock.common.sampling_params": {
         *("penstock.common.invalid_parameter", "penstock.common.structured_outputs"),
+        "penstock.common.thinking_budget",
     },
     "penstock.common.structured_outputs": {"penstock.common.invalid_parameter"},
+    "penstock.common.thinking_budget": {"penstock.common.invalid_parameter"},
     "penstock.common.worker_load": set(),
     "penstock.workers.scheduling": {"numpy", *SHARED_RECORDS},
     "penstock.workers.kv_transfer.shards": {"penstock.workers.scheduling.sequence"},

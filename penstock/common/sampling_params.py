@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from penstock.common.invalid_parameter import InvalidParameterError as InvalidParameterError
 from penstock.common.structured_outputs import StructuredOutputs
+from penstock.common.thinking_budget import ThinkingBudget
 
 UINT64_MAX = 2**64 - 1
 
@@ -108,6 +109,7 @@ class SamplingParams:
         length_penalty: for beam search: scores are divided by length ** `length_penalty`.
         early_stopping: for beam search, as in transformers: False, True or "never".
         structured_outputs: form that every answer must have; None: any.
+        thinking_budget: the most tokens of reasoning; None: any number.
     """
 
     n: int = 1
@@ -137,6 +139,7 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     structured_outputs: StructuredOutputs | None = None
+    thinking_budget: ThinkingBudget | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -186,6 +189,8 @@ class SamplingParams:
             _check_stop_strings(self, limits)
         if self.structured_outputs is not None:
             _check_structured_outputs(self, self.structured_outputs)
+        if self.thinking_budget is not None:
+            self.thinking_budget.validate(vocab_size)
 
     # ------------------------------------------------------------ derived parameters
 

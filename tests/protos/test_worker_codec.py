@@ -17,6 +17,7 @@ from penstock.common.sampling_params import (
     SamplingParams,
 )
 from penstock.common.structured_outputs import KINDS, StructuredOutputs
+from penstock.common.thinking_budget import MAX_BUDGET, NAME, ThinkingBudget
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 from penstock.protos.worker_codec import (
@@ -31,7 +32,7 @@ VOCAB_SIZE = 100
 MESSAGE_PARAMS = {
     *(*RANGES, "top_k", "n", "best_of", "logprobs", "stop_token_ids", "logit_bias"),
     *("bad_words", "allowed_token_ids", "max_tokens", "min_tokens", "length_penalty"),
-    *("early_stopping", "structured_outputs", "ignore_eos", "use_beam_search"),
+    *("early_stopping", "structured_outputs", "ignore_eos", "use_beam_search", NAME),
 }
 TOKENS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4).map(tuple)
 COUNTS = st.none() | st.integers(0, 20)
@@ -61,6 +62,8 @@ COMMON = {
     "prompt_logprobs": COUNTS,
     "include_stop_str_in_output": st.booleans(),
     "skip_special_tokens": st.booleans(),
+    "thinking_budget": st.none()
+    | st.builds(ThinkingBudget, st.integers(0, MAX_BUDGET), st.integers(0, VOCAB_SIZE - 1), TOKENS),
 }
 SAMPLED = st.builds(
     SamplingParams,
@@ -143,6 +146,10 @@ MESSAGES = st.builds(
     structured_outputs=st.none()
     | st.builds(
         pb.StructuredOutputs, kind=st.sampled_from(("", "json", "x")), text=st.text(max_size=3)
+    ),
+    thinking_budget=st.none()
+    | st.builds(
+        pb.ThinkingBudget, num_tokens=NUMBERS, end=NUMBERS, start=st.lists(NUMBERS, max_size=20)
     ),
 )
 

@@ -9,9 +9,11 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from penstock.common.grammar.matcher import BITS, CompiledGrammar, Matcher, Words
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.thinking_budget import ThinkingBudget
 from penstock.workers.scheduling.sequence import Ints
 
 Tokens: TypeAlias = npt.NDArray[np.int64]
@@ -188,6 +190,37 @@ class MinTokens:
             _clear_bits(words, self._stops)
 
 
+class ReasoningEnd:
+    """Excludes all tokens except the end of the reasoning once its budget is used.
+
+    Nothing is excluded if the end of the reasoning is excluded already, as by a grammar.
+    """
+
+    reads_log = True
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self._budget = budget
+        self._start = np.array(budget.start, np.int32)
+
+    def is_active(self, index: int) -> bool:
+        return index >= self._budget.num_tokens + len(self._start)
+
+    def exclude(self, words: Words, log: Ints, num_prompt: int) -> None:
+        word, bit = divmod(self._budget.end, BITS)
+        if self._is_used(log[num_prompt:]) and words[word] >> bit & 1:
+            words[:] = 0
+            _set_bits(words, np.array([self._budget.end], np.int64))
+
+    def _is_used(self, answer: Ints) -> bool:
+        """Return whether an answer still reasons, and has used its budget."""
+        begin = _end_of_first(answer, self._start)
+        if begin is None:
+            return False
+        reasoning = answer[begin:]
+        is_open = not (reasoning == self._budget.end).any()
+        return len(reasoning) >= self._budget.num_tokens and is_open
+
+
 def mask_processors(
     params: SamplingParams, vocab_size: int, num_words: int, grammar: CompiledGrammar | None
 ) -> tuple[MaskProcessor, ...]:
@@ -207,6 +240,8 @@ def mask_processors(
     stops = stops[(stops >= 0) & (stops < vocab_size)]
     if params.min_tokens and len(stops):
         found.append(MinTokens(stops, params.min_tokens, constrained))
+    if params.thinking_budget is not None:
+        found.append(ReasoningEnd(params.thinking_budget))
     return tuple(found)
 
 
@@ -215,8 +250,9 @@ def can_force(params: SamplingParams, processors: Sequence[MaskProcessor]) -> bo
 
     They may not if another processor could exclude one of them, or if they need log probabilities.
     `MinTokens` excludes none of them: `GrammarMask` consumes no token ahead that ends the answer.
+    Nor does `ReasoningEnd`, which excludes nothing where only another token is left.
     """
-    quiet = all(isinstance(each, GrammarMask | MinTokens) for each in processors)
+    quiet = all(isinstance(each, GrammarMask | MinTokens | ReasoningEnd) for each in processors)
     return (
         bool(processors)
         and isinstance(processors[0], GrammarMask)
@@ -232,6 +268,17 @@ def only_token(mask: Words) -> int | None:
         return None
     word = int(mask[found[0]]) & 0xFFFFFFFF
     return int(found[0]) * BITS + word.bit_length() - 1 if word & (word - 1) == 0 else None
+
+
+def _end_of_first(answer: Ints, pattern: Ints) -> int | None:
+    """Return the index behind the first occurrence of a pattern; None if there is none."""
+    count = len(pattern)
+    if count == 0:
+        return 0
+    if len(answer) < count:
+        return None
+    found = (sliding_window_view(answer, count) == pattern).all(-1).nonzero()[0]
+    return int(found[0]) + count if len(found) else None
 
 
 def _set_bits(words: Words, tokens: Tokens) -> None:

@@ -42,6 +42,10 @@ MAX_THREADS = 8
 """Maximum number of threads that fill the masks of one step."""
 
 
+NEVER = int(np.iinfo(np.int64).max)
+"""Answer index that no answer reaches."""
+
+
 class History(Protocol):
     """Interface to prompts and answers so far; implemented by the scheduler's sequence table."""
 
@@ -86,7 +90,7 @@ class TokenMasks:
     def __init__(self, num_rows: int, vocab_size: int, max_forced: int = MAX_FORCED) -> None:
         self.max_forced = max_forced
         self._rows: list[tuple[MaskProcessor, ...]] = [()] * num_rows
-        self._until = np.zeros(num_rows, np.int64)  # rows have a mask for answer indices below this
+        self._until = np.zeros(num_rows, np.int64)  # rows may have masks below this index
         self._reads_log = np.zeros(num_rows, np.bool_)
         self._can_force = np.zeros(num_rows, np.bool_)
         self._vocab_size = vocab_size
@@ -103,8 +107,8 @@ class TokenMasks:
         most = self._num_words if grammar is None else max(self._num_words, grammar.num_words)
         processors = mask_processors(params, self._vocab_size, most, grammar)
         self._num_words = most
-        is_always = any(processor.is_active(params.min_tokens) for processor in processors)
-        self._until[row] = np.iinfo(np.int64).max if is_always else params.min_tokens
+        is_always = any(processor.is_active(NEVER) for processor in processors)
+        self._until[row] = NEVER if is_always else params.min_tokens
         if not processors:
             self._until[row] = 0
         self._reads_log[row] = any(processor.reads_log for processor in processors)
@@ -112,7 +116,7 @@ class TokenMasks:
         self._rows[row] = processors
 
     def is_masked(self, rows: Ints, indices: Ints) -> Bools:
-        """Return [S] whether the rows have a mask at these answer indices."""
+        """Return [S] whether the rows may have a mask at these answer indices."""
         masked: Bools = indices < self._until[rows]
         return masked
 
@@ -178,7 +182,7 @@ class TokenMasks:
         masked, logs = list[int](), list[_Log]()
         values = zip(*(column.tolist() for column in columns), strict=True)
         for at, (row, index, until, length, num_prompt) in enumerate(values):
-            if index < until:
+            if index < until and any(each.is_active(index) for each in processors[at]):
                 masked.append(at)
                 text = tokens[row, :length]
                 logs.append(_Log(row, processors[at], index, text, num_prompt))

@@ -1,0 +1,42 @@
+"""A thinking budget: the most tokens that a model may reason before it must answer."""
+
+from dataclasses import dataclass
+
+from penstock.common.invalid_parameter import InvalidParameterError
+
+NAME = "thinking_token_budget"
+"""Name of the parameter, as in vLLM."""
+
+MAX_BUDGET = 2**31 - 1
+
+MAX_START_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """The most tokens of the reasoning at the start of an answer, and the marks of reasoning.
+
+    Attributes:
+        num_tokens: after this many tokens of reasoning, the next token is `end`.
+        end: token that ends the reasoning.
+        start: tokens that begin the reasoning and do not count; none if it begins with the answer.
+    """
+
+    num_tokens: int
+    end: int
+    start: tuple[int, ...] = ()
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise `InvalidParameterError` if a value is out of range."""
+        if not 0 <= self.num_tokens <= MAX_BUDGET:
+            raise InvalidParameterError(
+                f"{NAME} must be a whole number from 0 to {MAX_BUDGET}", NAME
+            )
+        if len(self.start) > MAX_START_TOKENS:
+            raise InvalidParameterError(
+                f"the start of reasoning may have at most {MAX_START_TOKENS} tokens", NAME
+            )
+        if not all(0 <= token < vocab_size for token in (self.end, *self.start)):
+            raise InvalidParameterError(
+                f"a mark of reasoning is outside the vocabulary (0 to {vocab_size - 1})", NAME
+            )
