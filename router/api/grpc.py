@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -36,6 +37,7 @@ from penstock.router.api.grpc_replies import ReplyStream
 from penstock.router.config import RouterConfig
 from penstock.router.errors import ServingError, invalid
 from penstock.router.frontend import Frontend
+from penstock.router.requests.answer_parsing import ModelParsers
 from penstock.router.requests.cost import CallSizes, check_least_cost, check_sizes
 from penstock.router.requests.slices import Slices
 from penstock.router.requests.text_decoding import decode
@@ -122,6 +124,7 @@ class InferenceApi:
         self._frontend = frontend
         self._keys = keys
         self._explainer = Explainer(frontend)
+        self._parsers = ModelParsers(frontend.tokenizer, frontend.config)
         self._created = int(time.time())
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -141,6 +144,11 @@ class InferenceApi:
             tenant,
             self._frontend.defaults,
         )
+        if request.sampling.HasField("thinking_token_budget"):
+            budget = request.sampling.thinking_token_budget
+            limited = self._parsers.thinking_budget(budget, prompt)
+            sampling = replace(generation_request.sampling, thinking_budget=limited)
+            generation_request = replace(generation_request, sampling=sampling)
         answers = await self._frontend.submit([generation_request])
         try:
             echo = request.echo_prompt_tokens

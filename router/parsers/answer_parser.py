@@ -123,7 +123,7 @@ class AnswerParsers:
         ValueError: a name is unknown; the message lists all names.
 
     Attributes:
-        markers: texts of special tokens that are shown in the text of answers with tools.
+        tags: the tags around reasoning; None: the model does not reason, or without tags.
     """
 
     def __init__(self, template: str = "", tools: str = AUTO, reasoning: str = AUTO) -> None:
@@ -132,7 +132,7 @@ class AnswerParsers:
         self.tools = detect_tool_parser(template) if tools == AUTO else tools
         self.reasoning = detect_reasoning_parser(template) if reasoning == AUTO else reasoning
         tags = None if self.reasoning == NONE else REASONING_TAGS[self.reasoning]
-        self._tags = tags
+        self.tags = tags
         self._is_harmony = self.reasoning == HARMONY_REASONING
         known = markers_of(HARMONY_TOOLS) if self._is_harmony else ()
         self._reasoning_markers = (tags.start, tags.end) if tags is not None else known
@@ -172,7 +172,7 @@ class AnswerParsers:
         if self._is_harmony or (reads_calls and self.tools == HARMONY_TOOLS):
             return AnswerParser(HarmonyParser(), None, options)
         calls = new_tool_parser(self.tools, options.tools) if reads_calls else None
-        if self._tags is not None:
-            first = ThinkParser(self._tags, self._tags.are_open(prompt_end))
+        if self.tags is not None:
+            first = ThinkParser(self.tags, self.tags.are_open(prompt_end))
             return AnswerParser(first, calls, options)
         return None if calls is None else AnswerParser(calls, None, options)

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 
 from penstock.common.text.tokenizer import ModelTokenizer
+from penstock.common.thinking_budget import NAME, ThinkingBudget
 from penstock.router.config import RouterConfig
 from penstock.router.errors import invalid
 from penstock.router.parsers.answer_parser import (
@@ -39,8 +40,7 @@ class AnswerParsing:
     ) -> None:
         self._parsers = parsers
         self._options = options
-        end = prompt[-PROMPT_END_TOKENS:]
-        self._prompt_end = tokenizer.token_bytes.decode(end, skip_special_tokens=False)
+        self._prompt_end = _prompt_end(tokenizer, prompt)
         self._seed = f"{request_id}\0{len(prompt)}"
         self._is_mistral = parsers.tools == "mistral"
 
@@ -78,6 +78,37 @@ class ModelParsers:
         """True if reasoning is separated from answers."""
         return self._parsers.reads_reasoning
 
+    @property
+    def can_limit_reasoning(self) -> bool:
+        """True if the end of the model's reasoning is one token, which can be forced."""
+        return self._reasoning_end() is not None
+
+    def thinking_budget(self, num_tokens: int, prompt: Sequence[int]) -> ThinkingBudget:
+        """Return the budget of the answers to a prompt.
+
+        Raises:
+            ServingError: INVALID: the reasoning of this model cannot be limited.
+        """
+        tags, end = self._parsers.tags, self._reasoning_end()
+        if tags is None or end is None:
+            raise invalid(
+                f"{NAME} is not supported: this model does not reason, or no single token ends its "
+                "reasoning: leave it out",
+                NAME,
+            )
+        if tags.are_open(_prompt_end(self._tokenizer, prompt)):
+            return ThinkingBudget(num_tokens, end)
+        start = self._tokenizer.encode(tags.start, add_special_tokens=False)
+        return ThinkingBudget(num_tokens, end, tuple(start))
+
+    def _reasoning_end(self) -> int | None:
+        """Return the token that ends reasoning; None if there is no such token."""
+        tags = self._parsers.tags
+        if tags is None:
+            return None
+        end: int | None = self._tokenizer.tokenizer.token_to_id(tags.end)
+        return end
+
     def check_tools(self) -> None:
         """Refuse tools whose calls could not be found in the answer."""
         if not self._parsers.reads_tools:
@@ -103,3 +134,8 @@ class ModelParsers:
         if not self._parsers.may_find(options):
             return None
         return AnswerParsing(self._parsers, self._tokenizer, prompt, request_id, options)
+
+
+def _prompt_end(tokenizer: ModelTokenizer, prompt: Sequence[int]) -> str:
+    """Return the text of a prompt's last tokens, with special tokens."""
+    return tokenizer.token_bytes.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)

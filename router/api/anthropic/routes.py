@@ -49,6 +49,7 @@ class MessagesApi:
             name=f"msg_{secrets.token_hex(12)}",
             parsing=body.parsing_options(parsed.messages),
             client_names=body.client_names(),
+            thinking_budget=body.thinking_budget if self._calls.can_limit_reasoning else None,
         )
         # As in Anthropic's API, the answer may end earlier, where the context is full.
         sampling = replace(sampling, max_tokens=min(body.max_tokens or 1, max(free, 1)))

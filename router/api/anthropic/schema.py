@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, PrivateAttr
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.structured_outputs import StructuredOutputs, json_schema
 from penstock.common.text.chat_source import TemplateOptions
+from penstock.common.thinking_budget import MAX_BUDGET
 from penstock.router.api.anthropic.blocks import (
     CacheControl,
     ClosedModel,
@@ -216,6 +217,12 @@ class MessagesBody(CountTokensBody):
     def omits_thinking(self) -> bool:
         """Whether blocks of thinking have no text."""
         return self.thinking is not None and self.thinking.display == "omitted"
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """The most tokens of reasoning; None: any number."""
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        return None if budget is None else min(budget, MAX_BUDGET)
 
     def _form(self) -> StructuredOutputs | None:
         schema = None if self.output_config is None else self.output_config.answer_schema()

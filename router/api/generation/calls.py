@@ -33,6 +33,7 @@ class CallOptions:
         prompt_copies: see `GenerationRequest`.
         parsing: options for the parsing of a chat's answers; None: not a chat.
         client_names: our names of fields for which the client sent another name, with that name.
+        thinking_budget: the most tokens of reasoning; None: any number.
     """
 
     name: str
@@ -42,6 +43,7 @@ class CallOptions:
     prompt_copies: int = 0
     parsing: ParsingOptions | None = None
     client_names: Mapping[str, str] = field(default_factory=dict)
+    thinking_budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,11 @@ class GenerationCalls:
     def reads_reasoning(self) -> bool:
         """True if reasoning is separated from the model's answers."""
         return self._parsers.reads_reasoning
+
+    @property
+    def can_limit_reasoning(self) -> bool:
+        """True if calls may have a thinking budget."""
+        return self._parsers.can_limit_reasoning
 
     async def start_chat(
         self, request: Request, parsed: ParsedBody[Any], name: str
@@ -153,7 +160,7 @@ class GenerationCalls:
         requests = [
             GenerationRequest(
                 prompt,
-                sampling,
+                self._with_budget(sampling, options.thinking_budget, prompt),
                 default_max_tokens=options.default_max_tokens,
                 tenant=request.state.tenant,
                 priority=options.priority,
@@ -172,6 +179,13 @@ class GenerationCalls:
         if parsing is not None:
             found = self._parsers.parsing(prompts[0], request_id, parsing)
         return SubmittedCall(options.name, request_id, prompts, sampling, answers, found, shown)
+
+    def _with_budget(
+        self, sampling: SamplingParams, budget: int | None, prompt: Sequence[int]
+    ) -> SamplingParams:
+        if budget is None:
+            return sampling
+        return replace(sampling, thinking_budget=self._parsers.thinking_budget(budget, prompt))
 
 
 def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:

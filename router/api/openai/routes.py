@@ -173,6 +173,9 @@ class OpenAiApi:
             prompt_copies=_prompt_copies(body, sampling),
             parsing=_parsing_options(parsed),
             client_names=body.client_names(),
+            thinking_budget=(
+                body.thinking_token_budget if isinstance(body, ChatCompletionRequest) else None
+            ),
         )
         call = await self._calls.submit(request, prompts, sampling, options)
         try:

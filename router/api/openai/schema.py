@@ -222,7 +222,9 @@ class ChatCompletionRequest(Conversation, BaseRequest):
     echo: bool | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None  # an extension of vLLM
+    # extensions of vLLM
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
 
     def check(self) -> None:
         super().check()
