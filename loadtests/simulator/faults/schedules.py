@@ -11,8 +11,10 @@ from random import Random
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.structured_outputs import StructuredOutputs
+from penstock.common.thinking_budget import ThinkingBudget
 from penstock.loadtests.simulator.constraints.random_constraints import draw_constraint
 from penstock.loadtests.simulator.constraints.vocabulary import END
+from penstock.loadtests.simulator.model.hash_model import VOCAB
 
 ROLES = (
     ("prefill", "decode"),
@@ -70,6 +72,7 @@ class RequestPlan:
     resumes: bool  # the client resubmits to another router if its router dies
     constraint: StructuredOutputs | None = None
     min_tokens: int = 0
+    thinking_budget: ThinkingBudget | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -78,6 +81,7 @@ class RequestPlan:
             min_tokens=self.min_tokens,
             stop_token_ids=self.stop_tokens,
             structured_outputs=self.constraint,
+            thinking_budget=self.thinking_budget,
         )
 
 
@@ -150,7 +154,8 @@ def schedule_of(seed: int) -> Schedule:
         same_machine=seed // 4 % 2 == 1,
         workers=tuple(_worker(seed, rng, i, role, tight) for i, role in enumerate(roles)),
         requests=tuple(
-            _constrained(seed, _request(seed, i, num_routers)) for i in range(num_requests)
+            _limited(seed, _constrained(seed, _request(seed, i, num_routers)))
+            for i in range(num_requests)
         ),
         faults=tuple(_fault(seed, i, len(roles), num_routers) for i in range(num_faults)),
     )
@@ -214,6 +219,16 @@ def _constrained(seed: int, plan: RequestPlan) -> RequestPlan:
         max_tokens=rng.choice((5, 23, 40)),
         min_tokens=rng.choice((0, 0, 0, 4)),
     )
+
+
+def _limited(seed: int, plan: RequestPlan) -> RequestPlan:
+    """Return the request with a thinking budget if it draws one and has no constraint."""
+    rng = Random(f"thinking {seed} {plan.number}")
+    if plan.constraint is not None or rng.random() < 0.8:
+        return plan
+    start = rng.choice(((), (rng.randrange(VOCAB),)))
+    budget = ThinkingBudget(rng.choice((0, 2, 7)), rng.randrange(VOCAB), start)
+    return replace(plan, thinking_budget=budget)
 
 
 def _fault(seed: int, number: int, num_workers: int, num_routers: int) -> Fault:

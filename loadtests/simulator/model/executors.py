@@ -56,8 +56,8 @@ class Executor(Protocol):
 class TimedHashModel:
     """The hash model with simulated step times; its tokens depend on the KV slots that are read.
 
-    Rows with a constraint draw from the tokens that the masks of the product allow, and take up to
-    `max_forced` forced tokens more.
+    Rows with a constraint or a thinking budget draw from the tokens that the masks of the product
+    allow, and take up to `max_forced` forced tokens more.
     """
 
     def __init__(
@@ -72,14 +72,15 @@ class TimedHashModel:
         self.slowness = 1.0
         self._num_rows = num_rows
         self._max_forced = max_forced
-        self._masks: TokenMasks | None = None  # made for the first constrained sequence
+        self._masks: TokenMasks | None = None  # made for the first sequence that needs masks
         self._model = HashModel(num_blocks, block_size)
         self._step_seconds = step_seconds
         self._token_seconds = token_seconds
 
     def admit(self, row: int, params: SamplingParams) -> None:
         wanted = params.structured_outputs
-        if self._masks is None and wanted is not None:
+        needs_masks = wanted is not None or params.thinking_budget is not None
+        if self._masks is None and needs_masks:
             self._masks = TokenMasks(self._num_rows, VOCAB_SIZE, self._max_forced)
         if self._masks is not None:
             grammar = None if wanted is None else grammars().compile(wanted)

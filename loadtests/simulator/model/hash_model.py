@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.common.grammar.matcher import BITS, CompiledGrammar, Words
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.thinking_budget import ThinkingBudget
 from penstock.workers.sampling.token_masks import StepMasks
 from penstock.workers.scheduling.sequence import FinishReason, Ints, StepPlan
 
@@ -37,7 +38,9 @@ def _drawn(hashed: int, choice: int, count: int = VOCAB) -> int:
 
 
 def _drawn_allowed(hashed: int, choice: int, words: Words) -> int:
-    """Return a token whose bit is set in `words` [W]."""
+    """Return a token whose bit is set in `words` [W]; if all are, one of all tokens."""
+    if (words == -1).all():
+        return _drawn(hashed, choice)
     allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
     assert len(allowed), "a mask allows no token"
     return int(allowed[_drawn(hashed, choice, len(allowed))])
@@ -149,6 +152,31 @@ class _ConstrainedAnswer:
         return token
 
 
+class _Reasoning:
+    """Reads an answer token by token, and says when its reasoning must end."""
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self._budget = budget
+        self._answer: list[int] = []
+        self._left: int | None = None if budget.start else budget.num_tokens
+        self._is_over = False
+
+    def add(self, token: int) -> None:
+        """Take the next token of the answer."""
+        self._answer.append(token)
+        start = self._budget.start
+        if self._left is not None:
+            self._left -= 1
+            self._is_over |= token == self._budget.end
+        elif tuple(self._answer[-len(start) :]) == start:
+            self._left = self._budget.num_tokens
+
+    @property
+    def must_end(self) -> bool:
+        """Whether the next token is the end of the reasoning."""
+        return self._left is not None and self._left <= 0 and not self._is_over
+
+
 def reference_answer(
     prompt: Sequence[int],
     params: SamplingParams,
@@ -162,6 +190,8 @@ def reference_answer(
         grammar: the compiled form of `params.structured_outputs`.
     """
     constrained = None if grammar is None else _ConstrainedAnswer(params, grammar)
+    budget = params.thinking_budget
+    reasoning = None if budget is None else _Reasoning(budget)
     values: list[int] = []
     for token in prompt:
         values.append(slot_value(values[-1] if values else 0, token, len(values)))
@@ -170,6 +200,10 @@ def reference_answer(
     while True:
         hashed = hash_of(values)
         token = _drawn(hashed, choice) if constrained is None else constrained.draw(hashed, choice)
+        if reasoning is not None:
+            if reasoning.must_end and budget is not None:
+                token = budget.end
+            reasoning.add(token)
         answer.append(token)
         may_stop = constrained is not None or len(answer) >= params.min_tokens
         if token in params.stop_token_ids and may_stop:

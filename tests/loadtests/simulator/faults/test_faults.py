@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.common.grammar.matcher import CompiledGrammar
+from penstock.common.grammar.matcher import CompiledGrammar, Words
 from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.faults import faults
 from penstock.loadtests.simulator.faults.schedules import schedule_of
@@ -26,7 +26,7 @@ from penstock.workers.kv_transfer import shards
 from penstock.workers.kv_transfer.protocol.messages import Credit
 from penstock.workers.kv_transfer.protocol.send import SendProtocol
 from penstock.workers.kv_transfer.write_gate import WriteGate
-from penstock.workers.sampling.mask_processors import GrammarMask, MaskProcessor
+from penstock.workers.sampling.mask_processors import GrammarMask, MaskProcessor, ReasoningEnd
 from penstock.workers.sampling.token_masks import TokenMasks
 from penstock.workers.scheduling import leases
 from penstock.workers.scheduling.kv_pool import State
@@ -243,7 +243,20 @@ def keep_masks_of_earlier_sequences(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TokenMasks, "admit", admit)
 
 
+def count_reasoning_from_the_admission(patch: pytest.MonkeyPatch) -> None:
+    """Inject a bug: the reasoning of a continued answer counts from its first new token."""
+
+    def exclude(self: ReasoningEnd, words: Words, log: Ints, num_prompt: int) -> None:
+        first = vars(self).setdefault("first", len(log))
+        exclude_of_product(self, words, log, max(first, num_prompt))
+
+    exclude_of_product = ReasoningEnd.exclude
+    patch.setattr(ReasoningEnd, "is_active", lambda self, index: True)
+    patch.setattr(ReasoningEnd, "exclude", exclude)
+
+
 BUGS: Sequence[Inject] = (
+    count_reasoning_from_the_admission,
     forget_answers_at_admission,
     keep_masks_of_earlier_sequences,
     ignore_gaps_of_cache_events,
