@@ -143,7 +143,7 @@ class Executor:
                 drawn = self.runner.broadcast_tokens(drawn)
             logits = self.runner.run(plan, drawn)  # returns while the device still computes
             rows, indices = plan.sampling_rows, _answer_indices(plan, table)
-            reads_log = self.sampler.masks.reads_log(rows)
+            reads_log = self.sampler.masks.reads_log(rows, indices + 1)  # of the next step
             if len(plan.scored) or not self.sampler.can_sample_on_device(rows):
                 sampled = self.sample(plan, logits, table)
                 return LaunchedStep(plan, None, reads_log, lambda: sampled, began)

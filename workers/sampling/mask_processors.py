@@ -18,6 +18,9 @@ from penstock.workers.scheduling.sequence import Ints
 
 Tokens: TypeAlias = npt.NDArray[np.int64]
 
+NEVER = int(np.iinfo(np.int64).max)
+"""Answer index that no answer reaches."""
+
 WILDCARD = -1  # in a pattern: matches any token, and also BEFORE_START
 BEFORE_START = -2  # in place of a token: the position is before the first token of the sequence
 
@@ -25,7 +28,7 @@ BEFORE_START = -2  # in place of a token: the position is before the first token
 class MaskProcessor(Protocol):
     """Excludes tokens by clearing bits; see `penstock.kernels.sampling.token_mask`."""
 
-    reads_log: bool  # whether the mask depends on the tokens, and not only on their number
+    reads_log_from: int  # answer index from which the mask depends on the tokens of the answer
 
     def is_active(self, index: int) -> bool:
         """Return whether the mask of the answer's token `index` may exclude a token."""
@@ -43,7 +46,7 @@ class MaskProcessor(Protocol):
 class AllowedTokens:
     """Excludes all tokens except the allowed ones."""
 
-    reads_log = False
+    reads_log_from = NEVER
 
     def __init__(self, tokens: Sequence[int], num_words: int) -> None:
         self._words = np.zeros(num_words, np.int32)
@@ -66,7 +69,7 @@ class BadWords:
         width = max(map(len, words))
         rows = [[WILDCARD] * (width - len(word)) + list(word) for word in words]
         self._patterns: Tokens = np.array(rows, np.int64)
-        self.reads_log = width > 1
+        self.reads_log_from = 0 if width > 1 else NEVER
 
     def is_active(self, index: int) -> bool:
         return True
@@ -93,7 +96,7 @@ class GrammarMask:
         stops: tokens that end the answer.
     """
 
-    reads_log = True
+    reads_log_from = 0
 
     def __init__(self, grammar: CompiledGrammar, stops: Tokens) -> None:
         self.matcher: Matcher = grammar.matcher()
@@ -175,7 +178,7 @@ class MinTokens:
     An answer may end earlier if its grammar allows only an end token.
     """
 
-    reads_log = False
+    reads_log_from = NEVER
 
     def __init__(self, stops: Tokens, min_tokens: int, grammar: GrammarMask | None) -> None:
         self._stops = stops
@@ -196,14 +199,13 @@ class ReasoningEnd:
     Nothing is excluded if the end of the reasoning is excluded already, as by a grammar.
     """
 
-    reads_log = True
-
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget
         self._start = np.array(budget.start, np.int32)
+        self.reads_log_from = budget.num_tokens + len(budget.start)
 
     def is_active(self, index: int) -> bool:
-        return index >= self._budget.num_tokens + len(self._start)
+        return index >= self.reads_log_from
 
     def exclude(self, words: Words, log: Ints, num_prompt: int) -> None:
         word, bit = divmod(self._budget.end, BITS)

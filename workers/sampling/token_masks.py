@@ -24,6 +24,7 @@ from penstock.common.grammar.matcher import (
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.sampling.fill_thread import FillThread, Result
 from penstock.workers.sampling.mask_processors import (
+    NEVER,
     GrammarMask,
     MaskProcessor,
     can_force,
@@ -40,10 +41,6 @@ MAX_FORCED = 16
 
 MAX_THREADS = 8
 """Maximum number of threads that fill the masks of one step."""
-
-
-NEVER = int(np.iinfo(np.int64).max)
-"""Answer index that no answer reaches."""
 
 
 class History(Protocol):
@@ -91,7 +88,7 @@ class TokenMasks:
         self.max_forced = max_forced
         self._rows: list[tuple[MaskProcessor, ...]] = [()] * num_rows
         self._until = np.zeros(num_rows, np.int64)  # rows may have masks below this index
-        self._reads_log = np.zeros(num_rows, np.bool_)
+        self._reads_log_from = np.full(num_rows, NEVER)  # answer indices
         self._can_force = np.zeros(num_rows, np.bool_)
         self._vocab_size = vocab_size
         self._num_words = num_words(vocab_size)
@@ -111,7 +108,7 @@ class TokenMasks:
         self._until[row] = NEVER if is_always else params.min_tokens
         if not processors:
             self._until[row] = 0
-        self._reads_log[row] = any(processor.reads_log for processor in processors)
+        self._reads_log_from[row] = min((each.reads_log_from for each in processors), default=NEVER)
         self._can_force[row] = can_force(params, processors)
         self._rows[row] = processors
 
@@ -120,16 +117,19 @@ class TokenMasks:
         masked: Bools = indices < self._until[rows]
         return masked
 
-    def reads_log(self, rows: Ints) -> bool:
-        """Return whether the mask of a row depends on its tokens, not only on their number."""
-        return bool(self._reads_log[rows].any())
+    def reads_log(self, rows: Ints, indices: Ints) -> bool:
+        """Return whether the mask of a row depends on its tokens, not only on their number.
+
+        indices: [S] the answer index of each row.
+        """
+        return bool((indices >= self._reads_log_from[rows]).any())
 
     def begin(self, rows: Ints, indices: Ints, history: History) -> None:
         """Start to fill the masks of a step on another thread, if any mask depends on tokens.
 
         All earlier steps must be committed. `take` must follow, with the same arguments.
         """
-        if not self.reads_log(rows):
+        if not self.reads_log(rows, indices):
             return
         if self._thread is None:
             self._thread = FillThread()

@@ -109,6 +109,7 @@ def test_budget_takes_no_mask_before_it_can_be_used() -> None:
         index = np.array([length], np.int32)
         found = masks.take(ROW, index, one_row_table(PROMPT, [OPEN, 0, 0, 0, 0][:length]))
         assert (found is None) == (length < 4)
+        assert masks.reads_log(ROW, index) == (length >= 4)
 
 
 @pytest.mark.parametrize(
