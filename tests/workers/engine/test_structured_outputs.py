@@ -13,6 +13,7 @@ import pytest
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.structured_outputs import StructuredOutputs, choice, json_schema
 from penstock.common.text.tokenizer import ModelTokenizer
+from penstock.common.thinking_budget import ThinkingBudget
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.results import StepResult
@@ -23,6 +24,9 @@ from tests.support.stepper_driver import StepperDriver
 FOLDER = Path(__file__).parents[3] / "penstock" / "models" / "demo-small"
 TOKENIZER = ModelTokenizer(FOLDER)
 PROMPT = TOKENIZER.encode("The old man went to the sea and")
+
+CLOSE = TOKENIZER.vocab_size - 1
+"""Token that ends reasoning in these tests."""
 
 SCHEMA = {
     "type": "object",
@@ -69,6 +73,9 @@ def mixed() -> dict[Key, SamplingParams]:
         "words": replace(SAMPLED, seed=6, bad_words_token_ids=(tuple(TOKENIZER.encode("red")),)),
         "choice": replace(SAMPLED, seed=7, structured_outputs=choice(["yes", "no", "maybe"])),
         "regex": replace(SAMPLED, seed=8, structured_outputs=StructuredOutputs("regex", "[ab]{9}")),
+        "thinking": SamplingParams(
+            seed=9, max_tokens=40, thinking_budget=ThinkingBudget(11, CLOSE)
+        ),
     }
 
 
@@ -95,6 +102,8 @@ def test_answers_have_their_forms(engine: Engine, expected: dict[Key, list[int]]
     assert text_of(expected["choice"]) in ("yes", "no", "maybe")
     assert set(text_of(expected["regex"])) <= {"a", "b"}
     assert len(text_of(expected["regex"])) == 9
+    assert CLOSE not in expected["thinking"][:11]
+    assert expected["thinking"][11] == CLOSE
 
 
 def test_rows_do_not_change_each_other(engine: Engine, expected: dict[Key, list[int]]) -> None:
@@ -125,7 +134,7 @@ def test_steps_with_overlap_give_the_same_answers(
 def test_answer_continues_from_any_point_of_its_log(
     engine: Engine, expected: dict[Key, list[int]]
 ) -> None:
-    for key in ("schema", "words"):
+    for key in ("schema", "words", "thinking"):
         whole = expected[key]
         for cut in range(1, len(whole)):
             engine.submit(constrained(engine, cut, mixed()[key], whole[:cut]))
