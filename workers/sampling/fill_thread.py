@@ -5,6 +5,7 @@ every step.
 """
 
 import threading
+import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -36,11 +37,13 @@ class Result(Generic[T]):
 
 
 class FillThread(Generic[T]):
-    """A daemon thread that runs jobs in their order."""
+    """A daemon thread that runs jobs in their order; it ends when this object is collected."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[tuple[Callable[[], T], Result[T]]] = SimpleQueue()
-        threading.Thread(target=self._run, name="masks", daemon=True).start()
+        self._jobs: SimpleQueue[tuple[Callable[[], T], Result[T]] | None] = SimpleQueue()
+        weakref.finalize(self, self._jobs.put, None)
+        # The thread must not refer to this object.
+        threading.Thread(target=_run, args=(self._jobs,), name="masks", daemon=True).start()
 
     def start(self, job: Callable[[], T]) -> Result[T]:
         """Queue a job; return its result, which becomes available later."""
@@ -48,7 +51,9 @@ class FillThread(Generic[T]):
         self._jobs.put((job, result))
         return result
 
-    def _run(self) -> None:
-        while True:
-            job, result = self._jobs.get()
-            result.compute(job)
+
+def _run(jobs: SimpleQueue[tuple[Callable[[], T], Result[T]] | None]) -> None:
+    while (item := jobs.get()) is not None:
+        job, result = item
+        result.compute(job)
+        del item, job, result  # so that the thread keeps nothing alive while it waits
