@@ -105,10 +105,10 @@ class MessageFormatter:
         ended = event("message_delta", delta=self._end, usage=usage)
         return self._blocks.end() + ended + event("message_stop")
 
-    def error_events(self, error: ServingError) -> str:
-        """Return the event of an error, after which the stream ends."""
+    def error_events(self, error: ServingError) -> Iterator[str]:
+        """Yield the event of an error, after which the stream ends."""
         body = error_body(error, self._context.request_id)
-        return f"event: error\ndata: {dumps(body)}\n\n"
+        yield f"event: error\ndata: {dumps(body)}\n\n"
 
     def _token_chunk(self, index: int, choice: int, text: str) -> bytes | None:
         """Return the events for a token (`ResponseFormatter.token_chunk`)."""

@@ -1,13 +1,13 @@
 """Responses with the answers of a call: a stream of server-sent events, or one JSON object."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.router.api.connection import BODY_WRITER, BodyWriter
-from penstock.router.api.generation.sending import send_event, send_json
+from penstock.router.api.generation.sending import NO_HEADERS, send_event, send_json
 from penstock.router.api.http import error_response
 from penstock.router.errors import ServingError
 from penstock.router.requests.response_stream import (
@@ -23,9 +23,6 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-
-
-NO_HEADERS: Mapping[str, str] = {}
 
 
 class ResponseFormatter(Protocol):
@@ -53,8 +50,8 @@ class ResponseFormatter(Protocol):
         """Return the events that end a stream: usage, if requested, and the end marker."""
         ...
 
-    def error_events(self, error: ServingError) -> str:
-        """Return the events that end a stream with an error."""
+    def error_events(self, error: ServingError) -> Iterator[str]:
+        """Yield the events that end a stream with an error, in fragments."""
         ...
 
 
@@ -142,10 +139,10 @@ class GenerationResponse(Response):
         try:
             async for delta in self._deltas:
                 await send_event(send, self._formatter.chunk(delta), slices)
-            last = self._formatter.end_of_stream()
+            last: Iterable[str] = (self._formatter.end_of_stream(),)
         except ServingError as error:
             last = self._formatter.error_events(error)
-        await send_event(send, [last], slices, is_last=True)
+        await send_event(send, last, slices, is_last=True)
 
 
 class _EventWriter:

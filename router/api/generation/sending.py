@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from starlette.types import Send
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from penstock.router.requests.slices import Slices
 
 FLUSH_CHARS = 64 << 10
 """Bodies up to about this length are sent in one piece, with a Content-Length."""
+
+NO_HEADERS: Mapping[str, str] = {}
 
 
 async def send_json(
@@ -53,6 +56,22 @@ async def send_event(
         if piece or not more:
             await send({"type": "http.response.body", "body": piece, "more_body": more})
         await slices.pause()
+
+
+class FragmentResponse(Response):
+    """A response whose body is JSON text in fragments.
+
+    Args:
+        fragments: the body.
+        headers: further headers.
+    """
+
+    def __init__(self, fragments: Iterable[str], headers: Mapping[str, str] = NO_HEADERS) -> None:
+        self._fragments = fragments
+        self._own_headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, self._fragments, self._own_headers)
 
 
 def _pieces(fragments: Iterable[str]) -> Iterator[tuple[bytes | None, bool]]:

@@ -33,9 +33,9 @@ DONE = "data: [DONE]\n\n"
 LOGPROB_COLUMNS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 
 
-def error_events(error: ServingError) -> str:
-    """Return the events that end a stream with an error."""
-    return f"data: {dumps(error_body(error))}\n\n{DONE}"
+def error_events(error: ServingError) -> Iterator[str]:
+    """Yield the events that end a stream with an error."""
+    yield f"data: {dumps(error_body(error))}\n\n{DONE}"
 
 
 class CompletionFormatter:

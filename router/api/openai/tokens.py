@@ -1,16 +1,15 @@
 """/tokenize and /detokenize, in vLLM's format."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from penstock.router.api.generation.bodies import read_request, while_connected
 from penstock.router.api.generation.parsed_body import ParsedBody
-from penstock.router.api.generation.sending import send_json
+from penstock.router.api.generation.sending import FragmentResponse
 from penstock.router.api.openai.json_fragments import array, ids, items_of
 from penstock.router.api.openai.schema import TokenizeChatRequest, TokenizeTextRequest
 from penstock.router.errors import invalid
@@ -19,16 +18,6 @@ from penstock.router.requests.json_text import string
 from penstock.router.requests.text_decoding import decode
 
 NAMES_PER_FRAGMENT = 2048
-
-
-class JsonFragmentsResponse(Response):
-    """A JSON response that is made and sent in fragments."""
-
-    def __init__(self, fragments: Iterable[str]) -> None:
-        self._fragments = fragments
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, self._fragments, {})
 
 
 class TokenApi:
@@ -42,7 +31,7 @@ class TokenApi:
         parsed = await read_request("tokenize", request, self._frontend)
         self._frontend.check_model(parsed.body.model)
         tokens = await while_connected(request, self._tokens(parsed, request.state.tenant))
-        return JsonFragmentsResponse(self._answer(tokens, bool(parsed.body.return_token_strs)))
+        return FragmentResponse(self._answer(tokens, bool(parsed.body.return_token_strs)))
 
     async def _tokens(self, parsed: ParsedBody[Any], tenant: str) -> list[int]:
         body, prompts = parsed.body, self._frontend.prompts
@@ -82,4 +71,4 @@ class TokenApi:
         (tokens,) = parsed.prompts
         assert not isinstance(tokens, str)
         text = await decode(self._frontend.tokenizer.token_bytes, tokens, skip_special=False)
-        return JsonFragmentsResponse(chain(['{"prompt":'], string(text), ["}"]))
+        return FragmentResponse(chain(['{"prompt":'], string(text), ["}"]))

@@ -214,12 +214,11 @@ class ResponsesFormatter:
         """Return nothing: `chunk` has returned the last event."""
         return ""
 
-    def error_events(self, error: ServingError) -> str:
+    def error_events(self, error: ServingError) -> Iterator[str]:
         if self._has_ended:
-            return ""
+            return
         members = {"code": error.reason or error.code.value, "message": error.message}
         shown = dumps({**members, "param": error.param})[1:-1]
         failed = self._finished(Outcome("failed", self._usage(), error=error))
-        return "".join(
-            (*self._events.event("error", (shown,)), *self._events.response("failed", failed))
-        )
+        yield from self._events.event("error", (shown,))
+        yield from self._events.response("failed", failed)

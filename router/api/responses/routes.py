@@ -12,11 +12,11 @@ from starlette.routing import Route
 from penstock.router.api.generation.bodies import read_request
 from penstock.router.api.generation.calls import GenerationCalls, SubmittedCall
 from penstock.router.api.generation.response import GenerationResponse
+from penstock.router.api.generation.sending import FragmentResponse
 from penstock.router.api.http import json_response
 from penstock.router.api.responses.background import BackgroundRun, BackgroundRuns
 from penstock.router.api.responses.body import ResponsesRequest
 from penstock.router.api.responses.formatter import FinishedResponse, ResponsesFormatter
-from penstock.router.api.responses.fragment_response import FragmentResponse
 from penstock.router.api.responses.input_items import list_page
 from penstock.router.api.responses.kept import KeptContent
 from penstock.router.api.responses.response_object import ResponseObject
@@ -75,7 +75,7 @@ class ResponsesApi:
             return GenerationResponse(call.answers, formatter, call.request_id, bool(body.stream))
         run = BackgroundRun(response, call, formatter)
         self._runs.start(tenant, run)
-        return FragmentResponse(run.body())
+        return FragmentResponse(run.body(), {"x-request-id": call.request_id})
 
     def _history(self, tenant: str, previous: str | None) -> Sequence[StoredItems]:
         """Return the items of the conversation that the body continues."""

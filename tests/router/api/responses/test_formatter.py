@@ -176,7 +176,7 @@ def test_finished_response_is_reported_with_what_was_sent(setup: Setup) -> None:
 def test_error_after_the_end_adds_no_events(setup: Setup) -> None:
     formatter = setup.formatter()
     "".join(formatter.chunk(delta(pieces_of(TOKENS), 0, len(TOKENS))))
-    assert formatter.error_events(ServingError(Code.INTERNAL, "x")) == ""
+    assert [*formatter.error_events(ServingError(Code.INTERNAL, "x"))] == []
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_codes_of_failed_responses_are_openais(setup: Setup, code: Code, expecte
     formatter = setup.formatter()
     "".join(formatter.chunk(delta(pieces_of(TOKENS), 0, 4)))
     setup.ended.clear()
-    error, failed = parsed(formatter.error_events(ServingError(code, "why", "x")))
+    error, failed = parsed("".join(formatter.error_events(ServingError(code, "why", "x"))))
     assert (error["type"], error["code"], error["message"], error["param"]) == (
         *("error", code.value),
         *("why", "x"),
