@@ -5,7 +5,6 @@ commands are executed is queued until the current event has been handled.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from penstock.router.observability.request_metrics import RequestMetrics
 from penstock.router.observability.role_recorder import RoleRecorder
 from penstock.router.observability.role_registry import Assignments
 from penstock.router.requests.admission import RequestAdmission
+from penstock.router.requests.background_tasks import BackgroundTasks
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.open_requests import OpenRequests
 from penstock.router.requests.prompt_encoder import PromptEncoder
@@ -85,6 +85,7 @@ class Frontend:
         self.step_records = self._links.step_records
         self.explanations = Explanations(tenants, config.routing)
         dispatcher.listen(self.explanations)
+        self.background = BackgroundTasks()
         self._requests = OpenRequests(self.metrics, self.explanations)
         hasher = PromptHasher(config.hash_key, self._links.block_sizes, self.prompts.run_in_line)
         self._admission = RequestAdmission(config, tokenizer, self.post, hasher, helpers)
@@ -276,16 +277,14 @@ class Frontend:
         """Refuse new requests and wait up to `seconds` for running ones to end."""
         self.is_draining = True
         self._readiness_listeners.report(self.why_not_ready())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._requests:
-                    await asyncio.sleep(0.05)
+        await self.background.drain(self._requests, seconds)
 
     async def stop(self) -> None:
         """End open calls with UNAVAILABLE and close the streams to all workers."""
         self.is_draining = self.is_stopped = True
         self._readiness_listeners.report(self.why_not_ready())
         self._requests.fail_all(shutting_down())
+        await self.background.end()
         await self._links.set_workers({})
         self._clock.cancel()
         self.prompts.close()

@@ -1,24 +1,23 @@
 """Stored responses: continued, retrieved, listed, deleted, canceled; and only by their tenant."""
 
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import pytest_asyncio
 
-from penstock.protos import worker_pb2 as pb
+from penstock.router.api.responses.store import ResponseStore, StoreLimits
 from tests.support.api_keys import user_keys
-from tests.support.openai_client import message_of
 from tests.support.responses_client import (
     ADD,
     CALL,
     FULL,
     ResponsesModel,
+    ended,
     serving_responses,
-    without_ids,
 )
-from tests.support.served_router import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -125,6 +124,44 @@ async def test_response_with_store_false_is_not_stored(model: ResponsesModel, st
         await model.client.responses.retrieve(response.id)
 
 
+async def test_response_shows_whether_it_is_stored(model: ResponsesModel) -> None:
+    assert (await model("x")).store is True
+    assert (await model("x", store=False)).store is False
+
+
+async def test_item_that_is_sent_twice_is_refused(model: ResponsesModel) -> None:
+    first = await model("A.", input="a?")
+    again = [item.to_dict() for item in first.output]
+    twice = [{"role": "user", "content": "b?", "id": "msg_1"}] * 2
+    for body in ({"input": again, "previous_response_id": first.id}, {"input": twice}):
+        with pytest.raises(openai.BadRequestError, match="two items have the id 'msg_") as refusal:
+            await model("B.", **body)
+        assert refusal.value.param == "input"
+    await model("B.", input=twice, store=False)
+
+
+async def test_too_large_response_is_sent_but_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = ResponseStore(StoreLimits(tenant_bytes=10_000))
+    monkeypatch.setattr("penstock.router.api.responses.routes.ResponseStore", lambda: small)
+    async with serving_responses(tmp_path) as model:
+        assert (await model("y" * 1000)).store is True
+        large = await model("y" * 2000)
+        assert (large.store, large.output_text) == (False, "y" * 2000)
+        assert f"{large.id} is not stored" in caplog.text
+        with pytest.raises(openai.NotFoundError):
+            await model.client.responses.retrieve(large.id)
+        name = (await model.client.responses.create(model="stub", input="x", background=True)).id
+        failed = await ended(model, name)
+        assert failed.status == "failed"
+        assert "can be stored" in failed.error.message
+        with pytest.raises(openai.BadRequestError, match="can be stored") as refusal:
+            await model("x", input="y" * 1900)
+        assert refusal.value.param == "store"
+        assert (await model("x", input="y" * 1900, store=False)).store is False
+
+
 async def test_another_tenant_does_not_see_a_response(tmp_path: Any) -> None:
     async with serving_responses(tmp_path, api_keys=user_keys("first-key", "second-key")) as model:
         mine = model.client.with_options(api_key="first-key").responses
@@ -148,105 +185,3 @@ async def test_another_tenant_does_not_see_a_response(tmp_path: Any) -> None:
         assert (await mine.retrieve(running.id)).status == "queued"
         assert (await mine.cancel(running.id)).status == "cancelled"
         model.served.worker.stepping.set()
-
-
-# ------------------------------------------------------------ background
-
-
-async def started(model: ResponsesModel, **body: Any) -> Any:
-    """Return a background response whose worker is paused."""
-    model.answer("It is 42.")
-    model.served.worker.stepping.clear()
-    return await model.client.responses.create(model="stub", input="hello", background=True, **body)
-
-
-async def ended(model: ResponsesModel, name: str) -> Any:
-    """Return a background response once it has ended."""
-    found: Any = None
-    while found is None or found.status in ("queued", "in_progress"):
-        found = await model.client.responses.retrieve(name)
-    return found
-
-
-async def test_background_response_is_retrieved_when_it_has_ended(model: ResponsesModel) -> None:
-    response = await started(model)
-    assert (response.status, response.background, response.output) == ("queued", True, [])
-    assert (await model.client.responses.retrieve(response.id)).status == "queued"
-    model.served.worker.stepping.set()
-    response = await ended(model, response.id)
-    assert (response.status, response.output_text) == ("completed", "It is 42.")
-    await model("x", input="more", previous_response_id=response.id)
-    assert model.prompt() == "[user]hello[assistant]It is 42.[user]more[assistant]"
-
-
-async def test_background_response_is_the_same_as_another(model: ResponsesModel) -> None:
-    response = await started(model)
-    model.served.worker.stepping.set()
-    found = without_ids((await ended(model, response.id)).to_dict())
-    assert found == {**without_ids((await model("It is 42.")).to_dict()), "background": True}
-
-
-async def test_canceled_response_ends_at_the_worker(model: ResponsesModel) -> None:
-    response = await started(model)
-    frontend = model.served.router.frontend
-    assert frontend.num_open_requests == 1
-    canceled = await model.client.responses.cancel(response.id)
-    assert (canceled.status, canceled.output) == ("cancelled", [])
-    assert frontend.num_open_requests == 0
-    again = await model.client.responses.cancel(response.id)
-    assert again.to_dict() == canceled.to_dict()
-    assert (await model.client.responses.retrieve(response.id)).status == "cancelled"
-    with pytest.raises(openai.BadRequestError, match="canceled"):
-        await model("x", previous_response_id=response.id)
-    model.served.worker.stepping.set()
-
-
-async def test_other_responses_cannot_be_canceled(model: ResponsesModel) -> None:
-    response = await model("x")
-    with pytest.raises(openai.BadRequestError) as refusal:
-        await model.client.responses.cancel(response.id)
-    assert "background" in message_of(refusal.value)
-
-
-async def test_deleting_a_running_response_cancels_it(model: ResponsesModel) -> None:
-    response = await started(model)
-    await model.client.responses.delete(response.id)
-    assert model.served.router.frontend.num_open_requests == 0
-    with pytest.raises(openai.NotFoundError):
-        await model.client.responses.retrieve(response.id)
-    model.served.worker.stepping.set()
-
-
-async def test_failed_background_response_has_the_error(model: ResponsesModel) -> None:
-    worker = model.served.worker
-    worker.submits.clear()
-    response = await started(model)
-    await until(lambda: worker.submits)
-    (submit,) = worker.submits
-    step = pb.Step()
-    step.ended.add(request=submit.request, attempt=submit.attempt, reason="out of memory")
-    worker.send(pb.ToRouter(step=step))
-    worker.runs.clear()
-    worker.stepping.set()
-    failed = await ended(model, response.id)
-    assert (failed.status, failed.error.code) == ("failed", "server_error")
-
-
-@pytest.mark.parametrize("body", [{"stream": True}, {"store": False}])
-async def test_background_is_refused_with_fields_that_it_excludes(
-    model: ResponsesModel, body: dict[str, Any]
-) -> None:
-    with pytest.raises(openai.BadRequestError) as refusal:
-        await model.client.responses.create(model="stub", input="x", background=True, **body)
-    assert refusal.value.param == "background"
-
-
-async def test_background_responses_of_a_tenant_are_bounded(
-    model: ResponsesModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.router.api.responses.background.MAX_PER_TENANT", 1)
-    response = await started(model)
-    with pytest.raises(openai.RateLimitError):
-        await started(model)
-    await model.client.responses.cancel(response.id)
-    model.served.worker.stepping.set()

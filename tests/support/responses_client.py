@@ -82,6 +82,14 @@ class ResponsesModel:
         return await events_of(self.served.url, {"input": "hello", "stream": True, **body})
 
 
+async def ended(model: ResponsesModel, name: str) -> Any:
+    """Return a background response once it has ended."""
+    found: Any = None
+    while found is None or found.status in ("queued", "in_progress"):
+        found = await model.client.responses.retrieve(name)
+    return found
+
+
 async def events_of(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the events of a stream; check their format and their numbers."""
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:

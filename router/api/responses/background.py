@@ -10,6 +10,7 @@ from penstock.router.api.http import internal_error
 from penstock.router.api.responses.formatter import ResponsesFormatter
 from penstock.router.api.responses.response_object import Outcome, ResponseObject
 from penstock.router.errors import Code, ServingError
+from penstock.router.requests.background_tasks import BackgroundTasks
 from penstock.router.requests.response_stream import ClientDisconnectedError
 from penstock.router.requests.slices import Slices
 
@@ -55,24 +56,27 @@ class BackgroundRun:
                 self._status = "in_progress"
                 answers.add(delta)
                 await slices.pause()
-            end = self._formatter.full_response(answers.merged())
+            for _ in self._formatter.full_response(answers.merged()):
+                await slices.pause()
+            return
         except ClientDisconnectedError:
-            end = self._formatter.ended_early(Outcome("cancelled"))
+            outcome = Outcome("cancelled")
         except ServingError as error:
-            end = self._formatter.ended_early(Outcome("failed", error=error))
-        except Exception:  # a bug must not leave a response that never ends
+            outcome = Outcome("failed", error=error)
+        except Exception:  # a bug must not make the response vanish
             log.exception("the response %s could not be generated", self.response.id)
-            end = self._formatter.ended_early(Outcome("failed", error=internal_error()))
+            outcome = Outcome("failed", error=internal_error())
         finally:
             self._answers.close()
-        for _ in end:
+        for _ in self._formatter.ended_early(outcome):
             await slices.pause()
 
 
 class BackgroundRuns:
-    """The running background responses of all tenants."""
+    """The running background responses of all tenants, which are `tasks` of the router."""
 
-    def __init__(self) -> None:
+    def __init__(self, tasks: BackgroundTasks) -> None:
+        self._tasks = tasks
         self._runs: dict[str, dict[str, BackgroundRun]] = {}  # by tenant and id
 
     def check_limit(self, tenant: str) -> None:
@@ -102,7 +106,7 @@ class BackgroundRuns:
             raise
         own = self._runs.setdefault(tenant, {})
         own[run.response.id] = run
-        run.task = asyncio.create_task(run.run(), name="background response")
+        run.task = self._tasks.start(run.run(), "background response")
         run.task.add_done_callback(lambda task: self._ended(tenant, run))
 
     def get(self, tenant: str, name: str) -> BackgroundRun | None:

@@ -1,9 +1,9 @@
 """Answers in the format of the Responses API: one object, or typed server-sent events."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.common.text.token_bytes import TokenBytes
 from penstock.router.api.generation.answer_pieces import AnswerPieces
@@ -40,6 +40,22 @@ class FinishedResponse:
     is_complete: bool
 
 
+class Recorder(Protocol):
+    """Stores a response that has ended."""
+
+    def keeps(self, num_bytes: int) -> bool:
+        """Return whether a response whose output has `num_bytes` as JSON will be stored.
+
+        Raises:
+            ServingError: TOO_LARGE if the response would be lost.
+        """
+        ...
+
+    def record(self, finished: FinishedResponse) -> Iterator[str]:
+        """Store the response if it is kept; yield an empty text after each short step."""
+        ...
+
+
 class ResponsesFormatter:
     """A `ResponseFormatter` of a call with one answer.
 
@@ -48,8 +64,7 @@ class ResponsesFormatter:
         call: the call.
         token_bytes: the bytes of the model's tokens.
         with_logprobs: whether the response has log probabilities.
-        on_end: called with the response when it has ended; yields an empty text after each short
-            step of its work.
+        recorder: stores the response when it has ended.
     """
 
     def __init__(
@@ -58,19 +73,20 @@ class ResponsesFormatter:
         call: SubmittedCall,
         token_bytes: TokenBytes,
         with_logprobs: bool,
-        on_end: Callable[[FinishedResponse], Iterator[str]],
+        recorder: Recorder,
     ) -> None:
         self._response = response
         self._call = call
         self._token_bytes = token_bytes
         self._with_logprobs = with_logprobs
-        self._on_end = on_end
+        self._recorder = recorder
         parser = None if call.parsing is None else call.parsing.new_parser()
         self._answer = AnswerPieces(parser)
         self._is_plain = parser is None and not with_logprobs
         self._texts = TokenTexts(token_bytes, call.shown_tokens)
         self._kinds = TokenKinds()
-        self._output = Output(response.id.partition("_")[2])
+        self._suffix = response.id.partition("_")[2]
+        self._output = Output(self._suffix)
         self._events = EventStream()
         self._num_tokens = 0
         self._has_ended = False
@@ -95,19 +111,21 @@ class ResponsesFormatter:
         return Outcome("completed", self._usage(), int(time.time()))
 
     def ended_early(self, outcome: Outcome) -> Iterator[str]:
-        """Yield a response that has failed or was canceled before its end."""
+        """Yield a response without output that has failed or was canceled before its end."""
+        self._output = Output(self._suffix)
         return self._finished(outcome)
 
     def _finished(self, outcome: Outcome) -> Iterator[str]:
         """Yield the response, then report that it has ended."""
         body: list[str] = []
         status = outcome.status if outcome.status == "completed" else "incomplete"
-        for fragment in self._response.json(outcome, self._output.json(status)):
+        output = self._output.json(status)
+        for fragment in self._response.json(outcome, output, self._recorder.keeps):
             body.append(fragment)
             yield fragment
         self._has_ended = True
         is_complete = outcome.status in ("completed", "incomplete")
-        yield from self._on_end(FinishedResponse(body, self._output, is_complete))
+        yield from self._recorder.record(FinishedResponse(body, self._output, is_complete))
 
     def _usage(self) -> Mapping[str, Any]:
         num_input = len(self._call.prompts[0])

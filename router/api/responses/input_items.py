@@ -24,27 +24,44 @@ async def list_page(stored: Sequence[StoredItems], query: Mapping[str, str]) -> 
         ServingError: INVALID if a parameter is not valid, or if no item has the id.
     """
     limit = _limit(query.get("limit", str(DEFAULT_LIMIT)))
-    slices = Slices()
-    ids: list[bytes] = []
-    items: list[bytes] = []
-    for each in stored:
-        ids += each.ids.split(b"\n") if each.ids else ()
-        items += each.items.split(b"\n") if each.items else ()
-        await slices.pause()
-    if query.get("order") != "asc":
-        ids.reverse()
-        items.reverse()
-    after, first = query.get("after"), 0
+    step = 1 if query.get("order") == "asc" else -1
+    lists = stored[::step]
+    index, skipped, after = 0, 0, query.get("after")
     if after is not None:
-        name = after.encode()
-        if name not in ids:
-            raise invalid(f"after: no input item has the id {after[:80]!r}", "after")
-        first = ids.index(name) + 1
-    shown = ids[first : first + limit]
-    ends = [shown[0].decode(), shown[-1].decode()] if shown else [None, None]
-    tail = {"first_id": ends[0], "last_id": ends[1], "has_more": first + limit < len(ids)}
-    found = list(chain.from_iterable((b",", item) for item in items[first : first + limit]))
-    return [b'{"object":"list","data":[', *found[1:], b"],", dumps(tail)[1:].encode()]
+        index, skipped = await _position_after(lists, after, step)
+    slices = Slices()
+    found: list[tuple[str, bytes]] = []
+    for own in lists[index:]:  # only the lists that have items of the page are split
+        found += own.lines()[::step][skipped:]
+        skipped = 0
+        if len(found) > limit:
+            break
+        await slices.pause()
+    page = found[:limit]
+    ends = [page[0][0], page[-1][0]] if page else [None, None]
+    tail = {"first_id": ends[0], "last_id": ends[1], "has_more": len(found) > limit}
+    shown = list(chain.from_iterable((b",", item) for _, item in page))
+    return [b'{"object":"list","data":[', *shown[1:], b"],", dumps(tail)[1:].encode()]
+
+
+async def _position_after(lists: Sequence[StoredItems], name: str, step: int) -> tuple[int, int]:
+    """Return the index of the list that has an item, and the number of its items up to this one.
+
+    Args:
+        lists: the lists, in the order in which they are listed.
+        name: id of the item.
+        step: 1, or -1 if the last item of a list is listed first.
+
+    Raises:
+        ServingError: INVALID if no item has this id.
+    """
+    slices = Slices()
+    for index, own in enumerate(lists):
+        found = own.index_of(name)
+        if found is not None:
+            return index, found + 1 if step > 0 else own.num_items - found
+        await slices.pause()
+    raise invalid(f"after: no input item has the id {name[:80]!r}", "after")
 
 
 def _limit(text: str) -> int:

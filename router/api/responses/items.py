@@ -228,9 +228,28 @@ PREFIXES: Mapping[str, str] = {
 
 
 def stored_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
-    """Return valid items with ids, in the form in which the API returns them."""
+    """Return valid items with ids, in the form in which the API returns them.
+
+    Raises:
+        ServingError: INVALID if two items have the same id, by which they are listed in pages.
+    """
     suffix = secrets.token_hex(12)
-    return [_stored(item, f"{suffix}{index:04x}") for index, item in enumerate(items)]
+    found: dict[str, dict[str, Any]] = {}
+    for index, item in enumerate(items):
+        stored = _stored(item, f"{suffix}{index:04x}")
+        if stored["id"] in found:
+            raise repeated_id(stored["id"])
+        found[stored["id"]] = stored
+    return list(found.values())
+
+
+def repeated_id(name: str) -> ServingError:
+    """Return the error for an item whose id another item of the conversation has."""
+    return invalid(
+        f"two items have the id {name!r}: send each item once, and none that is part of the "
+        "response in previous_response_id",
+        FIELD,
+    )
 
 
 def _stored(item: InputItem, suffix: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The object `response`, as JSON in fragments."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class ResponseObject:
         sampling: the sampling parameters.
         shown: the fields of the body that the response repeats, as members of a JSON object.
         is_background: whether the response is generated in the background.
+        is_stored: whether the response is to be stored.
     """
 
     id: str
@@ -55,9 +56,22 @@ class ResponseObject:
     sampling: SamplingParams
     shown: str
     is_background: bool = False
+    is_stored: bool = True
 
-    def json(self, outcome: Outcome, output: Iterable[str] = EMPTY) -> Iterator[str]:
-        """Yield the response; `output` is the JSON array of its items."""
+    def json(
+        self,
+        outcome: Outcome,
+        output: Iterable[str] = EMPTY,
+        keeps: Callable[[int], bool] | None = None,
+    ) -> Iterator[str]:
+        """Yield the response.
+
+        Args:
+            outcome: the state of the response.
+            output: the JSON array of its items.
+            keeps: called with the size of the output; returns whether the response will be stored.
+                By default, it is stored if the body demands it.
+        """
         error = outcome.error
         details = {"reason": "max_output_tokens"} if outcome.status == "incomplete" else None
         members = {
@@ -77,8 +91,12 @@ class ResponseObject:
         for start in range(0, len(self.shown), CHARS_PER_FRAGMENT):
             yield self.shown[start : start + CHARS_PER_FRAGMENT]
         yield ',"output":'
-        yield from output
-        yield f',"usage":{dumps(outcome.usage)}}}'
+        size = 0
+        for fragment in output:
+            size += len(fragment.encode())
+            yield fragment
+        is_stored = self.is_stored if keeps is None else keeps(size)
+        yield f',"usage":{dumps(outcome.usage)},"store":{dumps(is_stored)}}}'
 
 
 def error_object(error: ServingError) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,7 +17,7 @@ from penstock.router.api.generation.sending import FragmentResponse
 from penstock.router.api.http import json_response
 from penstock.router.api.responses.background import BackgroundRun, BackgroundRuns
 from penstock.router.api.responses.body import ResponsesRequest
-from penstock.router.api.responses.formatter import FinishedResponse, ResponsesFormatter
+from penstock.router.api.responses.formatter import ResponsesFormatter
 from penstock.router.api.responses.input_items import list_page
 from penstock.router.api.responses.kept import KeptContent
 from penstock.router.api.responses.response_object import ResponseObject
@@ -25,6 +26,8 @@ from penstock.router.api.responses.stored import (
     ResponseRecorder,
     StoredItems,
     StoredResponse,
+    check_ids,
+    check_stored_input,
     joined_chat,
     own_items,
 )
@@ -41,7 +44,7 @@ class ResponsesApi:
         self._frontend = frontend
         self._calls = GenerationCalls(frontend)
         self._store = ResponseStore()
-        self._runs = BackgroundRuns()
+        self._runs = BackgroundRuns(frontend.background)
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -63,6 +66,9 @@ class ResponsesApi:
         history = self._history(tenant, body.previous_response_id)
         chat = parsed.messages
         items = (*history, own_items(chat, content))
+        if body.store is not False:
+            await check_ids(content, history)
+            check_stored_input(items, content.shown, self._store.max_bytes)
         most = self._frontend.config.bounds.max_body_bytes
         chat = joined_chat(chat, content, history, most)
         if body.background:
@@ -70,7 +76,13 @@ class ResponsesApi:
         name = f"resp_{secrets.token_hex(16)}"
         call = await self._calls.start_chat(request, replace(parsed, chat=chat), name)
         response = self._response(call, body, content)
-        formatter = self._formatter(call, response, body, tenant, items)
+        recorder = ResponseRecorder(
+            response, items, self._store.max_bytes, partial(self._store.put, tenant)
+        )
+        with_logprobs = body.num_logprobs() is not None
+        formatter = ResponsesFormatter(
+            response, call, self._frontend.tokenizer.token_bytes, with_logprobs, recorder
+        )
         if not body.background:
             return GenerationResponse(call.answers, formatter, call.request_id, bool(body.stream))
         run = BackgroundRun(response, call, formatter)
@@ -100,27 +112,8 @@ class ResponsesApi:
             sampling=call.sampling,
             shown=content.shown.decode(),
             is_background=bool(body.background),
+            is_stored=body.store is not False,
         )
-
-    def _formatter(
-        self,
-        call: SubmittedCall,
-        response: ResponseObject,
-        body: ResponsesRequest,
-        tenant: str,
-        items: Sequence[StoredItems],
-    ) -> ResponsesFormatter:
-        def record(finished: FinishedResponse) -> Iterator[str]:
-            if body.store is False:
-                return
-            recorder = ResponseRecorder(response, items)
-            yield from recorder.record(finished)
-            assert recorder.stored is not None
-            self._store.put(tenant, recorder.stored)
-
-        token_bytes = self._frontend.tokenizer.token_bytes
-        with_logprobs = body.num_logprobs() is not None
-        return ResponsesFormatter(response, call, token_bytes, with_logprobs, record)
 
     # ------------------------------------------------------------ stored responses
 

@@ -39,11 +39,20 @@ class ResponseStore:
         """Memory of all stored responses."""
         return sum(tenant.num_bytes for tenant in self._tenants.values())
 
+    @property
+    def max_bytes(self) -> int:
+        """The largest size of a stored response."""
+        return min(self._limits.tenant_bytes, self._limits.total_bytes)
+
     def put(self, tenant: str, response: StoredResponse) -> None:
-        """Store a response, unless it alone exceeds the limit of a tenant."""
+        """Store a response.
+
+        Raises:
+            ValueError: the response is larger than `max_bytes`.
+        """
         limits, size = self._limits, response.num_bytes
-        if size > min(limits.tenant_bytes, limits.total_bytes):
-            return
+        if size > self.max_bytes:
+            raise ValueError(f"{response.id} has {size} bytes, more than {self.max_bytes}")
         own = self._tenants.setdefault(tenant, _Tenant())
         own.responses[response.id] = response
         own.num_bytes += size

@@ -1,16 +1,21 @@
 """Stored responses, and the conversations that continue them."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.router.api.responses.formatter import FinishedResponse
+from penstock.router.api.responses.items import repeated_id
 from penstock.router.api.responses.kept import KeptContent
 from penstock.router.api.responses.output import Output
 from penstock.router.api.responses.response_object import ResponseObject
-from penstock.router.errors import invalid
+from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.requests.chat import Chat, message_json, num_chars_of
 from penstock.router.requests.json_text import CHARS_PER_FRAGMENT
+from penstock.router.requests.slices import Slices
+
+log = logging.getLogger(__name__)
 
 ENTRY_BYTES = 2048
 """Approximate memory of a stored response without its texts, in bytes."""
@@ -36,6 +41,26 @@ class StoredItems:
     def num_bytes(self) -> int:
         """Size of the texts."""
         return len(self.ids) + len(self.items) + len(self.messages)
+
+    @property
+    def num_items(self) -> int:
+        """Number of items."""
+        return self.ids.count(b"\n") + 1 if self.ids else 0
+
+    def index_of(self, name: str) -> int | None:
+        """Return the index of the item with this id; None if there is none."""
+        if not self.ids or "\n" in name:
+            return None
+        lines = b"\n" + self.ids + b"\n"
+        found = lines.find(b"\n" + name.encode() + b"\n")
+        return None if found < 0 else lines.count(b"\n", 0, found)
+
+    def lines(self) -> list[tuple[str, bytes]]:
+        """Return the id of each item, and the item as JSON."""
+        if not self.ids:
+            return []
+        ids = self.ids.decode().split("\n")
+        return list(zip(ids, self.items.split(b"\n"), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +93,47 @@ class StoredResponse:
     def conversation(self) -> Sequence[StoredItems]:
         """All items up to the end of the output."""
         return (*self.input, self.output)
+
+
+def least_bytes(items: Sequence[StoredItems], shown: bytes) -> int:
+    """Return the size of a stored response without its output.
+
+    Args:
+        items: all items of its input.
+        shown: the fields of the body that the response repeats.
+    """
+    return 2 * ENTRY_BYTES + sum(each.num_bytes for each in items) + len(shown)
+
+
+def check_stored_input(items: Sequence[StoredItems], shown: bytes, max_bytes: int) -> None:
+    """Refuse to store a response whose input alone is too large.
+
+    Raises:
+        ServingError: INVALID.
+    """
+    size = least_bytes(items, shown) + ENTRY_BYTES
+    if size > max_bytes:
+        raise invalid(
+            f"the conversation takes {size} bytes; at most {max_bytes} can be stored: set store to "
+            "false, or begin a new conversation",
+            "store",
+        )
+
+
+async def check_ids(content: KeptContent, history: Sequence[StoredItems]) -> None:
+    """Refuse input items whose ids are those of earlier items of the conversation.
+
+    Raises:
+        ServingError: INVALID.
+    """
+    if not history or not content.ids:
+        return
+    own, slices = set(content.ids.split(b"\n")), Slices()
+    for items in history:
+        for name in items.ids.split(b"\n"):
+            if name in own:
+                raise repeated_id(name.decode())
+        await slices.pause()
 
 
 def own_items(chat: Chat, content: KeptContent) -> StoredItems:
@@ -111,20 +177,53 @@ def joined_chat(
 
 
 class ResponseRecorder:
-    """Makes a stored response from a finished one, step by step.
+    """Stores a response when it has ended (a `Recorder`).
 
     Args:
         response: the constant members of the response.
         items: all items of its input.
+        max_bytes: the largest size of a stored response.
+        put: stores the response.
     """
 
-    def __init__(self, response: ResponseObject, items: Sequence[StoredItems]) -> None:
+    def __init__(
+        self,
+        response: ResponseObject,
+        items: Sequence[StoredItems],
+        max_bytes: int,
+        put: Callable[[StoredResponse], None],
+    ) -> None:
         self._response = response
         self._input = items
-        self.stored: StoredResponse | None = None
+        self._max_bytes = max_bytes
+        self._put = put
+        self._is_kept = response.is_stored
+
+    def keeps(self, num_bytes: int) -> bool:
+        """Return whether a response whose output has `num_bytes` as JSON will be stored.
+
+        Raises:
+            ServingError: TOO_LARGE if a response would be lost that was generated in the
+                background.
+        """
+        response = self._response
+        if not response.is_stored:
+            return False
+        # The output is stored in the response, as items and as messages.
+        size = least_bytes(self._input, response.shown.encode()) + 3 * num_bytes
+        self._is_kept = size <= self._max_bytes
+        if self._is_kept:
+            return True
+        problem = f"the response and its conversation take {size} bytes; at most {self._max_bytes}"
+        if response.is_background:
+            raise ServingError(Code.TOO_LARGE, f"{problem} can be stored", "background")
+        log.warning("%s is not stored: %s are allowed", response.id, problem)
+        return False
 
     def record(self, finished: FinishedResponse) -> Iterator[str]:
-        """Make the stored response; yield an empty text after each short step."""
+        """Store the response if it is kept; yield an empty text after each short step."""
+        if not self._is_kept:
+            return
         body: list[bytes] = []
         yield from _encode(finished.body, body)
         items: list[bytes] = []
@@ -135,13 +234,15 @@ class ResponseRecorder:
         ids = "\n".join(item.id for item in finished.output.items).encode()
         count = sum(map(num_chars_of, shown))
         output = StoredItems(ids, b"".join(items), b"".join(messages), count)
-        self.stored = StoredResponse(
-            self._response.id,
-            body,
-            self._input,
-            output,
-            finished.is_complete,
-            self._response.is_background,
+        self._put(
+            StoredResponse(
+                self._response.id,
+                body,
+                self._input,
+                output,
+                finished.is_complete,
+                self._response.is_background,
+            )
         )
 
 

@@ -9,6 +9,7 @@ import pytest
 from penstock.router.api.responses import background
 from penstock.router.api.responses.background import BackgroundRuns
 from penstock.router.errors import ServingError
+from penstock.router.requests.background_tasks import BackgroundTasks
 
 
 class StubRun:
@@ -28,7 +29,7 @@ async def test_limit_holds_for_calls_that_were_checked_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(background, "MAX_PER_TENANT", 1)
-    runs = BackgroundRuns()
+    runs = BackgroundRuns(BackgroundTasks())
     first: Any = StubRun("a")
     second: Any = StubRun("b")
     runs.check_limit("me")

@@ -20,6 +20,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError
 from penstock.router.parsers.answer_parser import ParsingOptions
 from penstock.router.requests.answer_parsing import ModelParsers
+from penstock.router.requests.json_text import CHARS_PER_FRAGMENT
 from penstock.router.requests.response_stream import Delta, ResponseStream
 from tests.support.responses_client import FULL, TEMPLATE, THOUGHT, TOKENIZER, tokens_of
 from tests.support.tokenizers import write_folder
@@ -37,6 +38,7 @@ class Setup:
         self.tokenizer = ModelTokenizer(written)
         self.parsers = ModelParsers(self.tokenizer, RouterConfig(written, "stub"))
         self.ended: list[FinishedResponse] = []
+        self.is_kept = True
 
     def formatter(self, with_logprobs: bool = False, is_parsed: bool = True) -> ResponsesFormatter:
         options = ParsingOptions(reads_calls=True)
@@ -47,7 +49,10 @@ class Setup:
         call = SubmittedCall("resp_ab", "me", [prompt], sampling, answers, parsing)
         response = ResponseObject("resp_ab", 1, "stub", sampling, '"tools":[]')
         token_bytes = self.tokenizer.token_bytes
-        return ResponsesFormatter(response, call, token_bytes, with_logprobs, self.record)
+        return ResponsesFormatter(response, call, token_bytes, with_logprobs, self)
+
+    def keeps(self, num_bytes: int) -> bool:
+        return self.is_kept
 
     def record(self, finished: FinishedResponse) -> Iterator[str]:
         self.ended.append(finished)
@@ -199,6 +204,23 @@ def test_codes_of_failed_responses_are_openais(setup: Setup, code: Code, expecte
     )
     assert failed["response"]["error"] == {"code": expected, "message": "why"}
     assert not setup.ended[0].is_complete
+
+
+def test_events_of_a_failed_stream_come_in_short_fragments(setup: Setup) -> None:
+    formatter = setup.formatter(is_parsed=False)
+    text = "x" * (8 * CHARS_PER_FRAGMENT)
+    "".join(formatter.chunk(Delta(0, 0, 0, [9], text, [None])))
+    fragments = [*formatter.error_events(ServingError(Code.INTERNAL, "why"))]
+    assert max(map(len, fragments)) <= CHARS_PER_FRAGMENT
+    assert parsed("".join(fragments))[1]["response"]["output"][0]["content"][0]["text"] == text
+
+
+def test_response_shows_whether_it_is_stored(setup: Setup) -> None:
+    for is_kept in (True, False):
+        setup.is_kept = is_kept
+        whole = setup.formatter().full_response([delta(pieces_of(TOKENS), 0, len(TOKENS))])
+        assert json.loads("".join(whole))["store"] is is_kept
+    setup.is_kept = True
 
 
 def test_plain_stream_has_the_text_of_the_whole_answer(setup: Setup) -> None:

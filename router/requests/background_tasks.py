@@ -1,0 +1,38 @@
+"""Tasks for which no client waits; a router that stops lets them end first."""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sized
+
+POLL_SECONDS = 0.05
+END_SECONDS = 5.0
+"""Time in which tasks must end after their requests have been ended."""
+
+
+class BackgroundTasks:
+    """The running background tasks of a router."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        """Run `work` as a task and return the task."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def drain(self, requests: Sized, seconds: float) -> None:
+        """Wait up to `seconds` until neither open requests nor tasks are left."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while requests or self._tasks:
+                    await asyncio.sleep(POLL_SECONDS)
+
+    async def end(self, seconds: float = END_SECONDS) -> None:
+        """Wait for the tasks, whose requests have been ended; cancel them after `seconds`."""
+        if not self._tasks:
+            return
+        _, pending = await asyncio.wait(set(self._tasks), timeout=seconds)
+        for task in pending:
+            task.cancel()
