@@ -202,6 +202,25 @@ async def send(client: Any, name: str, value: object) -> Any:
     return await create(messages=(), model="", max_tokens=1, extra_body=body)
 
 
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ({"max_tokens": -7}, "max_tokens is -7"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens is 9"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 2000}},
+            "thinking.budget_tokens is 2000: it must be less than max_tokens, which is 1100",
+        ),
+    ],
+)
+async def test_refusal_names_the_given_value(
+    client: Any, body: dict[str, object], problem: str
+) -> None:
+    ((name, value),) = body.items()
+    with pytest.raises(anthropic.BadRequestError, match=problem):
+        await send(client, name, value)
+
+
 async def count(client: Any, name: str, value: object) -> Any:
     body = {"model": "stub", "messages": HELLO, name: value}
     return await client.messages.count_tokens(messages=(), model="", extra_body=body)

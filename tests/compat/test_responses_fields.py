@@ -276,6 +276,13 @@ async def test_parameters_of_the_list_are_refused_by_name(
     with pytest.raises(openai.BadRequestError) as refusal:
         await model.client.responses.input_items.list(response.id, extra_query=query)
     assert [refusal.value.param] == list(query)
+    if "limit" in query:
+        assert f"limit is {query['limit']!r}" in message_of(refusal.value)
+
+
+async def test_refusal_names_the_given_limit_of_calls(model: ResponsesModel) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_tool_calls is -3"):
+        await model("x", max_tool_calls=-3)
 
 
 async def test_effort_is_refused_if_the_template_does_not_read_it(tmp_path: Path) -> None:

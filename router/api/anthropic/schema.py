@@ -173,7 +173,7 @@ class MessagesBody(CountTokensBody):
     def check(self) -> None:
         super().check()
         if self.max_tokens < 0:
-            raise invalid("max_tokens must be at least 0", "max_tokens")
+            raise invalid(f"max_tokens is {self.max_tokens}: it must be at least 0", "max_tokens")
         for name in ("container", "diagnostics", "inference_geo"):
             if getattr(self, name) is not None:
                 raise invalid(f"{name} is not supported: leave it out", name)

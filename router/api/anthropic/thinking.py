@@ -33,9 +33,15 @@ class Thinking(ClosedModel):
         if self.type == "disabled" and self.display is not None:
             raise invalid("thinking.display has no meaning for the type disabled", field)
         if budget is not None and budget < MIN_BUDGET:
-            raise invalid(f"thinking.budget_tokens must be at least {MIN_BUDGET}", field)
+            raise invalid(
+                f"thinking.budget_tokens is {budget}: it must be at least {MIN_BUDGET}", field
+            )
         if budget is not None and max_tokens is not None and budget >= max_tokens:
-            raise invalid("thinking.budget_tokens must be less than max_tokens", field)
+            raise invalid(
+                f"thinking.budget_tokens is {budget}: it must be less than max_tokens, which is "
+                f"{max_tokens}",
+                field,
+            )
 
     def check_model(self, known: Collection[str], reasons: bool) -> None:
         """Refuse a mode that the model does not have.

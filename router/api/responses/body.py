@@ -141,7 +141,10 @@ class ResponsesRequest(ChatBody):
         if self.cache_salt == "":
             raise invalid("cache_salt is empty: leave it out", "cache_salt")
         if self.max_tool_calls is not None and self.max_tool_calls < 1:
-            raise invalid("max_tool_calls must be at least 1", "max_tool_calls")
+            raise invalid(
+                f"max_tool_calls is {self.max_tool_calls}: it must be at least 1",
+                "max_tool_calls",
+            )
         if self.truncation == "auto":
             raise invalid(
                 "truncation auto is not supported: leave it out, and shorten the input",

@@ -67,5 +67,5 @@ async def _position_after(lists: Sequence[StoredItems], name: str, step: int) ->
 def _limit(text: str) -> int:
     limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
     if not 0 < limit <= MAX_LIMIT:
-        raise invalid(f"limit must be from 1 to {MAX_LIMIT}", "limit")
+        raise invalid(f"limit is {text[:40]!r}: it must be from 1 to {MAX_LIMIT}", "limit")
     return limit
