@@ -1,6 +1,6 @@
 """Conversion between messages of the router-worker stream and records of `routing.events`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from penstock.protos import worker_pb2 as pb
@@ -53,6 +53,25 @@ def decode_step(worker: str, step: pb.Step) -> ev.Stepped:
         ],
         [(entry.request, entry.attempt, entry.tokens) for entry in step.cached],
     )
+
+
+def slices_of(step: ev.Stepped, max_tokens: int) -> Iterator[ev.Stepped]:
+    """Split a step with tokens into steps of at most `max_tokens` tokens, as if it came in several.
+
+    The first one has the data about prompts, the last one the load and the failed requests.
+    """
+    tokens, count = step.tokens, len(step.tokens)
+    for start in range(0, count, max_tokens):
+        end = min(start + max_tokens, count)
+        is_first, is_last = start == 0, end == count
+        yield ev.Stepped(
+            step.worker,
+            tokens.select(range(start, end)),
+            step.load if is_last else None,
+            step.ended if is_last else (),
+            step.prompts if is_first else (),
+            step.cached if is_first else (),
+        )
 
 
 def _decode_tokens(step: pb.Step) -> ev.TokenColumns:

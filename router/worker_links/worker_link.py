@@ -27,6 +27,7 @@ STEPS_SECONDS = 5.0  # timeout of a call for step records
 CONNECT_SECONDS = 10.0  # from opening the call to the worker's Welcome message
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 2.0  # between attempts to connect
 MAX_UNSENT = 65536  # largest number of queued messages; one more closes the stream
+MAX_EVENT_TOKENS = 512  # tokens of a step that are handled at once, in about 2 ms
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -229,9 +230,19 @@ class WorkerLink:
             if message.step.HasField("cache"):  # first: the Step's load may cause placements
                 self._post(codec.decode_cache_events(self.worker, message.step.cache))
             event = codec.decode_event(self.worker, message)
-            if isinstance(event, ev.Stepped) and event.load is not None:
-                self.load = event.load
+            if isinstance(event, ev.Stepped):
+                if event.load is not None:
+                    self.load = event.load
+                if len(event.tokens) > MAX_EVENT_TOKENS:
+                    await self._post_in_slices(event)
+                    continue
             self._post(event)
+
+    async def _post_in_slices(self, event: ev.Stepped) -> None:
+        """Post a large step as several events; other callbacks run between them."""
+        for each in codec.slices_of(event, MAX_EVENT_TOKENS):
+            await asyncio.sleep(0)  # first: the message has just been decoded
+            self._post(each)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         number = 1

@@ -9,7 +9,7 @@ from itertools import chain
 
 from penstock.router.requests.json_text import dumps as dumps  # re-exported
 
-TOKENS_PER_FRAGMENT = 32  # with 20 alternatives each: about 3 ms
+TOKENS_PER_FRAGMENT = 32  # with 20 alternatives each: about 1 ms
 IDS_PER_FRAGMENT = 4096
 
 

@@ -13,10 +13,8 @@ from penstock.router.api.openai.json_fragments import (
     array,
     dumps,
     ids,
-    items_of,
 )
 from penstock.router.api.openai.response_context import (
-    MIN_LOGPROB,
     Logprobs,
     ResponseContext,
     alternatives,
@@ -24,6 +22,7 @@ from penstock.router.api.openai.response_context import (
 )
 from penstock.router.api.openai.text_offsets import TextOffsets
 from penstock.router.api.openai.token_chunks import PLAIN, StreamProgress, TokenChunks
+from penstock.router.api.openai.token_logprobs import logprobs_json
 from penstock.router.errors import ServingError
 from penstock.router.requests.response_stream import Delta
 
@@ -251,22 +250,11 @@ class ChatFormatter:
 
     def _logprobs(self, delta: Delta) -> Iterator[str]:
         """Yield logprobs in the chat format: one object per token, with the token's bytes."""
+        token_bytes, as_ids = self._context.token_bytes, self._context.tokens_as_ids
         for start in range(0, len(delta.tokens), TOKENS_PER_FRAGMENT):
             end = start + TOKENS_PER_FRAGMENT
             pairs = zip(delta.tokens[start:end], delta.logprobs[start:end], strict=True)
-            yield items_of([self._token_logprobs(token, entry) for token, entry in pairs])
-
-    def _token_logprobs(self, token: int, entry: Logprobs | None) -> dict[str, Any]:
-        top = [self._token(other, value) for other, value in alternatives(entry)]
-        chosen = entry.chosen if entry else MIN_LOGPROB
-        return self._token(token, chosen) | {"top_logprobs": top}
-
-    def _token(self, token: int, value: float) -> dict[str, Any]:
-        return {
-            "token": self._context.token_name(token),
-            "logprob": finite(value),
-            "bytes": list(self._context.token_bytes.bytes_of(token)),
-        }
+            yield ",".join([logprobs_json(token_bytes, *pair, as_ids) for pair in pairs])
 
 
 def _plain_choice(index: int, text: str) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The data and helpers that the answers of a call share in all of OpenAI's formats."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -48,7 +49,7 @@ class ResponseContext:
 
     def token_name(self, token: int) -> str:
         """Return the name of a token in logprobs."""
-        return f"token_id:{token}" if self.tokens_as_ids else self.token_bytes.text_of(token)
+        return name_of(self.token_bytes, token, self.tokens_as_ids)
 
     def visible(self, delta: Delta) -> Delta:
         """Return a delta without the generated tokens if `only_echo` is set."""
@@ -119,9 +120,14 @@ class ResponseContext:
         return ',"usage":null}\n\n' if self.wants_usage else "}\n\n"
 
 
+def name_of(token_bytes: TokenBytes, token: int, as_id: bool) -> str:
+    """Return the name of a token in logprobs: its text, or its id."""
+    return f"token_id:{token}" if as_id else token_bytes.text_of(token)
+
+
 def finite(value: float) -> float:
-    """Replace minus infinity by `MIN_LOGPROB`."""
-    return value if value > MIN_LOGPROB else MIN_LOGPROB
+    """Replace values that JSON cannot represent by `MIN_LOGPROB`."""
+    return value if MIN_LOGPROB < value < math.inf else MIN_LOGPROB
 
 
 def alternatives(entry: Logprobs | None) -> list[tuple[int, float]]:

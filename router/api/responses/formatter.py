@@ -10,8 +10,8 @@ from penstock.router.api.generation.answer_pieces import AnswerPieces
 from penstock.router.api.generation.calls import SubmittedCall
 from penstock.router.api.openai.json_fragments import dumps
 from penstock.router.api.openai.response_context import Logprobs
+from penstock.router.api.openai.token_logprobs import logprobs_json
 from penstock.router.api.responses.events import EventStream
-from penstock.router.api.responses.logprobs import logprobs_json
 from penstock.router.api.responses.output import Output, OutputItem
 from penstock.router.api.responses.response_object import Outcome, ResponseObject
 from penstock.router.api.responses.token_kinds import TokenKinds, TokenTexts
@@ -20,6 +20,8 @@ from penstock.router.parsers.pieces import CALL, CONTENT, Piece
 from penstock.router.requests.response_stream import Delta
 
 CHARS_PER_FRAGMENT = 4096  # parsed in about 2 ms
+
+NO_PIECES: tuple[Sequence[Piece], Sequence[str]] = ((), ())
 
 EMPTY_MESSAGE = Piece(CONTENT, "")
 """The only piece of an answer without text."""
@@ -152,7 +154,8 @@ class ResponsesFormatter:
             # A delta without tokens may have the text that was held back.
             rest = "" if delta.tokens or self._is_plain else delta.text
             pieces = self._answer.feed(rest, has_ended=True)
-            entries = self._content_entries(pieces, ())
+            entries: list[str] = []
+            yield from self._encode_content(pieces, (), entries)
             self._kinds.add(pieces, num_tokens=0)
             self._kinds.finish()
             yield pieces, entries
@@ -165,18 +168,27 @@ class ResponsesFormatter:
         rows = zip(delta.tokens, texts, delta.logprobs, strict=True)
         for index, (token, text, entry) in enumerate(rows):
             pieces = self._answer.feed(text)
-            entries = self._content_entries(pieces, () if index == last else ((token, entry),))
+            entries: list[str] = []
+            own = () if index == last else ((token, entry),)
+            yield from self._encode_content(pieces, own, entries)
             self._kinds.add(pieces)
             yield pieces, entries
 
-    def _content_entries(
-        self, pieces: Sequence[Piece], entries: Sequence[tuple[int, Logprobs | None]]
-    ) -> Sequence[str]:
-        """Return the log probabilities of the content in `pieces` as JSON, if they are wanted."""
+    def _encode_content(
+        self,
+        pieces: Sequence[Piece],
+        entries: Sequence[tuple[int, Logprobs | None]],
+        into: list[str],
+    ) -> Iterator[tuple[Sequence[Piece], Sequence[str]]]:
+        """Append the log probabilities of the content in `pieces` as JSON, if they are wanted.
+
+        They may be those of many tokens whose text was held back: yields no pieces after each one.
+        """
         if not self._with_logprobs:
-            return ()
-        known = self._kinds.content_entries(pieces, entries)
-        return [logprobs_json(self._token_bytes, *one) for one in known]
+            return
+        for one in self._kinds.content_entries(pieces, entries):
+            into.append(logprobs_json(self._token_bytes, *one))
+            yield NO_PIECES
 
     def _begin(self, piece: Piece) -> OutputItem:
         """Begin the output item of a piece."""
@@ -193,6 +205,7 @@ class ResponsesFormatter:
             for kind in ("created", "in_progress"):
                 yield from self._events.response(kind, self._response.json(Outcome("in_progress")))
         for pieces, entries in self._pieces(delta):
+            yield ""
             for piece in pieces:
                 yield from self._piece_events(piece, entries)
         if delta.finish:

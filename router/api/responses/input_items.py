@@ -30,7 +30,7 @@ async def list_page(stored: Sequence[StoredItems], query: Mapping[str, str]) -> 
     if after is not None:
         index, skipped = await _position_after(lists, after, step)
     slices = Slices()
-    found: list[tuple[str, bytes]] = []
+    found: list[tuple[str, list[bytes]]] = []
     for own in lists[index:]:  # only the lists that have items of the page are split
         found += own.lines()[::step][skipped:]
         skipped = 0
@@ -40,7 +40,7 @@ async def list_page(stored: Sequence[StoredItems], query: Mapping[str, str]) -> 
     page = found[:limit]
     ends = [page[0][0], page[-1][0]] if page else [None, None]
     tail = {"first_id": ends[0], "last_id": ends[1], "has_more": len(found) > limit}
-    shown = list(chain.from_iterable((b",", item) for _, item in page))
+    shown = list(chain.from_iterable((b",", *item) for _, item in page))
     return [b'{"object":"list","data":[', *shown[1:], b"],", dumps(tail)[1:].encode()]
 
 

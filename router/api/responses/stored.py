@@ -27,20 +27,20 @@ class StoredItems:
 
     Attributes:
         ids: ids of the items, one per line.
-        items: the items as JSON, one per line.
+        items: the items as JSON, one per line, in fragments; joining large ones takes too long.
         messages: the items as messages for chat templates: JSON objects separated by commas.
         num_chars: characters of the strings in the messages.
     """
 
     ids: bytes
-    items: bytes
+    items: Sequence[bytes]
     messages: bytes
     num_chars: int
 
     @property
     def num_bytes(self) -> int:
         """Size of the texts."""
-        return len(self.ids) + len(self.items) + len(self.messages)
+        return len(self.ids) + sum(map(len, self.items)) + len(self.messages)
 
     @property
     def num_items(self) -> int:
@@ -55,12 +55,16 @@ class StoredItems:
         found = lines.find(b"\n" + name.encode() + b"\n")
         return None if found < 0 else lines.count(b"\n", 0, found)
 
-    def lines(self) -> list[tuple[str, bytes]]:
-        """Return the id of each item, and the item as JSON."""
+    def lines(self) -> list[tuple[str, list[bytes]]]:
+        """Return the id of each item, and the item as JSON in fragments."""
         if not self.ids:
             return []
-        ids = self.ids.decode().split("\n")
-        return list(zip(ids, self.items.split(b"\n"), strict=True))
+        items: list[list[bytes]] = [[]]
+        for fragment in self.items:
+            first, *others = fragment.split(b"\n")
+            items[-1].append(first)
+            items += [[other] for other in others]
+        return list(zip(self.ids.decode().split("\n"), items, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,7 @@ def own_items(chat: Chat, content: KeptContent) -> StoredItems:
     if content.num_instructions and chat.messages[begin : begin + 1] == b",":
         begin += 1
     count = chat.num_chars - content.instruction_chars
-    return StoredItems(content.ids, content.items, chat.messages[begin:-1], count)
+    return StoredItems(content.ids, (content.items,), chat.messages[begin:-1], count)
 
 
 def joined_chat(
@@ -233,7 +237,7 @@ class ResponseRecorder:
         yield from _encode(_message_list(shown), messages)
         ids = "\n".join(item.id for item in finished.output.items).encode()
         count = sum(map(num_chars_of, shown))
-        output = StoredItems(ids, b"".join(items), b"".join(messages), count)
+        output = StoredItems(ids, items, b"".join(messages), count)
         self._put(
             StoredResponse(
                 self._response.id,

@@ -92,6 +92,34 @@ def test_step_with_all_fields_is_decoded() -> None:
     )
 
 
+def test_large_step_is_split_into_steps_with_the_same_content() -> None:
+    count = 10
+    step = pb.Step(load=pb.Load(running=3))
+    for row in range(count):
+        for column in (step.request, step.attempt, step.choice, step.position, step.token):
+            column.append(row)
+        step.finish.append(pb.FINISH_NONE)
+        if row % 3:
+            step.logprobs.add(row=row, chosen=-row)
+    step.ended.add(request=8, attempt=1, reason="not finite")
+    step.cached.add(request=4, attempt=2, tokens=32)
+    step.prompts.append(SCORED)
+    whole = codec.decode_event("w", pb.ToRouter(step=step))
+    assert isinstance(whole, ev.Stepped)
+    for size in (1, 3, 4, 9, 10, 11):
+        found = list(codec.slices_of(whole, size))
+        assert [len(each.tokens) for each in found[:-1]] == [size] * (len(found) - 1)
+        rows = [row for each in found for row in each.tokens.rows()]
+        assert rows == list(whole.tokens.rows())
+        logprobs = [each.tokens.logprobs.get(row) for each in found for row in range(size)]
+        assert logprobs[:count] == [whole.tokens.logprobs.get(row) for row in range(count)]
+        first, last = found[0], found[-1]
+        assert (first.prompts, first.cached) == (whole.prompts, whole.cached)
+        assert (last.load, last.ended) == (whole.load, whole.ended)
+        assert all(each.load is None and not each.ended for each in found[:-1])
+        assert not any(each.prompts or each.cached for each in found[1:])
+
+
 SCORED = pb.PromptLogprobs(
     request=4, attempt=2, position=7, entries=[pb.TokenLogprobs(chosen=-1.5, rank=2)]
 )

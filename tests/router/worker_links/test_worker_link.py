@@ -74,6 +74,32 @@ async def test_link_sends_hello_and_delivers_events(worker: StubWorker, received
     assert received.kinds()[-1] == "WorkerLost"
 
 
+async def test_large_step_is_posted_in_slices_between_which_others_run(
+    worker: StubWorker, received: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_link, "MAX_EVENT_TOKENS", 4)
+    link = link_to(worker, received)
+    await until(lambda: received.count(ev.WorkerUp))
+    seen: set[int] = set()  # numbers of events between which another callback has run
+
+    async def watch() -> None:
+        while received.count(ev.Stepped) < 3:
+            seen.add(received.count(ev.Stepped))
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    step = pb.Step(load=pb.Load(running=1))
+    for column in (step.request, step.attempt, step.choice, step.position, step.token):
+        column.extend([0] * 10)
+    step.finish.extend([pb.FINISH_NONE] * 10)
+    worker.send(pb.ToRouter(step=step))
+    await watching
+    steps = [event for event in received.events if isinstance(event, ev.Stepped)]
+    assert [len(each.tokens) for each in steps] == [4, 4, 2]
+    assert seen == {0, 1, 2}
+    await link.stop()
+
+
 @pytest.mark.slow
 async def test_idle_link_sends_heartbeats(
     worker: StubWorker, received: Received, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,6 @@
 """The formatter of responses, fed with an answer that is split in every way."""
 
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -161,6 +162,25 @@ def test_logprobs_are_those_of_the_contents_tokens(setup: Setup) -> None:
     expected = [-token / 8 for token in TOKENS[first : first + count]]
     assert [one["logprob"] for one in content["logprobs"]] == expected
     assert b"".join(bytes(one["bytes"]) for one in content["logprobs"]).decode() == content["text"]
+
+
+def test_logprobs_of_one_token_are_encoded_in_a_step(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+
+    def encode(token_bytes: TokenBytes, token: int, entry: object) -> str:
+        encoded.append(token)
+        return "{}"
+
+    monkeypatch.setattr("penstock.router.api.responses.formatter.logprobs_json", encode)
+    tokens = [END_TOKEN] * 50 + [TOKENS[-1]]  # the text of the first ones is empty
+    whole = Delta(0, 0, 0, tokens, pieces_of(tokens[-1:])[0], [entry(9)] * 51, "length")
+    counts = [0]
+    for _ in setup.formatter(True, is_parsed=False).chunk(whole):
+        counts.append(len(encoded))
+    assert encoded == tokens
+    assert max(after - before for before, after in itertools.pairwise(counts)) == 1
 
 
 def test_answer_without_a_parser_is_one_message(setup: Setup) -> None:

@@ -15,7 +15,7 @@ from penstock.router.errors import ServingError
 def listed(names: list[str]) -> StoredItems:
     ids = "\n".join(names).encode()
     items = "\n".join(json.dumps({"id": name}) for name in names).encode()
-    return StoredItems(ids, items, b"", 0)
+    return StoredItems(ids, [items], b"", 0)
 
 
 async def page(lists: list[StoredItems], **query: str) -> Any:
@@ -46,7 +46,7 @@ async def test_pages_have_every_item_once_and_in_order(order: str) -> None:
 
 
 async def test_only_the_lists_of_a_page_are_split() -> None:
-    unread = StoredItems(b"a\nb", b"one line", b"", 0)  # `lines` would raise ValueError
+    unread = StoredItems(b"a\nb", [b"one line"], b"", 0)  # `lines` would raise ValueError
     lists = [unread, listed(["c"]), listed(["d", "e"])]
     assert [item["id"] for item in (await page(lists, limit="2"))["data"]] == ["e", "d"]
     assert [item["id"] for item in (await page(lists, limit="1", after="e"))["data"]] == ["d"]

@@ -4,7 +4,7 @@ from penstock.router.api.responses.store import ResponseStore, StoreLimits
 from penstock.router.api.responses.stored import ENTRY_BYTES, StoredItems, StoredResponse
 from penstock.router.errors import Code, ServingError
 
-NO_ITEMS = StoredItems(b"", b"", b"", 0)
+NO_ITEMS = StoredItems(b"", (), b"", 0)
 
 
 def response(name: str, num_bytes: int = 0) -> StoredResponse:
@@ -23,7 +23,7 @@ def _is_stored(store: ResponseStore, tenant: str, name: str) -> bool:
 
 
 def test_size_counts_every_text() -> None:
-    items = StoredItems(b"12", b"345", b"6789", 4)
+    items = StoredItems(b"12", (b"3", b"45"), b"6789", 4)
     stored = StoredResponse("x", [b"ab", b"c"], (items,), items)
     assert stored.num_bytes == ENTRY_BYTES + 3 + 9 + 9
 
