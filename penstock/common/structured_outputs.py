@@ -26,6 +26,7 @@ KINDS: Mapping[str, str] = {
     "choice": "a JSON list of strings, of which the answer is one",
     "grammar": "a context-free grammar, in the syntax of Lark or of llama.cpp (GBNF)",
     "structural_tag": "JSON: free text in which triggers start parts with a schema",
+    "tool_calls": "JSON: the grammar of an answer with calls, and the schemas of their arguments",
 }
 """Kinds of constraint, with the content of their text."""
 

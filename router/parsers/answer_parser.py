@@ -10,6 +10,7 @@ from penstock.router.parsers.parser_names import (
     HARMONY_TOOLS,
     NONE,
     REASONING_TAGS,
+    call_forms,
     check_reasoning_parser,
     check_tool_parser,
     detect_reasoning_parser,
@@ -27,6 +28,7 @@ from penstock.router.parsers.pieces import (
     merged,
 )
 from penstock.router.parsers.think import ThinkParser
+from penstock.router.parsers.tools.call_grammar import CallGrammar
 from penstock.router.parsers.tools.forced import NamedCallParser, RequiredCallsParser
 from penstock.router.parsers.tools.tool_parameters import ToolParameters
 
@@ -155,6 +157,21 @@ class AnswerParsers:
         """Return the texts of special tokens that the parser of an answer reads."""
         is_read = options.reads_calls and self.reads_tools
         return (*self._reasoning_markers, *(markers_of(self.tools) if is_read else ()))
+
+    def grammar(self, prompt_end: str, grammar: CallGrammar) -> str:
+        """Return the grammar of answers whose calls fit a schema; empty if there is none.
+
+        Args:
+            prompt_end: see `new`.
+            grammar: writes the grammar.
+        """
+        if self._is_harmony or not self.reads_tools:
+            return ""
+        forms, tags = call_forms(self.tools, grammar), self._tags
+        if not forms:
+            return ""
+        pair = None if tags is None else (tags.start, tags.end)
+        return grammar.text(forms, pair, tags is not None and tags.are_open(prompt_end))
 
     def new(self, prompt_end: str, options: ParsingOptions) -> OutputParser | None:
         """Return the parser of one answer, or None if the whole answer is content.

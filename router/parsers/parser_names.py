@@ -3,12 +3,13 @@
 The names are those of vLLM's flags `--tool-call-parser` and `--reasoning-parser`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.router.parsers.harmony import HarmonyParser
 from penstock.router.parsers.reader import Reader
 from penstock.router.parsers.think import Tags
+from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 from penstock.router.parsers.tools.deepseek import CALL_BEGIN, DeepSeekV3Parser, DeepSeekV31Parser
 from penstock.router.parsers.tools.gemma import FunctionGemmaParser, Gemma4Parser
 from penstock.router.parsers.tools.glm import GlmParser
@@ -123,6 +124,12 @@ def detect_reasoning_parser(template: str) -> str:
 def markers_of(name: str) -> tuple[str, ...]:
     """Return the texts of the special tokens that a parser of tool calls reads."""
     return () if name == NONE else tuple(TOOL_PARSERS[name].markers)
+
+
+def call_forms(name: str, grammar: CallGrammar) -> Sequence[CallForm]:
+    """Return the forms of calls of a parser as parts of a grammar; empty: it has no grammar."""
+    kind: type[Reader] = TOOL_PARSERS[name]
+    return kind.call_forms(grammar)
 
 
 def new_tool_parser(name: str, tools: ToolParameters) -> Reader:

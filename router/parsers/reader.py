@@ -1,11 +1,12 @@
 """Base class of parsers: a state machine that reads an answer as it arrives."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TypeAlias
 
 from penstock.router.parsers.pieces import ARGUMENTS, CALL, CONTENT, Piece
+from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 
 State: TypeAlias = Callable[[], bool]
 """Reads some unread text; returns False if more text is needed for the next decision."""
@@ -55,6 +56,11 @@ class Reader:
         self._space = ""  # white space that is content only if more content follows
         self._pieces: list[Piece] = []
         self._state: State = self._start
+
+    @classmethod
+    def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
+        """Return the forms of calls whose arguments a grammar can describe; empty: none."""
+        return ()
 
     def feed(self, text: str) -> list[Piece]:
         """Append text; return the pieces that are certain now."""

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
+from penstock.common.structured_outputs import StructuredOutputs
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.common.thinking_budget import NAME, ThinkingBudget
 from penstock.router.config import RouterConfig
@@ -13,6 +14,8 @@ from penstock.router.parsers.answer_parser import (
     ParsingOptions,
 )
 from penstock.router.parsers.pieces import OutputParser
+from penstock.router.parsers.tools.call_grammar import CallGrammar
+from penstock.router.requests.strict_calls import strict_form
 
 CALL_ID_DIGITS = 24
 MISTRAL_ID_DIGITS = 9
@@ -117,6 +120,32 @@ class ModelParsers:
                 "server with --tool-call-parser",
                 "tools",
             )
+
+    def strict_form(self, prompt: Sequence[int], calls: bytes) -> StructuredOutputs:
+        """Return the form of answers to a prompt with strict functions (see `strict_calls`).
+
+        Raises:
+            ServingError: INVALID if the model's format of calls has no grammar.
+        """
+        token_bytes = self._tokenizer.token_bytes
+        end = token_bytes.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+
+        def special_id(text: str) -> int | None:
+            token = self._tokenizer.tokenizer.token_to_id(text)
+            return token if token in token_bytes.special else None
+
+        def grammar_of(names: Sequence[str]) -> str:
+            grammar = CallGrammar(names, special_id, sorted(token_bytes.special))
+            return self._parsers.grammar(end, grammar)
+
+        form = strict_form(calls, grammar_of)
+        if form is None:
+            raise invalid(
+                "strict is not supported for the calls of this model, whose format is "
+                f"{self._parsers.tools}: set strict to false, or set tool_choice to required",
+                "tools",
+            )
+        return form
 
     def shown_tokens(self, options: ParsingOptions) -> frozenset[int]:
         """Return the special tokens that the text of an answer must contain for its parser."""

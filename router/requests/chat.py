@@ -52,6 +52,7 @@ class Chat:
         tools: a JSON array of the tools for the template, or empty.
         documents: a JSON array of the documents for the template, or empty.
         forced_schema: JSON schema that forces the answer to be tool calls, or empty.
+        strict_calls: see `strict_calls.strict_calls`; empty if calls are forced.
     """
 
     messages: bytes
@@ -60,6 +61,7 @@ class Chat:
     tools: bytes = b""
     documents: bytes = b""
     forced_schema: str = ""
+    strict_calls: bytes = b""
 
 
 async def chat_of(

@@ -30,6 +30,16 @@ SCHEMA_OPTIONS: "JsonCompileOptions" = {
 }
 
 
+ANY_ARGUMENTS: Mapping[str, Any] = {
+    "type": "object",
+    "x-guidance": {"whitespace_flexible": True},
+}
+"""The schema of the arguments of a function that is not strict."""
+
+NAMES: Mapping[str, str] = {"json": "JSON Schema", "tool_calls": "schema of strict tools"}
+"""Names in errors of the kinds that have another one there."""
+
+
 def parser_limits() -> LLParserLimits:
     """Return limits that bound compilation to about 0.3 s, and a mask to about 20 ms."""
     return LLParserLimits(
@@ -70,7 +80,7 @@ def refusal(wanted: StructuredOutputs, message: str) -> InvalidParameterError:
     """Return the error for a constraint that llguidance refuses with `message`."""
     problem = " ".join(message.split())[:300]
     where = first_path(wanted.text, problem) if wanted.kind == "json" else ""
-    what = "JSON Schema" if wanted.kind == "json" else wanted.kind
+    what = NAMES.get(wanted.kind, wanted.kind)
     return invalid(f"cannot compile this {what}{where}: {problem}")
 
 
@@ -116,6 +126,16 @@ def _structural_tag(text: str) -> str:
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
 
 
+def _tool_calls(text: str) -> str:
+    """Return the grammar of the router for calls of strict functions, with their arguments."""
+    content = _parsed(text, (dict,), "a JSON object")
+    rules = [content["grammar"]]
+    for index, schema in enumerate(content["arguments"]):
+        strict = {} if schema is None else {**schema, "x-guidance": dict(SCHEMA_OPTIONS)}
+        rules.append(f"arguments_{index}: %json {json.dumps(strict or ANY_ARGUMENTS)}")
+    return LLMatcher.grammar_from_lark("\n".join(rules))
+
+
 def _tag(path: str, structure: Any, triggers: list[Any]) -> StructTag:
     if not isinstance(structure, dict):
         raise invalid(f"{path} must be an object")
@@ -149,4 +169,5 @@ _CONVERTERS: Mapping[str, Callable[[str], str]] = {
     "choice": _choice,
     "grammar": _grammar,
     "structural_tag": _structural_tag,
+    "tool_calls": _tool_calls,
 }

@@ -100,6 +100,10 @@ class CountTokensBody(ChatBody):
         choice = self.tool_choice
         return () if choice is not None and choice.type == "none" else self._functions()
 
+    def called_functions(self) -> Sequence[Mapping[str, Any]]:
+        tools = [tool for tool in self.tools or () if isinstance(tool, Tool)]
+        return [{**tool.plain()["function"], "strict": tool.strict} for tool in tools]
+
     def forced_schema(self) -> str:
         choice = self.tool_choice
         if choice is None or not choice.is_forced:

@@ -38,16 +38,10 @@ class Tool(ClosedModel):
         function["parameters"] = schema
         return {"type": "function", "function": function}
 
-    def check_fields(self, where: str, is_forced: bool) -> None:
+    def check_fields(self, where: str) -> None:
         """Refuse values that cannot be honoured; `where` is the tool's path in the body."""
         if self.input_schema.get("type") != "object":
             raise invalid(f"{where}.input_schema.type must be object", "tools")
-        if self.strict and not is_forced:
-            raise invalid(
-                f"{where}.strict is supported only if the type of tool_choice is any or tool: "
-                "leave it out",
-                "tools",
-            )
         if self.eager_input_streaming is False:
             raise invalid(
                 f"{where}.eager_input_streaming: inputs are streamed as they are generated: leave "
@@ -124,6 +118,6 @@ def check_tools(tools: Sequence[Any], choice: ToolChoiceParam | None) -> None:
                 "tools",
             )
         check_name(tool.name, f"{where}.name", names)
-        tool.check_fields(where, choice is not None and choice.is_forced)
+        tool.check_fields(where)
     if choice is not None:
         choice.check_tools(names)

@@ -140,6 +140,10 @@ class GenerationCalls:
             raise renamed(error, body.client_names()) from error
         if chat.tools and not schema:
             self._parsers.check_tools()
+        # The form of the whole answer, if there is one, excludes calls.
+        if chat.strict_calls and sampling.structured_outputs is None:
+            form = self._parsers.strict_form(prompt, chat.strict_calls)
+            sampling = replace(sampling, structured_outputs=form)
         return prompt, sampling
 
     async def submit(
@@ -171,10 +175,14 @@ class GenerationCalls:
             )
             for prompt in prompts
         ]
+        names = options.client_names
+        form = sampling.structured_outputs
+        if form is not None and form.kind == "tool_calls":
+            names = {**names, "structured_outputs": "tools"}
         try:
             answers = await self._frontend.submit(requests)
         except ServingError as error:
-            raise renamed(error, options.client_names) from error
+            raise renamed(error, names) from error
         found: AnswerParsing | None = None
         if parsing is not None:
             found = self._parsers.parsing(prompts[0], request_id, parsing)

@@ -31,6 +31,10 @@ class ChatBody(StrictModel):
         """Return the tools that the chat template gets, in OpenAI's form."""
         return ()
 
+    def called_functions(self) -> Sequence[Mapping[str, Any]]:
+        """Return the functions of `template_tools`, with the member `strict`."""
+        return [tool["function"] for tool in self.template_tools()]
+
     def template_documents(self) -> Sequence[Mapping[str, Any]]:
         """Return the documents that the chat template gets."""
         return ()

@@ -33,6 +33,7 @@ from penstock.router.requests.cost import check_num_tokens, check_sizes
 from penstock.router.requests.json_text import dumps
 from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
 from penstock.router.requests.slices import Slices
+from penstock.router.requests.strict_calls import strict_calls
 
 BODY_KIND = "body"
 """Name of the job that parses a body."""
@@ -150,7 +151,7 @@ def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
         chat = parsed.chat
         head: list[object] = [type(body).__name__, None, chat.num_chars, chat.final_text]
         content = [chat.messages, chat.tools, chat.documents, chat.forced_schema.encode()]
-        content += parsed.kept
+        content += [chat.strict_calls, *parsed.kept]
     else:
         fragments = [list(_fragments(prompt)) for prompt in parsed.prompts]
         head = [type(body).__name__, list(map(len, fragments))]
@@ -164,9 +165,9 @@ async def read_parsed(items: Sequence[bytes]) -> ParsedBody[Any]:
     name, counts, *sizes = from_json(head)
     body = MODELS[name].model_validate_json(fields)
     if counts is None:
-        messages, tools, documents, forced, *kept = content
+        messages, tools, documents, forced, strict, *kept = content
         num_chars, text = sizes
-        chat = Chat(messages, num_chars, text, tools, documents, forced.decode())
+        chat = Chat(messages, num_chars, text, tools, documents, forced.decode(), strict)
         return ParsedBody(body, chat=chat, kept=kept)
     slices = Slices()
     prompts: list[Prompt] = []
@@ -205,7 +206,8 @@ def _chat(body: ChatBody) -> Chat:
     text = final_text(messages) if body.repeats_final_text() else ""
     found = dumps(messages).encode()
     forced = body.forced_schema()
-    return Chat(found, count, text, array_of(tools), array_of(documents), forced)
+    strict = b"" if forced or not tools else strict_calls(body.called_functions())
+    return Chat(found, count, text, array_of(tools), array_of(documents), forced, strict)
 
 
 def _check_raw(kind: type[StrictModel], data: bytes, bounds: RequestBounds) -> None:

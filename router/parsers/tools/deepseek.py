@@ -6,8 +6,11 @@ V3 and R1 write a type, a name, and the arguments in a code block; V3.1 only nam
     CALLS_BEGIN CALL_BEGIN name SEP {...} CALL_END ... CALLS_END
 """
 
+from collections.abc import Sequence
+
 from penstock.router.parsers.json_span import JsonSpan
 from penstock.router.parsers.reader import Reader
+from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 
 _BAR = "\uff5c"  # the bar in the names of these tokens
 CALLS_BEGIN, CALLS_END = f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"
@@ -21,6 +24,19 @@ class DeepSeekV31Parser(Reader):
     calls_begin, calls_end, separator = CALLS_BEGIN, CALLS_END, SEP
     call_begin, call_end = CALL_BEGIN, CALL_END
     markers: tuple[str, ...] = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEP)
+
+    @classmethod
+    def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
+        begin, end = grammar.marker(cls.call_begin), grammar.marker(cls.call_end)
+        separator = grammar.marker(cls.separator)
+        call = grammar.each(lambda name, arguments: cls._call_form(separator, name, arguments))
+        many = f"( SPACE {begin} {call} SPACE {end} )+ SPACE {grammar.marker(cls.calls_end)}"
+        return [CallForm(cls.calls_begin, many)]
+
+    @classmethod
+    def _call_form(cls, separator: str, name: str, arguments: str) -> str:
+        """Return the form of a call of one function."""
+        return f'"{name}" {separator} SPACE {arguments}'
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,6 +105,10 @@ class DeepSeekV31Parser(Reader):
 
 class DeepSeekV3Parser(DeepSeekV31Parser):
     """Parses one answer of DeepSeek V3 or R1, whose calls have JSON in a Markdown code block."""
+
+    @classmethod
+    def _call_form(cls, separator: str, name: str, arguments: str) -> str:
+        return f'"function" {separator} "{name}\\n```json\\n" {arguments} "\\n```"'
 
     def _begin(self, name: str, call_id: str = "") -> None:
         # The text before the separator is the type; the name is a line of its own.

@@ -1,5 +1,8 @@
 """Calls of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
 
+from collections.abc import Sequence
+
+from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 from penstock.router.parsers.tools.json_reader import JsonReader
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -9,6 +12,10 @@ class HermesParser(JsonReader):
     """Parses one answer; text between the tags that is not a call is content."""
 
     markers = (OPEN, CLOSE)
+
+    @classmethod
+    def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
+        return [CallForm(OPEN, f"SPACE {grammar.call()} SPACE {grammar.marker(CLOSE)}")]
 
     def _start(self) -> bool:
         text, marker = self._until(OPEN)

@@ -27,6 +27,10 @@ class KimiParser(DeepSeekV31Parser):
         super().__init__()
         self._ids: set[str] = set()
 
+    @classmethod
+    def _call_form(cls, separator: str, name: str, arguments: str) -> str:
+        return f'"functions.{name}:" /[0-9]{{1,4}}/ {separator} SPACE {arguments}'
+
     def _begin(self, name: str, call_id: str = "") -> None:
         given = name.strip()
         found = ID.fullmatch(given)

@@ -3,6 +3,9 @@
 Several calls are separated by semicolons. `<|python_tag|>` may precede the first call.
 """
 
+from collections.abc import Sequence
+
+from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 from penstock.router.parsers.tools.json_reader import JsonReader
 
 TAG = "<|python_tag|>"
@@ -12,6 +15,15 @@ class LlamaJsonParser(JsonReader):
     """Parses one answer; an answer that does not begin with a call is content up to a tag."""
 
     markers = (TAG,)
+
+    @classmethod
+    def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
+        call = grammar.call("parameters")
+        others = f'( SPACE ( ";" | "," )? SPACE {call} )* SPACE'
+        # The start of an answer is a call if its first member is the name.
+        members = grammar.members("parameters", has_name=True)
+        first = CallForm('{"name"', f'{members} SPACE "}}" {others}', only_first=True)
+        return [first, CallForm(TAG, f"SPACE {call} {others}")]
 
     def _start(self) -> bool:
         rest = self._text.lstrip()

@@ -5,7 +5,10 @@
   `[ARGS]` may follow the name.
 """
 
+from collections.abc import Sequence
+
 from penstock.router.parsers.json_span import JsonSpan
+from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 from penstock.router.parsers.tools.json_reader import JsonListReader
 
 OPEN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -15,6 +18,13 @@ class MistralParser(JsonListReader):
     """Parses one answer of Mistral's models."""
 
     markers = (OPEN, CALL_ID, ARGS)
+
+    @classmethod
+    def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
+        call_id = f"( {grammar.marker(CALL_ID)} /[A-Za-z0-9]{{1,32}}/ )?"
+        between = f"{call_id} ( {grammar.marker(ARGS)} )?"
+        named = grammar.each(lambda name, arguments: f'"{name}" {between} {arguments}')
+        return [CallForm(OPEN, f'( SPACE "[" SPACE {grammar.calls()} "]" | {named} )')]
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,45 @@
+"""Functions with `strict`, whose calls fit their schema although the model decides on them."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from penstock.common.structured_outputs import StructuredOutputs
+from penstock.router.requests.forced_calls import NO_PARAMETERS
+from penstock.router.requests.json_text import dumps
+
+
+def strict_calls(functions: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the functions that may be called, as JSON; empty bytes if none of them is strict.
+
+    Args:
+        functions: checked functions in OpenAI's form.
+    """
+    if not any(function.get("strict") for function in functions):
+        return b""
+    rows = [
+        (each["name"], (each.get("parameters") or NO_PARAMETERS) if each.get("strict") else None)
+        for each in functions
+    ]
+    return dumps(rows).encode()
+
+
+def strict_form(
+    calls: bytes, grammar_of: Callable[[Sequence[str]], str]
+) -> StructuredOutputs | None:
+    """Return the form of answers in which calls of strict functions fit their schema.
+
+    Returns None if the grammar is empty.
+
+    Args:
+        calls: the functions, from `strict_calls`.
+        grammar_of: returns the grammar of answers for the names of functions.
+    """
+    names, schemas = zip(*from_json(calls), strict=True)
+    grammar = grammar_of(names)
+    if not grammar:
+        return None
+    text = {"grammar": grammar, "arguments": schemas}
+    return StructuredOutputs("tool_calls", json.dumps(text, ensure_ascii=False))
