@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.router.api.anthropic.errors import error_body
-from penstock.router.api.anthropic.events import BlockEvents, blocks_of, event
+from penstock.router.api.anthropic.events import PING, BlockEvents, blocks_of, event
 from penstock.router.api.generation.answer_pieces import TOOL_CALLS, AnswerPieces
 from penstock.router.errors import ServingError
 from penstock.router.parsers.pieces import Piece
@@ -90,14 +90,21 @@ class MessageFormatter:
     def chunk(self, delta: Delta) -> Iterator[str]:
         """Yield the events for some new tokens."""
         if not self._has_begun:
-            self._has_begun = True
-            yield event("message_start", message=self._message([], _no_end(), 0))
+            yield self._begin()
         delta = self._shown(delta)
         self._num_tokens += len(delta.tokens)
         for piece in self._answer.feed(delta.text, has_ended=bool(delta.finish)):
             yield self._blocks.add(piece)
         if delta.finish:
             self._end = self._stop(delta)
+
+    def keep_alive(self) -> str:
+        """Return the events to send while the first token takes long."""
+        return PING if self._has_begun else self._begin() + PING
+
+    def _begin(self) -> str:
+        self._has_begun = True
+        return event("message_start", message=self._message([], _no_end(), 0))
 
     def end_of_stream(self) -> str:
         """Return the events that end the message."""

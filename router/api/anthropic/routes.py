@@ -64,13 +64,15 @@ class MessagesApi:
             only_prompt=body.only_prompt,
             omits_thinking=body.omits_thinking,
         )
+        formatter = MessageFormatter(context, call.parsing)
         return GenerationResponse(
             call.answers,
-            MessageFormatter(context, call.parsing),
+            formatter,
             call.request_id,
             bool(body.stream),
             partial(anthropic_error, request_id=call.request_id),
             id_headers(call.request_id),
+            formatter.keep_alive,
         )
 
     async def count_tokens(self, request: Request) -> Response:

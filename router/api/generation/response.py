@@ -1,5 +1,6 @@
 """Responses with the answers of a call: a stream of server-sent events, or one JSON object."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from penstock.router.requests.response_stream import (
     ResponseStream,
 )
 from penstock.router.requests.slices import Slices
+
+KEEP_ALIVE_SECONDS = 10.0
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -79,6 +82,8 @@ class GenerationResponse(Response):
         stream: whether to send events instead of a JSON object.
         refusal: makes the response if the call fails before its first tokens.
         headers: further headers.
+        keep_alive: for a stream that shall begin even if its first tokens take long: returns the
+            events to send after each `KEEP_ALIVE_SECONDS` without them.
     """
 
     def __init__(
@@ -89,24 +94,32 @@ class GenerationResponse(Response):
         stream: bool,
         refusal: Callable[[ServingError], Response] = error_response,
         headers: Mapping[str, str] = NO_HEADERS,
+        keep_alive: Callable[[], str] | None = None,
     ) -> None:
         self._deltas = deltas
         self._formatter = formatter
         self._own_headers = {"x-request-id": request_id, **headers}
         self._stream = stream
         self._refusal = refusal
+        self._keep_alive = keep_alive if stream else None
+        self._has_begun = False
+        self._slices = Slices()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body: BodyWriter = scope["extensions"][BODY_WRITER]
         body.watch(self._deltas.close)
         try:
             # Wait for the first tokens before sending a status: an earlier error gets its own.
-            first = await anext(self._deltas)
+            first = await (self._waited(send) if self._keep_alive else anext(self._deltas))
             if self._stream:
                 await self._send_stream(first, send, body)
                 return
             answers = await self._read_answers(first)
         except ServingError as error:
+            if self._has_begun:
+                last = self._formatter.error_events(error)
+                await send_event(send, last, self._slices, is_last=True)
+                return
             response = self._refusal(error)
             response.headers.update(self._own_headers)
         except ClientDisconnectedError:
@@ -120,6 +133,26 @@ class GenerationResponse(Response):
             self._deltas.close()
         await response(scope, receive, send)
 
+    async def _waited(self, send: Send) -> Delta:
+        """Return the first tokens; begin the stream if they take long."""
+        assert self._keep_alive is not None
+        while True:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                    return await anext(self._deltas)
+            except TimeoutError:
+                await self._begin(send)
+                await send_event(send, (self._keep_alive(),), self._slices)
+
+    async def _begin(self, send: Send) -> None:
+        """Send the status and the headers of a stream, unless they are sent."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        own = [(name.encode(), value.encode()) for name, value in self._own_headers.items()]
+        headers = [*STREAM_HEADERS, *own]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
     async def _read_answers(self, first: Delta) -> Sequence[Delta]:
         answers = Answers()
         answers.add(first)
@@ -130,10 +163,8 @@ class GenerationResponse(Response):
         return answers.merged()
 
     async def _send_stream(self, first: Delta, send: Send, body: BodyWriter) -> None:
-        own = [(name.encode(), value.encode()) for name, value in self._own_headers.items()]
-        headers = [*STREAM_HEADERS, *own]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        slices = Slices()
+        await self._begin(send)
+        slices = self._slices
         await send_event(send, self._formatter.chunk(first), slices)
         self._deltas.writer = _EventWriter(body, self._formatter, self._deltas).write
         try:

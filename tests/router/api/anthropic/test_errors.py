@@ -56,7 +56,7 @@ async def test_invalid_and_unknown_requests(served: Served) -> None:
         error = await refused(client, anthropic.BadRequestError, max_tokens=-1)
         assert (error.type, message_of(error)) == (
             "invalid_request_error",
-            "max_tokens must be at least 0",
+            "max_tokens is -1: it must be at least 0",
         )
         error = await refused(client, anthropic.NotFoundError, model="claude")
         assert error.type == "not_found_error"
