@@ -139,7 +139,7 @@ REFUSED: list[tuple[str, object]] = [
     ("tools", [{}]),
     ("top_logprobs", 2),  # without include
     ("top_p", 0),
-    ("truncation", "auto"),
+    ("truncation", "always"),
 ]
 OTHER = {"previous_response_id", "stream_options"}
 """Fields with tests elsewhere."""

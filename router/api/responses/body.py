@@ -145,11 +145,6 @@ class ResponsesRequest(ChatBody):
                 f"max_tool_calls is {self.max_tool_calls}: it must be at least 1",
                 "max_tool_calls",
             )
-        if self.truncation == "auto":
-            raise invalid(
-                "truncation auto is not supported: leave it out, and shorten the input",
-                "truncation",
-            )
         self._check_background()
         if not self.input and self.previous_response_id is None:
             raise invalid("input is empty: send a text or items", "input")
@@ -290,6 +285,6 @@ class ResponsesRequest(ChatBody):
             "tool_choice": chosen,
             "tools": shown_tools(self._tools),
             "top_logprobs": self.top_logprobs or 0,
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
             "user": self.user,
         }

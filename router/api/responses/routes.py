@@ -5,13 +5,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.router.api.generation.bodies import read_request
+from penstock.router.api.generation.bodies import read_request, while_connected
 from penstock.router.api.generation.calls import GenerationCalls, SubmittedCall
+from penstock.router.api.generation.parsed_body import ParsedBody
 from penstock.router.api.generation.response import GenerationResponse
 from penstock.router.api.generation.sending import FragmentResponse
 from penstock.router.api.http import json_response
@@ -31,8 +33,10 @@ from penstock.router.api.responses.stored import (
     joined_chat,
     own_items,
 )
-from penstock.router.errors import invalid
+from penstock.router.api.responses.truncation import first_that_fits, shorter_chats
+from penstock.router.errors import CONTEXT_LENGTH_EXCEEDED, ServingError, invalid
 from penstock.router.frontend import Frontend
+from penstock.router.requests.chat import Chat
 
 PATH = "/v1/responses"
 
@@ -74,7 +78,16 @@ class ResponsesApi:
         if body.background:
             self._runs.check_limit(tenant)
         name = f"resp_{secrets.token_hex(16)}"
-        call = await self._calls.start_chat(request, replace(parsed, chat=chat), name)
+        parsed = replace(parsed, chat=chat)
+        try:
+            call = await self._calls.start_chat(request, parsed, name)
+        except ServingError as error:
+            if body.truncation != "auto" or error.reason != CONTEXT_LENGTH_EXCEEDED:
+                raise
+            shorter = await self._truncated(request, parsed, content)
+            if shorter is None:
+                raise
+            call = await self._calls.start_chat(request, replace(parsed, chat=shorter), name)
         response = self._response(call, body, content)
         recorder = ResponseRecorder(
             response, items, self._store.max_bytes, partial(self._store.put, tenant)
@@ -101,6 +114,20 @@ class ResponsesApi:
                 name,
             )
         return found.conversation
+
+    async def _truncated(
+        self, request: Request, parsed: ParsedBody[Any], content: KeptContent
+    ) -> Chat | None:
+        """Return a conversation without its oldest messages that fits into the context, if any."""
+        body, frontend = parsed.body, self._frontend
+        options = body.template_options(frontend.helpers.template_variables)
+
+        async def length_of(chat: Chat) -> int:
+            return len(await frontend.prompts.encode_chat(chat, request.state.tenant, options))
+
+        most = frontend.model.max_model_len - (body.max_output_tokens or 1)
+        chats = shorter_chats(parsed.messages, content.num_instructions)
+        return await while_connected(request, first_that_fits(chats, length_of, most))
 
     def _response(
         self, call: SubmittedCall, body: ResponsesRequest, content: KeptContent
