@@ -18,7 +18,7 @@ async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Respo
         yield model
 
 
-def turns(count: int, size: int = 200) -> list[Any]:
+def dialog(count: int, size: int = 200) -> list[Any]:
     """Return turns of user and assistant, and a question."""
     found: list[Any] = []
     for index in range(count):
@@ -27,8 +27,8 @@ def turns(count: int, size: int = 200) -> list[Any]:
     return [*found, {"role": "user", "content": "last?"}]
 
 
-async def test_oldest_turns_are_left_out(model: ResponsesModel) -> None:
-    given = turns(20)
+async def test_oldest_messages_are_left_out(model: ResponsesModel) -> None:
+    given = dialog(20)
     body = {"input": given, "instructions": "Be brief.", "max_output_tokens": 100}
     with pytest.raises(openai.BadRequestError) as refusal:
         await model("x", **body)
@@ -49,12 +49,12 @@ async def test_oldest_turns_are_left_out(model: ResponsesModel) -> None:
 
 
 async def test_conversation_that_fits_is_whole(model: ResponsesModel) -> None:
-    await model("x", input=turns(3), truncation="auto")
+    await model("x", input=dialog(3), truncation="auto")
     assert model.prompt().startswith("[user]q0y")
 
 
 async def test_stored_conversation_is_truncated(model: ResponsesModel) -> None:
-    first = await model("A.", input=turns(20), truncation="auto")
+    first = await model("A.", input=dialog(20), truncation="auto")
     await model("B.", input="more?", previous_response_id=first.id, truncation="auto")
     assert model.prompt().endswith("[user]last?[assistant]A.[user]more?[assistant]")
     with pytest.raises(openai.BadRequestError, match="context"):
@@ -78,7 +78,7 @@ async def test_calls_of_the_last_turn_are_left_out_with_their_results(
 
 
 async def test_message_that_cannot_fit_is_refused(model: ResponsesModel) -> None:
-    for given in ([*turns(2), {"role": "user", "content": "y" * 3000}], "y" * 3000):
+    for given in ([*dialog(2), {"role": "user", "content": "y" * 3000}], "y" * 3000):
         with pytest.raises(openai.BadRequestError) as refusal:
             await model("x", input=given, truncation="auto")
         assert (refusal.value.code, refusal.value.param) == ("context_length_exceeded", "input")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from penstock.router.api.generation.calls import SubmittedCall
 from penstock.router.api.generation.response import Answers
 from penstock.router.api.http import internal_error
+from penstock.router.api.responses.event_log import EventLog, EventLogs
 from penstock.router.api.responses.formatter import ResponsesFormatter
 from penstock.router.api.responses.response_object import Outcome, ResponseObject
 from penstock.router.errors import Code, ServingError
@@ -29,12 +30,18 @@ class BackgroundRun:
         response: the constant members of the response.
         call: the submitted call.
         formatter: reports the response when it has ended.
+        events: gets the events of the response; None: it has none.
     """
 
     def __init__(
-        self, response: ResponseObject, call: SubmittedCall, formatter: ResponsesFormatter
+        self,
+        response: ResponseObject,
+        call: SubmittedCall,
+        formatter: ResponsesFormatter,
+        events: EventLog | None = None,
     ) -> None:
         self.response = response
+        self.events = events
         self.task: asyncio.Task[None] | None = None
         self._answers = call.answers
         self._formatter = formatter
@@ -50,14 +57,18 @@ class BackgroundRun:
 
     async def run(self) -> None:
         """Read the answer to its end."""
-        answers, slices = Answers(), Slices()
         try:
-            async for delta in self._answers:
-                self._status = "in_progress"
-                answers.add(delta)
-                await slices.pause()
-            for _ in self._formatter.full_response(answers.merged()):
-                await slices.pause()
+            await self._run(Slices())
+        finally:
+            if self.events is not None:
+                self.events.end()
+
+    async def _run(self, slices: Slices) -> None:
+        try:
+            if self.events is None:
+                await self._read_whole(slices)
+            else:
+                await self._read_events(self.events, slices)
             return
         except ClientDisconnectedError:
             outcome = Outcome("cancelled")
@@ -68,6 +79,33 @@ class BackgroundRun:
             outcome = Outcome("failed", error=internal_error())
         finally:
             self._answers.close()
+        await self._end_early(outcome, slices)
+
+    async def _read_whole(self, slices: Slices) -> None:
+        answers = Answers()
+        async for delta in self._answers:
+            self._status = "in_progress"
+            answers.add(delta)
+            await slices.pause()
+        for _ in self._formatter.full_response(answers.merged()):
+            await slices.pause()
+
+    async def _read_events(self, events: EventLog, slices: Slices) -> None:
+        await events.add(self._formatter.queued_events(), slices)
+        async for delta in self._answers:
+            self._status = "in_progress"
+            await events.add(self._formatter.chunk(delta), slices)
+
+    async def _end_early(self, outcome: Outcome, slices: Slices) -> None:
+        """End a response that was canceled or has failed; a stream of the former has no event."""
+        if self.events is not None and outcome.error is not None:
+            try:
+                await self.events.add(self._formatter.failed_events(outcome.error), slices)
+                return
+            except ServingError as error:  # there is no room for these events
+                outcome = Outcome("failed", error=error)
+            except Exception:  # the same bug as before, probably
+                log.exception("the events of %s could not be made", self.response.id)
         for _ in self._formatter.ended_early(outcome):
             await slices.pause()
 
@@ -78,6 +116,7 @@ class BackgroundRuns:
     def __init__(self, tasks: BackgroundTasks) -> None:
         self._tasks = tasks
         self._runs: dict[str, dict[str, BackgroundRun]] = {}  # by tenant and id
+        self._ended_logs = EventLogs()
 
     def check_limit(self, tenant: str) -> None:
         """Refuse another response of a tenant that has too many.
@@ -113,6 +152,16 @@ class BackgroundRuns:
         """Return a running response of a tenant; None if the tenant has none with this id."""
         return self._runs.get(tenant, {}).get(name)
 
+    def events(self, tenant: str, name: str) -> EventLog | None:
+        """Return the events of a response that runs or has ended; None if it has none."""
+        run = self.get(tenant, name)
+        return self._ended_logs.get(tenant, name) if run is None else run.events
+
+    async def delete(self, tenant: str, name: str) -> None:
+        """Cancel a response if it is running, and remove its events."""
+        await self.cancel(tenant, name)
+        self._ended_logs.delete(tenant, name)
+
     async def cancel(self, tenant: str, name: str) -> None:
         """Cancel a response if it is running, and wait until it has ended."""
         run = self.get(tenant, name)
@@ -121,6 +170,8 @@ class BackgroundRuns:
             await asyncio.wait((run.task,))
 
     def _ended(self, tenant: str, run: BackgroundRun) -> None:
+        if run.events is not None:
+            self._ended_logs.put(tenant, run.response.id, run.events)
         own = self._runs[tenant]
         del own[run.response.id]
         if not own:

@@ -152,8 +152,6 @@ class ResponsesRequest(ChatBody):
 
     def _check_background(self) -> None:
         name = "background"
-        if self.background and self.stream:
-            raise invalid("background cannot be combined with stream: leave out stream", name)
         if self.background and self.store is False:
             raise invalid("background needs store to be true: leave out store", name)
 

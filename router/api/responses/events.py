@@ -39,9 +39,9 @@ class EventStream:
     def event(self, kind: str, members: Iterable[str]) -> Iterator[str]:
         """Yield an event; `members` are the members of its object, as JSON in fragments."""
         yield f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{self.num_events},'
-        self.num_events += 1
         yield from members
         yield END
+        self.num_events += 1  # last: an event whose members cannot be made is left out
 
     def response(self, kind: str, response: Iterable[str]) -> Iterator[str]:
         """Yield an event with the whole response."""

@@ -92,6 +92,7 @@ class ResponsesFormatter:
         self._events = EventStream()
         self._num_tokens = 0
         self._has_ended = False
+        self._opening: Sequence[str] = ("created", "in_progress")  # events that are not made
 
     # ------------------------------------------------------------ complete responses
 
@@ -201,9 +202,9 @@ class ResponsesFormatter:
 
     def chunk(self, delta: Delta) -> Iterator[str]:
         """Yield the events for some new tokens, and after the last token those of the end."""
-        if not self._events.num_events:
-            for kind in ("created", "in_progress"):
-                yield from self._events.response(kind, self._response.json(Outcome("in_progress")))
+        for kind in self._opening:
+            yield from self._events.response(kind, self._response.json(Outcome("in_progress")))
+        self._opening = ()
         for pieces, entries in self._pieces(delta):
             yield ""
             for piece in pieces:
@@ -214,6 +215,12 @@ class ResponsesFormatter:
             outcome = self._outcome(delta)
             yield from self._events.end_item(self._output.last, outcome.status)
             yield from self._events.response(outcome.status, self._finished(outcome))
+
+    def queued_events(self) -> Iterator[str]:
+        """Yield the events of a response that waits; call this before `chunk`."""
+        for kind in ("created", "queued"):
+            yield from self._events.response(kind, self._response.json(Outcome("queued")))
+        self._opening = ("in_progress",)
 
     def token_chunk(self, index: int, choice: int, text: str) -> bytes | None:
         """Return the events for a token that only adds text."""
@@ -244,6 +251,12 @@ class ResponsesFormatter:
     def end_of_stream(self) -> str:
         """Return nothing: `chunk` has returned the last event."""
         return ""
+
+    def failed_events(self, error: ServingError) -> Iterator[str]:
+        """Yield the events of an error at any time; the failed response has no output."""
+        self._output = Output(self._suffix)
+        self._has_ended = False
+        return self.error_events(error)
 
     def error_events(self, error: ServingError) -> Iterator[str]:
         if self._has_ended:

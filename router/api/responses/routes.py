@@ -19,6 +19,7 @@ from penstock.router.api.generation.sending import FragmentResponse
 from penstock.router.api.http import json_response
 from penstock.router.api.responses.background import BackgroundRun, BackgroundRuns
 from penstock.router.api.responses.body import ResponsesRequest
+from penstock.router.api.responses.event_log import EventLog, EventLogResponse
 from penstock.router.api.responses.formatter import ResponsesFormatter
 from penstock.router.api.responses.input_items import list_page
 from penstock.router.api.responses.kept import KeptContent
@@ -98,9 +99,13 @@ class ResponsesApi:
         )
         if not body.background:
             return GenerationResponse(call.answers, formatter, call.request_id, bool(body.stream))
-        run = BackgroundRun(response, call, formatter)
+        events = EventLog() if body.stream else None
+        run = BackgroundRun(response, call, formatter, events)
         self._runs.start(tenant, run)
-        return FragmentResponse(run.body(), {"x-request-id": call.request_id})
+        headers = {"x-request-id": call.request_id}
+        if events is not None:
+            return EventLogResponse(events, 0, headers)
+        return FragmentResponse(run.body(), headers)
 
     def _history(self, tenant: str, previous: str | None) -> Sequence[StoredItems]:
         """Return the items of the conversation that the body continues."""
@@ -149,16 +154,33 @@ class ResponsesApi:
 
     async def retrieve(self, request: Request) -> Response:
         """Return a stored response, or one that is generated in the background."""
-        _check_query(request, {"stream": ("false",), "include_obfuscation": ("false",)})
+        known = {"stream": ("true", "false"), "include_obfuscation": ("false",)}
+        _check_query(request, {**known, "starting_after": None})
+        first = _first_event(request)
+        if first is not None:
+            return self._stream(request, first)
         run = self._runs.get(request.state.tenant, request.path_params["id"])
         if run is not None:
             return FragmentResponse(run.body())
         return FragmentResponse(_texts(self._stored(request)))
 
+    def _stream(self, request: Request, first: int) -> Response:
+        """Return the events of a background response from number `first` on."""
+        name = request.path_params["id"]
+        events = self._runs.events(request.state.tenant, name)
+        if events is None:
+            self._stored(request)  # raises NOT_FOUND if there is no such response
+            raise invalid(
+                f"the response {name[:80]!r} has no events: it was created without background and "
+                "stream, or its events were removed: leave out stream",
+                "stream",
+            )
+        return EventLogResponse(events, first)
+
     async def delete(self, request: Request) -> Response:
         """Remove a stored response; cancel it first if it is generated in the background."""
         tenant, name = request.state.tenant, request.path_params["id"]
-        await self._runs.cancel(tenant, name)
+        await self._runs.delete(tenant, name)
         self._store.delete(tenant, name)
         return json_response({"id": name, "object": "response", "deleted": True})
 
@@ -180,6 +202,21 @@ class ResponsesApi:
 
 def _texts(stored: StoredResponse) -> Iterator[str]:
     return (fragment.decode() for fragment in stored.body)
+
+
+def _first_event(request: Request) -> int | None:
+    """Return the number of the first event of a stream; None if no stream is wanted."""
+    name = "starting_after"
+    given = request.query_params.get(name)
+    if request.query_params.get("stream") != "true":
+        if given is not None:
+            raise invalid(f"{name} needs stream to be true: leave it out", name)
+        return None
+    if given is None:
+        return 0
+    if not (given.isascii() and given.isdecimal() and len(given) < 10):
+        raise invalid(f"{name} is {given[:40]!r}: it must be the sequence_number of an event", name)
+    return int(given) + 1
 
 
 def _check_query(request: Request, known: dict[str, Sequence[str] | None]) -> None:

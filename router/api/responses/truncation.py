@@ -47,15 +47,12 @@ def shorter_chats(chat: Chat, num_instructions: int) -> list[list[Chat]]:
         num_instructions: bytes of the first message, if it has the instructions.
     """
     starts = message_starts(chat.messages, 1 + num_instructions)[1:]
-    last_turn = max((s.offset for s in starts if _begins_turn(s)), default=0)
-    turns = [start.offset for start in starts if _begins_turn(start)]
-    rest = [s.offset for s in starts if s.role == "assistant" and s.offset > last_turn]
+    questions = [start.offset for start in starts if start.role not in ("assistant", "tool")]
+    last = questions[-1] if questions else 0
+    answers = [each.offset for each in starts if each.role == "assistant" and each.offset > last]
     head = chat.messages[: 1 + num_instructions]
-    return [[_without(chat, head, offset) for offset in each] for each in (turns, rest) if each]
-
-
-def _begins_turn(start: MessageStart) -> bool:
-    return start.role not in ("assistant", "tool")
+    lists = (questions, answers)
+    return [[_without(chat, head, offset) for offset in each] for each in lists if each]
 
 
 def _without(chat: Chat, head: bytes, offset: int) -> Chat:

@@ -18,6 +18,7 @@ class StubRun:
     def __init__(self, name: str) -> None:
         self.response = SimpleNamespace(id=name)
         self.task: asyncio.Task[None] | None = None
+        self.events = None
         self.canceled = asyncio.Event()
         self.cancel = self.canceled.set
 

@@ -1,0 +1,173 @@
+"""The events of background responses, which streams read from any event on."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.router.api.connection import BODY_WRITER, BodyWriter
+from penstock.router.api.generation.response import STREAM_HEADERS
+from penstock.router.api.generation.sending import FLUSH_CHARS, NO_HEADERS
+from penstock.router.errors import Code, ServingError
+from penstock.router.requests.slices import Slices
+
+MAX_EVENT_BYTES = 32 << 20
+"""Maximum size of the events of one response."""
+
+MAX_KEPT_BYTES = 64 << 20
+"""Maximum size of the events of all responses that have ended; the oldest are removed."""
+
+
+class EventLog:
+    """The events of one response, in order of their sequence numbers.
+
+    Attributes:
+        events: the events so far, each in pieces of limited size.
+        num_bytes: their size.
+        has_ended: whether no other event follows.
+        readers: set after each new event and at the end.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Sequence[bytes]] = []
+        self.num_bytes = 0
+        self.has_ended = False
+        self.readers: set[asyncio.Event] = set()
+
+    async def add(self, fragments: Iterable[str], slices: Slices) -> None:
+        """Append the events in `fragments`; the last fragment of each event ends with a blank line.
+
+        An event whose fragments end early is left out.
+
+        Raises:
+            ServingError: TOO_LARGE if the events exceed `MAX_EVENT_BYTES`.
+        """
+        pieces: list[bytes] = []
+        texts: list[str] = []
+        size = 0
+        for fragment in fragments:
+            texts.append(fragment)
+            size += len(fragment)
+            is_last = fragment.endswith("\n\n")
+            if is_last or size >= FLUSH_CHARS:
+                pieces.append("".join(texts).encode())
+                texts.clear()
+                size = 0
+            if is_last:
+                self._append(pieces)
+                pieces = []
+            await slices.pause()
+
+    def _append(self, event: Sequence[bytes]) -> None:
+        self.num_bytes += sum(map(len, event))
+        if self.num_bytes > MAX_EVENT_BYTES:
+            raise ServingError(
+                Code.TOO_LARGE,
+                f"the events of the response exceed {MAX_EVENT_BYTES} bytes: create it without "
+                "stream",
+                "stream",
+            )
+        self.events.append(event)
+        self._wake()
+
+    def end(self) -> None:
+        """Append no other event."""
+        self.has_ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        for reader in self.readers:
+            reader.set()
+
+
+class EventLogs:
+    """The events of the responses that have ended, within a limit of memory."""
+
+    def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._logs: OrderedDict[tuple[str, str], EventLog] = OrderedDict()  # by tenant and id
+
+    def put(self, tenant: str, name: str, log: EventLog) -> None:
+        """Keep the events of a response; remove the oldest ones above the limit."""
+        self._logs[tenant, name] = log
+        self._num_bytes += log.num_bytes
+        while self._num_bytes > self._max_bytes:
+            self.delete(*next(iter(self._logs)))
+
+    def get(self, tenant: str, name: str) -> EventLog | None:
+        """Return the events of a response; None if they are not kept."""
+        return self._logs.get((tenant, name))
+
+    def delete(self, tenant: str, name: str) -> None:
+        """Remove the events of a response, if they are kept."""
+        log = self._logs.pop((tenant, name), None)
+        if log is not None:
+            self._num_bytes -= log.num_bytes
+
+
+class EventLogResponse(Response):
+    """A stream of the events of a log; it ends when they do. Its client may leave at any time.
+
+    Args:
+        log: the events.
+        first: sequence number of the first event to send.
+        headers: further headers.
+    """
+
+    def __init__(
+        self, log: EventLog, first: int = 0, headers: Mapping[str, str] = NO_HEADERS
+    ) -> None:
+        self._log = log
+        self._next = first
+        self._own_headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body: BodyWriter = scope["extensions"][BODY_WRITER]
+        own = [(name.encode(), value.encode()) for name, value in self._own_headers.items()]
+        headers = [*STREAM_HEADERS, *own]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        log, changed, has_left = self._log, asyncio.Event(), asyncio.Event()
+
+        def on_disconnect() -> None:
+            has_left.set()
+            changed.set()
+
+        body.watch(on_disconnect)
+        log.readers.add(changed)
+        try:
+            while not has_left.is_set():
+                changed.clear()
+                await self._send_new(send, has_left)
+                if log.has_ended and self._next >= len(log.events):
+                    break
+                await changed.wait()
+        finally:
+            log.readers.discard(changed)
+            body.unwatch()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_new(self, send: Send, has_left: asyncio.Event) -> None:
+        """Send the events that have not been sent."""
+        slices, events = Slices(), self._log.events
+        pieces: list[bytes] = []
+        size = 0
+        while self._next < len(events) and not has_left.is_set():
+            for piece in events[self._next]:
+                pieces.append(piece)
+                size += len(piece)
+            self._next += 1
+            if size >= FLUSH_CHARS or self._next >= len(events):
+                for chunk in _joined(pieces):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await slices.pause()
+                pieces, size = [], 0
+
+
+def _joined(pieces: Sequence[bytes]) -> Iterable[bytes]:
+    """Join small pieces; yield large ones as they are."""
+    if len(pieces) > 1 and sum(map(len, pieces)) > 2 * FLUSH_CHARS:
+        return pieces
+    return (b"".join(pieces),)
