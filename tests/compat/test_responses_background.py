@@ -9,7 +9,6 @@ import openai
 import pytest
 import pytest_asyncio
 
-from penstock.protos import worker_pb2 as pb
 from penstock.router.api.responses.formatter import ResponsesFormatter
 from penstock.router.requests.response_stream import Delta
 from tests.support.openai_client import message_of
@@ -85,13 +84,7 @@ async def test_failed_background_response_has_the_error(model: ResponsesModel) -
     worker = model.served.worker
     worker.submits.clear()
     response = await started(model)
-    await until(lambda: worker.submits)
-    (submit,) = worker.submits
-    step = pb.Step()
-    step.ended.add(request=submit.request, attempt=submit.attempt, reason="out of memory")
-    worker.send(pb.ToRouter(step=step))
-    worker.runs.clear()
-    worker.stepping.set()
+    await model.fail()
     failed = await ended(model, response.id)
     assert (failed.status, failed.error.code) == ("failed", "server_error")
 

@@ -8,7 +8,6 @@ import openai
 import pytest
 import pytest_asyncio
 
-from penstock.protos import worker_pb2 as pb
 from penstock.router.api.responses import event_log
 from penstock.router.api.responses.formatter import ResponsesFormatter
 from penstock.router.requests.response_stream import Delta
@@ -25,7 +24,6 @@ from tests.support.responses_client import (
     tokens_of,
     without_ids,
 )
-from tests.support.served_router import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -121,13 +119,7 @@ async def test_failed_response_ends_its_streams_with_the_error(model: ResponsesM
     worker.submits.clear()
     worker.stepping.clear()
     stream = await create(model)
-    await until(lambda: worker.submits)
-    (submit,) = worker.submits
-    step = pb.Step()
-    step.ended.add(request=submit.request, attempt=submit.attempt, reason="out of memory")
-    worker.send(pb.ToRouter(step=step))
-    worker.runs.clear()
-    worker.stepping.set()
+    await model.fail()
     events = await read(stream)
     assert outline(events) == ["created", "queued", "error", "failed"]
     assert numbers(events) == [0, 1, 2, 3]

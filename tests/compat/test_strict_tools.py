@@ -5,20 +5,17 @@ Bundled model. It would write `4821 * 377`, which the schemas here do not allow.
 
 import json
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-import pytest_asyncio
 
-from penstock.router.config import RouterConfig
-from penstock.workers.config import WorkerConfig
-from penstock.workers.service.grpc_service import serve_worker
-from tests.compat.test_bundled_tools import FOLDER, LOOKUP
+from tests.compat.test_bundled_tools import LOOKUP
+from tests.compat.test_bundled_tools import module_served as module_served  # a fixture
+from tests.compat.test_bundled_tools import served as served  # a fixture
 from tests.support.anthropic_client import connect
-from tests.support.served_router import Served, serving, until
+from tests.support.served_router import Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -38,21 +35,6 @@ def tools(strict: bool = True, parameters: Any = SUMS) -> list[Any]:
     """Return tools in OpenAI's form; only the first one may be strict."""
     function = {"name": NAME, "description": DESCRIPTION, "parameters": parameters}
     return [{"type": "function", "function": {**function, "strict": strict}}, LOOKUP]
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def module_served() -> AsyncIterator[Served]:
-    worker = await serve_worker(WorkerConfig("w0", FOLDER, kv_cache_mib=8))
-    async with serving(RouterConfig(FOLDER, "demo")) as served:
-        await served.router.frontend.set_workers({"w0": worker.address})
-        await until(lambda: not served.router.frontend.why_not_ready())
-        yield served
-    await worker.stop()
-
-
-@pytest.fixture
-def served(module_served: Served) -> Served:
-    return module_served
 
 
 async def ask(client: Any, **fields: Any) -> Any:

@@ -10,9 +10,10 @@ import httpx
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
 from tests.support.openai_client import serving_with_client
-from tests.support.served_router import Served
+from tests.support.served_router import Served, until
 from tests.support.tokenizers import byte_level, write_folder
 
 TOKENIZER = byte_level()
@@ -71,6 +72,17 @@ class ResponsesModel:
         stream = await self.client.responses.create(stream=True, **call)
         *_, last = [event async for event in stream]
         return last.response
+
+    async def fail(self) -> None:
+        """Let the only request fail, whose worker is paused; then resume the worker."""
+        worker = self.served.worker
+        await until(lambda: worker.submits)
+        (submit,) = worker.submits
+        step = pb.Step()
+        step.ended.add(request=submit.request, attempt=submit.attempt, reason="out of memory")
+        worker.send(pb.ToRouter(step=step))
+        worker.runs.clear()
+        worker.stepping.set()
 
     def prompt(self) -> str:
         """Return the prompt of the latest request."""
