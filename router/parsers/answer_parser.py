@@ -167,7 +167,7 @@ class AnswerParsers:
         """
         if self._is_harmony or not self.reads_tools:
             return ""
-        forms, tags = call_forms(self.tools, grammar), self._tags
+        forms, tags = call_forms(self.tools, grammar), self.tags
         if not forms:
             return ""
         pair = None if tags is None else (tags.start, tags.end)
