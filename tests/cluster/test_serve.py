@@ -108,6 +108,13 @@ def test_output_shows_progress_and_the_next_commands(shared: Serving) -> None:
     )
 
 
+def test_a_local_ray_starts_no_dashboard_autoscaler_or_log_monitor(shared: Serving) -> None:
+    shared.find("penstock: prefill worker 0")  # this process was started by the raylet
+    started = {Path(word).name for each in shared.processes() for word in each.cmdline()[:3]}
+    assert "raylet" in started
+    assert started.isdisjoint({"dashboard.py", "monitor.py", "log_monitor.py"})
+
+
 def test_printed_curl_command_works(shared: Serving) -> None:
     (line,) = (line for line in shared.output_text.splitlines() if line.startswith("  curl "))
     body = json.loads(line[line.index("{") : line.rindex("}") + 1])
