@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from penstock.cluster.processes.actors import RouterActor, WorkerActor, freeze_heap
+from penstock.cluster.processes.actors import RouterActor, WorkerActor, freeze_heap, importing
 from penstock.cluster.processes.event_queue import ActorFailed
 from penstock.cluster.status.status_events import LogLine
 from penstock.router.config import RouterConfig
@@ -37,6 +37,20 @@ def test_freeze_heap_excludes_present_objects_from_later_collections() -> None:
         gc.collect()
         assert gone() is None
     finally:
+        gc.unfreeze()
+
+
+def test_imports_run_without_collections_and_their_objects_are_frozen() -> None:
+    phases: list[str] = []
+    gc.callbacks.append(lambda phase, info: phases.append(phase))
+    try:
+        with importing():
+            made = [Node() for _ in range(10_000)]  # enough for a collection
+        assert phases == []
+        assert gc.isenabled()
+        assert all(each is not made[0] for each in gc.get_objects())
+    finally:
+        gc.callbacks.pop()
         gc.unfreeze()
 
 
