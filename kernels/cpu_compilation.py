@@ -31,6 +31,7 @@ from penstock.kernels.linear import quantized as quantized_linear
 from penstock.kernels.norm import op as norm
 from penstock.kernels.sampling import philox, token_mask
 from penstock.kernels.step_graph import graph
+from penstock.kernels.step_graph.opcodes import Extensions
 
 MAX_LOCK_SECONDS = 180.0
 """Maximum wait for a group that another process compiles; that process may be suspended."""
@@ -61,6 +62,7 @@ def required_groups(
     quantized: bool,
     single_rank: bool,
     weight_only: bool = False,
+    experts: bool = False,
 ) -> list[KernelGroup]:
     """Return the groups that a worker needs; groups that take longest to compile come first.
 
@@ -71,6 +73,7 @@ def required_groups(
         quantized: whether the weights are INT8.
         single_rank: whether the worker has only one rank.
         weight_only: whether the checkpoint is quantized (`kernels/linear/quantized.py`).
+        experts: whether the model is a mixture of experts.
     """
     if device.type != "cpu" or not has_numba():
         return []
@@ -78,9 +81,9 @@ def required_groups(
     groups = []
     if weights == torch.float32:
         if single_rank and cpu_packed_f32.has_avx512():
-            name = f"program-{kept}-codes" if weight_only else f"program-{kept}"
-            load = partial(graph.load_cpu_kernels, kv_cache, weight_only)
-            groups.append(KernelGroup(name, load))
+            extensions = Extensions(quantized, experts, weight_only)
+            load = partial(graph.load_cpu_kernels, kv_cache, extensions)
+            groups.append(KernelGroup(f"program-{kept}{extensions}", load))
         if cpu_packed_f32.has_avx512():
             groups.append(KernelGroup("panels", cpu_packed_f32.load_cpu_kernels))
         if weight_only and quantized_linear.supports_dequantizing(device, weights):
@@ -91,13 +94,14 @@ def required_groups(
     groups.append(KernelGroup("checksum", checksum.load_cpu_kernels))
     groups.append(KernelGroup("token-masks", token_mask.load_cpu_kernels))
     if weights == torch.float32:
-        if quantized and cpu_packed_int8.has_int8_loops():
-            groups.append(KernelGroup("level-products", cpu_packed_int8.load_cpu_kernels))
+        if quantized:
+            groups.append(KernelGroup("levels", quantize_rows.load_cpu_kernels))
+            if cpu_packed_int8.has_int8_loops():
+                groups.append(KernelGroup("level-products", cpu_packed_int8.load_cpu_kernels))
         groups += [
             KernelGroup(f"rotary-{kept}", lambda: cache.load_cpu_kernels(kv_cache)),
             KernelGroup("gates", activation.load_cpu_kernels),
             KernelGroup("norms", norm.load_cpu_kernels),
-            KernelGroup("levels", quantize_rows.load_cpu_kernels),
         ]
     return groups
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.kernels.cpu_common.numba_runtime import configure_numba
 from penstock.kernels.kv_cache.format import flat_array, format_of
 from penstock.kernels.step_graph.layout import TOKENS, Buffer
-from penstock.kernels.step_graph.opcodes import ALIGNMENT
-from penstock.kernels.step_graph.operations import MatmulQuantized, Operation
+from penstock.kernels.step_graph.opcodes import ALIGNMENT, Extensions
+from penstock.kernels.step_graph.operations import Operation
 from penstock.kernels.step_graph.table import make_tables
 
 Ints = npt.NDArray[np.integer[Any]]
@@ -32,7 +32,7 @@ class CpuStepGraph:
     arena: Tensor  # memory of all buffers
     cache: npt.NDArray[Any]  # flat KV cache, see `kv_cache.format.flat_array`
     num_slots: int  # number of token slots of the cache
-    with_codes: bool  # whether an operation is a product of weight-only codes
+    extensions: Extensions  # of the interpreter that runs this graph
 
     @staticmethod
     def of(
@@ -57,7 +57,7 @@ class CpuStepGraph:
             arena=storage[start : start + arena_size],
             cache=flat_array(cache),
             num_slots=cache[0, 0, :, 0, :, 0].numel(),
-            with_codes=any(isinstance(each, MatmulQuantized) for each in operations),
+            extensions=Extensions.of(each.opcode for each in operations),
         )
 
     def view(self, buffer: Buffer, num_rows: int) -> Tensor:
@@ -78,26 +78,26 @@ class CpuStepGraph:
         if not 0 <= slots.min() <= slots.max() < self.num_slots:
             raise IndexError(f"slots: {slots.tolist()}, expected from 0 to {self.num_slots} - 1")
         self.ints[TOKENS.count] = len(slots)
-        _interpreter(str(self.cache.dtype), self.with_codes)(
+        _interpreter(str(self.cache.dtype), self.extensions)(
             self.table, self.floats, self.ints, self.arena.numpy(), self.cache,
             slots.astype(np.int64), context_lens.astype(np.int64),
             np.ascontiguousarray(block_tables, np.int32), num_threads=torch.get_num_threads(),
         )  # fmt: skip
 
 
-def load_cpu_kernels(cache: torch.dtype, with_codes: bool) -> None:
+def load_cpu_kernels(cache: torch.dtype, extensions: Extensions) -> None:
     """Load an interpreter; compile it if it is not in the cache on disk.
 
     Args:
         cache: dtype of the KV cache.
-        with_codes: see `CpuStepGraph`.
+        extensions: see `CpuStepGraph`.
     """
-    _interpreter(format_of(cache).array_dtype, with_codes)
+    _interpreter(format_of(cache).array_dtype, extensions)
 
 
-def _interpreter(rows: str, with_codes: bool) -> Any:
+def _interpreter(rows: str, extensions: Extensions) -> Any:
     """Return the interpreter for a flat KV cache of numpy's dtype `rows`."""
     configure_numba()
     from penstock.kernels.step_graph.interpreter import compile_interpreter
 
-    return compile_interpreter(rows, with_codes)
+    return compile_interpreter(rows, extensions)

@@ -2,6 +2,7 @@
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -70,6 +71,7 @@ from penstock.kernels.step_graph.opcodes import (
     WEIGHT,
     WINDOW,
     X_WIDTH,
+    Extensions,
     X,
 )
 
@@ -182,7 +184,7 @@ def _compute(
     op: Longs, floats: Floats, ints: Longs, arena: Floats, cache: Any, slots: Longs,
     contexts: Longs, tables: Any, rotation: int, me: int, count: int,
 ) -> None:  # fmt: skip
-    """Execute this thread's part of an operation.
+    """Execute this thread's part of an operation; do nothing for the opcodes of `Extensions`.
 
     Args:
         floats: [NUM_FLOATS] the operation's float parameters.
@@ -190,45 +192,44 @@ def _compute(
             differ in size; the rotation gives each thread different parts of successive products.
     """
     opcode, first, num_rows = op[OPCODE], ints[op[FIRST]], ints[op[COUNT]]
-    thread = (me + rotation) % count
     if opcode == NORM:
         _norm(op, floats[EPS], arena, num_rows, me, count)
     elif opcode == MATMUL_F32:
-        matmuls.linear(op, arena, first, num_rows, thread, count)
-    elif opcode == QUANTIZE:
-        matmuls.quantize(op, arena, first, num_rows, me, count)
-    elif opcode == MATMUL_INT8:
-        matmuls.int8_linear(op, arena, first, num_rows, thread, count)
+        matmuls.linear(op, arena, first, num_rows, (me + rotation) % count, count)
     elif opcode == ATTEND:
         _attend(op, floats[SCALE], floats[CAP], arena, cache, slots, contexts, tables, me, count)
     elif opcode == GATE:
         _gate(op, arena, first, num_rows, me, count)
     elif opcode == ADD:
         _add(op, arena, num_rows, me, count)
-    else:
-        _moe_op(op, ints, arena, num_rows, me, count)
 
 
 @inner()
-def _compute_with_codes(
-    op: Longs, floats: Floats, ints: Longs, arena: Floats, cache: Any, slots: Longs,
-    contexts: Longs, tables: Any, rotation: int, me: int, count: int,
+def _int8_op(
+    op: Longs, ints: Longs, arena: Floats, rotation: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Version of `_compute` with products of weight-only codes, which take long to compile."""
+    """Execute this thread's part of an operation of INT8_OPCODES."""
+    first, num_rows = ints[op[FIRST]], ints[op[COUNT]]
+    if op[OPCODE] == QUANTIZE:
+        matmuls.quantize(op, arena, first, num_rows, me, count)
+    elif op[OPCODE] == MATMUL_INT8:
+        matmuls.int8_linear(op, arena, first, num_rows, (me + rotation) % count, count)
+
+
+@inner()
+def _codes_op(
+    op: Longs, ints: Longs, arena: Floats, rotation: int, me: int, count: int
+) -> None:  # fmt: skip
+    """Execute this thread's part of a product of weight-only codes."""
     if op[OPCODE] == MATMUL_QUANTIZED:
         thread = (me + rotation) % count
         matmuls.quantized_linear(op, arena, ints[op[FIRST]], ints[op[COUNT]], thread, count)
-    else:
-        _compute(
-            op, floats, ints, arena, cache, slots, contexts, tables, rotation, me, count
-        )  # fmt: skip
 
 
 @inner()
-def _moe_op(
-    op: Longs, ints: Longs, arena: Floats, num_rows: int, me: int, count: int
-) -> None:  # fmt: skip
-    """Execute this thread's part of a mixture-of-experts operation."""
+def _expert_op(op: Longs, ints: Longs, arena: Floats, me: int, count: int) -> None:
+    """Execute this thread's part of an operation of EXPERT_OPCODES."""
+    num_rows = ints[op[COUNT]]
     if op[OPCODE] == GEMV:
         expert_loops.gemv(op, arena, num_rows, me, count)
     elif op[OPCODE] == TOPK_SOFTMAX:
@@ -270,83 +271,66 @@ def _barrier_and_prefetch(
     return num_prefetched
 
 
-def _run(
-    table: Any,  # [operations, NUM_COLUMNS]
-    floats: Any,  # [operations, NUM_FLOATS]
-    ints: Longs,
-    arena: Floats,
-    cache: Any,  # flat KV cache
-    slots: Longs,  # [T], see `CpuStepGraph.run`
-    contexts: Longs,  # [T] context lengths
-    tables: Any,  # [T, M] block tables
-    num_threads: int,
-) -> None:
-    """Run all operations of a step graph; `CpuStepGraph` describes the arguments."""
-    barrier = np.zeros(BARRIER_WORDS, np.int64)
-    for _thread in numba.prange(num_threads):
-        me, count = join(barrier, num_threads)
-        num_prefetched = rotation = times = 0
-        for number in range(len(table) if me >= 0 else 0):
-            op = table[number]
-            if ints[op[COUNT]] > 0:
-                _compute(
-                    op, floats[number], ints, arena, cache, slots, contexts, tables, rotation, me,
-                    count,
-                )  # fmt: skip
-                if op[OPCODE] in (MATMUL_F32, MATMUL_INT8, MATMUL_QUANTIZED):
-                    num_prefetched, rotation = 0, rotation + 1
-            if not op[CONTINUES]:
-                times, rotation = times + 1, 0
-                num_prefetched = _barrier_and_prefetch(
-                    barrier, table, ints, number, times, num_prefetched, me, count
-                )
+def _make_run(int8: bool, experts: bool, codes: bool) -> Callable[..., None]:
+    """Return the interpreter, in Python, with these `Extensions`.
 
+    numba removes the branches of the other extensions before it compiles them, and its disk cache
+    distinguishes functions by the values of their free variables.
+    """
 
-def _run_with_codes(
-    table: Any,  # [operations, NUM_COLUMNS]
-    floats: Any,  # [operations, NUM_FLOATS]
-    ints: Longs,
-    arena: Floats,
-    cache: Any,  # flat KV cache
-    slots: Longs,  # [T], see `CpuStepGraph.run`
-    contexts: Longs,  # [T] context lengths
-    tables: Any,  # [T, M] block tables
-    num_threads: int,
-) -> None:
-    """Version of `_run` for step graphs with products of weight-only codes."""
-    barrier = np.zeros(BARRIER_WORDS, np.int64)
-    for _thread in numba.prange(num_threads):
-        me, count = join(barrier, num_threads)
-        num_prefetched = rotation = times = 0
-        for number in range(len(table) if me >= 0 else 0):
-            op = table[number]
-            if ints[op[COUNT]] > 0:
-                _compute_with_codes(
-                    op, floats[number], ints, arena, cache, slots, contexts, tables, rotation, me,
-                    count,
-                )  # fmt: skip
-                if op[OPCODE] in (MATMUL_F32, MATMUL_INT8, MATMUL_QUANTIZED):
-                    num_prefetched, rotation = 0, rotation + 1
-            if not op[CONTINUES]:
-                times, rotation = times + 1, 0
-                num_prefetched = _barrier_and_prefetch(
-                    barrier, table, ints, number, times, num_prefetched, me, count
-                )
+    def run(
+        table: Any,  # [operations, NUM_COLUMNS]
+        floats: Any,  # [operations, NUM_FLOATS]
+        ints: Longs,
+        arena: Floats,
+        cache: Any,  # flat KV cache
+        slots: Longs,  # [T], see `CpuStepGraph.run`
+        contexts: Longs,  # [T] context lengths
+        tables: Any,  # [T, M] block tables
+        num_threads: int,
+    ) -> None:
+        """Run all operations of a step graph; `CpuStepGraph` describes the arguments."""
+        barrier = np.zeros(BARRIER_WORDS, np.int64)
+        for _thread in numba.prange(num_threads):
+            me, count = join(barrier, num_threads)
+            num_prefetched = rotation = times = 0
+            for number in range(len(table) if me >= 0 else 0):
+                op = table[number]
+                if ints[op[COUNT]] > 0:
+                    _compute(
+                        op, floats[number], ints, arena, cache, slots, contexts, tables, rotation,
+                        me, count,
+                    )  # fmt: skip
+                    if int8:
+                        _int8_op(op, ints, arena, rotation, me, count)
+                    if experts:
+                        _expert_op(op, ints, arena, me, count)
+                    if codes:
+                        _codes_op(op, ints, arena, rotation, me, count)
+                    if op[OPCODE] in (MATMUL_F32, MATMUL_INT8, MATMUL_QUANTIZED):
+                        num_prefetched, rotation = 0, rotation + 1
+                if not op[CONTINUES]:
+                    times, rotation = times + 1, 0
+                    num_prefetched = _barrier_and_prefetch(
+                        barrier, table, ints, number, times, num_prefetched, me, count
+                    )
+
+    return run
 
 
 @cache
-def compile_interpreter(rows: str, with_codes: bool) -> Any:
+def compile_interpreter(rows: str, extensions: Extensions) -> Any:
     """Return the compiled interpreter.
 
     Args:
         rows: numpy's dtype of the flat KV cache.
-        with_codes: whether graphs may contain products of weight-only codes.
+        extensions: opcodes of the graphs beside those of a dense float32 model.
     """
     signature = (
         f"void(int64[:, ::1], float32[:, ::1], int64[::1], float32[::1], {rows}[::1],"
         " int64[::1], int64[::1], int32[:, ::1], int64)"
     )
-    body = _run_with_codes if with_codes else _run
+    body = _make_run(extensions.int8, extensions.experts, extensions.codes)
     kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(body)
 
     def run(*arguments: Any, num_threads: int) -> None:

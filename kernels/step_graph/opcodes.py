@@ -4,10 +4,42 @@ A row of the table is one operation. `operations` writes the columns and `interp
 Buffers are given by the index of their first element in the arena, weights by their address.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 NORM, MATMUL_F32, QUANTIZE, MATMUL_INT8, ATTEND, GATE, ADD = range(7)
 GEMV, TOPK_SOFTMAX, PERMUTE_INDEX, PERMUTE, UNPERMUTE_SUM = range(7, 12)
 MATMUL_QUANTIZED = 12
 """Opcodes. `operations` has a class for each."""
+
+INT8_OPCODES = frozenset({QUANTIZE, MATMUL_INT8})
+EXPERT_OPCODES = frozenset({GEMV, TOPK_SOFTMAX, PERMUTE_INDEX, PERMUTE, UNPERMUTE_SUM})
+
+
+@dataclass(frozen=True, slots=True)
+class Extensions:
+    """Opcodes of an interpreter beside those of a dense float32 model.
+
+    Each extension takes a second or more to compile. An interpreter has only those that its graphs
+    need.
+    """
+
+    int8: bool = False  # INT8_OPCODES
+    experts: bool = False  # EXPERT_OPCODES
+    codes: bool = False  # MATMUL_QUANTIZED
+
+    @classmethod
+    def of(cls, opcodes: Iterable[int]) -> "Extensions":
+        """Return the extensions to which the opcodes belong."""
+        found = frozenset(opcodes)
+        return cls(
+            bool(found & INT8_OPCODES), bool(found & EXPERT_OPCODES), MATMUL_QUANTIZED in found
+        )
+
+    def __str__(self) -> str:
+        names = ("int8", "experts", "codes")
+        return "".join(f"-{name}" for name in names if getattr(self, name))
+
 
 NUM_COLUMNS = 24
 

@@ -73,5 +73,5 @@ def build_cpu_step_graph(decoder: Model, cache: KvCache) -> DecodeStepGraph | No
     except UnsupportedGraph:
         return None
     built = graph.build()
-    load_cpu_kernels(cache.data.dtype, built.with_codes)
+    load_cpu_kernels(cache.data.dtype, built.extensions)
     return DecodeStepGraph(decoder, built, buffers)

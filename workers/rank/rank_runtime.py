@@ -217,7 +217,9 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
     try:
         dtype = choose_dtype(config.dtype, "float32", device)
         form = choose_cache_format(config.kv_cache_dtype, config.quantization, dtype, device)
-        quantization = read_quantization(read_config(config.model))
+        model_config = read_config(config.model)
+        quantization = read_quantization(model_config)
+        experts = is_native(model_config) and read_spec(config.model).experts is not None
     except ValueError:
         return []
     single_rank = config.coord.mesh.num_ranks == 1
@@ -225,7 +227,7 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
     w8a8 = [scheme.allows_int8_products for scheme in schemes]
     is_int8 = any(w8a8) or config.quantization == "int8"
     is_weight_only = not all(w8a8) or config.quantization in ("fp8", "int4")
-    return required_groups(device, dtype, form.dtype, is_int8, single_rank, is_weight_only)
+    return required_groups(device, dtype, form.dtype, is_int8, single_rank, is_weight_only, experts)
 
 
 def _runs_asynchronously(decoder: Model) -> bool:

@@ -14,19 +14,22 @@ from torch import Tensor
 from penstock.kernels.kv_cache.format import FORMATS, KvCacheFormat
 from penstock.kernels.linear import cpu_packed_f32, cpu_packed_int8
 from penstock.kernels.moe.routing import Routing
-from penstock.kernels.step_graph.opcodes import MATMUL_F32, MATMUL_QUANTIZED, OPCODE
+from penstock.kernels.step_graph.opcodes import MATMUL_F32, MATMUL_QUANTIZED, OPCODE, Extensions
+from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import model_runner
 from penstock.workers.layers import packing
 from penstock.workers.layers.moe import MoE
 from penstock.workers.layers.norm import LayerNorm
-from penstock.workers.models import model_builder
+from penstock.workers.models import cpu_step_graph, model_builder
 from penstock.workers.models.cpu_step_graph import MAX_ROWS, DecodeStepGraph, build_cpu_step_graph
 from penstock.workers.models.decoder import Decoder
+from penstock.workers.rank.rank_runtime import _loop_groups
 from penstock.workers.weights.loading import load
 from tests.support.answers import check, expected_answers
 from tests.support.planner import Planner, generate, make_cache
 from tests.support.step_graph_checkpoints import COMPATIBLE_SIZES, make_compatible
 
+CPU = torch.device("cpu")
 MAX_NEW = 12
 LENGTHS = (3, 17, 40)
 
@@ -189,21 +192,19 @@ def test_graph_has_the_bits_of_eager_execution(
         torch.testing.assert_close(ours, expected, rtol=0.0, atol=tolerance)
 
 
+INT8_SIZES = COMPATIBLE_SIZES | {"intermediate_size": 128}
+INT8: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**INT8_SIZES),
+    "mixtral": lambda: transformers.MixtralConfig(**INT8_SIZES, num_local_experts=4),
+}
+
+
 @pytest.mark.skipif(not cpu_packed_int8.has_int8_loops(), reason="requires AMX or VNNI")
-@pytest.mark.parametrize(
-    "config",
-    [
-        lambda: transformers.LlamaConfig(**COMPATIBLE_SIZES | {"intermediate_size": 128}),
-        lambda: transformers.MixtralConfig(
-            **COMPATIBLE_SIZES | {"intermediate_size": 128}, num_local_experts=4
-        ),
-    ],
-    ids=["llama", "mixtral"],
-)
+@pytest.mark.parametrize("name", INT8)
 def test_int8_graph_matches_eager_execution(
-    config: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, decoder = make_models(tmp_path, config(), "int8")
+    _, decoder = make_models(tmp_path, INT8[name](), "int8")
     assert build_cpu_step_graph(decoder, make_cache(decoder, 4)) is not None
     for ours, expected in zip(*run_with_and_without_graph(decoder, monkeypatch), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
@@ -230,6 +231,24 @@ def test_weight_only_graph_has_the_bits_of_eager_execution(
     tolerance = 1e-5 if name == "mixtral" and not deterministic else 0.0
     for ours, expected in zip(*run_with_and_without_graph(decoder, monkeypatch), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0.0, atol=tolerance)
+
+
+@pytest.mark.skipif(not cpu_packed_int8.has_int8_loops(), reason="requires AMX or VNNI")
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("name", INT8)
+def test_interpreter_of_the_graph_is_loaded_at_the_start(
+    name: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: list[Extensions] = []
+    monkeypatch.setattr(
+        cpu_step_graph, "load_cpu_kernels", lambda cache, extensions: wanted.append(extensions)
+    )
+    _, decoder = make_models(tmp_path, INT8[name](), quantization)
+    assert build_cpu_step_graph(decoder, make_cache(decoder, 4)) is not None
+    groups = _loop_groups(WorkerConfig("w", tmp_path, quantization=quantization), CPU)
+    (found,) = (each.name for each in groups if each.name.startswith("program"))
+    _, _, *extensions = found.split("-")
+    assert "".join(f"-{each}" for each in extensions) == str(wanted[0])
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

@@ -13,7 +13,7 @@ from tests.support.quantized import FORMS, make_quantized
 from tests.support.tiny import tiny_checkpoint
 
 CPU = torch.device("cpu")
-WEIGHT_ONLY, INT8 = {"dequantizing"}, {"level-products"}
+WEIGHT_ONLY, INT8 = {"dequantizing"}, {"level-products", "levels"}
 
 pytestmark = pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
 
