@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numba
 from numba.core import codegen
 from numba.core.registry import cpu_target
+from numba.core.targetconfig import TargetConfig
 
 TESTED_VERSION = "0.68.1"
 
@@ -83,6 +84,23 @@ class LateLibrary(codegen.JITCodeLibrary):
         return library
 
 
+def _are_equal(flags: TargetConfig, other: object) -> Any:
+    """Replace `TargetConfig.__eq__`; compare all defaults only if the set options differ."""
+    if not isinstance(other, TargetConfig):
+        return NotImplemented
+    return flags._values == other._values or flags.values() == other.values()
+
+
+def _speed_up_flags() -> None:
+    """Make lookups by compiler flags faster; numba makes thousands of them for each function.
+
+    numba's hash depends on the names of the options only, which each call collects and sorts.
+    """
+    config: Any = TargetConfig
+    config.__eq__ = _are_equal
+    config.__hash__ = lambda flags: hash(type(flags))
+
+
 def install() -> bool:
     """Use `LateLibrary` for all code that numba compiles in this process from now on.
 
@@ -93,6 +111,7 @@ def install() -> bool:
     generator: Any = cpu_target.target_context.codegen()
     if generator._library_class is LateLibrary:
         return True
+    _speed_up_flags()
     set_env = generator.set_env
     waiting: dict[str, Any] = {}
 
