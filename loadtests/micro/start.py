@@ -1,4 +1,4 @@
-"""Measures start-up time and memory of `penstock serve`, and finds what it leaves behind.
+"""Measures time, CPU time and memory of a start of `penstock serve`, and finds what it leaves.
 
 `python -m penstock.loadtests.micro.start [ARGUMENTS OF serve]` prints one JSON object.
 """
@@ -65,11 +65,13 @@ def _run(
             env={**os.environ, "TMPDIR": str(temp)},
         )
     ready = _wait_until_ready(serving, output, began)
+    cpu_seconds = _cpu_seconds(serving.pid)
     time.sleep(SECONDS_TO_SETTLE)
     memory, processes = _memory(serving.pid), _tree(serving.pid)
     code, stopping = _stop(serving)
     return {
         "ready_seconds": ready,
+        "cpu_seconds": cpu_seconds,
         "pss_mb": round(sum(memory.values()), 1),
         "pss_mb_by_process": {name: round(size, 1) for name, size in sorted(memory.items())},
         "num_processes": len(processes),
@@ -114,6 +116,15 @@ def _is_alive(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def _cpu_seconds(root: int) -> float:
+    """Return the CPU time of `root` and its descendants, those that have ended included."""
+    seconds = 0.0
+    for process in _tree(root):
+        with suppress(psutil.NoSuchProcess):
+            seconds += sum(process.cpu_times()[:4])  # user, system, and both of ended children
+    return round(seconds, 1)
 
 
 def _memory(root: int) -> dict[str, float]:
