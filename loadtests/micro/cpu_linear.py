@@ -2,7 +2,8 @@
 
 `python -m penstock.loadtests.micro.cpu_linear` runs all matmuls of one step of a Llama model in
 order. Each layer has its own weights, so that the weights do not fit into the caches. The variants
-alternate.
+alternate. With `--threads 1`, the times are the CPU time of the thread, so that other processes
+disturb them less.
 """
 
 # ruff: noqa: E402  (`tune_process` must run before torch is imported)
@@ -28,6 +29,8 @@ from penstock.kernels.linear.op import (
     pack_onednn,
     supports_onednn,
 )
+from penstock.kernels.linear.quantize_weights import WeightForm, quantize_weight
+from penstock.kernels.linear.quantized import pack_quantized, supports_dequantizing
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.micro.ab_runner import Quantiles, run
 from penstock.loadtests.micro.random_llama import Shape
@@ -41,6 +44,11 @@ class Load:
 
     rows: tuple[str, ...] = option(("1", "8", "16", "64", "512"), "numbers of tokens per step")
     layers: int = option(12, "number of layers, each with its own weights")
+    hidden: int = option(768, "width of the model")
+    inner: int = option(2048, "width of the MLP")
+    heads: int = option(12, "number of query heads")
+    kv_heads: int = option(4, "number of KV heads")
+    variants: tuple[str, ...] = option(("all",), "variants to measure, or all")
     threads: int = option(2, "number of threads")
     rounds: int = option(7, "measured runs of each variant")
     save_json: str = option("", "write the results to this file")
@@ -48,11 +56,15 @@ class Load:
     def __post_init__(self) -> None:
         if not all(each.isdigit() and int(each) for each in self.rows):
             raise ValueError("--rows must be whole numbers, 1 or more")
+        known = ["all", *variants()]
+        for each in self.variants:
+            if each not in known:
+                raise ValueError(f"--variants: {each!r} is not one of: {', '.join(known)}")
 
 
 def shapes(load: Load) -> list[tuple[int, int]]:
     """Return the weight shape [N, K] of each linear layer of a step, in order."""
-    shape = Shape()
+    shape = Shape(load.hidden, load.inner, load.layers, load.heads, load.kv_heads)
     head_dim = shape.hidden // shape.heads
     layer = [
         (shape.hidden + 2 * shape.kv_heads * head_dim, shape.hidden),
@@ -73,21 +85,35 @@ def variants() -> dict[str, Variant]:
         found["blocked (oneDNN)"] = lambda weight: pack_onednn(weight, None)
     if not int8_unsupported_reason(torch.device("cpu"), torch.float32):
         found["INT8"] = lambda weight: pack_int8(weight, None)
+    if supports_dequantizing(torch.device("cpu"), torch.float32):
+        found["int4"] = lambda weight: _pack_weight_only(weight, "int4")
+        found["fp8"] = lambda weight: _pack_weight_only(weight, "fp8")
     return found
 
 
-def seconds(products: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor]) -> float:
-    """Run all linear layers once, one after another, and return the seconds."""
-    begin = time.perf_counter()
+def _pack_weight_only(weight: Tensor, form: WeightForm) -> Callable[[Tensor], Tensor]:
+    return pack_quantized(quantize_weight(weight, form), None, torch.float32)
+
+
+def seconds(
+    products: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor], threads: int
+) -> float:
+    """Run all linear layers once; return the seconds, with one thread those of its CPU time."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    begin = clock()
     for product, x in zip(products, inputs, strict=True):
         product(x)
-    return time.perf_counter() - begin
+    return clock() - begin
 
 
 async def _measure(load: Load) -> dict[str, Any]:
     torch.set_num_threads(load.threads)
     weights = [torch.randn(shape) for shape in shapes(load)]
-    made = {name: [variant(weight) for weight in weights] for name, variant in variants().items()}
+    made = {
+        name: [variant(weight) for weight in weights]
+        for name, variant in variants().items()
+        if "all" in load.variants or name in load.variants
+    }
     found = {}
     for rows in map(int, load.rows):
         # The LM head gets only the last token of each prompt, so few rows even in large steps.
@@ -98,7 +124,7 @@ async def _measure(load: Load) -> dict[str, Any]:
         times: dict[str, list[float]] = {name: [] for name in made}
         for round_number in range(load.rounds + 1):
             for name, products in made.items():
-                took = seconds(products, inputs)
+                took = seconds(products, inputs, load.threads)
                 times[name] += [took] if round_number else []
         for name, each in times.items():
             quantiles = Quantiles.of([took * 1e3 for took in each])
