@@ -1,9 +1,14 @@
 """AVX-512 loops of `quantized`, compiled by numba.
 
-A tile of `BLOCK_K` inputs and one panel of outputs is converted to float32. It stays in the L1 or
-L2 cache while the rows of x are multiplied by it; for a single row, `cpu_row_of_codes` converts in
-registers. The multiplications are those of `cpu_f32_avx512` in the same order, so the result is
-bitwise that of float32 panels with the same weights.
+A tile is 1, 2, 4, 6 or 8 rows of x and one panel of outputs. `cpu_code_tiles` converts codes in
+registers and multiplies each converted vector by all rows of the tile, so the codes are read once,
+and are converted once per eight rows, at the same time as the multiplications.
+
+An output element starts as its bias. The inputs are divided into blocks of `BLOCK_K`, and these
+into runs: inputs of one group, whose products are summed in order and multiplied by the scale once,
+and inputs of short groups (act-order), whose weights are multiplied by their scales. The sums of
+the runs are added one after another. The division depends on the groups only, so an element is
+bitwise identical for any number of rows, columns and threads.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -16,84 +21,109 @@ import numpy.typing as npt
 
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
-from penstock.kernels.cpu_common.simd import VECTOR_WIDTH, load_wide, store, vmul
-from penstock.kernels.linear.code_kinds import E2M1, FP8, INT4, INT8, NF4
-from penstock.kernels.linear.cpu_f32_avx512 import BLOCK_K, PANEL, TILE_ROWS, tile
-from penstock.kernels.linear.cpu_load_codes import (
-    load_e4m3,
-    load_high_bits,
-    load_high_e2m1,
-    load_high_fp4,
-    load_high_nf4,
-    load_low_bits,
-    load_low_e2m1,
-    load_low_fp4,
-    load_low_nf4,
-    load_u8,
-    vsub,
+from penstock.kernels.cpu_common.simd import VECTOR_WIDTH, load_wide, store
+from penstock.kernels.linear import code_tables
+from penstock.kernels.linear.code_kinds import E2M1, FP8, INT4, INT8
+from penstock.kernels.linear.cpu_code_tiles import (
+    BLOCK_K,
+    PANEL,
+    TILE_ROWS,
+    multiply_group,
+    multiply_scattered,
+    step_inputs,
 )
-from penstock.kernels.linear.cpu_row_of_codes import sum_codes
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int32]
 
-_BLOCK_ROWS = 256
-"""Rows of x that are multiplied by a tile of weights before it is converted again."""
+_BLOCK_ROWS = 64
+"""Rows processed against all panels before moving to the next rows (loop tiling)."""
+
+_TABLES = np.array([code_tables.E2M1, code_tables.NF4, code_tables.FP4], np.float32).ravel()
+"""Values of the codes of the kinds E2M1, NF4 and FP4."""
+
+
+def _tile_loop(kind: int) -> Any:
+    """Return the loop over the runs of a block. Kinds with a table share the loop of E2M1."""
+    group, scattered, step = multiply_group(kind), multiply_scattered(kind), step_inputs(kind)
+
+    @inner()
+    def end_of_group(groups: Ints, k: int, end: int) -> int:
+        """Return the end of the whole steps from input k on, up to `end`, that are in one group."""
+        stop = int(groups[len(groups) // 2 + k])
+        return (stop if stop < end else end) // step * step
+
+    @inner()
+    def multiply(
+        x: Floats, x_at: int, x_step: int, count: int, begin: int, end: int, codes: Bytes,
+        codes_at: int, scales: Floats, zeros: Bytes, groups: Ints, groups_at: int, table_at: int,
+        sums: Floats,
+    ) -> None:  # fmt: skip
+        """Add the products of inputs [begin, end) to sums [TILE_ROWS, PANEL]."""
+        k = begin
+        while k < end:
+            stop = end_of_group(groups, k, end)
+            if stop > k:
+                group(
+                    x, x_at, x_step, count, k, stop, codes, codes_at, scales, zeros, groups,
+                    groups_at, _TABLES, table_at, sums,
+                )  # fmt: skip
+            else:
+                stop = min(k + step, end)
+                while stop < end and end_of_group(groups, stop, end) <= stop:
+                    stop = min(stop + step, end)
+                scattered(
+                    x, x_at, x_step, count, k, stop, codes, codes_at, scales, zeros, groups,
+                    groups_at, _TABLES, table_at, sums,
+                )  # fmt: skip
+            k = stop
+
+    return multiply
+
+
+_multiply_int4, _multiply_int8, _multiply_fp8, _multiply_table = (
+    _tile_loop(kind) for kind in (INT4, INT8, FP8, E2M1)
+)
 
 
 @inner()
-def _store_scaled(difference: Any, scales: Floats, group_at: int, out: Floats, at: int) -> None:
-    store(out, at, vmul(difference, load_wide(scales, group_at)))
-
-
-@inner()
-def _load_table_values(kind: int, is_odd: bool, codes: Bytes, at: int) -> Any:
-    """Load the values of E2M1, NF4 or FP4 codes: those of an odd input are in the upper bits."""
-    if kind == E2M1:
-        if is_odd:
-            return load_high_e2m1(codes, at)
-        return load_low_e2m1(codes, at)
-    if kind == NF4:
-        if is_odd:
-            return load_high_nf4(codes, at)
-        return load_low_nf4(codes, at)
-    if is_odd:
-        return load_high_fp4(codes, at)
-    return load_low_fp4(codes, at)
-
-
-@inner()
-def _dequantize(
-    kind: int, codes: Bytes, scales: Floats, zeros: Bytes, groups: Ints, num_groups: int,
-    panel: int, begin: int, end: int, out: Floats,
+def _multiply(
+    kind: int, x: Floats, x_at: int, x_step: int, count: int, begin: int, end: int, codes: Bytes,
+    panel: int, scales: Floats, zeros: Bytes, groups: Ints, num_panels: int, sums: Floats,
 ) -> None:  # fmt: skip
-    """Convert inputs [begin, end) of a panel to `out` [end - begin, PANEL]; `begin` is even."""
-    num_inputs, groups_at = len(groups), panel * num_groups
-    for k in range(begin, end):
-        into, group = (k - begin) * PANEL, (groups_at + groups[k]) * PANEL
-        if kind == INT4:
-            at = (panel * (num_inputs // 2) + k // 2) * PANEL
-            for c in range(0, PANEL, VECTOR_WIDTH):
-                code = load_low_bits(codes, at + c)
-                if k % 2:
-                    code = load_high_bits(codes, at + c)
-                zero = load_u8(zeros, group + c)
-                _store_scaled(vsub(code, zero), scales, group + c, out, into + c)
-        elif kind == INT8:
-            at = (panel * num_inputs + k) * PANEL
-            for c in range(0, PANEL, VECTOR_WIDTH):
-                difference = vsub(load_u8(codes, at + c), load_u8(zeros, group + c))
-                _store_scaled(difference, scales, group + c, out, into + c)
-        elif kind != FP8:
-            at = (panel * (num_inputs // 2) + k // 2) * PANEL
-            for c in range(0, PANEL, VECTOR_WIDTH):
-                value = _load_table_values(kind, k % 2 == 1, codes, at + c)
-                _store_scaled(value, scales, group + c, out, into + c)
-        else:
-            at = (panel * num_inputs + k) * PANEL
-            for c in range(0, PANEL, VECTOR_WIDTH):
-                _store_scaled(load_e4m3(codes, at + c), scales, group + c, out, into + c)
+    """Add the products of inputs [begin, end) of up to TILE_ROWS rows and a panel to `sums`."""
+    codes_at, groups_at = panel * (len(codes) // num_panels), panel * (len(scales) // num_panels)
+    if kind == INT4:
+        _multiply_int4(
+            x, x_at, x_step, count, begin, end, codes, codes_at, scales, zeros, groups, groups_at,
+            0, sums,
+        )  # fmt: skip
+    elif kind == INT8:
+        _multiply_int8(
+            x, x_at, x_step, count, begin, end, codes, codes_at, scales, zeros, groups, groups_at,
+            0, sums,
+        )  # fmt: skip
+    elif kind == FP8:
+        _multiply_fp8(
+            x, x_at, x_step, count, begin, end, codes, codes_at, scales, zeros, groups, groups_at,
+            0, sums,
+        )  # fmt: skip
+    else:
+        _multiply_table(
+            x, x_at, x_step, count, begin, end, codes, codes_at, scales, zeros, groups, groups_at,
+            (kind - E2M1) * VECTOR_WIDTH, sums,
+        )  # fmt: skip
+
+
+@inner()
+def _copy_panel(
+    given: Floats, at: int, step: int, count: int, out: Floats, out_at: int, out_step: int
+) -> None:
+    """Copy `count` rows of PANEL elements, `step` apart, to `out`."""
+    for r in range(count):
+        for c in range(0, PANEL, VECTOR_WIDTH):
+            store(out, out_at + r * out_step + c, load_wide(given, at + r * step + c))
 
 
 @inner()
@@ -102,30 +132,25 @@ def _whole_panels(
     bias: Floats, first: int, last: int, y: Floats, width: int,
 ) -> None:  # fmt: skip
     """Compute the columns of panels [first, last), stored from column 0 of y [num_rows, width]."""
-    num_inputs, num_groups = len(groups), len(scales) // len(bias)
-    bias = bias[first * PANEL :]
-    out = np.empty(BLOCK_K * PANEL if num_rows > 1 else 1, np.float32)
+    num_inputs, num_panels = len(groups) // 2, len(bias) // PANEL
+    sums = np.zeros(TILE_ROWS * PANEL, np.float32)
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)
         for panel in range(first, last):
             column = (panel - first) * PANEL
             for begin in range(0, num_inputs, BLOCK_K):
                 end = min(begin + BLOCK_K, num_inputs)
-                before, step = (bias, 0) if begin == 0 else (y, width)
-                if num_rows == 1:
-                    sum_codes(
-                        x, begin, end, kind, codes, scales, zeros, groups, num_groups, panel,
-                        before, y, column,
-                    )  # fmt: skip
-                    continue
-                _dequantize(
-                    kind, codes, scales, zeros, groups, num_groups, panel, begin, end, out
-                )  # fmt: skip
                 for r in range(floor, top, TILE_ROWS):
-                    tile(
-                        x, r * num_inputs + begin, num_inputs, end - begin, out, 0, 0, 1, before,
-                        r * step + column, step, y, r * width + column, width,
+                    count, at = min(TILE_ROWS, top - r), r * width + column
+                    if begin == 0:
+                        _copy_panel(bias, panel * PANEL, 0, count, sums, 0, PANEL)
+                    else:
+                        _copy_panel(y, at, width, count, sums, 0, PANEL)
+                    _multiply(
+                        kind, x, r * num_inputs, num_inputs, count, begin, end, codes, panel,
+                        scales, zeros, groups, num_panels, sums,
                     )  # fmt: skip
+                    _copy_panel(sums, 0, PANEL, count, y, at, width)
 
 
 @inner()
@@ -163,12 +188,12 @@ _SIGNATURE = (
 @entry(_SIGNATURE + ")")
 def _serial(
     x: Floats,  # [T * K]
-    num_rows: int,  # 1, or a multiple of TILE_ROWS
+    num_rows: int,
     kind: int,
-    codes: Bytes,  # [P, K, PANEL]; 4 bits: [P, K / 2, PANEL]
+    codes: Bytes,  # panels, see `quantized.DequantizingLinear`
     scales: Floats,  # [P, G, PANEL]
     zeros: Bytes,  # [P, G, PANEL]; empty except for INT4 and INT8
-    groups: Ints,  # [K]
+    groups: Ints,  # [2, K]: the group of each input, and the end of its run
     bias: Floats,  # [P * PANEL]
     y: Floats,  # [T * P * PANEL]
 ) -> None:
@@ -193,11 +218,6 @@ def _parallel(
             compute_columns(
                 x, num_rows, kind, codes, scales, zeros, groups, bias, y, len(bias), first, last
             )  # fmt: skip
-
-
-def padded_rows(num_rows: int) -> int:
-    """Return the number of rows of x that are read and of y that are written."""
-    return num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
 
 
 def load() -> None:

@@ -242,16 +242,16 @@ class DequantizingLinear:
     """
 
     kind: Kind
-    codes: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, K, 48], 4 bits: [P, K / 2, 48]
-    scales: npt.NDArray[np.float32] = field(repr=False)  # flat; [P, G, 48]
+    codes: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, U, 48] units of `_units`
+    scales: npt.NDArray[np.float32] = field(repr=False)  # flat; [P, G, 48], see `_scales`
     zeros: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, G, 48]; empty without zero points
-    groups: npt.NDArray[np.int32] = field(repr=False)  # [K]
+    groups: npt.NDArray[np.int32] = field(repr=False)  # flat; [2, K], see `_with_ends`
     bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48], zero past `num_outputs`
     num_outputs: int
 
     @property
     def num_inputs(self) -> int:
-        return len(self.groups)
+        return len(self.groups) // 2
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""
@@ -259,18 +259,14 @@ class DequantizingLinear:
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
             expected = f"[T, {num_inputs}] float32"
             raise ValueError(f"x: {expected} expected, not {list(x.shape)} {x.dtype}")
-        loops = _cpu_kernels()
-        rows = loops.padded_rows(num_rows)
-        if rows != num_rows:
-            x = functional.pad(x, (0, 0, 0, rows - num_rows))
-        y = torch.empty(rows, len(self.bias))
+        y = torch.empty(num_rows, len(self.bias))
         work = num_rows * num_inputs * len(self.bias)
-        loops.run(
-            x.contiguous().view(-1).numpy(), rows, KIND_NUMBERS[self.kind], self.codes, self.scales,
-            self.zeros, self.groups, self.bias, y.view(-1).numpy(),
+        _cpu_kernels().run(
+            x.contiguous().view(-1).numpy(), num_rows, KIND_NUMBERS[self.kind], self.codes,
+            self.scales, self.zeros, self.groups, self.bias, y.view(-1).numpy(),
             num_threads=1 if work < MIN_PARALLEL_MACS else torch.get_num_threads(),
         )  # fmt: skip
-        return y[:num_rows, : self.num_outputs].contiguous()
+        return y[:, : self.num_outputs].contiguous()
 
 
 def supports_dequantizing(device: torch.device, dtype: torch.dtype) -> bool:
@@ -296,12 +292,42 @@ def pack_quantized(
     if bias is not None:
         padded[:num_outputs] = bias
     return DequantizingLinear(
-        matrix.kind, _panels(matrix.codes), _panels(matrix.scales), _panels(matrix.zeros),
-        matrix.groups.numpy(), padded.numpy(), num_outputs,
+        matrix.kind, _panels(_units(matrix)).view(np.uint8), _panels(_scales(matrix)),
+        _panels(matrix.zeros), _with_ends(matrix.groups), padded.numpy(), num_outputs,
     )  # fmt: skip
 
 
-_WIDTH = 48  # `PANEL` of `cpu_f32_avx512`, which needs numba
+_WIDTH = 48  # `PANEL` of `cpu_code_tiles`, which needs numba
+
+
+def _units(matrix: QuantizedMatrix) -> Tensor:
+    """Return the codes as units [N, U]: 4 bytes of codes of successive inputs, or 2 of FP8 codes.
+
+    Rows are padded to whole units of 4 bytes.
+    """
+    codes = functional.pad(matrix.codes, (0, -matrix.codes.shape[1] % 4))
+    return codes.contiguous().view(torch.int16 if matrix.kind == "fp8" else torch.int32)
+
+
+def _scales(matrix: QuantizedMatrix) -> Tensor:
+    """Return the scales for the compiled loops, which convert FP8 codes to a 2^8th of their value.
+
+    The loops do not convert FP8 codes of NaN; the scales of their groups become NaN instead. The
+    result is the same, because an output with a NaN weight is NaN.
+    """
+    if matrix.kind != "fp8":
+        return matrix.scales
+    scales = matrix.scales * 2.0**8
+    outputs, inputs = torch.nonzero(matrix.codes & 127 == 127, as_tuple=True)
+    scales[outputs, matrix.groups[inputs].long()] = torch.nan
+    return scales
+
+
+def _with_ends(groups: Tensor) -> npt.NDArray[np.int32]:
+    """Return [2, K], flat: the group of each input, and the end of its run of equal groups."""
+    _, lengths = torch.unique_consecutive(groups, return_counts=True)
+    ends = lengths.cumsum(0).repeat_interleave(lengths)
+    return torch.cat((groups, ends.to(torch.int32))).numpy()
 
 
 def _panels(rows: Tensor) -> Any:

@@ -123,13 +123,12 @@ def quantized_linear(
     """Execute opcode MATMUL_QUANTIZED, see `operations.MatmulQuantized`."""
     num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
     x, y = arena[op[X] + first_row * num_inputs :], arena[op[OUT] + first_row * num_outputs :]
-    rows = num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
     first, last = _partition(-(-num_outputs // PANEL), me, count)
     if first < last:
         cpu_dequantizing.compute_columns(
-            x, rows, op[CODE_KIND], _bytes(op[WEIGHT], op[WEIGHT_SIZE]),
+            x, num_rows, op[CODE_KIND], _bytes(op[WEIGHT], op[WEIGHT_SIZE]),
             _floats(op[CODE_SCALES], op[SCALES_SIZE]), _bytes(op[ZEROS], op[ZEROS_SIZE]),
-            _ints(op[GROUPS], num_inputs), _floats(op[BIAS], op[BIAS_SIZE]), y, num_outputs,
+            _ints(op[GROUPS], 2 * num_inputs), _floats(op[BIAS], op[BIAS_SIZE]), y, num_outputs,
             first, last,
         )  # fmt: skip
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.kernels.linear import quantized
-from penstock.kernels.linear.cpu_packed_f32 import has_avx512, pack_f32
+from penstock.kernels.linear.cpu_packed_f32 import has_avx512
 from penstock.kernels.linear.quantized import (
     DequantizingLinear,
     Kind,
@@ -36,8 +36,9 @@ TABLES: dict[Kind, list[float]] = {
 """Values of the codes of bitsandbytes."""
 
 SHAPES = [(1, 32, 32), (47, 96, 32), (48, 384, 128), (49, 200, 100), (145, 578, 289)]
-"""Outputs, inputs, inputs per group. A tile of weights has 192 inputs and 48 outputs."""
-ROWS = (0, 1, 2, 7, 8, 9, 255, 257, 300)
+"""Outputs, inputs, inputs per group. A block of weights has 256 inputs and 48 outputs."""
+ROWS = (0, 1, 2, 3, 5, 7, 8, 9, 65, 300)
+"""Numbers of rows. Tiles have 1, 2, 4, 6 or 8 rows, and a block of rows has 64."""
 
 
 def matrix(kind: Kind, outputs: int, inputs: int, size: int, act_order: bool) -> QuantizedMatrix:
@@ -134,16 +135,17 @@ def test_product_is_within_the_bound_of_float32_sums(
 
 @pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
 @pytest.mark.parametrize("kind", KINDS)
-def test_row_bits_are_those_of_float32_panels_for_any_rows_and_threads(kind: Kind) -> None:
-    given = matrix(kind, 145, 578, 289, act_order=True)
-    product = pack_quantized(given, None, torch.float32)
+@pytest.mark.parametrize("act_order", [False, True])
+def test_row_bits_are_the_same_for_any_rows_and_threads(kind: Kind, act_order: bool) -> None:
+    """Groups of 34 inputs, and groups with act-order, begin and end within the loops' steps."""
+    product = pack_quantized(matrix(kind, 145, 578, 34, act_order), None, torch.float32)
     assert isinstance(product, DequantizingLinear)
-    x = torch.randn(40, 578)
+    x = torch.randn(70, 578)
     whole = product(x)
-    panels = pack_f32(given.dequantize(), None)
-    assert torch.equal(whole[:1], panels(x[:1]))
-    for count, (first, last) in ((1, (0, 1)), (2, (3, 12)), (3, (39, 40))):
-        with threads(count), pytest.MonkeyPatch.context() as patch:
+    for num_threads, (first, last) in (
+        (1, (0, 1)), (2, (3, 5)), (3, (4, 8)), (1, (5, 11)), (2, (7, 15)), (3, (1, 66)),
+    ):  # fmt: skip
+        with threads(num_threads), pytest.MonkeyPatch.context() as patch:
             patch.setattr(quantized, "MIN_PARALLEL_MACS", 0)
             assert torch.equal(product(x[first:last]), whole[first:last])
 

@@ -1,0 +1,364 @@
+"""Numba intrinsics that multiply rows of x by the codes of one panel, for CPUs with AVX-512.
+
+Codes are converted to float32 in registers, and each converted vector is multiplied by all rows of
+the tile. `cpu_dequantizing` describes the arguments and the order of summation.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def"
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from penstock.kernels.cpu_common.simd import simd_intrinsic
+from penstock.kernels.linear.code_kinds import FP8, INT4, INT8
+
+TILE_ROWS, PANEL, LANES = 8, 48, 16
+BLOCK_K = 256
+"""Inputs per block. The codes of a panel's block stay in the L1 cache while all tiles use them."""
+
+_ROWS, _COLUMNS = (1, 2, 4, 6, TILE_ROWS), range(0, PANEL, LANES)
+
+_BYTE, _HALF_WORD, _WORD, _NUMBER = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_WORDS, _FLOATS = ir.VectorType(_WORD, LANES), ir.VectorType(ir.FloatType(), LANES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """The layout of codes: units of 2 or 4 bytes contain successive inputs of one output."""
+
+    bits: int  # of a code
+    unit: ir.IntType
+    units: int  # number of units per step of `step_inputs`
+
+    @property
+    def inputs(self) -> int:
+        """Return the number of inputs in a unit."""
+        return int(self.unit.width) // self.bits
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the size of one unit of all outputs of a panel."""
+        return PANEL * int(self.unit.width) // 8
+
+
+def _packing(kind: int) -> _Packing:
+    if kind == FP8:
+        return _Packing(8, _HALF_WORD, 2)
+    return _Packing(8 if kind == INT8 else 4, _WORD, 1)
+
+
+def step_inputs(kind: int) -> int:
+    """Return the number of inputs that `multiply_group` converts at once."""
+    return _packing(kind).inputs * _packing(kind).units
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """The arguments of an intrinsic: pointers to the data of its arrays, and integers."""
+
+    x: Any
+    x_at: Any
+    x_step: Any
+    count: Any
+    begin: Any
+    end: Any
+    codes: Any
+    codes_at: Any
+    scales: Any
+    zeros: Any
+    groups: Any
+    groups_at: Any
+    table: Any
+    table_at: Any
+    sums: Any
+
+
+def _tile_intrinsic(kind: int, emit: Callable[[Any, int, int, _Tile], None]):
+    """Return an intrinsic; `emit` emits its code for a tile of a number of rows of `_ROWS`."""
+
+    @simd_intrinsic
+    def multiply(
+        typing, x, x_at, x_step, count, begin, end, codes, codes_at, scales, zeros, groups,
+        groups_at, table, table_at, sums,
+    ):  # fmt: skip
+        """Add the products of inputs [begin, end) to `sums` [TILE_ROWS, PANEL].
+
+        Args:
+            x: float32; input k of row r is at index `x_at + r * x_step + k`.
+            count: number of rows of x, 1 to TILE_ROWS; the sums of further rows are arbitrary.
+            codes: uint8; the panel begins at index `codes_at`.
+            scales: float32; the scales of the panel's first group begin at index `groups_at`.
+            zeros: uint8; like `scales`.
+            groups: int32; the group of each input.
+            table: float32; the values of codes of kinds with a table begin at index `table_at`.
+        """
+        size = types.intp
+        result = types.void(
+            x, size, size, size, size, size, codes, size, scales, zeros, groups, size, table, size,
+            sums,
+        )  # fmt: skip
+
+        def code(context, builder, signature, arguments):
+            given = [
+                context.make_array(kind_)(context, builder, value).data
+                if isinstance(kind_, types.Array)
+                else value
+                for kind_, value in zip(signature.args, arguments, strict=True)
+            ]
+            tile = _Tile(*given)
+            _by_rows(builder, tile, lambda num_rows: emit(builder, kind, num_rows, tile))
+            return context.get_dummy_value()
+
+        return result, code
+
+    return multiply
+
+
+def _by_rows(builder, tile: _Tile, emit: Callable[[int], None], index: int = 0) -> None:
+    """Emit a choice of the smallest number of `_ROWS` from `index` on that is enough."""
+    num_rows = _ROWS[index]
+    if num_rows == TILE_ROWS:
+        emit(num_rows)
+        return
+    fits = builder.icmp_signed("<=", tile.count, _constant(num_rows))
+    with builder.if_else(fits) as (then, otherwise):
+        with then:
+            emit(num_rows)
+        with otherwise:
+            _by_rows(builder, tile, emit, index + 1)
+
+
+def multiply_group(kind: int):
+    """Return an intrinsic for inputs of one group; see `_tile_intrinsic`.
+
+    The inputs are whole steps of `step_inputs`. Their products are summed without the scale, and
+    each sum is multiplied by the scale when it is added to `sums`.
+    """
+    return _tile_intrinsic(kind, _emit_group)
+
+
+def multiply_scattered(kind: int):
+    """Return an intrinsic for inputs of any groups; see `_tile_intrinsic`.
+
+    `begin` is a multiple of `step_inputs`. Each weight is multiplied by its scale before it is
+    multiplied by x.
+    """
+    return _tile_intrinsic(kind, _emit_scattered)
+
+
+def _emit_group(builder, kind: int, num_rows: int, tile: _Tile) -> None:
+    packing, rows = _packing(kind), _row_pointers(builder, tile, num_rows)
+    group = _group_index(builder, tile, tile.begin)
+    zeros = _zeros(builder, kind, tile, group, range(0, min(packing.unit.width, 16), packing.bits))
+    table = _load(builder, tile.table, tile.table_at, _FLOATS, 4)
+    totals = _zero_totals(builder, num_rows)
+    step = _constant(step_inputs(kind))
+    with cgutils.for_range_slice(builder, tile.begin, tile.end, step, intp=_NUMBER) as (k, _):
+        for unit in range(packing.units):
+            first = builder.add(k, _constant(unit * packing.inputs))
+            words = _load_units(builder, packing, tile, first)
+            for position in range(packing.inputs):
+                values = [
+                    _value(builder, kind, word, position, zeros[c], table)
+                    for c, word in enumerate(words)
+                ]
+                _multiply(builder, totals, rows, builder.add(first, _constant(position)), values)
+    scales = _load_scales(builder, tile, group)
+    for at, total in _numbered(totals):
+        pointer = _vector(builder, tile.sums, _constant(at), _FLOATS)
+        sums = _fma(builder, builder.load(total), scales[at % PANEL // LANES],
+                    builder.load(pointer, align=4))  # fmt: skip
+        builder.store(sums, pointer, align=4)
+
+
+def _emit_scattered(builder, kind: int, num_rows: int, tile: _Tile) -> None:
+    packing, rows = _packing(kind), _row_pointers(builder, tile, num_rows)
+    table = _load(builder, tile.table, tile.table_at, _FLOATS, 4)
+    totals = _zero_totals(builder, num_rows)
+    with cgutils.for_range_slice(builder, tile.begin, tile.end, _constant(1), intp=_NUMBER) as (
+        k,
+        _,
+    ):
+        group = _group_index(builder, tile, k)
+        zeros = _zeros(builder, kind, tile, group, [0])
+        scales = _load_scales(builder, tile, group)
+        position = builder.and_(k, _constant(packing.inputs - 1))
+        shift = builder.trunc(builder.mul(position, _constant(packing.bits)), packing.unit)
+        values = []
+        for c, word in enumerate(_load_units(builder, packing, tile, k)):
+            shifted = builder.lshr(word, _splat(builder, shift))
+            value = _value(builder, kind, shifted, 0, zeros[c], table)
+            values.append(builder.fmul(value, scales[c]))
+        _multiply(builder, totals, rows, k, values)
+    for at, total in _numbered(totals):
+        pointer = _vector(builder, tile.sums, _constant(at), _FLOATS)
+        sums = builder.fadd(builder.load(pointer, align=4), builder.load(total))
+        builder.store(sums, pointer, align=4)
+
+
+def _value(builder, kind: int, word, position: int, zeros: dict[int, Any], table):
+    """Emit the values of the codes at a position of units; FP8: divided by 2^8."""
+    if kind == FP8:
+        return _e4m3(builder, word, position)
+    bits = _packing(kind).bits
+    if kind not in (INT4, INT8):  # the permutation ignores all but four bits of each index
+        shifted = builder.lshr(word, _all(_WORDS, bits * position)) if position else word
+        return _permuted(builder, table, shifted)
+    # The code becomes the low bits of the mantissa of a power of two that is large enough.
+    at = bits * position
+    if at >= 16:
+        word, at = builder.lshr(word, _all(_WORDS, 16)), at - 16
+    code = builder.and_(word, _all(_WORDS, ((1 << bits) - 1) << at))
+    return builder.fsub(_with_power(builder, code, at), zeros[at])
+
+
+def _with_power(builder, code, at: int):
+    """Emit 2^(23 - at) + code, for integers that begin at bit `at` of a word."""
+    power = _all(_WORDS, (127 + 23 - at) << 23)
+    return builder.bitcast(builder.or_(code, power), _FLOATS)
+
+
+def _e4m3(builder, word, position: int):
+    """Emit the conversion of the lower (position 0) or upper byte of 16 bits from e4m3.
+
+    The bits of an e4m3 number, with one more bit of exponent, are a float16 number that is 2^8
+    times smaller. Subnormal numbers are exact too. NaN is not supported.
+    """
+    halves = ir.VectorType(_HALF_WORD, LANES)
+    if position == 0:
+        word = builder.shl(word, _all(halves, 8))
+    # The sign stays in bit 15, the other bits go to 13 to 7; bit 14 is cleared.
+    moved = builder.and_(builder.ashr(word, _all(halves, 1)), _all(halves, 0xBF80))
+    return builder.fpext(builder.bitcast(moved, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
+
+
+def _permuted(builder, table, indices):
+    """Emit the selection of values of a table of 16 floats by the lower four bits of indices."""
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(_FLOATS, [_FLOATS, _WORDS]),
+        "llvm.x86.avx512.permvar.sf.512",
+    )
+    return builder.call(function, [table, indices])
+
+
+def _zeros(builder, kind: int, tile: _Tile, group, bits: Sequence[int]) -> list[dict[int, Any]]:
+    """Emit 2^(23 - at) + zero point for each `at` of `bits`, for each vector of outputs."""
+    if kind not in (INT4, INT8):
+        return [{} for _ in _COLUMNS]
+    found = []
+    for c in _COLUMNS:
+        narrow = _load(
+            builder, tile.zeros, builder.add(group, _constant(c)), ir.VectorType(_BYTE, LANES), 1
+        )
+        wide = builder.uitofp(builder.zext(narrow, _WORDS), _FLOATS)
+        found.append({at: builder.fadd(wide, _all(_FLOATS, 2.0 ** (23 - at))) for at in bits})
+    return found
+
+
+def _load_scales(builder, tile: _Tile, group) -> list[Any]:
+    return [
+        _load(builder, tile.scales, builder.add(group, _constant(c)), _FLOATS, 4) for c in _COLUMNS
+    ]
+
+
+def _load_units(builder, packing: _Packing, tile: _Tile, k) -> list[Any]:
+    """Emit loads of the units that contain input k of all outputs of the panel.
+
+    The codes of the next block are prefetched into the L2 cache.
+    """
+    row = builder.lshr(k, _constant(packing.inputs.bit_length() - 1))
+    at = builder.add(tile.codes_at, builder.mul(row, _constant(packing.row_bytes)))
+    vector, size = ir.VectorType(packing.unit, LANES), packing.unit.width // 8
+    ahead = BLOCK_K // packing.inputs * packing.row_bytes
+    for line in range(0, packing.row_bytes, 64):
+        _prefetch(builder, builder.gep(tile.codes, [builder.add(at, _constant(ahead + line))]))
+    return [
+        _load(builder, tile.codes, builder.add(at, _constant(c * size)), vector, 1)
+        for c in _COLUMNS
+    ]
+
+
+def _prefetch(builder, pointer) -> None:
+    """Emit a prefetch for reading into the L2 cache, as `simd.prefetch`."""
+    function = ir.FunctionType(ir.VoidType(), [pointer.type, _WORD, _WORD, _WORD])
+    called = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
+    builder.call(called, [pointer, *(ir.Constant(_WORD, value) for value in (0, 2, 1))])
+
+
+def _group_index(builder, tile: _Tile, k):
+    """Emit the index of the scales and zero points of the group of input k."""
+    group = builder.sext(builder.load(builder.gep(tile.groups, [k])), _NUMBER)
+    return builder.add(tile.groups_at, builder.mul(group, _constant(PANEL)))
+
+
+def _row_pointers(builder, tile: _Tile, num_rows: int) -> list[Any]:
+    """Emit pointers to rows of x; those from `count` on point to the last row."""
+    last = builder.sub(tile.count, _constant(1))
+    pointers = []
+    for row in range(num_rows):
+        is_given = builder.icmp_signed("<", _constant(row), tile.count)
+        number = builder.select(is_given, _constant(row), last)
+        at = builder.add(tile.x_at, builder.mul(number, tile.x_step))
+        pointers.append(builder.gep(tile.x, [at]))
+    return pointers
+
+
+def _zero_totals(builder, num_rows: int) -> list[list[Any]]:
+    """Emit variables [num_rows][vectors of a panel] that are 0; LLVM keeps them in registers."""
+    totals = [[cgutils.alloca_once(builder, _FLOATS) for _ in _COLUMNS] for _ in range(num_rows)]
+    for _, total in _numbered(totals):
+        builder.store(_all(_FLOATS, 0.0), total)
+    return totals
+
+
+def _numbered(totals: list[list[Any]]) -> list[tuple[int, Any]]:
+    """Return the variables with the indices of their first elements in [num_rows, PANEL]."""
+    return [
+        (r * PANEL + c, total)
+        for r, row in enumerate(totals)
+        for c, total in zip(_COLUMNS, row, strict=True)
+    ]
+
+
+def _multiply(builder, totals: list[list[Any]], rows: list[Any], k, values: list[Any]) -> None:
+    """Emit `totals += x[:, k] * values`."""
+    for row, pointer in zip(totals, rows, strict=True):
+        x = _splat(builder, builder.load(builder.gep(pointer, [k])))
+        for total, value in zip(row, values, strict=True):
+            builder.store(_fma(builder, x, value, builder.load(total)), total)
+
+
+def _constant(value: int) -> Any:
+    return ir.Constant(_NUMBER, value)
+
+
+def _all(vector, value: float) -> Any:
+    return ir.Constant(vector, [value] * LANES)
+
+
+def _splat(builder, value):
+    vector = ir.VectorType(value.type, LANES)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(_WORD, 0))
+    mask = ir.Constant(_WORDS, [0] * LANES)
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), mask)
+
+
+def _fma(builder, a, b, c):
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32"
+    )
+    return builder.call(function, [a, b, c])
+
+
+def _vector(builder, data, at, vector):
+    """Emit a pointer to the vector that begins at element `at`."""
+    return builder.bitcast(builder.gep(data, [at]), vector.as_pointer())
+
+
+def _load(builder, data, at, vector, align: int):
+    return builder.load(_vector(builder, data, at, vector), align=align)
