@@ -2,7 +2,8 @@
 
 The run does not need Ray. Its sections measure the device's limits, compute every kernel once, and
 run the kernel tests and a KV transfer between two processes. They also time every operation against
-other implementations, time decode steps of the engine, and measure the cost of deterministic mode.
+other implementations, time decode steps of the engine, replay loads against the engine and a plain
+torch engine, and measure the cost of deterministic mode.
 
 The sections form stages, each of which takes less than eight minutes: `make gpu ARGS=1` runs the
 first. Without arguments, all stages run. The results are one JSON file, and an archive with that
@@ -60,9 +61,10 @@ def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
         "2": [
             section("operations", "operations", 170),
             engine("8b", 110),
-            engine("moe", 90),
+            section("beside torch, 8b", "beside_torch", 140, "--model", "8b"),
         ],
         "3": [
+            engine("moe", 90),
             engine("1b", 90),
             section("deterministic, 1b", "deterministic", 80, "--model", "1b"),
             section("KV transfer of two processes", "kv_transfer", 60),

@@ -31,6 +31,9 @@ def _section(outcome: Outcome) -> Iterator[str]:
     if "prices" in figures:
         yield f"    {figures['about']}"
         yield from columns(PRICE, [_price(name, row) for name, row in figures["prices"].items()])
+    if "loads" in figures:
+        yield f"    {figures['about']}; every ratio above 1 means faster than torch"
+        yield from columns(LOAD, [_load(name, row) for name, row in figures["loads"].items()])
     if "bytes_per_second" in figures:
         yield f"    copy {figures['bytes_per_second'] / 1e12:.2f} TB/s (read and written)"
         yield f"    product {figures['flops_per_second'] / 1e12:.0f} TFLOP/s"
@@ -87,6 +90,21 @@ PRICE = ("what", "plain µs", "deterministic µs", "times", "least", "most")
 def _price(name: str, row: Mapping[str, float]) -> Row:
     times = (f"{row[key]:.2f}x" for key in ("times", "least", "most"))
     return (name, f"{row['plain_us']:.0f}", f"{row['deterministic_us']:.0f}", *times)
+
+
+LOAD = (
+    *("load", "tokens/s", "ratio", "first token ms", "ratio", "p99", "ratio"),
+    *("per token ms", "ratio", "p99", "ratio", "equal first tokens"),
+)
+_LATENCIES = ("first_token_p50_us", "first_token_p99_us", "per_token_p50_us", "per_token_p99_us")
+
+
+def _load(name: str, row: Mapping[str, Any]) -> Row:
+    ours, ratios = row["ours"], row["ratios"]
+    cells = [f"{ours['tokens_per_second']:.0f}", f"{ratios['tokens_per_second']:.2f}x"]
+    for key in _LATENCIES:
+        cells += [f"{ours[key] / 1e3:.1f}", f"{ratios[key]:.2f}x"] if key in ours else ["", ""]
+    return (name, *cells, f"{row['equal_first_tokens']:.0%}")
 
 
 def columns(head: Row, rows: Sequence[Row]) -> Iterator[str]:

@@ -1,6 +1,8 @@
 """The GPU measurements import no package that a GPU machine may lack."""
 
 import ast
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,7 +41,10 @@ MODULES = sorted(
 
 def run_blocked(code: str, blocked: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", BLOCK.format(blocked=blocked) + code]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tiny products on a busy machine
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
 
 
 @pytest.mark.process
@@ -70,12 +75,17 @@ def test_the_engine_steps_without_ray(tmp_path: Path) -> None:
     (tmp_path / "bounds.json").write_text('{"bytes_per_second": 1e10, "flops_per_second": 1e11}')
     options = ["--json", str(tmp_path / "x.json"), "--bounds", str(tmp_path / "bounds.json")]
     options += ["--device", "cpu", "--small", "--model", "1b"]
-    steps = "from penstock.loadtests.gpu import deterministic, steps"
-    code = f"sys.argv[1:] = {options!r}\n{steps}\nsteps.main()\n"
-    code += "print(open(sys.argv[2]).read())\ndeterministic.main()"
-    done = run_blocked(code, ("ray", "grpc", "google"))
+    steps = "from penstock.loadtests.gpu import beside_torch, deterministic, steps"
+    code = f"sys.argv[1:] = {options!r}\n{steps}\n"
+    for section in ("steps", "beside_torch"):
+        code += f"{section}.main()\nprint(open(sys.argv[2]).read())\n"
+    done = run_blocked(code + "deterministic.main()", ("ray", "grpc", "google"))
     assert done.returncode == 0, done.stderr
-    assert '"over_floor"' in done.stdout
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert all("over_floor" in batch for batch in found[0]["batches"].values())
+    loads = found[1]["loads"]
+    assert list(loads) == ["prefill of 12", "prefill of 40", "mixed", "all at once", "arrivals"]
+    assert [each["equal_first_tokens"] for each in loads.values()] == [1.0] * 5
     assert '"prompt of 40": {"plain_us"' in (tmp_path / "x.json").read_text()
 
 

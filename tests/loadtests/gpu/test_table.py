@@ -56,6 +56,15 @@ def test_cost_of_determinism_is_shown_with_its_range() -> None:
     assert line.split()[-5:] == ["100", "112", "1.12x", "1.10x", "1.30x"]
 
 
+def test_loads_are_shown_with_their_ratios_to_torch() -> None:
+    ours = {"tokens_per_second": 5000.0, "first_token_p50_us": 2e4, "first_token_p99_us": 4e4}
+    ratios = {"tokens_per_second": 1.5, "first_token_p50_us": 2.0, "first_token_p99_us": 0.5}
+    row = {"ours": ours, "torch": {}, "ratios": ratios, "equal_first_tokens": 0.875}
+    figures = {"about": "a model", "loads": {"prefill of 512": row}, "failures": []}
+    line = report([Outcome("beside torch", 5.0, [], figures)]).splitlines()[3]
+    assert line.split()[3:] == ["5000", "1.50x", "20.0", "2.00x", "40.0", "0.50x", "88%"]
+
+
 def test_columns_are_aligned() -> None:
     assert list(columns(("a", "b"), [])) == []
     assert list(columns(("a", "bb"), [("long", "1")])) == ["    a     bb", "    long   1"]
