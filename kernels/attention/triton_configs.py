@@ -1,14 +1,16 @@
 """Tile sizes of the attention kernels, by chip and head size.
 
 The sizes are fixed in tables, not autotuned, so that a captured CUDA graph runs the kernels that
-were tested. The sizes were chosen so that the kernels compile without register spills, and with
-three stages so that the copies of one tile overlap the computation of another (`tests/aot/rules`);
-their speed has not been measured yet.
+were tested. A file with tuned sizes takes precedence (`triton_common/tuned_tiles`). The sizes were
+chosen so that the kernels compile without register spills, and with three stages so that the copies
+of one tile overlap the computation of another (`tests/aot/rules`); their speed has not been
+measured yet.
 """
 
 from typing import NamedTuple
 
 from penstock.kernels.triton_common.launch import DeviceInfo
+from penstock.kernels.triton_common.tuned_tiles import tuned_tiles
 
 
 class Tiles(NamedTuple):
@@ -75,6 +77,9 @@ def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int, cached: int) -> Til
         itemsize: bytes per element of the query.
         cached: bytes per element of the cache.
     """
+    sizes = {"width": width, "itemsize": itemsize, "cached": cached}
+    if (tuned := tuned_tiles(chip.product, "attention.chunks", **sizes)) is not None:
+        return Tiles(**tuned)
     if itemsize == 4:  # float32 does not use tensor cores
         return Tiles(32, 32, 4, 1)
     if width > 256:
@@ -100,6 +105,9 @@ def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cach
         group: query heads per KV head.
         cached: bytes per element of the cache.
     """
+    sizes = {"width": width, "group": group, "itemsize": itemsize, "cached": cached}
+    if (tuned := tuned_tiles(chip.product, "attention.split_kv", **sizes)) is not None:
+        return Tiles(**tuned)
     rows = min(64, max(16, 1 << (group - 1).bit_length()))
     if itemsize == 4:
         return Tiles(min(rows, 32), 32, 4, 1)

@@ -35,7 +35,7 @@ from penstock.kernels.activation.op import (
 )
 from penstock.kernels.checks import FLOATS, check, check_contiguous
 from penstock.kernels.moe.expert_loop import moe_forward, moe_forward_reference
-from penstock.kernels.moe.triton import combine_triton, grouped_gemm_triton, tiles_for
+from penstock.kernels.moe.triton import combine_triton, grouped_gemm_triton, tiles_for, tuned_for
 from penstock.kernels.moe.triton_align import align_blocks
 from penstock.kernels.triton_common.launch import use_triton
 
@@ -123,6 +123,8 @@ def _moe_on_device(
         return torch.empty_like(x)
     gate, num_experts = stacks.gate, len(stacks.down)
     tiles = tiles_for(x.dtype, experts.numel() / (num_divided or num_experts), fixed_tiles)
+    if not fixed_tiles:
+        tiles = tuned_for(x, stacks.down, tiles)
     aligned = align_blocks(experts, num_experts, tiles.rows)
     inner = x.new_empty(experts.numel(), stacks.down.shape[1])
     outputs = x.new_empty(experts.numel(), x.shape[1])

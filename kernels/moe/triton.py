@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.moe.triton_align import AlignedTokens
-from penstock.kernels.triton_common.launch import jit, launch, tl
+from penstock.kernels.triton_common.launch import device_info, jit, launch, tl
+from penstock.kernels.triton_common.tuned_tiles import tuned_tiles
 
 
 @jit
@@ -153,6 +154,27 @@ def tiles_for(dtype: torch.dtype, mean_rows: float, batch_invariant: bool) -> Ti
     if mean_rows <= FEW.rows:
         return FEW
     return SOME if mean_rows <= SOME.rows else MANY
+
+
+def tuned_for(x: Tensor, down: Tensor, tiles: Tiles) -> Tiles:
+    """Return the tiles that were tuned for this device in place of `tiles`, if there are any.
+
+    Args:
+        x: the layer's input.
+        down: [E, I, D] weights of the experts' second layer.
+        tiles: the result of `tiles_for`.
+    """
+    experts, inner, size = down.shape
+    tuned = tuned_tiles(
+        device_info(x).product,
+        "moe",
+        experts=experts,
+        size=size,
+        inner=inner,
+        rows=tiles.rows,
+        itemsize=x.itemsize,
+    )
+    return tiles if tuned is None else Tiles(**tuned)
 
 
 def grouped_gemm_triton(

@@ -66,6 +66,7 @@ class DeviceInfo:
     name: str  # for example sm_90, gfx942 or interpreter
     shared_bytes: int  # maximum shared memory of one program, in bytes
     warp_size: int = 32
+    product: str = ""  # name of the product; "": no tiles are tuned for it, see `tuned_tiles`
 
     @property
     def converts_e4m3(self) -> bool:
@@ -81,7 +82,7 @@ class DeviceInfo:
         return self.name.startswith("sm_")
 
 
-INTERPRETER = DeviceInfo("interpreter", shared_bytes=1 << 30)
+INTERPRETER = DeviceInfo("interpreter", shared_bytes=1 << 30, product="interpreter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ def _device_info(device: torch.device) -> DeviceInfo:
     if torch.version.hip is not None:
         name = found.gcnArchName.split(":")[0]
     shared = getattr(found, "shared_memory_per_block_optin", 64 << 10)
-    return DeviceInfo(name, shared, found.warp_size)
+    return DeviceInfo(name, shared, found.warp_size, found.name)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

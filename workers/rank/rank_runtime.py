@@ -12,6 +12,7 @@ from penstock.kernels.attention.backends.choice import choose_attention_backend
 from penstock.kernels.attention.backends.interface import AttentionBackend
 from penstock.kernels.cpu_compilation import CpuKernelLoader, KernelGroup, required_groups
 from penstock.kernels.kv_cache.format import KvCacheFormat
+from penstock.kernels.triton_common.tuned_tiles import load_tuned_tiles
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.gpu.attention_request import attention_request
@@ -166,6 +167,7 @@ def load_rank(
         )
         num_ranks = coord.mesh.num_ranks
         reports = connect_hosts(store, "reports", coord.rank, num_ranks, config.host)
+    load_tuned_tiles(device)
     groups = [] if decoder is not None else _loop_groups(config, device)
     loops = CpuKernelLoader(groups, lambda: on_stage(COMPILING))
 
