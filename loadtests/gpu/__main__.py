@@ -7,7 +7,10 @@ torch engine, and measure the cost of deterministic mode.
 
 The sections form stages, each of which takes less than eight minutes: `make gpu ARGS=1` runs the
 first. Without arguments, all stages run. The results are one JSON file, and an archive with that
-file, the report and the files that the sections wrote.
+file, the report and the files that the sections wrote. With `--keep`, a run adds its sections to
+the results of earlier ones.
+
+Sections that run after "tuning" use the tuned tiles, also those of an earlier run with `--keep`.
 
 The run fails if a section fails, or if a fallback was used instead of a kernel. A missed
 performance goal is not a failure.
@@ -15,11 +18,13 @@ performance goal is not a failure.
 
 import argparse
 import json
+import os
 import sys
 import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,13 +33,15 @@ from typing import Any
 import torch
 
 import penstock
-from penstock.loadtests.gpu import kernel_tests
-from penstock.loadtests.gpu.sections import Outcome, Section, run_section
+from penstock.kernels.triton_common.tuned_tiles import VARIABLE
+from penstock.loadtests.gpu import kernel_tests, tuning
+from penstock.loadtests.gpu.sections import Outcome, Section, read_figures, run_section
 from penstock.loadtests.gpu.table import report
 
 STAGE_SECONDS = 465.0  # so that a stage, with the start of its processes, takes eight minutes
+REPORT = "report.txt"
 CPU_FACTOR = 3.0  # time limits on a CPU, where the command is only tested, relative to a GPU
-BOUNDS = "bounds"
+BOUNDS, TUNING = "bounds", "tuning"
 
 
 def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
@@ -59,11 +66,12 @@ def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
             section("tests of kernels", "kernel_tests", kernel_tests.SECONDS),
         ],
         "2": [
+            section(TUNING, "tuning", 120),
             section("operations", "operations", 170),
-            engine("8b", 110),
             section("beside torch, 8b", "beside_torch", 140, "--model", "8b"),
         ],
         "3": [
+            engine("8b", 110),
             engine("moe", 90),
             engine("1b", 90),
             section("deterministic, 1b", "deterministic", 80, "--model", "1b"),
@@ -89,14 +97,23 @@ def chosen_sections(wanted: Sequence[str], by_stage: dict[str, list[Section]]) -
 
 
 def run(wanted: Sequence[str], device: str, small: bool, folder: Path) -> Iterator[Outcome]:
-    """Run sections and yield their outcomes; the sections write further files to `folder`."""
+    """Run sections and yield their outcomes; the sections write further files to `folder`.
+
+    Each section uses the tuned tiles that are in `folder` when it starts, unless the environment
+    names others.
+    """
+    tiles = folder / tuning.FOLDER
+    tiles.mkdir(exist_ok=True)
     sections = chosen_sections(wanted, stages(folder, device, small))
     ends = time.monotonic() + sum(section.seconds for section in sections)
     for section in sections:
         print(f"{section.name} ...", file=sys.stderr, flush=True)
-        outcome = run_section(section, ends - time.monotonic())
+        is_tuned = VARIABLE in os.environ or any(tiles.iterdir())
+        environment = {VARIABLE: os.environ.get(VARIABLE, str(tiles))}
+        outcome = run_section(replace(section, environment=environment), ends - time.monotonic())
         if section.name == BOUNDS and outcome.figures:
             (folder / "bounds.json").write_text(json.dumps(outcome.figures))
+        outcome.figures["uses_tuned_tiles"] = is_tuned and section.name != TUNING
         yield outcome
 
 
@@ -132,25 +149,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "sections", nargs="*", help="stages, section names or prefixes of names; default: all"
     )
     parser.add_argument("--save-json", type=Path, default=Path("build/gpu.json"))
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the results of other sections in the file"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to test the command")
     given = parser.parse_args(arguments)
     if given.device == "cuda" and not torch.cuda.is_available():
         print(f"{program}: torch finds no CUDA device; see --device", file=sys.stderr)
         return 2
-    outcomes: list[Outcome] = []
     archive = given.save_json.with_suffix(".tar.gz")
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as temporary:
-        folder = Path(temporary)
+        folder, on = Path(temporary), about(given.device)
+        try:
+            kept = _kept(given.save_json, on, archive, folder) if given.keep else {}
+        except ValueError as error:
+            print(f"{program}: --keep: {error}", file=sys.stderr)
+            return 2
+        outcomes: dict[str, Outcome] = {}
         for outcome in run(given.sections, given.device, given.small, folder):
-            outcomes.append(outcome)
+            outcomes[outcome.name] = outcome
             # Saved in case a later section fails.
-            _save(given.save_json, about(given.device), outcomes)
-            (folder / "report.txt").write_text(report(outcomes))
+            together = list({**kept, **outcomes}.values())
+            _save(given.save_json, on, together)
+            (folder / REPORT).write_text(report(together))
             _write_archive(archive, folder, given.save_json)
-    print(report(outcomes))
+    print(report(list(outcomes.values())))
     print(f"figures: {given.save_json}; all files: {archive}")
-    return 0 if all(outcome.passed for outcome in outcomes) else 1
+    return 0 if all(outcome.passed for outcome in outcomes.values()) else 1
+
+
+def _kept(path: Path, on: dict[str, Any], archive: Path, folder: Path) -> dict[str, Outcome]:
+    """Return the outcomes of an earlier run, and extract its files to `folder`; {}: there is none.
+
+    Raises:
+        ValueError: the earlier run was on another device, or with other software.
+    """
+    found = read_figures(path)
+    if not found:
+        return {}
+    for name, value in on.items():
+        if name != "date" and found["about"].get(name) != value:
+            was = found["about"].get(name)
+            raise ValueError(f"{path} has results of {name} {was!r}, not {value!r}")
+    if archive.exists():
+        with tarfile.open(archive) as earlier:
+            earlier.extractall(folder, filter="data")
+    (folder / path.name).unlink(missing_ok=True)  # added to the archive again
+    common = ("passed", "seconds", "failures")
+    return {
+        name: Outcome(
+            name,
+            each["seconds"],
+            each["failures"],
+            {key: value for key, value in each.items() if key not in common},
+        )
+        for name, each in found["sections"].items()
+    }
 
 
 def _write_archive(path: Path, folder: Path, figures: Path) -> None:

@@ -29,6 +29,7 @@ class Sizes:
     head_dim: int = 128
     prompts: bool = False  # True: prefill of whole prompts; False: decode of one token per sequence
     narrow: bool = False  # True: the KV cache is FP8
+    block_size: int = BLOCK_SIZE
 
     @property
     def num_tokens(self) -> int:
@@ -36,7 +37,7 @@ class Sizes:
 
     @property
     def num_columns(self) -> int:
-        return -(-self.context // BLOCK_SIZE)
+        return -(-self.context // self.block_size)
 
     def num_bytes(self, itemsize: int) -> float:
         """Return the number of bytes read and written.
@@ -70,7 +71,7 @@ class Paged:
     def random(cls, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> "Paged":
         """Create random inputs; each sequence's blocks are in random order."""
         num_blocks = sizes.batch * sizes.num_columns
-        shape = (2, num_blocks, sizes.kv_heads, BLOCK_SIZE, sizes.head_dim)
+        shape = (2, num_blocks, sizes.kv_heads, sizes.block_size, sizes.head_dim)
         step = sizes.num_tokens // sizes.batch
         tables = torch.randperm(num_blocks).view(sizes.batch, sizes.num_columns)
         layer = torch.randn(shape, device=device, dtype=dtype)
@@ -100,7 +101,13 @@ class Paged:
         if sizes.narrow:
             raise Absent("does not support an 8-bit KV cache")
         gathered = self.layer[:, self.block_tables.long()].transpose(2, 3)
-        shape = (2, sizes.batch, sizes.kv_heads, sizes.num_columns * BLOCK_SIZE, sizes.head_dim)
+        shape = (
+            2,
+            sizes.batch,
+            sizes.kv_heads,
+            sizes.num_columns * sizes.block_size,
+            sizes.head_dim,
+        )
         keys, values = gathered.reshape(shape)[:, :, :, : sizes.context].contiguous()
         length = sizes.num_tokens // sizes.batch
         query = self.query.view(sizes.batch, length, sizes.heads, -1).transpose(1, 2)

@@ -62,19 +62,25 @@ class Timing:
     captured: bool  # timed as a CUDA graph; if False, the times may include launch overhead
 
 
-def time_calls(calls: Sequence[Call], device: torch.device) -> Timing:
+def time_calls(
+    calls: Sequence[Call],
+    device: torch.device,
+    num_rounds: int = NUM_ROUNDS,
+    round_seconds: float = ROUND_SECONDS,
+) -> Timing:
     """Time an operation.
 
     Args:
         calls: functions that run the operation on different memory. They are called one after
             another, so that their data together can exceed the caches.
+        num_rounds: number of measurements on a GPU.
+        round_seconds: approximate duration of a measurement.
     """
     clock, (play, captured) = clock_of(device), _player(calls, device)
     play()
-    repeats = max(1, round(ROUND_SECONDS / max(_seconds(clock, play, 1), 1e-7)))
-    num_rounds = (
-        NUM_ROUNDS if device.type == "cuda" else 1
-    )  # a run on the CPU measures nothing; it tests this code
+    repeats = max(1, round(round_seconds / max(_seconds(clock, play, 1), 1e-7)))
+    if device.type != "cuda":  # a run on the CPU measures nothing; it tests this code
+        num_rounds = repeats = 1
     rounds = sorted(_seconds(clock, play, repeats) / len(calls) for _ in range(num_rounds))
     return Timing(statistics.median(rounds), rounds[0], rounds[-1], captured)
 

@@ -34,6 +34,8 @@ def _section(outcome: Outcome) -> Iterator[str]:
     if "loads" in figures:
         yield f"    {figures['about']}; every ratio above 1 means faster than torch"
         yield from columns(LOAD, [_load(name, row) for name, row in figures["loads"].items()])
+    if "tuned" in figures:
+        yield from columns(TUNED, [_tuned(name, row) for name, row in figures["tuned"].items()])
     if "bytes_per_second" in figures:
         yield f"    copy {figures['bytes_per_second'] / 1e12:.2f} TB/s (read and written)"
         yield f"    product {figures['flops_per_second'] / 1e12:.0f} TFLOP/s"
@@ -105,6 +107,16 @@ def _load(name: str, row: Mapping[str, Any]) -> Row:
     for key in _LATENCIES:
         cells += [f"{ours[key] / 1e3:.1f}", f"{ratios[key]:.2f}x"] if key in ours else ["", ""]
     return (name, *cells, f"{row['equal_first_tokens']:.0%}")
+
+
+TUNED = ("kernel", "default", "best", "speed", "least", "timed", "passed", "candidates")
+
+
+def _tuned(name: str, row: Mapping[str, Any]) -> Row:
+    sizes = ("/".join(map(str, row[key].values())) for key in ("default", "best"))
+    gains = (f"{row[key]:.2f}x" for key in ("gain", "least_gain"))
+    counts = (str(row[key]) for key in ("num_timed", "num_passed", "num_candidates"))
+    return (name, *sizes, *gains, *counts)
 
 
 def columns(head: Row, rows: Sequence[Row]) -> Iterator[str]:

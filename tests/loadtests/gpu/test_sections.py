@@ -5,7 +5,9 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
+from penstock.kernels.triton_common.tuned_tiles import VARIABLE
 from penstock.loadtests.gpu import __main__ as gpu
 from penstock.loadtests.gpu import sections
 from penstock.loadtests.gpu.models import SHAPES
@@ -102,13 +104,67 @@ def test_sections_after_a_failed_one_still_run(
     said = capsys.readouterr().out
     assert "operations: FAILED in 1 s\n    it broke\n" in said
     with tarfile.open(tmp_path / "folder" / "gpu.tar.gz") as archive:
-        assert archive.getnames() == ["gpu.json", "bounds.json", "report.txt"]
+        assert archive.getnames() == ["gpu.json", "bounds.json", "report.txt", "tiles"]
         kept = archive.extractfile("report.txt")
         assert kept is not None
         assert kept.read().decode() in said
     assert gpu.main(["engine", "--device", "cpu", "--save-json", str(target)]) == 0
     found = json.loads(target.read_text())["sections"]
     assert list(found) == ["bounds", "engine, 8b", "engine, moe", "engine, 1b"]
+
+
+def test_stages_that_run_one_by_one_add_up_to_one_file_with_tuned_tiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+    def stub(section: Section, left: float) -> Outcome:
+        folder = Path(section.arguments[section.arguments.index("--folder") + 1])
+        assert section.environment == {VARIABLE: str(folder / "tiles")}
+        if section.name == "tuning":
+            (folder / "tiles" / "x.json").write_text("{}")
+        (folder / f"{section.name}.jsonl").write_text(str(len(ran)))
+        ran.append(section.name)
+        if section.name == "operations":
+            assert json.loads((folder / "bounds.json").read_text()) == {"order": len(ran) - 2}
+        return Outcome(section.name, 1.0, [], {"order": len(ran)})
+
+    ran: list[str] = []
+    monkeypatch.setattr(gpu, "run_section", stub)
+    target = tmp_path / "gpu.json"
+    options = ["--device", "cpu", "--save-json", str(target), "--keep"]
+    for stage in "123":
+        assert gpu.main([stage, *options]) == 0
+    found = json.loads(target.read_text())["sections"]
+    assert {*found} == {each.name for each in all_sections()}
+    assert found["bounds"]["order"] == ran.index("deterministic, 1b") - 3
+    tuned = [name for name, each in found.items() if each["uses_tuned_tiles"]]
+    assert "smoke" not in tuned
+    assert "tuning" not in tuned
+    assert {"operations", "engine, 8b", "deterministic, 1b"} <= {*tuned}
+    with tarfile.open(tmp_path / "gpu.tar.gz") as archive:
+        names = archive.getnames()
+        report = archive.extractfile("report.txt")
+        assert report is not None
+        assert b"smoke: passed" in report.read()
+    assert {"tiles/x.json", "smoke.jsonl", "engine, moe.jsonl"} <= {*names}
+    assert len(names) == len({*names})
+    saved = json.loads(target.read_text())
+    target.write_text(json.dumps(saved | {"about": saved["about"] | {"torch": "1.0"}}))
+    assert gpu.main(["3", *options]) == 2
+    assert "has results of torch '1.0', not" in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_command_runs_a_section_in_a_process_and_writes_all_results(tmp_path: Path) -> None:
+    target = tmp_path / "gpu.json"
+    options = ["--device", "cpu", "--small", "--save-json", str(target)]
+    assert gpu.main([gpu.BOUNDS, *options]) == 0
+    found = json.loads(target.read_text())
+    assert found["about"]["torch"] == torch.__version__
+    assert found["sections"]["bounds"]["bytes_per_second"] > 0
+    with tarfile.open(tmp_path / "gpu.tar.gz") as archive:
+        assert {"gpu.json", "bounds.json", "report.txt"} <= {*archive.getnames()}
 
 
 def all_sections() -> list[Section]:

@@ -65,6 +65,18 @@ def test_loads_are_shown_with_their_ratios_to_torch() -> None:
     assert line.split()[3:] == ["5000", "1.50x", "20.0", "2.00x", "40.0", "0.50x", "88%"]
 
 
+def test_tuned_tiles_are_shown_with_their_speed() -> None:
+    row = {
+        "default": {"rows": 16, "columns": 64},
+        "best": {"rows": 16, "columns": 128},
+        **{"gain": 1.25, "least_gain": 1.2},
+        **{"num_timed": 30, "num_passed": 31, "num_candidates": 36},
+    }
+    figures = {"tuned": {"split_kv, 8b": row}, "failures": []}
+    line = report([Outcome("tuning", 5.0, [], figures)]).splitlines()[2]
+    assert line.split()[2:] == ["16/64", "16/128", "1.25x", "1.20x", "30", "31", "36"]
+
+
 def test_columns_are_aligned() -> None:
     assert list(columns(("a", "b"), [])) == []
     assert list(columns(("a", "bb"), [("long", "1")])) == ["    a     bb", "    long   1"]

@@ -1,0 +1,197 @@
+"""Problems of the tuning sweep: kernels with tile sizes, for the shapes of the models.
+
+The file has one entry for each problem. Workloads have the sizes that are timed; the check is a
+small workload with the same compiled kernel, because batch sizes are not compiled into kernels.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from penstock.kernels.attention.triton_configs import chunk_tiles, split_kv_tiles
+from penstock.kernels.attention.triton_launch import padded
+from penstock.kernels.moe.op import ExpertWeights, GatedActivation, grouped_moe_forward
+from penstock.kernels.moe.routing import Routing, route
+from penstock.kernels.moe.triton import tiles_for
+from penstock.kernels.triton_common.launch import DeviceInfo, device_info
+from penstock.loadtests.gpu.attention_work import Paged, Sizes
+from penstock.loadtests.gpu.clock import Call
+from penstock.loadtests.gpu.models import SHAPES, small
+
+Candidate = dict[str, int]
+
+BLOCK_SIZE = 64  # the default on a GPU
+SMALL_CANDIDATES = 3  # per problem, for the interpreter
+SMALL_ROWS = 64  # of an expert, for the interpreter
+MOE_TOKENS = {16: 64, 64: 512, 128: 4096}
+"""Tokens of the timed batches by the rows of the default tiles, for 8 of 128 experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One kernel and shape: one entry of the file."""
+
+    name: str
+    kernel: str  # a key of `tuned_tiles.KERNELS`
+    shape: dict[str, int]
+    candidates: list[Candidate]  # the first one is the default
+    workloads: Mapping[str, Callable[[], Call]]  # each allocates inputs; returns a function to time
+    check: Callable[[], Call]
+
+
+def all_problems(device: torch.device, dtype: torch.dtype, is_small: bool) -> list[Problem]:
+    """Return the problems of all models of `SHAPES`; each kernel and shape once."""
+    chip = device_info(torch.empty(0, device=device))
+    found: dict[tuple[str, str], Problem] = {}
+    for model, shape in SHAPES.items():
+        config = small(shape.config) if is_small else shape.config
+        for problem in _problems_of(model, config, chip, device, dtype, is_small):
+            found.setdefault((problem.kernel, str(problem.shape)), problem)
+    return list(found.values())
+
+
+def _problems_of(
+    model: str,
+    config: dict[str, Any],
+    chip: DeviceInfo,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_small: bool,
+) -> Iterator[Problem]:
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config["head_dim"]
+    width, group = padded(dim), heads // kv_heads
+
+    def attention(batch: int, context: int, prompts: bool) -> Callable[[], Call]:
+        sizes = Sizes(batch, context, heads, kv_heads, dim, prompts, block_size=BLOCK_SIZE)
+
+        def make() -> Call:
+            torch.manual_seed(0)  # equal inputs for every candidate
+            return Paged.random(sizes, device, dtype).ours()
+
+        return make
+
+    def named(*batches: tuple[int, int], prompts: bool) -> dict[str, Callable[[], Call]]:
+        used = [(2, 70)] if is_small else batches
+        return {
+            f"{batch} x {context}": attention(batch, context, prompts) for batch, context in used
+        }
+
+    item = dtype.itemsize
+    yield Problem(
+        f"split_kv, {model}",
+        "attention.split_kv",
+        {"width": width, "group": group, "itemsize": item, "cached": item},
+        _first(
+            split_kv_tiles(chip, width, item, group, item)._asdict(),
+            _attention_candidates(chip, width, item, (), (2, 4, 8), (2, 3, 4, 5)),
+            is_small,
+        ),
+        named((64, 2048), (8, 8192), prompts=False),
+        attention(2, 70 if is_small else 700, False),
+    )
+    yield Problem(
+        f"chunks, {model}",
+        "attention.chunks",
+        {"width": width, "itemsize": item, "cached": item},
+        _first(
+            chunk_tiles(chip, width, item, item)._asdict(),
+            _attention_candidates(chip, width, item, (64, 128), (4, 8), (2, 3, 4)),
+            is_small,
+        ),
+        named((1, 4096), (4, 1024), prompts=True),
+        attention(1, 70 if is_small else 700, True),
+    )
+    if "num_experts" in config:
+        yield from _expert_problems(model, config, chip, device, dtype, is_small)
+
+
+def _first(default: Candidate, others: Sequence[Candidate], is_small: bool) -> list[Candidate]:
+    """Return the candidates after the default; a few of them for the interpreter.
+
+    Candidates without `rows` have the rows of the default.
+    """
+    complete = [{**default, **each} for each in others]
+    candidates = [default, *(each for each in complete if each != default)]
+    return candidates[:: len(candidates) // SMALL_CANDIDATES] if is_small else candidates
+
+
+def _attention_candidates(
+    chip: DeviceInfo,
+    width: int,
+    itemsize: int,
+    rows: Sequence[int],
+    warps: Sequence[int],
+    stages: Sequence[int],
+) -> list[Candidate]:
+    """Return candidates whose buffers of keys and values fit in shared memory."""
+    return [
+        {
+            **({"rows": row} if row else {}),
+            "columns": columns,
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+        }
+        for row, columns, num_warps, num_stages in itertools.product(
+            rows or (0,), (32, 64, 128), warps, stages
+        )
+        if (2 * columns * (num_stages - 1) + row) * width * itemsize <= chip.shared_bytes
+    ]
+
+
+def _expert_problems(
+    model: str,
+    config: dict[str, Any],
+    chip: DeviceInfo,
+    device: torch.device,
+    dtype: torch.dtype,
+    is_small: bool,
+) -> Iterator[Problem]:
+    experts, top_k = config["num_experts"], config["num_experts_per_tok"]
+    size, inner = config["hidden_size"], config["moe_intermediate_size"]
+
+    def layer(tokens: int) -> Callable[[], Call]:
+        def make() -> Call:
+            generator = torch.Generator(device).manual_seed(tokens)
+
+            def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+                values = torch.randn(shape, generator=generator, device=device)
+                return (values * scale).to(dtype)
+
+            stacks = ExpertWeights(
+                randn(experts, 2 * inner, size, scale=size**-0.5).transpose(1, 2),
+                randn(experts, size, inner, scale=inner**-0.5).transpose(1, 2),
+                GatedActivation("silu"),
+            )
+            x, logits = randn(tokens, size), randn(tokens, experts).float()
+            chosen, weights = route(logits, Routing(top_k, normalise=True))
+            return lambda: grouped_moe_forward(x, chosen, weights, stacks)
+
+        return make
+
+    for rows, tokens in MOE_TOKENS.items():
+        if is_small:
+            if rows > SMALL_ROWS:
+                continue
+            tokens = tokens * 8 * experts // (128 * top_k)  # the same mean of rows per expert
+        default = asdict(tiles_for(dtype, tokens * top_k / experts, False))
+        assert default["rows"] == rows
+        shape = {"experts": experts, "size": size, "inner": inner, "rows": rows}
+        others = [
+            {"outputs": outputs, "inputs": inputs, "num_warps": warps, "num_stages": stages}
+            for outputs, inputs, warps, stages in itertools.product(
+                (64, 128, 256), (64, 128), (4, 8), (2, 3, 4, 5)
+            )
+            if (rows + outputs) * inputs * dtype.itemsize * (stages - 1) <= chip.shared_bytes
+        ]
+        yield Problem(
+            f"experts, {rows} rows, {model}",
+            "moe",
+            {**shape, "itemsize": dtype.itemsize},
+            _first(default, others, is_small),
+            {f"{tokens} tokens": layer(tokens)},
+            layer(tokens),
+        )
