@@ -64,6 +64,7 @@ def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
             section(BOUNDS, "bounds", 35),
             section("smoke", "smoke", 140),
             section("tests of kernels", "kernel_tests", kernel_tests.SECONDS),
+            section("KV transfer of processes", "kv_transfer", 75),
         ],
         "2": [
             section(TUNING, "tuning", 120),
@@ -75,7 +76,6 @@ def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
             engine("moe", 90),
             engine("1b", 90),
             section("deterministic, 1b", "deterministic", 80, "--model", "1b"),
-            section("KV transfer of two processes", "kv_transfer", 60),
         ],
     }
 

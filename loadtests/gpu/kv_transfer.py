@@ -4,37 +4,34 @@ NCCL refuses two ranks of a communicator on the same GPU of one host, so each pr
 a separate host (NCCL_HOSTID). NCCL then uses sockets. The test therefore checks correctness; its
 speed is not that of two GPUs.
 
-The two processes exchange values of their rendezvous store as JSON lines, which their parent
-process forwards.
+Then a transfer whose source is killed: see `lost_peer`.
 """
 
 import argparse
-import json
 import os
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.kernels.fallback import fallback_counts, forbid_fallback
 from penstock.kernels.kv_cache.checksum import checksum
+from penstock.loadtests.gpu import lost_peer
 from penstock.loadtests.gpu.options import read_options
 from penstock.loadtests.gpu.sections import write_figures
+from penstock.loadtests.gpu.transfer_process import (
+    Child,
+    connected_stores,
+    finish,
+    write_line,
+)
 from penstock.workers.engine.warm_up import warm_up_block_moves
 from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
 from penstock.workers.kv_transfer.staging import KvStaging
-from penstock.workers.kv_transfer.transport import (
-    DESTINATION,
-    SOURCE,
-    MirrorStore,
-    Operation,
-    RankPair,
-)
+from penstock.workers.kv_transfer.transport import DESTINATION, SOURCE, RankPair
 
 SECONDS = 30.0  # timeout of each process when it waits for the other one
 ALL_SECONDS = 36.0  # time limit of both processes, including their start
@@ -69,14 +66,7 @@ def sides_blocks(num_blocks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
 
 def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     """Run one of the two processes: rank SOURCE sends, rank DESTINATION receives and compares."""
-    output_lock = threading.Lock()
-
-    def publish(key: str, value: bytes) -> None:
-        with output_lock:
-            print(json.dumps({"key": key, "value": value.hex()}), flush=True)
-
-    store = MirrorStore(publish, SECONDS)
-    threading.Thread(target=_listen, args=(sys.stdin, store), daemon=True).start()
+    store = connected_stores([0], SECONDS)[0]
     kv = kv_cache(device, small, seed=rank)
     warm_up_block_moves(kv)  # as at the start of a worker
     rectangle = LayerHeadRange(0, kv.shape[0], 0, kv.shape[3])
@@ -88,11 +78,11 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     began = time.monotonic()
     if rank == SOURCE:
         message = staging.gather(sent, shard)
-        _finish(pair.send(message))
+        finish(pair.send(message))
         seconds = time.monotonic() - began
         return {"bytes": len(message), "seconds": seconds, "checksum": hex(checksum(message))}
     buffer = staging.empty(len(sent) * kv[:, :, 0].numel() * kv.element_size())
-    _finish(pair.receive(buffer))
+    finish(pair.receive(buffer))
     staging.scatter(received, shard, buffer)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -105,75 +95,13 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     return {"bytes": len(buffer), "seconds": seconds, "same": same, "checksum": found}
 
 
-def _finish(operation: Operation) -> None:
-    """Wait for an operation, which fails if it takes longer than SECONDS."""
-    while not operation.ready():
-        time.sleep(1e-4)
-    operation.check()
-
-
-def _listen(lines: IO[str], store: MirrorStore) -> None:
-    for line in lines:
-        message = json.loads(line)
-        store.receive(message["key"], bytes.fromhex(message["value"]))
-
-
-class Child:
-    """Child process that runs one side; prints values of its rendezvous store, then its results."""
-
-    def __init__(self, rank: int, device: str, small: bool) -> None:
-        environment = {
-            **os.environ,
-            "NCCL_HOSTID": f"penstock-{rank}",
-            "NCCL_SOCKET_IFNAME": "lo",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        command = [sys.executable, "-m", __spec__.name, "--side", str(rank), "--device", device]
-        self.figures: dict[str, Any] = {}
-        self.process = subprocess.Popen(
-            [*command, *(["--small"] if small else [])],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def relay(self, other: "Child") -> threading.Thread:
-        """Start a thread that forwards store values from this process to `other`."""
-        thread = threading.Thread(target=self._relay, args=(other,), daemon=True)
-        thread.start()
-        return thread
-
-    def end(self, ends: float) -> int | str:
-        """Wait until time `ends` (of `time.monotonic`), then kill; return exit code or error."""
-        try:
-            return self.process.wait(max(0.0, ends - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return f"a timeout after {ALL_SECONDS:.0f} s"
-        finally:
-            self.process.kill()
-
-    def _relay(self, other: "Child") -> None:
-        assert self.process.stdout is not None
-        assert other.process.stdin is not None
-        for line in self.process.stdout:
-            if not line.startswith("{"):
-                continue  # log line of NCCL
-            message = json.loads(line)
-            if "key" not in message:
-                self.figures = message
-                continue
-            try:
-                other.process.stdin.write(line)
-                other.process.stdin.flush()
-            except OSError:
-                return  # the other process has exited
-
-
 def measure(device: str, small: bool) -> dict[str, Any]:
     """Run both processes and check their results."""
-    sides = [Child(rank, device, small) for rank in (SOURCE, DESTINATION)]
-    threads = [sides[0].relay(sides[1]), sides[1].relay(sides[0])]
+    sides = [
+        Child(__spec__.name, _arguments(rank, device, small), {"NCCL_HOSTID": f"penstock-{rank}"})
+        for rank in (SOURCE, DESTINATION)
+    ]
+    threads = [sides[0].relay({0: sides[1]}), sides[1].relay({0: sides[0]})]
     ends = time.monotonic() + ALL_SECONDS
     codes = [side.end(ends) for side in sides]
     for thread in threads:
@@ -190,18 +118,26 @@ def measure(device: str, small: bool) -> dict[str, Any]:
     return {"source": source, "destination": destination, "failures": failures}
 
 
+def _arguments(rank: int, device: str, small: bool) -> list[str]:
+    return ["--side", str(rank), "--device", device, *(["--small"] if small else [])]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--side", type=int)
     side, others = parser.parse_known_args()
     if side.side is None:
         options = read_options("kv_transfer")
-        write_figures(options.json, measure(options.device.type, options.small))
+        figures = measure(options.device.type, options.small)
+        write_figures(options.json, figures)
+        lost = lost_peer.measure(options.device.type)
+        failures = figures["failures"] + lost.pop("failures")
+        write_figures(options.json, figures | {"lost_peer": lost, "failures": failures})
         return 0
     options = read_options("kv_transfer", [*others, "--json", str(Path(os.devnull))])
     with forbid_fallback(options.device):
         figures = run_side(side.side, options.device, options.small)
-    print(json.dumps(figures | {"plain_forms": fallback_counts()}), flush=True)
+    write_line(figures | {"plain_forms": fallback_counts()})
     return 0
 
 

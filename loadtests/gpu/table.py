@@ -1,6 +1,6 @@
 """Formats the results of a run as text."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.loadtests.gpu.sections import Outcome
@@ -25,20 +25,16 @@ def _section(outcome: Outcome) -> Iterator[str]:
         yield f"    {figures['compiled']} kernels compiled"
         yield from (f"    rule of make aot: {complaint}" for complaint in figures["complaints"])
         yield from columns(CASE, [_case(row) for row in figures["cases"]])
-    if "batches" in figures:
-        yield f"    {figures['about']}"
-        yield from columns(BATCH, [_batch(n, row) for n, row in figures["batches"].items()])
-    if "prices" in figures:
-        yield f"    {figures['about']}"
-        yield from columns(PRICE, [_price(name, row) for name, row in figures["prices"].items()])
-    if "loads" in figures:
-        yield f"    {figures['about']}; every ratio above 1 means faster than torch"
-        yield from columns(LOAD, [_load(name, row) for name, row in figures["loads"].items()])
-    if "tuned" in figures:
-        yield from columns(TUNED, [_tuned(name, row) for name, row in figures["tuned"].items()])
+    for key, (heading, make_row) in NAMED_ROWS.items():
+        if key in figures:
+            yield from (f"    {figures[name]}" for name in ("about",) if name in figures)
+            rows = [make_row(name, row) for name, row in figures[key].items()]
+            yield from columns(heading, rows)
     if "bytes_per_second" in figures:
         yield f"    copy {figures['bytes_per_second'] / 1e12:.2f} TB/s (read and written)"
         yield f"    product {figures['flops_per_second'] / 1e12:.0f} TFLOP/s"
+    for name, each in figures.get("lost_peer", {}).items():
+        yield f"    source killed, {name}: {_lost(each)}"
     for name, each in figures.get("files", {}).items():
         yield f"    {name}: {each['said']}"
     yield ""
@@ -73,9 +69,9 @@ def _operation(row: Mapping[str, Any]) -> Row:
 BATCH = ("batch", "step µs", "p99", "bytes' µs", "over", "gap p50 µs", "gap p99", "waits")
 
 
-def _batch(batch: str | int, row: Mapping[str, Any]) -> Row:
+def _batch(batch: str, row: Mapping[str, Any]) -> Row:
     return (
-        str(batch),
+        batch,
         f"{row['step_us']:.0f}",
         f"{row['step_p99_us']:.0f}",
         f"{row['floor_us']:.0f}",
@@ -95,8 +91,8 @@ def _price(name: str, row: Mapping[str, float]) -> Row:
 
 
 LOAD = (
-    *("load", "tokens/s", "ratio", "first token ms", "ratio", "p99", "ratio"),
-    *("per token ms", "ratio", "p99", "ratio", "equal first tokens"),
+    *("load", "tokens/s", "of torch's", "first token ms", "speed", "p99", "speed"),
+    *("per token ms", "speed", "p99", "speed", "equal first tokens"),
 )
 _LATENCIES = ("first_token_p50_us", "first_token_p99_us", "per_token_p50_us", "per_token_p99_us")
 
@@ -117,6 +113,27 @@ def _tuned(name: str, row: Mapping[str, Any]) -> Row:
     gains = (f"{row[key]:.2f}x" for key in ("gain", "least_gain"))
     counts = (str(row[key]) for key in ("num_timed", "num_passed", "num_candidates"))
     return (name, *sizes, *gains, *counts)
+
+
+def _lost(row: Mapping[str, Any]) -> str:
+    if "not_run" in row:
+        return f"not run: {row['not_run']}"
+    if "recovery_seconds" not in row:
+        return "failed"
+    return (
+        f"failed after {row['lost_seconds']:.2f} s ({row['error']}), "
+        f"released in {row['release_seconds']:.2f} s, "
+        f"received from another source after {row['recovery_seconds']:.2f} s"
+    )
+
+
+NAMED_ROWS: dict[str, tuple[Row, Callable[[str, Mapping[str, Any]], Row]]] = {
+    "batches": (BATCH, _batch),
+    "prices": (PRICE, _price),
+    "loads": (LOAD, _load),
+    "tuned": (TUNED, _tuned),
+}
+"""Figures with named rows, by their key: heading, and the function that formats a row."""
 
 
 def columns(head: Row, rows: Sequence[Row]) -> Iterator[str]:

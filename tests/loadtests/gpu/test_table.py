@@ -77,6 +77,14 @@ def test_tuned_tiles_are_shown_with_their_speed() -> None:
     assert line.split()[2:] == ["16/64", "16/128", "1.25x", "1.20x", "30", "31", "36"]
 
 
+def test_lost_peer_is_shown_for_each_backend() -> None:
+    row = {"error": "reset", "lost_seconds": 0.5, "release_seconds": 0.25, "recovery_seconds": 2.0}
+    figures = {"lost_peer": {"gloo": row, "NCCL on one GPU": {"not_run": "duplicate GPU"}}}
+    lines = report([Outcome("KV transfer", 5.0, [], figures)]).splitlines()[1:3]
+    assert "failed after 0.50 s (reset), released in 0.25 s" in lines[0]
+    assert lines[1].strip() == "source killed, NCCL on one GPU: not run: duplicate GPU"
+
+
 def test_columns_are_aligned() -> None:
     assert list(columns(("a", "b"), [])) == []
     assert list(columns(("a", "bb"), [("long", "1")])) == ["    a     bb", "    long   1"]
