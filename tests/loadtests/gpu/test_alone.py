@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,23 +71,33 @@ def test_blocked_package_cannot_be_imported() -> None:
     assert run_blocked("import ray", ABSENT).returncode == 1
 
 
-@pytest.mark.process
-def test_the_engine_steps_without_ray(tmp_path: Path) -> None:
+def figures_without_ray(tmp_path: Path, *sections: str) -> list[dict[str, Any]]:
+    """Run sections in one process that lacks ray, grpc and protobuf; return their results."""
     (tmp_path / "bounds.json").write_text('{"bytes_per_second": 1e10, "flops_per_second": 1e11}')
     options = ["--json", str(tmp_path / "x.json"), "--bounds", str(tmp_path / "bounds.json")]
     options += ["--device", "cpu", "--small", "--model", "1b"]
-    steps = "from penstock.loadtests.gpu import beside_torch, deterministic, steps"
-    code = f"sys.argv[1:] = {options!r}\n{steps}\n"
-    for section in ("steps", "beside_torch"):
+    code = f"sys.argv[1:] = {options!r}\n"
+    code += f"from penstock.loadtests.gpu import {', '.join(sections)}\n"
+    for section in sections:
         code += f"{section}.main()\nprint(open(sys.argv[2]).read())\n"
-    done = run_blocked(code + "deterministic.main()", ("ray", "grpc", "google"))
+    done = run_blocked(code, ("ray", "grpc", "google"))
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert all("over_floor" in batch for batch in found[0]["batches"].values())
-    loads = found[1]["loads"]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.process
+def test_the_engine_steps_without_ray(tmp_path: Path) -> None:
+    decoding, prices = figures_without_ray(tmp_path, "steps", "deterministic")
+    assert all("over_floor" in batch for batch in decoding["batches"].values())
+    assert "plain_us" in prices["prices"]["prompt of 40"]
+
+
+@pytest.mark.process
+def test_the_engine_and_the_torch_engine_generate_the_same_first_tokens(tmp_path: Path) -> None:
+    (found,) = figures_without_ray(tmp_path, "beside_torch")
+    loads = found["loads"]
     assert list(loads) == ["prefill of 12", "prefill of 40", "mixed", "all at once", "arrivals"]
     assert [each["equal_first_tokens"] for each in loads.values()] == [1.0] * 5
-    assert '"prompt of 40": {"plain_us"' in (tmp_path / "x.json").read_text()
 
 
 @pytest.mark.parametrize("folder", ["tests/kernels", "tests/workers/gpu"])
