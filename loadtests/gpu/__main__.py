@@ -42,6 +42,12 @@ STAGE_SECONDS = 465.0  # so that a stage, with the start of its processes, takes
 REPORT = "report.txt"
 CPU_FACTOR = 3.0  # time limits on a CPU, where the command is only tested, relative to a GPU
 BOUNDS, TUNING = "bounds", "tuning"
+LINE_FILES = {
+    "smoke": "smoke-*.jsonl",
+    "tests of kernels": kernel_tests.LINES,
+    TUNING: "tuning-*.jsonl",
+}
+"""Files of a section, to which it appends; those of an earlier run are removed."""
 
 
 def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
@@ -108,6 +114,9 @@ def run(wanted: Sequence[str], device: str, small: bool, folder: Path) -> Iterat
     ends = time.monotonic() + sum(section.seconds for section in sections)
     for section in sections:
         print(f"{section.name} ...", file=sys.stderr, flush=True)
+        if section.name in LINE_FILES:
+            for earlier in folder.glob(LINE_FILES[section.name]):
+                earlier.unlink()
         is_tuned = VARIABLE in os.environ or any(tiles.iterdir())
         environment = {VARIABLE: os.environ.get(VARIABLE, str(tiles))}
         outcome = run_section(replace(section, environment=environment), ends - time.monotonic())

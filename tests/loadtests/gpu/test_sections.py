@@ -192,6 +192,25 @@ def test_missing_gpu_gives_a_one_line_error(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_repeated_section_does_not_read_the_lines_of_its_earlier_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stub(section: Section, left: float) -> Outcome:
+        folder = Path(section.arguments[section.arguments.index("--folder") + 1])
+        found = sorted(path.name for path in folder.glob("*.jsonl"))
+        if section.name == "smoke":
+            (folder / "smoke-a.jsonl").write_text("{}")
+            (folder / "other.jsonl").write_text("{}")
+        return Outcome(section.name, 1.0, [], {"found": found})
+
+    monkeypatch.setattr(gpu, "run_section", stub)
+    target = tmp_path / "gpu.json"
+    for expected in ([], ["other.jsonl"]):
+        options = ["smoke", "--device", "cpu", "--keep", "--save-json", str(target)]
+        assert gpu.main(options) == 0
+        assert json.loads(target.read_text())["sections"]["smoke"]["found"] == expected
+
+
 def test_figures_file_is_complete_or_missing(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     assert read_figures(path) == {}
