@@ -13,10 +13,10 @@ query of any dtype may read an FP8 or INT8 cache.
 
 `plan_attention` prepares everything that depends only on the batch. It is called once per step for
 all layers with the same window. If the lengths are on the GPU, `plan_attention_on_device` is used.
-On a GPU, Triton kernels read the blocks in place (`attention/triton`, launched by
-`attention/triton_launch`). On a CPU, numba loops read the blocks of single tokens and short
-sequences in place (`attention/cpu_plan`). For other sequences, torch computes attention over
-gathered blocks (`attention/torch_gather`).
+On a GPU, Triton kernels read the blocks in place (`attention/triton`, planned by
+`attention/triton_plan` and launched by `attention/triton_launch`). On a CPU, numba loops read the
+blocks of single tokens and short sequences in place (`attention/cpu_plan`). For other sequences,
+torch computes attention over gathered blocks (`attention/torch_gather`).
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ from torch import Tensor
 from penstock.kernels.attention.cpu_plan import supports_cpu_paged
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.attention.torch_gather import GatheredPlan
-from penstock.kernels.attention.triton_launch import Batch, TiledPlan
+from penstock.kernels.attention.triton_launch import Batch
+from penstock.kernels.attention.triton_plan import TiledPlan, TiledPlanner
 from penstock.kernels.checks import FLOATS, check, check_contiguous
 from penstock.kernels.fallback import record_fallback
 from penstock.kernels.kv_cache.format import dequantize, format_of, num_features
@@ -115,24 +116,21 @@ def plan_attention_on_device(
     context_lens: Tensor,
     block_tables: Tensor,
     layer: Tensor,
-    max_query: int,
+    planner: TiledPlanner,
     max_context: int,
     window: int = 0,
-    one_path: bool = False,
 ) -> AttentionPlan:
     """Version of `plan_attention` for Triton kernels; takes int32 tensors on the layer's device.
 
-    The host does not read the values of the tensors, so a captured CUDA graph remains valid when
-    the values change. The caller must ensure that the values satisfy the conditions of
-    `check_batch`, that every sequence has at most `max_query` tokens in this step, and that its
-    context has at most `max_context` positions.
+    `planner` was prepared with the lengths of this step. The host does not read the values of the
+    tensors. A captured CUDA graph remains valid when the values change, if `planner` is prepared
+    before each replay. The caller must ensure that the values satisfy the conditions of
+    `check_batch`, and that every context has at most `max_context` positions.
     """
     _check_layer(layer)
     batch = Batch(query_starts, context_lens, block_tables)
     check_device_batch(batch, layer, max_context)
-    lengths = query_starts, context_lens
-    backend = TiledPlan(batch, lengths, max_query, max_context, window, one_path=one_path)
-    return AttentionPlan(backend, layer, "T")
+    return AttentionPlan(planner.plan(batch, max_context, window), layer, "T")
 
 
 def reads_bf16(layer: Tensor) -> bool:

@@ -1,24 +1,26 @@
 """Triton kernels of paged attention (see `attention/op`): `attend_kernel` and `merge_kernel`.
 
 The query heads of one KV head are packed as rows: row r of a sequence is token r // G and query
-head r % G of that KV head. A program computes BLOCK_M rows of one sequence and KV head. It loops
-over keys and values, BLOCK_N positions at a time, with an online softmax in float32.
+head r % G of that KV head. A work item (`attention/work_items`) is a tile of BLOCK_M rows of one
+sequence, and a range of its positions. A program computes items for one KV head. It loops over keys
+and values, BLOCK_N positions at a time, with an online softmax in float32.
 
 For MLA, a row of the cache is a key with a tail: its first D features are also the value, and its
 last TAIL features only contribute to the score. There is one KV head, and the cache has no separate
 values.
 
-A program for a tile of a long chunk loops over all positions that the tile attends to (SPLIT = 0).
-Sequences with few rows would leave most of a GPU idle. Their positions are therefore split into
-partitions at fixed multiples of SPLIT, with one program per partition, and `merge_kernel`
-merges the results. Partition boundaries and the order of every sum depend only on the sequence,
-not on the rest of the batch.
+If an item has all positions of its rows, it writes the result. Otherwise, it writes a partial
+result, and `merge_kernel` merges the partial results of a sequence in the order of positions. The
+merge is a second launch. If the last program to finish merged instead, then its counters would have
+to be zero before each replay of a CUDA graph, every program would need registers for the merge, and
+its memory order could not be tested without a GPU. The order of sums would be the same.
 
-With SEQUENTIAL, a program for a tile of a long chunk computes the same partitions one after
-another, each with its own accumulators. It merges their results in the order that
-`merge_kernel` uses with BLOCK_P = 1. The result for a token is then bitwise identical whether
-the token is in a chunk or alone. This requires that all tiles have one size and that the compiler
-does not fuse multiply-adds, because it may fuse them differently at each place in a program.
+With SPLIT, an item computes all positions of its rows, in partitions of SPLIT positions, each with
+its own accumulators. It merges their results in the order that `merge_kernel` uses with
+BLOCK_P = 1. The result for a token is then bitwise identical whether one item computes all
+partitions or each partition is an item. This requires that all tiles have one size and that the
+compiler does not fuse multiply-adds, because it may fuse them differently at each place in a
+program.
 
 Exponentials have base 2, so scores are multiplied by log2(e). As long as a row has attended to no
 position, its maximum score is MASKED, a finite number, so that -inf - (-inf) is never computed.
@@ -41,70 +43,69 @@ def _as_floats(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-@jit(unspecialized=("table_stride", "partition_tokens"))
-def attend_kernel(  # noqa: C901
-    query,  # [T, H G, D + TAIL]; consecutive tokens are `query_stride` elements apart
-    layer,  # [2, N, H, S, W], or [1, N, 1, S, D + TAIL]
-    tables,  # [B, M] int32 block tables; consecutive rows are `table_stride` elements apart
-    query_starts,  # [B + 1] int32 first token of each sequence, and the number of tokens
-    context_lens,  # [B] int32 context length of each sequence
-    items,  # [I, 2] int32: sequence (-1: no work) and index of its partition or row tile
-    item_starts,  # [B + 1] int32 first item of each sequence, and the number of items
-    out,  # [T, H G, D]
-    # [I * partition_tokens, H G, D] float32 unnormalized sums of values; None without partitions
+@jit
+def _store_result(out, at, features, sinks, heads, most, total, acc, present, kept):
+    """Store the result of a tile's rows, whose partial results are `most`, `total` and `acc`."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=present, other=0.0).to(tl.float32) * LOG2_E
+        higher = tl.maximum(most, sink)
+        fade = tl.exp2(most - higher)
+        total = total * fade + tl.exp2(sink - higher)
+        acc *= fade[:, None]
+    result = (acc / tl.where(present, total, 1.0)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] + features[None, :], result, mask=kept)
+
+
+@jit
+def _attend_item(  # noqa: C901
+    item,  # index in `items`; the other arguments are those of `attend_kernel`
+    head,
+    query,
+    layer,
+    tables,
+    query_starts,
+    context_lens,
+    items,
+    out,
     partial_sums,
-    # [I * partition_tokens, H G, 2] float32 maximum score and sum of exponentials, or None
     weights,
-    sinks,  # [H G] attention sinks, or None
-    slopes,  # [H G] ALiBi slopes, or None
-    scales,  # the memory of `layer` as float16, if it has codes with scales; else None
+    sinks,
+    slopes,
+    scales,
     query_stride,
     table_stride,
-    side_stride,  # elements between a key and its value in `layer`
-    scale,  # scores are multiplied by this
-    cap,  # soft cap of scores, or None
-    partition_tokens,  # tokens per item in `partial_sums`
+    side_stride,
+    scale,
+    cap,
     H: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
-    TAIL: tl.constexpr,  # features of a key after its value (MLA); 0: keys and values are separate
-    PAGE: tl.constexpr,  # S W, elements of the keys or values of a block and head
-    # Codes as `_as_floats` returns them, times UNIT, are codes. GAIN scales the weights of values.
+    TAIL: tl.constexpr,
+    PAGE: tl.constexpr,
     UNIT: tl.constexpr,
     GAIN: tl.constexpr,
-    WINDOW: tl.constexpr,  # number of positions that a token attends to; 0: all
-    SPLIT: tl.constexpr,  # positions per partition, a multiple of BLOCK_N; 0: no partitions
-    SEQUENTIAL: tl.constexpr,  # a program computes all partitions of a tile, in order
-    ALL_MERGED: tl.constexpr,  # `merge_kernel` also handles sequences with one partition
+    WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SHORT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # D rounded up to a power of two
-    BLOCK_T: tl.constexpr,  # TAIL rounded up to a power of two
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
-    """Compute attention for a tile of BLOCK_M rows of one sequence and KV head.
-
-    An item is a row tile of a sequence, and the grid is [I, H]. With partitions (SPLIT and not
-    SEQUENTIAL), an item is a partition of a sequence, and the grid is [I, H, row tiles]. Final
-    results are written to `out`. Results that `merge_kernel` must merge are written to
-    `partial_sums` and `weights`.
-    """
+    """Compute attention for one work item and KV head."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     MASKED: tl.constexpr = -1e30
-    item, head = tl.program_id(0), tl.program_id(1)
-    sequence = tl.load(items + 2 * item)
-    if sequence < 0:
-        return
-    which = tl.load(items + 2 * item + 1)
+    sequence = tl.load(items + 5 * item)
+    first_row = tl.load(items + 5 * item + 1) * BLOCK_M
+    if not SPLIT:
+        first_position = tl.load(items + 5 * item + 2)
+        end_position = tl.load(items + 5 * item + 3)
+        partial_row = tl.load(items + 5 * item + 4)
     first_token = tl.load(query_starts + sequence)
     num_tokens = tl.load(query_starts + sequence + 1) - first_token
     context = tl.load(context_lens + sequence)
-    if SPLIT and not SEQUENTIAL:
-        first_row = tl.program_id(2) * BLOCK_M
-        if first_row >= num_tokens * G:
-            return
-    else:
-        first_row = which * BLOCK_M
 
     rows = first_row + tl.arange(0, BLOCK_M)
     tokens = rows // G
@@ -129,12 +130,12 @@ def attend_kernel(  # noqa: C901
     low = tl.maximum(earliest - WINDOW + 1, 0) if WINDOW else 0
     high = latest + 1
     first_partition, num_partitions = 0, 1
-    if SEQUENTIAL:
+    if SPLIT:
         first_partition = low // SPLIT
         num_partitions = (high + SPLIT - 1) // SPLIT - first_partition
-    elif SPLIT:
-        low = tl.maximum(low, which * SPLIT)
-        high = tl.minimum(high, (which + 1) * SPLIT)
+    else:
+        low = tl.maximum(low, first_position)
+        high = tl.minimum(high, end_position)
     begin = low // BLOCK_N * BLOCK_N
     if WINDOW:
         all_low = (tl.maximum(latest - WINDOW + 1, low) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
@@ -152,21 +153,21 @@ def attend_kernel(  # noqa: C901
     most = tl.full((BLOCK_M,), MASKED, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if SEQUENTIAL:
+    if SPLIT:
         all_most, all_total, all_acc = most, total, acc
     for partition in range(0, num_partitions):
-        if SEQUENTIAL:
+        if SPLIT:
             most = tl.full((BLOCK_M,), MASKED, tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         # There are three stretches of positions: the window's edge (masked), the positions that
-        # every row attends to (no mask), and the causal edge (masked). Partitions and MLA use only
-        # one masked stretch: partitions are short, and MLA's wide tiles use too many registers.
-        for stretch in tl.static_range(2 if SPLIT or TAIL else (0 if WINDOW else 1), 3):
-            if SEQUENTIAL:
+        # every row attends to (no mask), and the causal edge (masked). Short ranges use only one
+        # masked stretch. MLA does as well, because its wide tiles use too many registers.
+        for stretch in tl.static_range(2 if SHORT else (0 if WINDOW else 1), 3):
+            if SPLIT:
                 start = tl.maximum(begin, (first_partition + partition) * SPLIT)
                 stop = tl.minimum(high, (first_partition + partition + 1) * SPLIT)
-            elif SPLIT or TAIL:
+            elif SHORT:
                 start, stop = begin, high
             elif stretch == 0:
                 start, stop = begin, tl.minimum(all_low, high)
@@ -234,47 +235,100 @@ def attend_kernel(  # noqa: C901
 
         if scales is not None:
             acc *= UNIT / GAIN
-        if SEQUENTIAL:
+        if SPLIT:
             higher = tl.maximum(all_most, most)
             fade, gain = tl.exp2(all_most - higher), tl.exp2(most - higher)
             all_total = all_total * fade + total * gain
             all_acc = all_acc * fade[:, None] + acc * gain[:, None]
             all_most = higher
 
-    if SEQUENTIAL:
+    if SPLIT:
         most, total, acc = all_most, all_total, all_acc
-    single = not ALL_MERGED
-    if SPLIT and not (SEQUENTIAL or ALL_MERGED):
-        count = tl.load(item_starts + sequence + 1) - tl.load(item_starts + sequence)
-        single = count == 1
-    if single:
-        if sinks is not None:
-            sink = tl.load(sinks + heads, mask=present, other=0.0).to(tl.float32) * LOG2_E
-            higher = tl.maximum(most, sink)
-            fade = tl.exp2(most - higher)
-            total = total * fade + tl.exp2(sink - higher)
-            acc *= fade[:, None]
-        out_at = (first_token + tokens).to(tl.int64) * (H * G * D) + heads * D
-        result = (acc / tl.where(present, total, 1.0)[:, None]).to(out.dtype.element_ty)
-        tl.store(out + out_at[:, None] + features[None, :], result, mask=kept)
-    elif SPLIT and not SEQUENTIAL:
-        partial_at = (item * partition_tokens + tokens).to(tl.int64) * (H * G) + heads
-        tl.store(partial_sums + partial_at[:, None] * D + features[None, :], acc, mask=kept)
+    out_at = (first_token + tokens).to(tl.int64) * (H * G * D) + heads * D
+    if SPLIT:
+        _store_result(out, out_at, features, sinks, heads, most, total, acc, present, kept)
+    elif partial_row >= 0:
+        partial_at = (partial_row + tokens).to(tl.int64) * (H * G) + heads
         tl.store(weights + partial_at * 2, most, mask=present)
         tl.store(weights + partial_at * 2 + 1, total, mask=present)
+        tl.store(partial_sums + partial_at[:, None] * D + features[None, :], acc, mask=kept)
+    else:
+        _store_result(out, out_at, features, sinks, heads, most, total, acc, present, kept)
 
 
-@jit(unspecialized=("partition_tokens", "num_shared", "first_shared", "num_sequences"))
+@jit(unspecialized=("table_stride",))
+def attend_kernel(
+    query,  # [T, H G, D + TAIL]; consecutive tokens are `query_stride` elements apart
+    layer,  # [2, N, H, S, W], or [1, N, 1, S, D + TAIL]
+    tables,  # [B, M] int32 block tables; consecutive rows are `table_stride` elements apart
+    query_starts,  # [B + 1] int32 first token of each sequence, and the number of tokens
+    context_lens,  # [B] int32 context length of each sequence
+    # [I, 5] int32 sequence, row tile, first position, end of positions, and the first row of the
+    # partial result (-1: the result is final)
+    items,
+    worker_starts,  # [W + 1] int32 first item of each worker; not used unless PERSISTENT
+    out,  # [T, H G, D]
+    partial_sums,  # [P, H G, D] float32 unnormalized sums of values; None with SPLIT
+    weights,  # [P, H G, 2] float32 maximum score and sum of exponentials; None with SPLIT
+    sinks,  # [H G] attention sinks, or None
+    slopes,  # [H G] ALiBi slopes, or None
+    scales,  # the memory of `layer` as float16, if it has codes with scales; else None
+    query_stride,
+    table_stride,
+    side_stride,  # elements between a key and its value in `layer`
+    scale,  # scores are multiplied by this
+    cap,  # soft cap of scores, or None
+    H: tl.constexpr,
+    G: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    TAIL: tl.constexpr,  # features of a key after its value (MLA); 0: keys and values are separate
+    PAGE: tl.constexpr,  # S W, elements of the keys or values of a block and head
+    # Codes as `_as_floats` returns them, times UNIT, are codes. GAIN scales the weights of values.
+    UNIT: tl.constexpr,
+    GAIN: tl.constexpr,
+    WINDOW: tl.constexpr,  # number of positions that a token attends to; 0: all
+    SPLIT: tl.constexpr,  # positions per partition, if an item computes all partitions; else 0
+    SHORT: tl.constexpr,  # mask all positions: items are short, or tiles are wide (MLA)
+    PERSISTENT: tl.constexpr,  # a program computes a worker's items; else one item
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # D rounded up to a power of two
+    BLOCK_T: tl.constexpr,  # TAIL rounded up to a power of two
+):
+    """Compute attention for work items.
+
+    The grid is [W, H] if PERSISTENT, else [I, H]. Final results are written to `out`. Results that
+    `merge_kernel` must merge are written to `partial_sums` and `weights`.
+    """
+    worker, head = tl.program_id(0), tl.program_id(1)
+    if PERSISTENT:
+        for item in range(tl.load(worker_starts + worker), tl.load(worker_starts + worker + 1)):
+            _attend_item(
+                item, head, query, layer, tables, query_starts, context_lens, items, out,
+                partial_sums, weights, sinks, slopes, scales, query_stride, table_stride,
+                side_stride, scale, cap, H, G, S, D, TAIL, PAGE, UNIT, GAIN, WINDOW, SPLIT, SHORT,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_T,
+            )  # fmt: skip
+    else:
+        _attend_item(
+            worker, head, query, layer, tables, query_starts, context_lens, items, out,
+            partial_sums, weights, sinks, slopes, scales, query_stride, table_stride,
+            side_stride, scale, cap, H, G, S, D, TAIL, PAGE, UNIT, GAIN, WINDOW, SPLIT,
+            SHORT, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_T,
+        )  # fmt: skip
+
+
+@jit(unspecialized=("num_shared", "first_shared", "num_sequences"))
 def merge_kernel(
-    # [P, HEADS, D] float32 unnormalized sums of values: first the rows of the items (item *
-    # partition_tokens + token), then of the prefix (first_shared + partition * B + sequence)
+    # [P, HEADS, D] float32 unnormalized sums of values: first the rows of each sequence's own
+    # partitions, then of the prefix (first_shared + partition * B + sequence)
     partial_sums,
     weights,  # [P, HEADS, 2] float32 maximum score and sum of exponentials
-    item_starts,  # [B + 1] int32 first item of each sequence, and the number of items
+    merges,  # [B, 2] int32 first row and number of each sequence's own partitions; 0: no merge
     query_starts,  # [B + 1] int32 first token of each sequence, and the number of tokens
     out,  # [T, HEADS, D]
     sinks,  # [HEADS] attention sinks, or None
-    partition_tokens,  # tokens per item in `partial_sums`
     num_shared,  # number of partitions of the shared prefix
     first_shared,  # first row of the shared prefix in `partial_sums`
     num_sequences,  # B, number of sequences
@@ -285,48 +339,47 @@ def merge_kernel(
 ):
     """Merge the partitions of each split sequence, and of the shared prefix if any, into `out`.
 
-    Grid: [B, HEADS]. A program merges all tokens of one sequence and query head.
+    Grid: [B, HEADS, tokens of the longest sequence to merge]. A program merges one token and query
+    head.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     MASKED: tl.constexpr = -1e30
-    sequence, head = tl.program_id(0), tl.program_id(1)
-    first = tl.load(item_starts + sequence)
-    num_own = tl.load(item_starts + sequence + 1) - first
-    count = num_own + num_shared
-    # Nothing to merge: the sequence is not split, or `attend_kernel` wrote its only partition.
-    if (num_own == 0) | (count == 1):
-        return
+    sequence, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(merges + 2 * sequence)
+    num_own = tl.load(merges + 2 * sequence + 1)
     first_token = tl.load(query_starts + sequence)
     num_tokens = tl.load(query_starts + sequence + 1) - first_token
+    if (num_own == 0) | (token >= num_tokens):
+        return
+    count = num_own + num_shared
     features = tl.arange(0, BLOCK_D)
-    for token in range(0, num_tokens):
-        most = tl.full((1,), MASKED, tl.float32)
-        total = tl.zeros((1,), tl.float32)
-        acc = tl.zeros((BLOCK_D,), tl.float32)
-        for at in range(0, count, BLOCK_P):
-            numbers = at + tl.arange(0, BLOCK_P)
-            there = numbers < count
-            own = (first + numbers) * partition_tokens + token
-            shared = first_shared + (numbers - num_own) * num_sequences + sequence
-            row = tl.where(numbers < num_own, own, shared).to(tl.int64) * HEADS + head
-            greatest = tl.load(weights + row * 2, mask=there, other=MASKED)
-            sums = tl.load(weights + row * 2 + 1, mask=there, other=0.0)
-            higher = tl.maximum(most, tl.max(greatest, 0))
-            fade, gain = tl.exp2(most - higher), tl.exp2(greatest - higher)
-            total = total * fade + tl.sum(sums * gain, 0)
-            values = tl.load(
-                partial_sums + row[:, None] * D + features[None, :],
-                mask=there[:, None] & (features < D)[None, :],
-                other=0.0,
-            )
-            acc = acc * fade + tl.sum(values * gain[:, None], 0)
-            most = higher
-        if sinks is not None:
-            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-            higher = tl.maximum(most, sink)
-            fade = tl.exp2(most - higher)
-            total = total * fade + tl.exp2(sink - higher)
-            acc *= fade
-        out_at = (first_token + token).to(tl.int64) * HEADS + head
-        result = (acc / total).to(out.dtype.element_ty)
-        tl.store(out + out_at * D + features, result, mask=features < D)
+    most = tl.full((1,), MASKED, tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for at in range(0, count, BLOCK_P):
+        numbers = at + tl.arange(0, BLOCK_P)
+        there = numbers < count
+        own = first + numbers * num_tokens + token
+        shared = first_shared + (numbers - num_own) * num_sequences + sequence
+        row = tl.where(numbers < num_own, own, shared).to(tl.int64) * HEADS + head
+        greatest = tl.load(weights + row * 2, mask=there, other=MASKED)
+        sums = tl.load(weights + row * 2 + 1, mask=there, other=0.0)
+        higher = tl.maximum(most, tl.max(greatest, 0))
+        fade, gain = tl.exp2(most - higher), tl.exp2(greatest - higher)
+        total = total * fade + tl.sum(sums * gain, 0)
+        values = tl.load(
+            partial_sums + row[:, None] * D + features[None, :],
+            mask=there[:, None] & (features < D)[None, :],
+            other=0.0,
+        )
+        acc = acc * fade + tl.sum(values * gain[:, None], 0)
+        most = higher
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        higher = tl.maximum(most, sink)
+        fade = tl.exp2(most - higher)
+        total = total * fade + tl.exp2(sink - higher)
+        acc *= fade
+    out_at = (first_token + token).to(tl.int64) * HEADS + head
+    result = (acc / total).to(out.dtype.element_ty)
+    tl.store(out + out_at * D + features, result, mask=features < D)

@@ -111,8 +111,8 @@ def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cach
     rows = min(64, max(16, 1 << (group - 1).bit_length()))
     if itemsize == 4:
         return Tiles(min(rows, 32), 32, 4, 1)
-    if width > 256:
-        return _mla_tiles(chip, rows)
+    if width > 256:  # with more rows, the loop over items spills registers on sm_90 and gfx942
+        return _mla_tiles(chip, min(rows, 16 if _chip_family(chip) == "amd" else 32))
     # On graphics cards, tiles are half as large, so that two programs share a multiprocessor.
     columns = 32 if _chip_family(chip) == "little" and width > 64 else 64
     if width > 128:

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from penstock.kernels.attention.op import check_batch, check_device_batch, reads_bf16
 from penstock.kernels.attention.score_mod import ScoreMod
-from penstock.kernels.attention.triton_launch import Batch, TiledPlan
+from penstock.kernels.attention.triton_launch import Batch
+from penstock.kernels.attention.triton_plan import TiledPlan, TiledPlanner
 from penstock.kernels.checks import FLOATS, check, check_contiguous
 from penstock.kernels.fallback import record_fallback
 from penstock.kernels.linear.batch_invariant import batch_invariant_bmm
@@ -126,9 +127,8 @@ def plan_mla_on_device(
     block_tables: Tensor,
     layer: Tensor,
     rank: int,
-    max_query: int,
+    planner: TiledPlanner,
     max_context: int,
-    one_path: bool = False,
 ) -> MlaPlan:
     """Version of `plan_mla` for tensors on the device; all sequences use the absorbed form.
 
@@ -137,9 +137,8 @@ def plan_mla_on_device(
     _check_layer(layer, rank)
     batch = Batch(query_starts, context_lens, block_tables)
     check_device_batch(batch, layer, max_context)
-    lengths = query_starts, context_lens
-    tiled = TiledPlan(batch, lengths, max_query, max_context, one_path=one_path)
-    return MlaPlan(tiled, [], [], None, "T", layer, layer.new_empty(0, 0), one_path)
+    tiled, empty = planner.plan(batch, max_context, 0), layer.new_empty(0, 0)
+    return MlaPlan(tiled, [], [], None, "T", layer, empty, planner.one_path)
 
 
 def runs_kernel(layer: Tensor) -> bool:

@@ -67,6 +67,7 @@ class DeviceInfo:
     shared_bytes: int  # maximum shared memory of one program, in bytes
     warp_size: int = 32
     product: str = ""  # name of the product; "": no tiles are tuned for it, see `tuned_tiles`
+    multiprocessors: int = 132  # determines grids, but no kernel
 
     @property
     def converts_e4m3(self) -> bool:
@@ -82,7 +83,9 @@ class DeviceInfo:
         return self.name.startswith("sm_")
 
 
-INTERPRETER = DeviceInfo("interpreter", shared_bytes=1 << 30, product="interpreter")
+INTERPRETER = DeviceInfo(
+    "interpreter", shared_bytes=1 << 30, product="interpreter", multiprocessors=2
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,7 @@ def _device_info(device: torch.device) -> DeviceInfo:
     if torch.version.hip is not None:
         name = found.gcnArchName.split(":")[0]
     shared = getattr(found, "shared_memory_per_block_optin", 64 << 10)
-    return DeviceInfo(name, shared, found.warp_size, found.name)
+    return DeviceInfo(name, shared, found.warp_size, found.name, found.multi_processor_count)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

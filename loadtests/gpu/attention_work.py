@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.kernels.attention.op import paged_attention, plan_attention, plan_attention_on_device
+from penstock.kernels.attention.op import paged_attention, plan_attention
 from penstock.kernels.kv_cache.format import FORMATS, to_cache
 from penstock.loadtests.gpu.clock import Call
 from penstock.loadtests.gpu.goals import PLAIN, Goal
@@ -86,10 +86,8 @@ class Paged:
 
     def ours(self) -> Call:
         """Return a function that calls `paged_attention`."""
-        sizes = self.sizes
-        max_query = sizes.context if sizes.prompts else 1
-        batch = (self.query_starts, self.context_lens, self.block_tables)
-        plan = plan_attention_on_device(*batch, self.layer, max_query, sizes.context)
+        starts, contexts = self.query_starts.cpu().numpy(), self.context_lens.cpu().numpy()
+        plan = plan_attention(starts, contexts, self.block_tables.cpu().numpy(), self.layer)
         return lambda: paged_attention(self.query, self.layer, plan)
 
     def torch_dense(self) -> Call:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.kernels.attention.backends.interface import HostBatch
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from penstock.kernels.kv_cache.checksum import sum_words
 from penstock.kernels.kv_cache.format import format_of
@@ -126,6 +127,7 @@ def _warm_up(runner: DeviceRunner, limits: SchedulerConfig) -> None:
     columns = -(-buckets.contexts[-1] // limits.block_size)
     inputs = DecodeInputs(buckets.rows[-1], columns, limits.block_size, NUM_BLOCKS - 1, META)
     for bucket in buckets.buckets():
+        runner._prepare(inputs.padding_rows(bucket.rows))
         runner._compute(inputs.batch(bucket.rows, bucket.context))
     for new in warm_up_sequences(limits, compiles=True):
         compute_chunks(runner, [new.num_prompt])
@@ -154,6 +156,8 @@ def compute_chunks(runner: DeviceRunner, lengths: Sequence[int]) -> None:
     def int32s(*shape: int) -> Tensor:
         return meta(*shape, dtype=torch.int32)
 
+    ends, lens = np.cumsum([0, *lengths]).astype(np.int32), np.array(lengths, np.int32)
+    runner._prepare(HostBatch(ends, lens, np.zeros((count, 0), np.int32)))
     runner._compute(
         DeviceBatch(
             tokens=int32s(total),

@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.kernels.attention.backends.interface import HostBatch
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from penstock.kernels.kv_cache.checksum import sum_words
 from penstock.kernels.kv_cache.format import format_of
@@ -137,6 +138,8 @@ def runner_of(name: str, folder: Path, deterministic: bool) -> DeviceRunner:
 def compute_chunks(runner: DeviceRunner, lengths: Sequence[int]) -> None:
     """Run a step of prefill chunks, without a CUDA graph and its static inputs."""
     total, count, longest = sum(lengths), len(lengths), max(lengths)
+    ends, lens = np.cumsum([0, *lengths]).astype(np.int32), np.array(lengths, np.int32)
+    runner._prepare(HostBatch(ends, lens, np.zeros((count, 0), np.int32)))
     runner._compute(
         DeviceBatch(
             tokens=int32s(total),
@@ -167,6 +170,7 @@ def test_steps_use_only_kernels_compiled_at_warm_up(
     warm = set()
     for bucket in BUCKETS.buckets():
         batch = inputs.batch(bucket.rows, bucket.context)
+        runner._prepare(inputs.padding_rows(bucket.rows))
         warm |= specializations(lambda: runner._compute(batch))  # noqa: B023
     limits = SchedulerConfig(NUM_BLOCKS, BUCKETS.contexts[-1], 16, 250, 8192)
     for new in warm_up_sequences(limits, compiles=True):

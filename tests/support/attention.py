@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention import triton_launch
+from penstock.kernels.attention import triton_plan, work_items
 from penstock.kernels.attention.op import (
     paged_attention,
     paged_attention_reference,
@@ -27,16 +27,19 @@ PARTS, CHUNKS, FIXED = Tiles(16, 16, 4, 1), Tiles(32, 16, 4, 1), Tiles(16, 16, 4
 
 
 @contextmanager
-def small_tiles(tiles: ModuleType = triton_launch) -> Iterator[None]:
+def small_tiles(plan: ModuleType = triton_plan, items: ModuleType = work_items) -> Iterator[None]:
     """Use small tiles, so that tests cover tile edges, and fill new tensors with NaN."""
     with ExitStack() as stack:
-        for name, value in (
-            ("SPLIT", SPLIT),
-            ("split_kv_tiles", lambda *_: PARTS),
-            ("chunk_tiles", lambda *_: CHUNKS),
-            ("batch_invariant_tiles", lambda *_: FIXED),
+        for module, name, value in (
+            (work_items, "SPLIT", SPLIT),
+            (items, "SPLIT", SPLIT),
+            (items, "QUANTUM", SPLIT // 2),
+            (items, "CHUNK_SPLIT", SPLIT),
+            (plan, "split_kv_tiles", lambda *_: PARTS),
+            (plan, "chunk_tiles", lambda *_: CHUNKS),
+            (plan, "batch_invariant_tiles", lambda *_: FIXED),
         ):
-            stack.enter_context(mock.patch.object(tiles, name, value))
+            stack.enter_context(mock.patch.object(module, name, value))
         stack.enter_context(mock.patch.object(torch, "empty", _poisoned_empty))
         yield
 
@@ -176,16 +179,3 @@ def alike(found: Tensor, expected: Tensor) -> None:
 def compare(found: Tensor, expected: Tensor) -> None:
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[found.dtype]
     torch.testing.assert_close(found.cpu().double(), expected, rtol=tolerance, atol=tolerance)
-
-
-@contextmanager
-def as_if_on_a_device() -> Iterator[None]:
-    """Pad work items to their upper bound, as on a GPU, where reading their number needs a sync."""
-    listed = triton_launch.make_work_items
-
-    def to_the_bound(counts: Tensor, firsts: Tensor, bound: int) -> triton_launch.WorkItems:
-        with mock.patch.object(Tensor, "sum", return_value=torch.tensor(bound)):
-            return listed(counts, firsts, bound)
-
-    with mock.patch.object(triton_launch, "make_work_items", to_the_bound):
-        yield

@@ -34,12 +34,17 @@ KERNEL: dict[str, Change] = {
 
 IN_PARTS: dict[str, Change] = {
     "end of part": (
-        "tl.minimum(high, (which + 1) * SPLIT)",
-        "tl.minimum(high, (which + 1) * SPLIT - 1)",
+        "high = tl.minimum(high, end_position)",
+        "high = tl.minimum(high, end_position - 1)",
     ),
-    "begin of part": ("tl.maximum(low, which * SPLIT)", "tl.maximum(low, which * SPLIT + 1)"),
+    "begin of part": ("tl.maximum(low, first_position)", "tl.maximum(low, first_position + 1)"),
     "merge, count": ("there = numbers < count", "there = numbers < count - 1"),
-    "merge, token": ("* partition_tokens + token\n", "* partition_tokens + token // 2\n"),
+    "merge, token": ("numbers * num_tokens + token\n", "numbers * num_tokens + token // 2\n"),
+    "last item": ("tl.load(worker_starts + worker + 1)", "tl.load(worker_starts + worker + 1) - 1"),
+    "first item": (
+        "range(tl.load(worker_starts + worker),",
+        "range(tl.load(worker_starts + worker) + 1,",
+    ),
 }
 """Off-by-one mistakes in the split-KV kernels."""
 

@@ -9,6 +9,7 @@ import torch
 
 from penstock.kernels.attention.backends import native
 from penstock.kernels.attention.op import AttentionPlan, plan_attention
+from penstock.kernels.attention.triton_plan import TiledPlanner
 from penstock.kernels.mla.op import MlaPlan, plan_mla
 from penstock.workers.gpu import device_runner
 from penstock.workers.rank import rank_runtime
@@ -51,23 +52,30 @@ def host_attention(
     contexts: Any,
     tables: Any,
     layer: Any,
-    max_query: int,
+    planner: TiledPlanner,
     max_context: int,
-    window: Any,
-    one_path: Any,
+    window: int,
 ) -> AttentionPlan:
-    assert max_query >= starts.diff().max()
+    _check_prepared(planner, starts, contexts)
     assert max_context >= contexts.max()
     assert all(each.dtype == torch.int32 for each in (starts, contexts, tables))
     batch = starts.numpy(), contexts.numpy(), tables.numpy()
-    return plan_attention(*batch, layer, window, one_path)
+    return plan_attention(*batch, layer, window, planner.one_path)
 
 
-def host_latent(starts, contexts, tables, layer, rank, max_query, max_context, one_path) -> MlaPlan:  # type: ignore[no-untyped-def]
-    assert max_query >= starts.diff().max()
+def host_latent(starts, contexts, tables, layer, rank, planner, max_context) -> MlaPlan:  # type: ignore[no-untyped-def]
+    _check_prepared(planner, starts, contexts)
     assert max_context >= contexts.max()
     batch = starts.numpy(), contexts.numpy(), tables.numpy()
-    return plan_mla(*batch, layer, rank, UP_DIM, one_path)
+    return plan_mla(*batch, layer, rank, UP_DIM, planner.one_path)
+
+
+def _check_prepared(planner: TiledPlanner, starts: torch.Tensor, contexts: torch.Tensor) -> None:
+    """Check that the planner was prepared with the lengths that the device has."""
+    lengths = planner.lengths
+    assert lengths is not None
+    assert lengths.query_starts.tolist() == starts.tolist()
+    assert lengths.context_lens.tolist() == contexts.tolist()
 
 
 def simulate_device(monkeypatch: pytest.MonkeyPatch) -> list[Replays]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.kernels.attention.backends.interface import AttentionBackend, HostBatch
 from penstock.kernels.attention.backends.native import NativeBackend
 from penstock.kernels.attention.triton_launch import Batch
+from penstock.kernels.attention.triton_plan import TiledPlanner
 from penstock.kernels.mla.op import plan_mla_on_device
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.gpu.cuda_graphs import Captures, CudaCaptures, DecodeGraphs
@@ -52,6 +53,7 @@ class DeviceRunner(ModelRunner):
         self._buckets = buckets
         self._device = decoder.device
         self._attention = attention or NativeBackend("triton", deterministic)
+        self._latent_planner = TiledPlanner(deterministic)
         # Its stages exchange hidden states here; None: a model that is never divided.
         self._stage = decoder if isinstance(decoder, Decoder) else None
         self._graphs: DecodeGraphs | None = None
@@ -87,8 +89,8 @@ class DeviceRunner(ModelRunner):
             self._device,
             self._received_buffer(max_rows),
         )
-        prepare, compute = self._attention.prepare, self._compute_captured
-        self._graphs = DecodeGraphs(self._buckets, inputs, prepare, compute, captures)
+        compute = self._compute_captured
+        self._graphs = DecodeGraphs(self._buckets, inputs, self._prepare, compute, captures)
         self._graphs.capture(self._buckets.buckets() if buckets is None else buckets, progress)
 
     def drop_graphs(self) -> None:
@@ -113,8 +115,14 @@ class DeviceRunner(ModelRunner):
     def _run_uncaptured(
         self, plan: StepPlan, drawn: Tensor | None, received: Tensor | None
     ) -> Tensor:
-        self._attention.prepare(HostBatch(plan.query_starts, plan.context_lens, plan.block_tables))
+        self._prepare(HostBatch(plan.query_starts, plan.context_lens, plan.block_tables))
         return self._compute(self._batch(plan, drawn, received))
+
+    def _prepare(self, batch: HostBatch) -> None:
+        """Do the host's work for the attention of the next step."""
+        self._attention.prepare(batch)
+        if self._latent:
+            self._latent_planner.prepare(batch.query_starts, batch.context_lens, batch.is_captured)
 
     def _batch(self, plan: StepPlan, drawn: Tensor | None, received: Tensor | None) -> DeviceBatch:
         """Copy the inputs of a step without captured graph into new tensors on the device."""
@@ -142,7 +150,8 @@ class DeviceRunner(ModelRunner):
         layer, latent = self.cache.data[0], self._latent
         positions = batch.positions.to(torch.int64)
         where = Batch(batch.query_starts, batch.context_lens, batch.block_tables)
-        most, one_path = (batch.max_query, batch.max_context), self._batch_invariant
+        most = (batch.max_query, batch.max_context)
+        planner = self._latent_planner
         step = StepInputs(
             positions=positions,
             cos_sin=self._rope_rows(positions),
@@ -152,7 +161,9 @@ class DeviceRunner(ModelRunner):
                 for window in self._windows
             },
             latent=(
-                plan_mla_on_device(*where, layer, latent.rank, *most, one_path) if latent else None
+                plan_mla_on_device(*where, layer, latent.rank, planner, batch.max_context)
+                if latent
+                else None
             ),
         )
         if self._stage is None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from penstock.kernels.attention.op import paged_attention, plan_attention, plan_attention_on_device
+from penstock.kernels.attention.op import paged_attention, plan_attention
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.checks import E4M3
 from penstock.kernels.kv_cache.format import format_of
@@ -19,12 +19,12 @@ def aot_cases() -> Iterator[AotCase]:
     yield _case("gemma 2", bf16, bf16, (4, 2, 256), 512, 4096, ScoreMod(cap=50.0))
     yield _case("gpt-oss, fp16", half, half, (8, 8, 64), 1, 128, ScoreMod(sinks=meta(64)))
     for name, sizes, window in (("llama 8b", (8, 4, 128), 0), ("gemma 2", (4, 2, 256), 4096)):
-        yield _case(f"{name}, one path", bf16, bf16, sizes, 512, window, PLAIN, one_path=True)
+        yield _case(f"{name}, one path", bf16, bf16, sizes, 2048, window, PLAIN, one_path=True)
     yield _case("llama 8b, fp8 cache", bf16, E4M3, (8, 4, 128), 512, 0, PLAIN)
     capped = ScoreMod(cap=50.0)
     yield _case("gemma 2, int8 cache", bf16, torch.int8, (4, 2, 256), 512, 4096, capped)
     yield _case(
-        "llama 8b, int8 cache, one path", bf16, torch.int8, (8, 4, 128), 512, 0, PLAIN, True
+        "llama 8b, int8 cache, one path", bf16, torch.int8, (8, 4, 128), 2048, 0, PLAIN, True
     )
     yield AotCase(
         "llama 1b, shared prefix",
@@ -49,12 +49,13 @@ def _case(
     def call() -> None:
         slot = format_of(cached).slot_elements(head_dim)
         layer = meta(2, 1024, num_heads, 16, slot, dtype=cached)
-        starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
-        tables = meta(32, 256, dtype=torch.int32)
-        plan = plan_attention_on_device(
-            starts, contexts, tables, layer, max_query, 4096, window, one_path
-        )
-        query = meta(512, (group + 2) * num_heads, head_dim, dtype=dtype)[:, : group * num_heads]
+        # Decodes, and a chunk if `max_query` is not 1, behind long contexts: some are split.
+        lengths = np.array([*7 * [1], max_query])
+        starts, contexts = np.cumsum([0, *lengths]), np.full(8, 4100)
+        tables = np.zeros((8, 257), np.int32)
+        plan = plan_attention(starts, contexts, tables, layer, window, one_path)
+        fused = meta(int(lengths.sum()), (group + 2) * num_heads, head_dim, dtype=dtype)
+        query = fused[:, : group * num_heads]
         paged_attention(query, layer, plan, scores)
 
     # With codes, `attend_kernel` also loads rows 16 bytes at a time. But many small loads read

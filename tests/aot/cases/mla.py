@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
+from penstock.kernels.attention.triton_plan import TiledPlanner
 from penstock.kernels.mla.op import mla_attention, plan_mla_on_device
 from tests.aot.case import AotCase, meta
 
@@ -14,12 +16,16 @@ def aot_cases() -> Iterator[AotCase]:
     yield AotCase("deepseek v3, tp 8", lambda: _call(16, 1), kernels, kernels)
     yield AotCase("deepseek v3", lambda: _call(128, 512), kernels, kernels)
     products = ("attend_kernel", "_matmul_kernel")
-    yield AotCase("deepseek v3, one path", lambda: _call(16, 64, True), products)
+    yield AotCase("deepseek v3, one path", lambda: _call(16, 512, True), products)
 
 
 def _call(num_heads: int, max_query: int, one_path: bool = False) -> None:
     layer, up = meta(1, 1024, 1, 64, 576), meta(num_heads, 256, 512)
     starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
     tables = meta(32, 64, dtype=torch.int32)
-    plan = plan_mla_on_device(starts, contexts, tables, layer, 512, max_query, 4096, one_path)
-    mla_attention(meta(32 * max_query, num_heads, 192), layer, up, plan, 0.1)
+    planner = TiledPlanner(one_path)
+    lengths = np.ones(32, np.int32)
+    lengths[-1] = max_query
+    planner.prepare(np.cumsum([0, *lengths]), np.full(32, 4096), is_captured=False)
+    plan = plan_mla_on_device(starts, contexts, tables, layer, 512, planner, 4096)
+    mla_attention(meta(int(lengths.sum()), num_heads, 192), layer, up, plan, 0.1)

@@ -1,6 +1,8 @@
 """Compares the Triton kernels and launcher of paged attention with a float64 reference."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.kernels.attention import triton_plan, work_items
 from penstock.kernels.attention.op import (
     AttentionPlan,
     paged_attention,
@@ -16,11 +19,11 @@ from penstock.kernels.attention.op import (
     plan_attention_on_device,
 )
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
-from penstock.kernels.attention.triton_launch import TiledPlan
+from penstock.kernels.attention.triton_launch import Layout
+from penstock.kernels.attention.triton_plan import TiledPlan, TiledPlanner
 from penstock.kernels.checks import E4M3
 from penstock.kernels.kv_cache.format import FORMATS, to_cache
 from tests.support.attention import (
-    as_if_on_a_device,
     check,
     check_one_path,
     check_prefix,
@@ -172,49 +175,136 @@ def shared_positions(plan: AttentionPlan) -> int:
     return plan.backend.prefix
 
 
-def on_device(
-    batch: Batch, layer: Tensor, max_query: int, slack: int, window: int, one_path: bool = False
+def captured(
+    batch: Batch, layer: Tensor, planner: TiledPlanner, max_context: int, window: int
 ) -> AttentionPlan:
-    """Plan on device tensors, with block tables and `max_context` larger than needed."""
+    """Plan a decode step as in the capture of a CUDA graph, with more columns than needed."""
     starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
-    tables = torch.nn.functional.pad(tables, (0, slack // layer.shape[3] + 1), value=-1)
-    bound = int(contexts.max()) + slack
-    return plan_attention_on_device(
-        starts, contexts, tables, layer, max_query, bound, window, one_path
-    )
+    num_columns = -(-max_context // layer.shape[3])
+    tables = torch.nn.functional.pad(tables, (0, num_columns - tables.shape[1]), value=-1)
+    planner.prepare(batch[0], batch[1], is_captured=True)
+    return plan_attention_on_device(starts, contexts, tables, layer, planner, max_context, window)
 
 
-@pytest.mark.parametrize("window", [0, 20])
-def test_a_plan_of_device_tensors_has_the_same_bits(window: int) -> None:
-    query, layer, batch = make_case(RAGGED, (1, 3, 16), 16)
-    with small_tiles(), as_if_on_a_device():
-        plan = on_device(batch, layer, 30, 100, window)
-        found = paged_attention(query, layer, plan)
-        assert torch.equal(
-            found, paged_attention(query, layer, plan_attention(*batch, layer, window))
-        )
-    compare(found, exactly(query, layer, batch, window, PLAIN))
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("one_path", [False, True])
+def test_one_graph_computes_steps_of_any_contexts(one_path: bool, window: int) -> None:
+    """Prepare other lengths, and launch the kernels again with the arguments of the capture."""
+    query, layer, batch = make_case([(1, 70), (1, 200), (1, 33), (1, 5)], (2, 3, 16), 16)
+    planner = TiledPlanner(one_path)
+    with small_tiles(), exact_products():
+        contexts = torch.from_numpy(batch[1]).to(DEVICE)
+        plan = captured((batch[0], np.ones(4, np.int32), batch[2]), layer, planner, 400, window)
+        assert isinstance(plan.backend, TiledPlan)
+        paged_attention(query, layer, plan)
+        (layout,) = plan.backend.layouts.values()
+        buffers = [tensor.data_ptr() for tensor in layout.work]
+        for lens in ([70, 200, 33, 5], [1, 1, 30, 1], [70, 1, 1, 5], [2, 199, 1, 1]):
+            batch[1][:] = lens
+            plan.backend.batch.context_lens.copy_(contexts.new_tensor(lens))
+            planner.prepare(batch[0], batch[1], is_captured=True)
+            found = paged_attention(query, layer, plan)
+            assert plan.backend.layouts == {next(iter(plan.backend.layouts)): layout}
+            assert [tensor.data_ptr() for tensor in layout.work] == buffers
+            compare(found, exactly(query, layer, batch, window, PLAIN))
+            if one_path:
+                alone = plan_attention(*batch, layer, window, one_path)
+                assert torch.equal(paged_attention(query, layer, alone), found)
 
 
-def test_decodes_planned_on_a_device() -> None:
-    query, layer, batch = make_case([(1, 70), (1, 1), (1, 32)], (2, 2, 16), 16)
-    with small_tiles(), as_if_on_a_device():
-        found = paged_attention(query, layer, on_device(batch, layer, 1, 40, 0))
-    compare(found, exactly(query, layer, batch, 0, PLAIN))
+def test_graphs_of_other_numbers_of_rows_are_not_filled() -> None:
+    _, layer, batch = make_case([(1, 70), (1, 9)], (2, 3, 16), 16)
+    planner = TiledPlanner()
+    with small_tiles():
+        plan = captured(batch, layer, planner, 100, 0)
+        assert captured(batch, layer, planner, 100, 0).backend.layouts is plan.backend.layouts  # type: ignore[attr-defined]
+        assert captured(batch, layer, planner, 100, 9).backend.layouts is not plan.backend.layouts  # type: ignore[attr-defined]
+        planner.prepare(np.arange(2), np.array([500]), is_captured=True)
+
+
+def test_planner_must_be_prepared() -> None:
+    _, layer, batch = make_case([(1, 70), (1, 9)], (2, 3, 16), 16)
+    starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
+    with pytest.raises(RuntimeError, match="prepare"):
+        plan_attention_on_device(starts, contexts, tables, layer, TiledPlanner(), 70)
+
+
+SHORT_CHUNKS = [(20, 230), (1, 70), (13, 40), (12, 12)]
+
+
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize("scores", [PLAIN, ScoreMod(cap=0.7, sinks=SINKS, slopes=SLOPES)])
+def test_short_chunks_behind_long_prefixes_are_split(scores: ScoreMod, window: int) -> None:
+    query, layer, batch = make_case(SHORT_CHUNKS, (1, 3, 16), 16)
+    exact = exactly(query, layer, batch, window, scores)
+    with small_tiles():
+        for num_programs, splits in ((1, False), (64, True)):
+            with programs(num_programs):
+                plan = plan_attention(*batch, layer, window)
+                compare(paged_attention(query, layer, plan, scores), exact)
+            assert (layout_of(plan).merge_tokens == 20) == splits
+
+
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize("scores", [PLAIN, ScoreMod(cap=0.7, sinks=SINKS, slopes=SLOPES)])
+def test_one_path_bits_do_not_depend_on_the_split_of_chunks(scores: ScoreMod, window: int) -> None:
+    query, layer, batch = make_case(SHORT_CHUNKS, (1, 3, 16), 16)
+    with small_tiles(), exact_products():
+        found = []
+        for num_programs, splits in ((1, False), (64, True)):
+            with programs(num_programs):
+                plan = plan_attention(*batch, layer, window, one_path=True)
+                found.append(paged_attention(query, layer, plan, scores))
+            assert layout_of(plan).in_order == (not splits)
+    assert torch.equal(*found)
+    compare(found[0], exactly(query, layer, batch, window, scores))
+
+
+def test_partial_sums_of_chunks_are_bounded() -> None:
+    """With less memory, chunks are cut less often, or not at all in one-path mode."""
+    query, layer, batch = make_case(SHORT_CHUNKS, (1, 3, 16), 16)
+    row_bytes = 3 * 16 * 4
+    exact = exactly(query, layer, batch, 0, PLAIN)
+    with (
+        small_tiles(),
+        programs(64),
+        mock.patch.object(work_items, "MAX_PARTIAL_BYTES", 100 * row_bytes),
+    ):
+        plan = plan_attention(*batch, layer)
+        compare(paged_attention(query, layer, plan), exact)
+        assert 40 <= layout_of(plan).num_partial_rows <= 110
+        plan = plan_attention(*batch, layer, one_path=True)
+        compare(paged_attention(query, layer, plan), exact)
+        assert layout_of(plan).in_order
+
+
+def layout_of(plan: AttentionPlan) -> Layout:
+    assert isinstance(plan.backend, TiledPlan)
+    (layout,) = plan.backend.layouts.values()
+    return layout
+
+
+def programs(number: int) -> AbstractContextManager[object]:
+    """Plan for a device that runs `number` programs at a time."""
+    return mock.patch.object(triton_plan, "_num_programs", return_value=number)
 
 
 @pytest.mark.parametrize("window", [0, 37])
-def test_bits_of_a_sequence_do_not_depend_on_the_batch(window: int) -> None:
+def test_one_path_bits_of_a_sequence_do_not_depend_on_the_batch(window: int) -> None:
     query, layer, batch = make_case(RAGGED, (1, 3, 16), 16, torch.float16)
     starts, contexts, tables = batch
-    with small_tiles():
-        batched = paged_attention(query, layer, plan_attention(*batch, layer, window))
+    with small_tiles(), exact_products():
+        plan = plan_attention(*batch, layer, window, one_path=True)
+        batched = paged_attention(query, layer, plan)
         for b in (2, 5, 6, 7):
             tokens = slice(starts[b], starts[b + 1])
             length = np.array([0, starts[b + 1] - starts[b]], np.int32)
             single = (length, contexts[b : b + 1], tables[b : b + 1])
-            plan = plan_attention(*single, layer, window)
-            assert torch.equal(paged_attention(query[tokens], layer, plan), batched[tokens])
+            for num_programs in (1, 64):
+                with programs(num_programs):
+                    plan = plan_attention(*single, layer, window, one_path=True)
+                    alone = paged_attention(query[tokens], layer, plan)
+                assert torch.equal(alone, batched[tokens])
 
 
 @pytest.mark.parametrize("window", [0, 37])
@@ -223,16 +313,6 @@ def test_one_path_bits_do_not_depend_on_chunking(scores: ScoreMod, window: int) 
     """Compare the whole chunk with single tokens and with pieces that fit one tile."""
     pieces = [(0, 1), (3, 1), (3, 30), (17, 2), (35, 15), (49, 1)]
     check_one_path([(50, 110), (1, 70), (9, 9)], pieces, window, scores)
-
-
-@pytest.mark.parametrize("window", [0, 37])
-def test_one_path_with_a_plan_of_device_tensors_has_the_same_bits(window: int) -> None:
-    query, layer, batch = make_case([(50, 110), (1, 70), (9, 9)], (1, 3, 16), 16)
-    with small_tiles(), exact_products():
-        whole = paged_attention(query, layer, plan_attention(*batch, layer, window, one_path=True))
-        with as_if_on_a_device():
-            plan = on_device(batch, layer, 50, 100, window, one_path=True)
-            assert torch.equal(paged_attention(query, layer, plan), whole)
 
 
 def test_one_path_shares_no_prefix() -> None:
@@ -324,6 +404,6 @@ def test_invalid_device_tensors_are_refused() -> None:
         ((starts, contexts, tables[:1]), "block_tables: shape"),
     ):
         with pytest.raises(ValueError, match=message):
-            plan_attention_on_device(*bad, layer, 9, 40)
+            plan_attention_on_device(*bad, layer, TiledPlanner(), 40)
     with pytest.raises(ValueError, match="block_tables: 4 columns cannot hold max_context=65"):
-        plan_attention_on_device(starts, contexts, tables, layer, 9, 65)
+        plan_attention_on_device(starts, contexts, tables, layer, TiledPlanner(), 65)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from penstock.kernels.attention import op as attention
-from penstock.kernels.attention import triton_launch
+from penstock.kernels.attention import triton_launch, triton_plan
 from tests.support import attention as checks
 from tests.support.attention import check, check_one_path, check_prefix, small_tiles
 from tests.support.mutants import (
@@ -35,16 +35,20 @@ PLAIN_KERNEL: dict[str, Change] = {
         "tl.maximum(earliest - WINDOW, low)",
     ),
     "unmasked columns, causal": ("tl.minimum(earliest + 1, high)", "tl.minimum(latest + 1, high)"),
-    "single partition": ("single = count == 1", "single = count <= 2"),
+    "partial row": ("(partial_row + tokens)", "(partial_row + tokens // 2)"),
+    "final": ("elif partial_row >= 0:", "elif partial_row > 0:"),
+    "row tile": ("items + 5 * item + 1) * BLOCK_M", "items + 5 * item + 1) * BLOCK_M + 1"),
+    "nothing to merge": ("(num_own == 0)", "(num_own <= 2)"),
+    "tokens to merge": ("token >= num_tokens", "token >= num_tokens - 1"),
 }
 
 PLAIN_PLAN: dict[str, Change] = {
-    "first partition": ("firsts = (low // SPLIT)", "firsts = (low // SPLIT + 1)"),
-    "partitions": ("(contexts + SPLIT - 1) // SPLIT - firsts", "contexts // SPLIT - firsts"),
-    "tiles": ("(lengths * group + of_chunks.rows - 1) // ", "(lengths * group) // "),
-    "lowest": ("lengths - self.window + 1", "lengths - self.window + 2"),
-    "tokens of partitions": ("partitions.tokens if partitions else 1,", "1,"),
-    "merges": ("len(partitions.items) > int(is_few.sum())", "False"),
+    "tokens of merges": (
+        "num_rows, merge_tokens = work.num_partial_rows, work.merge_tokens",
+        "num_rows, merge_tokens = work.num_partial_rows, 1",
+    ),
+    "few rows": ("        few.rows,\n", "        chunk.rows,\n"),
+    "chunk rows": ("        chunk.rows,\n", "        2 * chunk.rows,\n"),
 }
 
 ONE_PATH_KERNEL: dict[str, Change] = {
@@ -70,37 +74,41 @@ ONE_PATH_KERNEL: dict[str, Change] = {
 }
 
 ONE_PATH_PLAN: dict[str, Change] = {
-    **{name: PLAIN_PLAN[name] for name in ("first partition", "partitions", "tiles", "lowest")},
     "tiles of one size": ("return fixed, fixed", "return fixed, fixed._replace(columns=32)"),
+}
+
+ONE_PATH_LAUNCH: dict[str, Change] = {
     "sequential partitions": ("BLOCK_P=1 if self.one_path else ", "BLOCK_P="),
+    "partitions in order": ("SPLIT=0 if partials else work_items.SPLIT", "SPLIT=0"),
 }
 
 PREFIX_KERNEL: dict[str, Change] = {
     **{name: KERNEL[name] for name in ("causal mask, wide", "last seen", "block", "slot", "row")},
     **{name: IN_PARTS[name] for name in ("end of part", "begin of part", "merge, count")},
-    "tile of rows": ("tl.program_id(2) * BLOCK_M", "tl.program_id(2) * BLOCK_M + 1"),
-    "all merged": ("if SPLIT and not (SEQUENTIAL or ALL_MERGED)", "if SPLIT and not SEQUENTIAL"),
+    "row tile": ("items + 5 * item + 1) * BLOCK_M", "items + 5 * item + 1) * BLOCK_M + 1"),
     "count of partitions": ("count = num_own + num_shared", "count = num_own + num_shared - 1"),
     "index of shared partition": ("(numbers - num_own) *", "(numbers - num_own - 1) *"),
     "token of shared partition": ("num_sequences + sequence", "num_sequences + sequence // 2"),
     "own or shared": ("tl.where(numbers < num_own,", "tl.where(numbers <= num_own,"),
-    "nothing to merge": ("| (count == 1)", "| (count <= 2)"),
+    "nothing to merge": ("(num_own == 0)", "(num_own <= 1)"),
 }
 
 PREFIX_PLAN: dict[str, Change] = {
-    "own partitions": (".clamp(min=self.prefix // SPLIT)", ".clamp(min=self.prefix // SPLIT + 1)"),
-    "own partitions, all": (".clamp(min=self.prefix // SPLIT)", ".clamp(min=0)"),
-    "shared partitions": ("[self.prefix // SPLIT]", "[self.prefix // SPLIT - 1]"),
-    "whole partitions": ("prefix // SPLIT * SPLIT", "-(-prefix // SPLIT) * SPLIT"),
-    "start positions": ("(starts[1:] + self.prefix)", "starts[1:]"),
-    "tiles of rows": (
-        "-(-partitions.tokens * group // tiles",
-        "(partitions.tokens * group // tiles",
+    "whole partitions": (
+        "prefix // work_items.SPLIT * work_items.SPLIT",
+        "-(-prefix // work_items.SPLIT) * work_items.SPLIT",
     ),
-    "offset of shared sums": ("sums[own:]", "sums[own - 1 :]"),
+    "start positions": ("starts[1:] + np.int32(self.prefix)", "starts[1:]"),
+    "first row": (
+        "self._prefix(len(query), num_rows, shape)",
+        "self._prefix(len(query), 0, shape)",
+    ),
+}
+
+PREFIX_LAUNCH: dict[str, Change] = {
     "offset of shared sums in the merge": (
-        "len(items.items) * partitions.tokens,",
-        "len(items.items) * partitions.tokens - 1,",
+        "num_shared, layout.num_partial_rows, batch_size",
+        "num_shared, layout.num_partial_rows - 1, batch_size",
     ),
 }
 
@@ -115,12 +123,12 @@ PREFIX_FOUND: dict[str, Change] = {
 
 def compare_plain() -> None:
     for window in (0, 50):
-        check([(1, 33), (11, 100), (2, 82)], (1, 3, 16), 8, window)
+        check([(1, 33), (11, 100), (2, 82), (8, 20)], (1, 3, 16), 8, window)
 
 
 def compare_one_path() -> None:
     for window in (0, 50):
-        check_one_path([(11, 100), (1, 33), (2, 82)], [(4, 1)], window)
+        check_one_path([(17, 100), (1, 33), (2, 82)], [(4, 1)], window)
 
 
 def compare_prefix() -> None:
@@ -154,45 +162,47 @@ class Form(NamedTuple):
 
     compare: Callable[[], None]
     kernel: dict[str, Change]
-    plan: dict[str, Change]
+    plan: dict[str, Change]  # changes of `triton_plan`
+    launch: dict[str, Change]  # changes of `triton_launch`
 
 
 FORMS = {
-    "plain": Form(compare_plain, PLAIN_KERNEL, PLAIN_PLAN),
-    "one path": Form(compare_one_path, ONE_PATH_KERNEL, ONE_PATH_PLAN),
-    "prefix": Form(compare_prefix, PREFIX_KERNEL, PREFIX_PLAN),
-    "codes": Form(compare_codes, CODES_KERNEL, {}),
+    "plain": Form(compare_plain, PLAIN_KERNEL, PLAIN_PLAN, {}),
+    "one path": Form(compare_one_path, ONE_PATH_KERNEL, ONE_PATH_PLAN, ONE_PATH_LAUNCH),
+    "prefix": Form(compare_prefix, PREFIX_KERNEL, PREFIX_PLAN, PREFIX_LAUNCH),
+    "codes": Form(compare_codes, CODES_KERNEL, {}, {}),
 }
 
 
 def under_plan(compare: Callable[[], None], change: Change, folder: Path) -> None:
-    mutant = mutant_of(triton_launch, change, folder)
-    with replaced(attention, mutant, "TiledPlan", "Batch"), small_tiles(mutant):
+    mutant = mutant_of(triton_plan, change, folder)
+    with replaced(attention, mutant, "TiledPlan"), small_tiles(mutant):
         compare()
 
 
+def under_launch(compare: Callable[[], None], change: Change, folder: Path) -> None:
+    mutant = mutant_of(triton_launch, change, folder)
+    with replaced(triton_plan, mutant, "AttentionCall"):
+        compare()
+
+
+UNDER = {"kernel": under_kernel, "plan": under_plan, "launch": under_launch}
+
+MUTANTS = [
+    (form, part, name) for form in FORMS for part in UNDER for name in getattr(FORMS[form], part)
+]
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("under", [under_kernel, under_plan])
-def test_unchanged_source_passes(
-    form: str, under: Callable[[Callable[[], None], Change, Path], None], tmp_path: Path
-) -> None:
-    under(FORMS[form].compare, NOTHING, tmp_path)
+@pytest.mark.parametrize("part", UNDER)
+def test_unchanged_source_passes(form: str, part: str, tmp_path: Path) -> None:
+    UNDER[part](FORMS[form].compare, NOTHING, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("form", "name"), [(form, name) for form in FORMS for name in FORMS[form].kernel]
-)
-def test_a_mutant_kernel_is_detected(form: str, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("form", "part", "name"), MUTANTS)
+def test_a_mutant_is_detected(form: str, part: str, name: str, tmp_path: Path) -> None:
     with expect_failure():
-        under_kernel(FORMS[form].compare, FORMS[form].kernel[name], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("form", "name"), [(form, name) for form in FORMS for name in FORMS[form].plan]
-)
-def test_a_mutant_plan_is_detected(form: str, name: str, tmp_path: Path) -> None:
-    with expect_failure():
-        under_plan(FORMS[form].compare, FORMS[form].plan[name], tmp_path)
+        UNDER[part](FORMS[form].compare, getattr(FORMS[form], part)[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", PREFIX_FOUND)

@@ -1,16 +1,13 @@
 """Compares MLA on the Triton kernels of paged attention with a float64 reference."""
 
-from unittest import mock
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from penstock.kernels.mla import op as mla
+from penstock.kernels.attention.triton_plan import TiledPlanner
 from penstock.kernels.mla.op import mla_attention, plan_mla_on_device
-from tests.support.attention import as_if_on_a_device, small_tiles
-from tests.support.devices import DEVICE
+from tests.support.attention import small_tiles
+from tests.support.devices import DEVICE, exact_products
 from tests.support.latent import (
     SMALL,
     Sizes,
@@ -38,31 +35,29 @@ def test_default_tile_sizes() -> None:
     check_exact(*case, attend(*case))
 
 
-def test_a_plan_of_device_tensors() -> None:
-    query, layer, up, batch = make_case(RAGGED)
+@pytest.mark.parametrize("lengths", [RAGGED, [(1, 33), (1, 65)]])
+def test_a_plan_of_device_tensors(lengths: list[tuple[int, int]]) -> None:
+    query, layer, up, batch = make_case(lengths)
     starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
-    with small_tiles(), as_if_on_a_device():
-        plan = plan_mla_on_device(starts, contexts, tables, layer, 11, 12, 80)
+    planner = TiledPlanner()
+    with small_tiles():
+        planner.prepare(batch[0], batch[1], is_captured=lengths is not RAGGED)
+        plan = plan_mla_on_device(starts, contexts, tables, layer, 11, planner, 80)
         found = mla_attention(query, layer, up, plan, 0.3)
     check_exact(query, layer, up, batch, found)
 
 
-def test_bits_of_a_sequence_do_not_depend_on_the_batch() -> None:
+def test_one_path_bits_of_a_sequence_do_not_depend_on_the_batch() -> None:
     query, layer, up, batch = make_case(RAGGED)
     starts, contexts, tables = batch
-    bmm = torch.bmm  # cuBLAS and numpy may not be batch-invariant
-
-    def one_by_one(x: Tensor, y: Tensor) -> Tensor:
-        return torch.stack([bmm(row[:, None], y)[:, 0] for row in x.unbind(1)], 1)
-
-    absorbed = mock.patch.object(mla, "_absorbed_is_cheaper", return_value=True)
-    with small_tiles(), absorbed, mock.patch.object(torch, "bmm", one_by_one):
-        batched = attend(query, layer, up, batch)
+    with small_tiles(), exact_products():
+        batched = attend(query, layer, up, batch, one_path=True)
         for b in (1, 4, 6):
             tokens = slice(starts[b], starts[b + 1])
             length = np.array([0, starts[b + 1] - starts[b]], np.int32)
             single = (length, contexts[b : b + 1], tables[b : b + 1])
-            assert torch.equal(attend(query[tokens], layer, up, single), batched[tokens])
+            alone = attend(query[tokens], layer, up, single, one_path=True)
+            assert torch.equal(alone, batched[tokens])
 
 
 def test_one_path_bits_do_not_depend_on_chunking() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.kernels.activation.op import gelu_tanh_and_mul, silu_and_mul, swiglu_oai
 from penstock.kernels.attention.op import paged_attention, plan_attention, plan_attention_on_device
 from penstock.kernels.attention.score_mod import ScoreMod
+from penstock.kernels.attention.triton_plan import TiledPlanner
 from penstock.kernels.checks import E4M3
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from penstock.kernels.kv_cache.checksum import checksum, sum_words
@@ -118,6 +119,12 @@ def mixed(x: Tensor, experts: Tensor, weights: Tensor, **stacks: Tensor) -> obje
     )
 
 
+def prepared() -> TiledPlanner:
+    planner = TiledPlanner()
+    planner.prepare(np.arange(4), np.full(3, 16), is_captured=False)
+    return planner
+
+
 WHOLE = slice(0, 2), slice(0, 2)
 LAUNCHERS = {
     "paged attention": Launcher(
@@ -128,7 +135,7 @@ LAUNCHERS = {
     ),
     "device plan": Launcher(
         lambda layer, **batch: plan_attention_on_device(
-            **batch, layer=layer, max_query=1, max_context=16
+            **batch, layer=layer, planner=prepared(), max_context=16
         ),
         lambda: batch_and(layer=PAGED),
         {"layer": DTYPE | {"device"}, "context_lens": ROWS},
@@ -138,7 +145,7 @@ LAUNCHERS = {
     ),
     "mla device plan": Launcher(
         lambda layer, **batch: plan_mla_on_device(
-            **batch, layer=layer, rank=16, max_query=1, max_context=16
+            **batch, layer=layer, rank=16, planner=prepared(), max_context=16
         ),
         lambda: batch_and(layer=LATENT),
         {"layer": DTYPE | {"device"}, "context_lens": ROWS},

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from penstock.kernels.attention import triton_launch
+from penstock.kernels.attention import work_items
 from penstock.workers.engine.engine import Engine
 from penstock.workers.gpu import device_runner
 from penstock.workers.rank import rank_runtime
@@ -47,8 +47,9 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
         return made[-1]
 
     record_launches_and_collectives(monkeypatch)
-    monkeypatch.setattr(triton_launch, "SPLIT", 32)  # so that sequences have several partitions
-    monkeypatch.setattr(triton_launch, "is_known", lambda lengths: False)  # as on a GPU
+    # So that sequences have several partitions.
+    monkeypatch.setattr(work_items, "SPLIT", 32)
+    monkeypatch.setattr(work_items, "QUANTUM", 32)
     monkeypatch.setattr(rank_runtime, "_runs_asynchronously", lambda decoder: True)
     monkeypatch.setattr(device_runner, "CudaCaptures", make)
     return made

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from penstock.kernels.attention import triton_launch
+from penstock.kernels.attention import work_items
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.gpu.cuda_graphs import CudaCaptures
@@ -40,7 +40,7 @@ SPLIT = 32  # positions per attention partition; the requests have several parti
 
 @pytest.fixture(autouse=True)
 def _small_partitions_and_exact_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(triton_launch, "SPLIT", 64 if ON_GPU else SPLIT)
+    monkeypatch.setattr(work_items, "SPLIT", 64 if ON_GPU else SPLIT)
     with exact_products():
         yield
 

@@ -1,0 +1,271 @@
+"""Work items of the attention kernels, made on the host from the lengths of a step (pure numpy).
+
+An item is a row tile of one sequence and a range of its positions; a program of `attend_kernel`
+computes it for one KV head. If a sequence has several ranges (partitions), its items write partial
+results, which `merge_kernel` merges in the order of positions.
+
+- Few rows: the query rows of the sequence fit into one tile, as in decode. A fixed number of
+  workers computes these items, each a contiguous part of the list (a persistent grid). Contexts are
+  cut where one worker's share ends and the next one's begins, so all shares are equal, and there
+  are few partial results whatever the contexts.
+- Chunks: one item per row tile. If these are too few for the device, as for a short chunk behind a
+  long cached prefix, contexts are cut into partitions of one length, so that the number of programs
+  fills the device.
+
+With `one_path`, the partitions of a sequence must not depend on the batch or the device. Contexts
+are cut at the multiples of SPLIT only. A chunk is either computed by these items as well, or by
+items that compute all partitions in order: results are bitwise identical.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Ints: TypeAlias = npt.NDArray[np.integer]
+Ints32: TypeAlias = npt.NDArray[np.int32]
+
+SPLIT = 512
+"""Positions per partition with `one_path`, and of a shared prefix."""
+
+QUANTUM = 128
+"""Without `one_path`, contexts of few rows are cut at multiples of this; it divides SPLIT."""
+
+CHUNK_SPLIT = 1024
+"""Without `one_path`, the partitions of chunks are multiples of this; a multiple of SPLIT."""
+
+MAX_PARTIAL_BYTES = 64 << 20
+"""Most bytes of partial sums of chunks. The memory profile measures no step with split chunks, but
+a step with the largest number of tokens, whose other tensors are larger."""
+
+ALL = np.iinfo(np.int32).max
+"""End of an item that has all positions of its rows."""
+
+
+class WorkShape(NamedTuple):
+    """Everything on which work items depend besides the lengths of a step."""
+
+    num_kv_heads: int
+    group: int  # query heads per KV head
+    few_rows: int  # rows of a tile for few rows
+    chunk_rows: int  # rows of a tile for chunks; with `one_path`, as many as `few_rows`
+    few_programs: int  # programs of the persistent grid
+    chunk_programs: int  # number of programs that fills the device with chunks
+    row_bytes: int  # bytes of a token's partial sums
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers per KV head."""
+        return max(1, self.few_programs // self.num_kv_heads)
+
+
+class StepWork(NamedTuple):
+    """The work items of a step.
+
+    An item has five columns: sequence, row tile, first position, end of positions, and its first
+    row in the partial results (-1: its result is final). The row of a token is this first row plus
+    the token's index in its sequence.
+    """
+
+    few: Ints32  # [I, 5] items of few rows
+    worker_starts: Ints32  # [W + 1] first item of each worker in `few`
+    chunks: Ints32  # [J, 5] items of chunks
+    in_order: bool  # items of `chunks` compute their partitions in order (`one_path`)
+    merges: Ints32  # [B, 2] first partial row and number of partitions; 0: nothing to merge
+    merge_tokens: int  # maximum number of tokens of a sequence to merge; 0: nothing to merge
+    num_partial_rows: int
+
+
+def make_step_work(
+    query_starts: Ints,
+    context_lens: Ints,
+    window: int,
+    prefix: int,
+    one_path: bool,
+    shape: WorkShape,
+) -> StepWork:
+    """Return the work items of a step.
+
+    Args:
+        query_starts: [B + 1] index of each sequence's first query row, then the number of rows.
+        context_lens: [B] length of each sequence, including this step's tokens.
+        window: number of positions that a token attends to; 0: all.
+        prefix: number of first positions to leave out, because another launch computes them for
+            all sequences. All sequences are then merged.
+        one_path: cut at multiples of SPLIT only.
+        shape: heads, tiles and device.
+    """
+    lengths, contexts = np.diff(query_starts).astype(np.int64), context_lens.astype(np.int64)
+    low = np.maximum(contexts - lengths - window + 1, 0) if window else np.zeros_like(contexts)
+    low = np.maximum(low, prefix)
+    is_few = (lengths > 0) & (lengths <= max(1, shape.few_rows // shape.group))
+    is_chunk = (lengths > 0) & ~is_few
+    few_tiles = -(-lengths * shape.group // shape.few_rows)
+    chunk_tiles = -(-lengths * shape.group // shape.chunk_rows)
+    in_order = one_path and not _splits_in_order(lengths, low, contexts, is_chunk, shape)
+    if one_path:
+        few = _cut(low, contexts, is_few if in_order else lengths > 0, SPLIT)
+    else:
+        few = _cut_evenly(low, contexts, few_tiles * is_few, shape.num_workers)
+    if in_order:
+        chunks = _uncut(is_chunk)
+    elif one_path:
+        chunks = _uncut(np.zeros_like(is_chunk))
+    else:
+        extents = contexts - low // SPLIT * SPLIT
+        size = chunk_partition(lengths, extents, chunk_tiles * is_chunk, shape)
+        chunks = _cut(low, contexts, is_chunk, size)
+    few_rows, few_merges, num_rows = _partial_rows(few, lengths, 0, bool(prefix))
+    chunk_rows, chunk_merges, num_rows = _partial_rows(chunks, lengths, num_rows, False)
+    merges = few_merges + chunk_merges
+    few_items = _items(few, few_rows, few_tiles)
+    cost = np.ones(len(few_items), np.int64)
+    if not one_path:
+        cost = (few_items[:, 3] - few_items[:, 2]) // QUANTUM
+    return StepWork(
+        few_items,
+        _worker_starts(cost, shape.num_workers),
+        # Reversed: the last tiles of a chunk take longest and should therefore start first.
+        _items(chunks, chunk_rows, chunk_tiles)[::-1].copy(),
+        in_order,
+        merges.astype(np.int32),
+        int(lengths[merges[:, 1] > 0].max(initial=0)),
+        num_rows,
+    )
+
+
+def shared_prefix_items(num_tokens: int, prefix: int, first_row: int, shape: WorkShape) -> Ints32:
+    """Return the items [I, 5] of a shared prefix, for all tokens of a step as one sequence.
+
+    `first_row` is the first row of their partial results; partition p of token t has the row
+    `first_row + p * num_tokens + t`.
+    """
+    one = np.ones(1, np.int64)
+    pieces = _cut(0 * one, prefix * one, one > 0, SPLIT)
+    rows = first_row + np.arange(len(pieces.sequence)) * num_tokens
+    return _items(pieces, rows, -(-num_tokens * shape.group // shape.chunk_rows) * one)
+
+
+def decode_capacity(
+    num_rows: int, max_context: int, window: int, one_path: bool, shape: WorkShape
+) -> tuple[int, int]:
+    """Return the most items and the most partial rows of any decode step of `num_rows` sequences.
+
+    Without `one_path`, they do not depend on the contexts.
+    """
+    if one_path:
+        most = -(-max_context // SPLIT)
+        pieces = num_rows * (min(most, -(-window // SPLIT) + 1) if window else most)
+    else:
+        pieces = num_rows + 2 * shape.num_workers + 1
+    return pieces * -(-shape.group // shape.few_rows), pieces
+
+
+def chunk_partition(lengths: Ints, extents: Ints, tiles: Ints, shape: WorkShape) -> int:
+    """Return the positions per partition of chunks, a multiple of CHUNK_SPLIT.
+
+    Each program gets the same number of positions, and the programs fill the device. The length is
+    doubled until partial sums have at most MAX_PARTIAL_BYTES.
+
+    Args:
+        lengths: [B] tokens of each sequence.
+        extents: [B] positions of each sequence's partitions.
+        tiles: [B] row tiles of each sequence; 0: the sequence is not a chunk.
+        shape: heads, tiles and device.
+    """
+    positions = int((tiles * extents).sum()) * shape.num_kv_heads
+    size = max(1, -(-positions // (shape.chunk_programs * CHUNK_SPLIT))) * CHUNK_SPLIT
+    while True:
+        counts = np.where(extents > size, -(-extents // size), 0) * (tiles > 0)
+        if int((counts * lengths).sum()) * shape.row_bytes <= MAX_PARTIAL_BYTES:
+            return size
+        size *= 2
+
+
+class _Pieces(NamedTuple):
+    """Partitions of sequences, in order of sequence and position."""
+
+    sequence: Ints
+    begin: Ints
+    end: Ints
+
+
+def _splits_in_order(
+    lengths: Ints, low: Ints, high: Ints, is_chunk: npt.NDArray[np.bool_], shape: WorkShape
+) -> bool:
+    """Return whether chunks are split with `one_path`: too few row tiles, and enough memory."""
+    tiles = -(-lengths * shape.group // shape.few_rows) * is_chunk
+    counts = (-(-high // SPLIT) - low // SPLIT) * is_chunk
+    fills = int(tiles.sum()) * shape.num_kv_heads >= shape.few_programs
+    fits = int((counts * lengths).sum()) * shape.row_bytes <= MAX_PARTIAL_BYTES
+    return bool(counts.max(initial=0) > 1 and fits and not fills)
+
+
+def _uncut(chosen: npt.NDArray[np.bool_]) -> _Pieces:
+    sequence = np.flatnonzero(chosen)
+    return _Pieces(sequence, np.zeros_like(sequence), np.full_like(sequence, ALL))
+
+
+def _cut(low: Ints, high: Ints, chosen: npt.NDArray[np.bool_], size: int) -> _Pieces:
+    """Cut the range [low, high) of each chosen sequence, from the last multiple of SPLIT on."""
+    first = low // SPLIT * SPLIT
+    counts = -(-(high - first) // size) * chosen
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    index = np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]
+    begin = first[sequence] + index * size
+    return _Pieces(sequence, begin, begin + size)
+
+
+def _cut_evenly(low: Ints, high: Ints, tiles: Ints, num_workers: int) -> _Pieces:
+    """Cut the ranges [low, high) of all sequences where one worker's share ends.
+
+    `tiles` has the row tiles of each sequence, all equal, or 0 if it is left out.
+    """
+    first = low // QUANTUM
+    counts = (-(-high // QUANTUM) - first) * (tiles > 0)
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    total, height = int(starts[-1]), max(1, int(tiles.max(initial=1)))
+    quota = max(1, -(-total * height // num_workers) // height)
+    cuts = np.union1d(starts[:-1][counts > 0], np.arange(0, total, quota))
+    sequence = np.searchsorted(starts, cuts, side="right") - 1
+    offset = first[sequence] - starts[sequence]
+    ends = np.append(cuts[1:], total)[: len(cuts)]
+    return _Pieces(sequence, (cuts + offset) * QUANTUM, (ends + offset) * QUANTUM)
+
+
+def _partial_rows(
+    pieces: _Pieces, lengths: Ints, first_row: int, all_merged: bool
+) -> tuple[Ints, Ints, int]:
+    """Return each piece's first partial row (-1: none), the merges [B, 2], and the next free row.
+
+    Sequences with one piece have no partial rows, unless `all_merged`.
+    """
+    counts = np.bincount(pieces.sequence, minlength=len(lengths))
+    counts *= counts > (0 if all_merged else 1)
+    is_split = counts[pieces.sequence] > 0
+    sizes = lengths[pieces.sequence] * is_split
+    ends = first_row + np.cumsum(sizes)
+    sequence_rows = counts * lengths
+    firsts = (first_row + np.cumsum(sequence_rows) - sequence_rows) * (counts > 0)
+    rows = np.where(is_split, ends - sizes, -1)
+    return rows, np.stack((firsts, counts), 1), first_row + int(sizes.sum())
+
+
+def _items(pieces: _Pieces, rows: Ints, tiles: Ints) -> Ints32:
+    """Return an item for each row tile of each piece, [I, 5]."""
+    counts = tiles[pieces.sequence]
+    piece = np.repeat(np.arange(len(counts)), counts)
+    tile = np.arange(len(piece)) - (np.cumsum(counts) - counts)[piece]
+    columns = (pieces.sequence[piece], tile, pieces.begin[piece], pieces.end[piece], rows[piece])
+    return np.stack(columns, 1).astype(np.int32)
+
+
+def _worker_starts(costs: Ints, num_workers: int) -> Ints32:
+    """Return the first item of each worker, then the number of items: [W + 1].
+
+    Workers get contiguous items whose costs start within equal shares of the total cost.
+    """
+    ends = np.cumsum(costs)
+    quota = max(1, -(-int(ends[-1]) // num_workers)) if len(costs) else 1
+    worker = (ends - costs) // quota
+    return np.searchsorted(worker, np.arange(num_workers + 1)).astype(np.int32)
