@@ -1,8 +1,12 @@
 """Graph buckets: the sizes for which decode steps are captured. Does not need torch.
 
-A captured graph has a fixed number of rows (one per sequence) and a fixed longest context. A step
-runs with the smallest graph that fits; the graph's unused rows are padding. A step that fits no
-graph (because of a prompt chunk, or too many rows) runs uncaptured.
+A captured graph has a fixed number of rows (one per sequence). A step runs with the smallest graph
+that fits; the graph's unused rows are padding. A step that fits no graph (because of a prompt
+chunk, or too many rows) runs uncaptured.
+
+Our own attention and FlashInfer read the work of each step from buffers, so their graphs are for
+all contexts. The grids of FlashAttention-3 grow with the longest context for which a graph is
+captured, so it has graphs for several longest contexts.
 """
 
 from bisect import bisect_left
@@ -15,8 +19,8 @@ ROWS = (1, 2, 4, *range(8, 257, 8))
 """Numbers of rows of graphs. Steps with more rows take so long that launch times are hidden."""
 
 FIRST_CONTEXT, CONTEXT_FACTOR = 8192, 8
-"""Longest contexts of graphs: 8192 positions, then 8 times the previous one, up to the model's
-maximum. If all graphs had the model's maximum, most programs of an attention grid would be idle."""
+"""Longest contexts of graphs, if there are several: 8192 positions, then 8 times the previous one,
+up to the model's maximum."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -30,9 +34,13 @@ class GraphBucket:
 class GraphBuckets:
     """The graph buckets of one engine."""
 
-    def __init__(self, max_sequences: int, max_model_len: int) -> None:
+    def __init__(
+        self, max_sequences: int, max_model_len: int, several_contexts: bool = False
+    ) -> None:
+        """`several_contexts`: graphs differ in their longest contexts, not only in their rows."""
+        contexts = _contexts(max_model_len) if several_contexts else ()
         self.rows = _up_to(ROWS, min(max_sequences, ROWS[-1]))
-        self.contexts = _up_to(_contexts(max_model_len), max_model_len)
+        self.contexts = _up_to(contexts, max_model_len)
 
     def buckets(self) -> list[GraphBucket]:
         """Return all buckets, largest first: smaller graphs then reuse memory of larger graphs."""

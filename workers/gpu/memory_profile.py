@@ -48,7 +48,8 @@ def profile_step_bytes(
     `decoder` must be on a CUDA device; `form` is the format of its KV cache.
     """
     spec, device = decoder.spec, decoder.device
-    ladder = GraphBuckets(sizes.num_sequences, sizes.model_len)
+    several = bool(attention and attention.grids_follow_context)
+    ladder = GraphBuckets(sizes.num_sequences, sizes.model_len, several)
     num_blocks = 2  # one block for all positions, and the scratch block; contents do not matter
     cache = KvCache(
         spec.num_layers,

@@ -72,7 +72,8 @@ class RankRuntime:
         limits = self.limits
         if not _runs_asynchronously(self.decoder):
             return ModelRunner(self.decoder, self.cache, self.config.deterministic)
-        ladder = GraphBuckets(limits.max_sequences, limits.max_model_len)
+        several = bool(self.attention and self.attention.grids_follow_context)
+        ladder = GraphBuckets(limits.max_sequences, limits.max_model_len, several)
         deterministic = self.config.deterministic
         return DeviceRunner(self.decoder, self.cache, ladder, deterministic, self.attention)
 

@@ -43,6 +43,7 @@ class FlashAttentionBackend:
     function: Any  # `flash_attn_with_kvcache`
     request: AttentionRequest
     name: str = "fa3"
+    grids_follow_context: bool = True
 
     @classmethod
     def of(cls, request: AttentionRequest, device: torch.device) -> "FlashAttentionBackend":

@@ -73,6 +73,7 @@ class FlashInferBackend:
     """
 
     name = "flashinfer"
+    grids_follow_context = False
 
     def __init__(self, module: Any, request: AttentionRequest, device: torch.device) -> None:
         self._module = module

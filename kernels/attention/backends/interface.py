@@ -60,6 +60,11 @@ class AttentionBackend(Protocol):
         """Name for the log."""
         ...
 
+    @property
+    def grids_follow_context(self) -> bool:
+        """Whether a CUDA graph is slow for contexts much shorter than its longest one."""
+        ...
+
     def prepare(self, batch: HostBatch) -> None:
         """Do the host's work for the next step, whether it is replayed or not."""
         ...

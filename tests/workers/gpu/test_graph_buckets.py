@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.workers.gpu.graph_buckets import ROWS, GraphBucket, GraphBuckets
 from tests.support.planner import Planner
 
-GRAPH_BUCKETS = st.builds(GraphBuckets, st.integers(1, 600), st.integers(1, 1 << 20))
+GRAPH_BUCKETS = st.builds(GraphBuckets, st.integers(1, 600), st.integers(1, 1 << 20), st.booleans())
 
 
 @given(GRAPH_BUCKETS, st.integers(1, 600), st.integers(1, 1 << 20))
@@ -41,10 +41,15 @@ def test_decodes_within_the_limits_fit_a_bucket_with_little_padding(
     assert graph_buckets.smallest(1, model_len + 1) is None
 
 
-def test_models_with_long_contexts_have_few_graphs() -> None:
-    assert GraphBuckets(256, 8192).contexts == (8192,)
-    assert GraphBuckets(256, 131072).contexts == (8192, 65536, 131072)
-    assert len(GraphBuckets(256, 131072).buckets()) == 3 * 35
+def test_each_number_of_rows_has_one_graph() -> None:
+    assert GraphBuckets(256, 131072).contexts == (131072,)
+    assert len(GraphBuckets(256, 131072).buckets()) == 35
+
+
+def test_graphs_for_several_contexts_are_few() -> None:
+    assert GraphBuckets(256, 8192, True).contexts == (8192,)
+    assert GraphBuckets(256, 131072, True).contexts == (8192, 65536, 131072)
+    assert len(GraphBuckets(256, 131072, True).buckets()) == 3 * 35
 
 
 def test_only_plain_decodes_take_a_graph() -> None:
