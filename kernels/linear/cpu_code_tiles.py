@@ -119,7 +119,7 @@ def _tile_intrinsic(kind: int, emit: Callable[[Any, int, int, _Tile], None]):
 
 
 def _by_rows(builder, tile: _Tile, emit: Callable[[int], None], index: int = 0) -> None:
-    """Emit a choice of the smallest number of `_ROWS` from `index` on that is enough."""
+    """Emit code that selects the smallest of `_ROWS`, from `index` on, that covers the tile."""
     num_rows = _ROWS[index]
     if num_rows == TILE_ROWS:
         emit(num_rows)

@@ -41,7 +41,7 @@ _LAUNCH = {"num_warps": (1, 2, 4, 8, 16), "num_stages": (1, 2, 3, 4, 5, 6, 7, 8)
 
 @dataclass(frozen=True, slots=True)
 class TunedKernel:
-    """What a file may say about a kernel."""
+    """Shapes and tile sizes that a file may contain for a kernel."""
 
     shape: tuple[str, ...]  # names of the sizes for which there are entries
     sizes: Mapping[str, tuple[int, ...]]  # allowed values of each tile size and launch option

@@ -117,13 +117,19 @@ def run(wanted: Sequence[str], device: str, small: bool, folder: Path) -> Iterat
         if section.name in LINE_FILES:
             for earlier in folder.glob(LINE_FILES[section.name]):
                 earlier.unlink()
-        is_tuned = VARIABLE in os.environ or any(tiles.iterdir())
-        environment = {VARIABLE: os.environ.get(VARIABLE, str(tiles))}
+        used = os.environ.get(VARIABLE, str(tiles))
+        is_tuned = bool(used) and any(_has_tiles(file) for file in Path(used).glob("*.json"))
+        environment = {VARIABLE: used}
         outcome = run_section(replace(section, environment=environment), ends - time.monotonic())
         if section.name == BOUNDS and outcome.figures:
             (folder / "bounds.json").write_text(json.dumps(outcome.figures))
         outcome.figures["uses_tuned_tiles"] = is_tuned and section.name != TUNING
         yield outcome
+
+
+def _has_tiles(file: Path) -> bool:
+    """Return True if a file of tuned tiles has an entry: no candidate may have been faster."""
+    return bool(read_figures(file).get("tiles"))
 
 
 def triton_version() -> str:
@@ -238,7 +244,9 @@ def _save(path: Path, on: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
         }
         for outcome in outcomes
     }
-    path.write_text(json.dumps({"about": on, "sections": found}, indent=1) + "\n")
+    part = path.with_suffix(".json.part")
+    part.write_text(json.dumps({"about": on, "sections": found}, indent=1) + "\n")
+    part.replace(path)  # a run that is killed here leaves the file of the sections before
 
 
 if __name__ == "__main__":

@@ -118,7 +118,7 @@ def _tuned(name: str, row: Mapping[str, Any]) -> Row:
 def _lost(row: Mapping[str, Any]) -> str:
     if "not_run" in row:
         return f"not run: {row['not_run']}"
-    if "recovery_seconds" not in row:
+    if not {"lost_seconds", "recovery_seconds"} <= row.keys():
         return "failed"
     return (
         f"failed after {row['lost_seconds']:.2f} s ({row['error']}), "

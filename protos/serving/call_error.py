@@ -49,8 +49,8 @@ def to_call_error(error: Exception) -> CallError:
 async def abort(context: grpc.aio.ServicerContext, error: CallError) -> NoReturn:
     """End the call with an error.
 
-    If the client has disconnected, gRPC may not know this yet, and would log the InternalError that
-    it raises. A cancelled call it ends without a log message.
+    If the client has disconnected, gRPC may not know this yet. It would then log its own
+    InternalError. This function cancels the call instead: gRPC does not log cancelled calls.
     """
     try:
         await context.abort(error.code, error.details, error.metadata)

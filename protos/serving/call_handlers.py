@@ -19,8 +19,8 @@ Inspect: TypeAlias = Callable[[type[Message], bytes, Context], Awaitable[bytes]]
 class CallHandlers:
     """Builds the handlers of gRPC methods.
 
-    All handlers are registered for a stream of requests, also those of methods with one request:
-    gRPC itself would wait without a limit for the request of a method with one.
+    All handlers are registered as handlers of request streams, even for methods with a single
+    request: for those, gRPC itself would wait for the request without a time limit.
 
     Args:
         receive_seconds: time limit for each request message of a call.

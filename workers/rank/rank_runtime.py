@@ -168,7 +168,8 @@ def load_rank(
         )
         num_ranks = coord.mesh.num_ranks
         reports = connect_hosts(store, "reports", coord.rank, num_ranks, config.host)
-    load_tuned_tiles(device)
+    if not config.deterministic:
+        load_tuned_tiles(device)
     groups = [] if decoder is not None else _loop_groups(config, device)
     loops = CpuKernelLoader(groups, lambda: on_stage(COMPILING))
 

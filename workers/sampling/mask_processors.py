@@ -56,7 +56,10 @@ class AllowedTokens:
         return True
 
     def exclude(self, words: Words, log: Ints, num_prompt: int) -> None:
-        words &= self._words
+        # The first grammar may widen masks to a tokenizer with more tokens than the model.
+        own = len(self._words)
+        words[:own] &= self._words
+        words[own:] = 0
 
 
 class BadWords:

@@ -158,7 +158,8 @@ class TokenMasks:
     ) -> Callable[[], StepMasks | None]:
         """Return a function that fills the masks of a step on any thread: see `_fill`.
 
-        It does not read what `admit` changes, nor the lengths of sequences.
+        It does not read the processors and limits of rows, which `admit` may change meanwhile, nor
+        the lengths of sequences.
         """
         processors = [self._rows[row] for row in rows.tolist()]
         lengths = history.num_tokens[rows], history.num_prompt[rows]

@@ -29,7 +29,10 @@ MOST_MEDIANS = 5.0
 MOST_TIMES = 20.0
 MIN_STEPS = 20
 SOLE_OTHERS, SHARED_OTHERS = 0.1, 0.9
-"""A step ran alone, or beside another worker, if the mean number of others is below or above."""
+"""Limits of the mean number of other computing workers during a step: below the first, the step
+counts as alone; above the second, as shared."""
+LEAST_SHARING = 0.05
+"""A smaller slowdown is noise: the workers do not share cores."""
 LONGEST_GAP = 0.02
 """Seconds between two steps beyond which the engine was idle or interrupted."""
 
@@ -138,7 +141,8 @@ def sharing_of(steps: Steps) -> float:
     """Return the relative slowdown of a step for each other worker that computes, at least 0.
 
     Compares equal steps (see `grouped`) with and without other workers, so that it does not depend
-    on the rest of the model. The result is 0 if no group has steps of both kinds.
+    on the rest of the model. The result is 0 if no group has steps of both kinds, or if
+    it is below LEAST_SHARING.
     """
     group, seconds = _groups(steps)
     counts = np.bincount(group)
@@ -150,7 +154,8 @@ def sharing_of(steps: Steps) -> float:
             ratio = float(own[beside].mean() / own[sole].mean())
             slowdowns.append((ratio - 1) / float(others[beside].mean()))
             weights.append(float(min(sole.sum(), beside.sum())))
-    return max(float(np.average(slowdowns, weights=weights)), 0.0) if slowdowns else 0.0
+    sharing = float(np.average(slowdowns, weights=weights)) if slowdowns else 0.0
+    return sharing if sharing >= LEAST_SHARING else 0.0
 
 
 def without_sharing(steps: Steps, sharing: float) -> Steps:

@@ -15,7 +15,10 @@ from penstock.router.routing.worker_view import WorkerView
 
 
 class CostPolicy(RolePolicy):
-    """`RolePolicy` with `CostRanking`, and with a fast path that makes the same choices."""
+    """`RolePolicy` with `CostRanking`, and with a fast path that makes the same choices.
+
+    Costs that differ only by rounding may be ordered differently.
+    """
 
     def __init__(self) -> None:
         super().__init__(CostRanking())
@@ -30,6 +33,7 @@ class CostPolicy(RolePolicy):
         cached = demand.cached_tokens
         if (
             isinstance(workers, Fleet)
+            and workers  # a closed stream removes a worker before the index forgets its blocks
             and isinstance(cached, CachedPrefix)
             and cached.levels
             and workers.bars["prompt"] is None

@@ -293,7 +293,8 @@ class RadixTree:
         for block in node.blocks[longest:]:
             del self.nodes[block]
         if longest:
-            node.set_blocks(node.blocks[:longest])
+            del node.blocks[longest:]  # in place: a worker may evict a long run block by block
+            node.set_blocks(node.blocks)
             assert node.partial is not None
             node.set_extent(node.partial[longest], longest)
         elif node.parent is not None:

@@ -122,7 +122,7 @@ def test_stages_that_run_one_by_one_add_up_to_one_file_with_tuned_tiles(
         folder = Path(section.arguments[section.arguments.index("--folder") + 1])
         assert section.environment == {VARIABLE: str(folder / "tiles")}
         if section.name == "tuning":
-            (folder / "tiles" / "x.json").write_text("{}")
+            (folder / "tiles" / "x.json").write_text('{"tiles": {"moe": {"a=1": {}}}}')
         (folder / f"{section.name}.jsonl").write_text(str(len(ran)))
         ran.append(section.name)
         if section.name == "operations":

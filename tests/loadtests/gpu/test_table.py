@@ -85,6 +85,12 @@ def test_lost_peer_is_shown_for_each_backend() -> None:
     assert lines[1].strip() == "source killed, NCCL on one GPU: not run: duplicate GPU"
 
 
+def test_a_peer_whose_loss_was_not_noticed_is_shown_as_failed() -> None:
+    figures = {"lost_peer": {"gloo": {"recovery_seconds": 2.0}}}
+    text = report([Outcome("KV transfer", 5.0, [], figures)])
+    assert "source killed, gloo: failed\n" in text + "\n"
+
+
 def test_columns_are_aligned() -> None:
     assert list(columns(("a", "b"), [])) == []
     assert list(columns(("a", "bb"), [("long", "1")])) == ["    a     bb", "    long   1"]

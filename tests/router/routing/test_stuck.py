@@ -13,10 +13,12 @@ from penstock.router.routing.events import (
     Received,
     Status,
     Stepped,
+    Tick,
     TokenColumns,
     WorkerUp,
     Yielded,
 )
+from penstock.router.routing.prefix_cache.cache_events import CacheSnapshot
 from penstock.router.routing.worker_registry import LivenessBounds
 from tests.support.router_harness import AT, D, M, N, P, Router, ends, submits
 from tests.support.router_world import info_of
@@ -170,3 +172,16 @@ def test_worker_is_stuck_only_after_the_timeout_without_a_step(
             router(Stepped("m", TokenColumns(), WorkerLoad(running=1, num_steps=number + 1)))
     assert closed_streams(router.wait(10.0, "m")) == []
     assert closed_streams(router.wait(1.5, "m")) == [("m", True)]
+
+
+def test_last_worker_is_closed_as_stuck_although_it_has_the_prompt_of_a_queued_request() -> None:
+    router = Router(M)
+    hashes, size = [11, 12, 13], M.block_size
+    router(CacheSnapshot("m", M.incarnation, 1, 0, True, hashes))
+    for number in range(1, M.max_sequences + 2):
+        router.arrive(number, num_prompt=3 * size + 1, prompt_hashes={size: hashes})
+    assert router.dispatcher.num_queued == 1
+    assert closed_streams(router.wait(STUCK_SECONDS + 1, "m")) == [("m", True)]
+    assert router.dispatcher.prefix_index.num_blocks("m") == 3  # until WorkerLost
+    router(Tick())
+    assert submits(router.arrive(99, num_prompt=3 * size + 1, prompt_hashes={size: hashes})) == []

@@ -11,6 +11,7 @@ from transformers import NoBadWordsLogitsProcessor
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.sampling.token_mask import apply_token_mask_
+from penstock.workers.sampling.mask_processors import AllowedTokens
 from penstock.workers.sampling.sampler import Sampler
 from penstock.workers.sampling.token_masks import TokenMasks
 from penstock.workers.scheduling.sequence import Ints
@@ -164,3 +165,10 @@ def test_error_of_a_fill_beside_the_step_is_raised_where_the_masks_are_taken() -
     masks.begin(row, row, history)
     with pytest.raises(IndexError):
         masks.take(row, row, history)
+
+
+def test_allowed_tokens_of_a_row_outlive_the_grammar_of_a_wider_tokenizer() -> None:
+    processor = AllowedTokens([3], 1)
+    words = np.full(2, -1, np.int32)  # widened for a tokenizer with more tokens than the model
+    processor.exclude(words, np.array([3, 3], np.int32), 1)
+    assert words.tolist() == [1 << 3, 0]
