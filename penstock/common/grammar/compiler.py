@@ -37,7 +37,7 @@ ANY_ARGUMENTS: Mapping[str, Any] = {
 """The schema of the arguments of a function that is not strict."""
 
 NAMES: Mapping[str, str] = {"json": "JSON Schema", "tool_calls": "schema of strict tools"}
-"""Names in errors of the kinds that have another one there."""
+"""Names for error messages, of the kinds whose own name is not used there."""
 
 
 def parser_limits() -> LLParserLimits:

@@ -82,8 +82,8 @@ class GenerationResponse(Response):
         stream: whether to send events instead of a JSON object.
         refusal: makes the response if the call fails before its first tokens.
         headers: further headers.
-        keep_alive: for a stream that shall begin even if its first tokens take long: returns the
-            events to send after each `KEEP_ALIVE_SECONDS` without them.
+        keep_alive: returns the events to send after each `KEEP_ALIVE_SECONDS` without a token;
+            given only for streams that begin before their first token.
     """
 
     def __init__(

@@ -183,7 +183,8 @@ class ResponsesFormatter:
     ) -> Iterator[tuple[Sequence[Piece], Sequence[str]]]:
         """Append the log probabilities of the content in `pieces` as JSON, if they are wanted.
 
-        They may be those of many tokens whose text was held back: yields no pieces after each one.
+        Yields an empty result after each token, so that the caller can pause: the text of many
+        tokens may have been held back.
         """
         if not self._with_logprobs:
             return

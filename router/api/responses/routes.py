@@ -74,8 +74,7 @@ class ResponsesApi:
         if body.store is not False:
             await check_ids(content, history)
             check_stored_input(items, content.shown, self._store.max_bytes)
-        most = self._frontend.config.bounds.max_body_bytes
-        chat = joined_chat(chat, content, history, most)
+        chat = joined_chat(chat, content, history, self._frontend.config.bounds)
         if body.background:
             self._runs.check_limit(tenant)
         name = f"resp_{secrets.token_hex(16)}"
@@ -131,7 +130,7 @@ class ResponsesApi:
             return len(await frontend.prompts.encode_chat(chat, request.state.tenant, options))
 
         most = frontend.model.max_model_len - (body.max_output_tokens or 1)
-        chats = shorter_chats(parsed.messages, content.num_instructions)
+        chats = await shorter_chats(parsed.messages, content.num_instructions)
         return await while_connected(request, first_that_fits(chats, length_of, most))
 
     def _response(

@@ -10,6 +10,7 @@ from penstock.router.api.responses.items import repeated_id
 from penstock.router.api.responses.kept import KeptContent
 from penstock.router.api.responses.output import Output
 from penstock.router.api.responses.response_object import ResponseObject
+from penstock.router.config import RequestBounds
 from penstock.router.errors import Code, ServingError, invalid
 from penstock.router.requests.chat import Chat, message_json, num_chars_of
 from penstock.router.requests.json_text import CHARS_PER_FRAGMENT
@@ -150,7 +151,7 @@ def own_items(chat: Chat, content: KeptContent) -> StoredItems:
 
 
 def joined_chat(
-    chat: Chat, content: KeptContent, history: Sequence[StoredItems], max_bytes: int
+    chat: Chat, content: KeptContent, history: Sequence[StoredItems], bounds: RequestBounds
 ) -> Chat:
     """Return a chat that continues a conversation.
 
@@ -160,7 +161,7 @@ def joined_chat(
         chat: the chat of the body.
         content: the other texts of the body.
         history: the items of the conversation.
-        max_bytes: maximum size of all messages.
+        bounds: has the maximum number of items, and of bytes of all messages.
 
     Raises:
         ServingError: INVALID if the conversation is too large.
@@ -168,16 +169,24 @@ def joined_chat(
     if not history:
         return chat
     instructions = chat.messages[1 : 1 + content.num_instructions]
-    lists = [items.messages for items in (*history, own_items(chat, content))]
-    messages = b"[" + b",".join(each for each in (instructions, *lists) if each) + b"]"
-    if len(messages) > max_bytes:
+    items = (*history, own_items(chat, content))
+    count = sum(each.num_items for each in items)
+    if count > bounds.max_messages:
         raise invalid(
-            f"the conversation has {len(messages)} bytes as JSON; at most {max_bytes} are allowed: "
-            "begin a new one",
+            f"the conversation has {count} items; at most {bounds.max_messages} are allowed: begin "
+            "a new one",
             "previous_response_id",
         )
-    count = chat.num_chars + sum(items.num_chars for items in history)
-    return replace(chat, messages=messages, num_chars=count)
+    lists = [each.messages for each in items]
+    messages = b"[" + b",".join(each for each in (instructions, *lists) if each) + b"]"
+    if len(messages) > bounds.max_body_bytes:
+        raise invalid(
+            f"the conversation has {len(messages)} bytes as JSON; at most {bounds.max_body_bytes} "
+            "are allowed: begin a new one",
+            "previous_response_id",
+        )
+    num_chars = chat.num_chars + sum(each.num_chars for each in history)
+    return replace(chat, messages=messages, num_chars=num_chars)
 
 
 class ResponseRecorder:

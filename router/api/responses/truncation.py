@@ -1,13 +1,19 @@
 """Drops the oldest messages of a conversation that exceeds the context (`truncation: auto`)."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.router.errors import Code, ServingError
 from penstock.router.requests.chat import Chat
+from penstock.router.requests.slices import Slices
 
 BEGIN = b'{"role":"'
 """Start of each message; within texts, quotes are escaped."""
+
+CALL_ID = b'{"id":"'
+RESULT_ID = b',"tool_call_id":"'
+
+MESSAGES_PER_SLICE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +29,33 @@ class MessageStart:
     role: str
 
 
-def message_starts(messages: bytes, first: int = 1) -> list[MessageStart]:
+@dataclass(frozen=True, slots=True)
+class ShorterChats:
+    """Ever shorter chats, each of which is made only when it is wanted.
+
+    Attributes:
+        chat: the whole conversation.
+        head: the start of all chats: the bracket, and the first messages without a comma.
+        offsets: of the message that follows in each of the chats.
+    """
+
+    chat: Chat
+    head: bytes
+    offsets: Sequence[int]
+
+    def at(self, index: int) -> Chat:
+        """Return one of the chats."""
+        separator = b"," if len(self.head) > 1 else b""
+        messages = self.head + separator + self.chat.messages[self.offsets[index] :]
+        # Each character takes at least one byte.
+        return replace(
+            self.chat, messages=messages, num_chars=min(self.chat.num_chars, len(messages))
+        )
+
+
+async def message_starts(messages: bytes, first: int = 1) -> list[MessageStart]:
     """Return the start of each message from byte `first` on."""
+    slices = Slices()
     found: list[MessageStart] = []
     separator = b"," + BEGIN
     at = first if messages.startswith(BEGIN, first) else messages.find(separator, first) + 1
@@ -32,37 +63,75 @@ def message_starts(messages: bytes, first: int = 1) -> list[MessageStart]:
         role = at + len(BEGIN)
         found.append(MessageStart(at, messages[role : messages.index(b'"', role)].decode()))
         at = messages.find(separator, role) + 1
+        if len(found) % MESSAGES_PER_SLICE == 0:
+            await slices.pause()
     return found
 
 
-def shorter_chats(chat: Chat, num_instructions: int) -> list[list[Chat]]:
+async def shorter_chats(chat: Chat, num_instructions: int) -> list[ShorterChats]:
     """Return chats without the oldest messages: lists of ever shorter ones, the best list first.
 
     The instructions, the last message, and the call of each result stay. The chats of the first
     list begin with a message of the user, because many templates need one there. If none of them
-    fits, those of the second list keep only a part of the last turn.
+    fits, those of the second list keep only a part of the last turn: its question and the latest
+    calls.
 
     Args:
         chat: the whole conversation.
         num_instructions: bytes of the first message, if it has the instructions.
     """
-    starts = message_starts(chat.messages, 1 + num_instructions)[1:]
-    questions = [start.offset for start in starts if start.role not in ("assistant", "tool")]
+    messages, begin = chat.messages, 1 + num_instructions
+    starts = await _separable(messages, await message_starts(messages, begin))
+    head = messages[:begin]
+    questions = [start.offset for start in starts if start.role == "user"]
     last = questions[-1] if questions else 0
     answers = [each.offset for each in starts if each.role == "assistant" and each.offset > last]
-    head = chat.messages[: 1 + num_instructions]
-    lists = (questions, answers)
-    return [[_without(chat, head, offset) for offset in each] for each in lists if each]
+    first = starts[0].offset if starts else 0
+    lists = [ShorterChats(chat, head, [offset for offset in questions if offset > first])]
+    if questions:
+        if answers:
+            separator = b"," if num_instructions else b""
+            head += separator + messages[last : answers[0] - 1]
+        answers = answers[1:]
+    lists.append(ShorterChats(chat, head, [offset for offset in answers if offset > first]))
+    return [chats for chats in lists if chats.offsets]
 
 
-def _without(chat: Chat, head: bytes, offset: int) -> Chat:
-    messages = head + (b"," if len(head) > 1 else b"") + chat.messages[offset:]
-    # Each character takes at least one byte.
-    return replace(chat, messages=messages, num_chars=min(chat.num_chars, len(messages)))
+async def _separable(messages: bytes, starts: Sequence[MessageStart]) -> list[MessageStart]:
+    """Return the starts that no result follows whose call is before."""
+    slices = Slices()
+    calls: dict[bytes, int] = {}
+    indices: dict[int, int] = {}  # of a result's call, by the result's index
+    ends = [*(start.offset for start in starts[1:]), len(messages)]
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if start.role == "assistant":
+            calls.update(dict.fromkeys(_values(messages, CALL_ID, start.offset, end), index))
+        elif start.role == "tool":
+            for name in _values(messages, RESULT_ID, start.offset, end):
+                indices[index] = calls.get(name, index)
+        if index % MESSAGES_PER_SLICE == 0:
+            await slices.pause()
+    found: list[MessageStart] = []
+    first_call = len(starts)  # the earliest call of the results from `index` on
+    for index in reversed(range(len(starts))):
+        first_call = min(first_call, indices.get(index, first_call))
+        if first_call >= index:
+            found.append(starts[index])
+    return found[::-1]
+
+
+def _values(messages: bytes, key: bytes, begin: int, end: int) -> Iterator[bytes]:
+    """Yield the strings after each `key` in a message."""
+    at = messages.find(key, begin, end)
+    while at >= 0:
+        value = at + len(key)
+        at = messages.index(b'"', value)
+        yield messages[value:at]
+        at = messages.find(key, at, end)
 
 
 async def first_that_fits(
-    lists: Sequence[Sequence[Chat]], length_of: Callable[[Chat], Awaitable[int]], max_tokens: int
+    lists: Sequence[ShorterChats], length_of: Callable[[Chat], Awaitable[int]], max_tokens: int
 ) -> Chat | None:
     """Return the longest chat that fits, by bisection; None: none of them fits.
 
@@ -84,14 +153,14 @@ async def first_that_fits(
             return False  # it is too long to be encoded, or the template refuses its roles
 
     for chats in lists:
-        if not await fits(chats[-1]):
+        if not await fits(chats.at(-1)):
             continue
-        low, high = 0, len(chats) - 1  # chats[high] fits
+        low, high = 0, len(chats.offsets) - 1  # the chat at `high` fits
         while low < high:
             middle = (low + high) // 2
-            if await fits(chats[middle]):
+            if await fits(chats.at(middle)):
                 high = middle
             else:
                 low = middle + 1
-        return chats[high]
+        return chats.at(high)
     return None

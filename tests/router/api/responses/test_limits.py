@@ -64,8 +64,11 @@ async def test_field_that_is_too_large_is_refused(
     assert len(error["message"]) < 400
 
 
-async def test_conversation_of_stored_responses_is_bounded(config: RouterConfig) -> None:
-    small = replace(config, bounds=RequestBounds(max_body_bytes=2000))
+@pytest.mark.parametrize("bounds", [{"max_body_bytes": 2000}, {"max_messages": 8}])
+async def test_conversation_of_stored_responses_is_bounded(
+    config: RouterConfig, bounds: dict[str, int]
+) -> None:
+    small = replace(config, bounds=RequestBounds(**bounds))
     async with (
         serving(small, StubWorker(answer=lambda prompt: [52] * 20)) as served,
         httpx.AsyncClient(base_url=served.url, timeout=60) as client,
