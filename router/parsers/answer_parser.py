@@ -49,6 +49,7 @@ class ParsingOptions:
         forced_name: function whose arguments the forced answer is; empty: it is an array of calls.
         is_parallel: whether calls after the first one are kept.
         shows_reasoning: whether reasoning is kept.
+        is_strict: whether a grammar constrains the calls that the model decides on.
         tools: the parameters of the request's tools.
     """
 
@@ -57,6 +58,7 @@ class ParsingOptions:
     forced_name: str = ""
     is_parallel: bool = True
     shows_reasoning: bool = True
+    is_strict: bool = False
     tools: ToolParameters = field(default_factory=ToolParameters)
 
 
@@ -188,7 +190,9 @@ class AnswerParsers:
         reads_calls = options.reads_calls and self.reads_tools
         if self._is_harmony or (reads_calls and self.tools == HARMONY_TOOLS):
             return AnswerParser(HarmonyParser(), None, options)
-        calls = new_tool_parser(self.tools, options.tools) if reads_calls else None
+        calls = (
+            new_tool_parser(self.tools, options.tools, options.is_strict) if reads_calls else None
+        )
         if self.tags is not None:
             first = ThinkParser(self.tags, self.tags.are_open(prompt_end))
             return AnswerParser(first, calls, options)

@@ -132,7 +132,15 @@ def call_forms(name: str, grammar: CallGrammar) -> Sequence[CallForm]:
     return kind.call_forms(grammar)
 
 
-def new_tool_parser(name: str, tools: ToolParameters) -> Reader:
-    """Return a new parser for one answer; `tools` are the parameters of the request's tools."""
+def new_tool_parser(name: str, tools: ToolParameters, is_strict: bool = False) -> Reader:
+    """Return a new parser for one answer.
+
+    Args:
+        name: a name of `TOOL_PARSERS`.
+        tools: the parameters of the request's tools.
+        is_strict: whether a grammar constrains the calls of the answer (`call_forms`).
+    """
     kind: type[Reader] = TOOL_PARSERS[name]
+    if issubclass(kind, LlamaJsonParser):
+        return kind(is_strict)
     return kind(tools) if issubclass(kind, TaggedArgumentsParser) else kind()

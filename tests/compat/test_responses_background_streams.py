@@ -152,8 +152,8 @@ async def test_events_above_the_limit_make_the_response_fail(
     stream = await create(model, "x" * 500)
     events = aiter(stream)
     name = (await anext(events)).response.id
-    async for _ in events:
-        pass
+    types = [event.type async for event in events]
+    assert types[-2:] == ["error", "response.failed"]
     failed = await ended(model, name)
     assert failed.status == "failed"
     assert "exceed 20000 bytes" in failed.error.message

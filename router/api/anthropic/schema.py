@@ -204,6 +204,7 @@ class MessagesBody(CountTokensBody):
             is_forced=bool(chat.forced_schema),
             forced_name=(choice.name or "") if choice is not None else "",
             is_parallel=self._is_parallel,
+            is_strict=bool(chat.strict_calls),
             tools=ToolParameters(chat.tools),
         )
 

@@ -261,6 +261,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
             forced_name=self.tool_choice["function"]["name"] if is_forced and named else "",
             is_parallel=self.parallel_tool_calls is not False,
             shows_reasoning=self.include_reasoning is not False,
+            is_strict=bool(chat.strict_calls),
             tools=ToolParameters(chat.tools),
         )
 

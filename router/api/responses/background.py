@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Iterable
+from functools import partial
 
 from penstock.router.api.generation.calls import SubmittedCall
 from penstock.router.api.generation.response import Answers
 from penstock.router.api.http import internal_error
-from penstock.router.api.responses.event_log import EventLog, EventLogs
+from penstock.router.api.responses.event_log import EventBytes, EventLog, EventLogs
 from penstock.router.api.responses.formatter import ResponsesFormatter
 from penstock.router.api.responses.response_object import Outcome, ResponseObject
 from penstock.router.errors import Code, ServingError
@@ -95,15 +96,16 @@ class BackgroundRun:
         async for delta in self._answers:
             self._status = "in_progress"
             await events.add(self._formatter.chunk(delta), slices)
+            if delta.finish:  # the only choice: the response is stored, and cannot be canceled
+                return
 
     async def _end_early(self, outcome: Outcome, slices: Slices) -> None:
         """End a response that was canceled or has failed; a stream of the former has no event."""
         if self.events is not None and outcome.error is not None:
             try:
-                await self.events.add(self._formatter.failed_events(outcome.error), slices)
+                failed = self._formatter.failed_events(outcome.error)
+                await self.events.add(failed, slices, are_last=True)
                 return
-            except ServingError as error:  # there is no room for these events
-                outcome = Outcome("failed", error=error)
             except Exception:  # the same bug as before, probably
                 log.exception("the events of %s could not be made", self.response.id)
         for _ in self._formatter.ended_early(outcome):
@@ -117,6 +119,11 @@ class BackgroundRuns:
         self._tasks = tasks
         self._runs: dict[str, dict[str, BackgroundRun]] = {}  # by tenant and id
         self._ended_logs = EventLogs()
+        self._running_bytes = EventBytes()
+
+    def new_events(self, tenant: str) -> EventLog:
+        """Return the log of a response with events; the logs of all running ones are bounded."""
+        return EventLog(partial(self._running_bytes.take, tenant))
 
     def check_limit(self, tenant: str) -> None:
         """Refuse another response of a tenant that has too many.
@@ -171,6 +178,7 @@ class BackgroundRuns:
 
     def _ended(self, tenant: str, run: BackgroundRun) -> None:
         if run.events is not None:
+            self._running_bytes.release(tenant, run.events.num_bytes)
             self._ended_logs.put(tenant, run.response.id, run.events)
         own = self._runs[tenant]
         del own[run.response.id]

@@ -236,6 +236,7 @@ class ResponsesRequest(ChatBody):
             is_forced=is_forced,
             forced_name=chosen["name"] if is_forced and is_named else "",
             is_parallel=self.is_parallel,
+            is_strict=bool(chat.strict_calls),
             tools=ToolParameters(chat.tools),
         )
 

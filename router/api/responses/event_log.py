@@ -1,8 +1,8 @@
 """The events of background responses, which streams read from any event on."""
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,33 +16,87 @@ from penstock.router.requests.slices import Slices
 MAX_EVENT_BYTES = 32 << 20
 """Maximum size of the events of one response."""
 
+MAX_TENANT_BYTES = 64 << 20
+"""Maximum size of the events of all running responses of a tenant."""
+
+MAX_RUNNING_BYTES = 256 << 20
+"""Maximum size of the events of all running responses."""
+
+EVENT_OVERHEAD = 128
+"""Bytes of the objects of an event, which count in addition to its text."""
+
 MAX_KEPT_BYTES = 64 << 20
 """Maximum size of the events of all responses that have ended; the oldest are removed."""
+
+
+class EventBytes:
+    """The memory of the events of all running responses, by tenant."""
+
+    def __init__(self) -> None:
+        self._tenants: Counter[str] = Counter()
+
+    def take(self, tenant: str, size: int, is_required: bool) -> None:
+        """Count the bytes of an event.
+
+        Args:
+            tenant: the tenant of the response.
+            size: number of bytes.
+            is_required: count them even above the limits.
+
+        Raises:
+            ServingError: OVERLOADED if the events of the tenant, or of all, exceed their limit.
+        """
+        used = self._tenants[tenant] + size, self._tenants.total() + size
+        if not is_required and (used[0] > MAX_TENANT_BYTES or used[1] > MAX_RUNNING_BYTES):
+            raise ServingError(
+                Code.OVERLOADED,
+                "the events of all running background responses exceed their memory "
+                f"({MAX_TENANT_BYTES} bytes of one key, {MAX_RUNNING_BYTES} bytes in all): create "
+                "fewer at a time, or without stream",
+                "stream",
+            )
+        self._tenants[tenant] = used[0]
+
+    def release(self, tenant: str, size: int) -> None:
+        """Give back the bytes of a response that has ended."""
+        self._tenants[tenant] -= size
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
 
 
 class EventLog:
     """The events of one response, in order of their sequence numbers.
 
+    Args:
+        take: counts the bytes of each event before it is appended (see `EventBytes.take`), or
+            raises an error.
+
     Attributes:
         events: the events so far, each in pieces of limited size.
-        num_bytes: their size.
+        num_bytes: their size, with `EVENT_OVERHEAD` for each event.
         has_ended: whether no other event follows.
         readers: set after each new event and at the end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, take: Callable[[int, bool], None] = lambda size, is_required: None) -> None:
+        self._take = take
         self.events: list[Sequence[bytes]] = []
         self.num_bytes = 0
         self.has_ended = False
         self.readers: set[asyncio.Event] = set()
 
-    async def add(self, fragments: Iterable[str], slices: Slices) -> None:
+    async def add(self, fragments: Iterable[str], slices: Slices, are_last: bool = False) -> None:
         """Append the events in `fragments`; the last fragment of each event ends with a blank line.
 
         An event whose fragments end early is left out.
 
+        Args:
+            fragments: the events.
+            slices: pauses after each fragment.
+            are_last: whether the events report a failure, which the limits do not refuse.
+
         Raises:
-            ServingError: TOO_LARGE if the events exceed `MAX_EVENT_BYTES`.
+            ServingError: the events exceed `MAX_EVENT_BYTES`, or the limits of `take`.
         """
         pieces: list[bytes] = []
         texts: list[str] = []
@@ -56,19 +110,21 @@ class EventLog:
                 texts.clear()
                 size = 0
             if is_last:
-                self._append(pieces)
+                self._append(pieces, are_last)
                 pieces = []
             await slices.pause()
 
-    def _append(self, event: Sequence[bytes]) -> None:
-        self.num_bytes += sum(map(len, event))
-        if self.num_bytes > MAX_EVENT_BYTES:
+    def _append(self, event: Sequence[bytes], is_required: bool) -> None:
+        size = sum(map(len, event)) + EVENT_OVERHEAD
+        if self.num_bytes + size > MAX_EVENT_BYTES and not is_required:
             raise ServingError(
                 Code.TOO_LARGE,
                 f"the events of the response exceed {MAX_EVENT_BYTES} bytes: create it without "
                 "stream",
                 "stream",
             )
+        self._take(size, is_required)
+        self.num_bytes += size
         self.events.append(event)
         self._wake()
 

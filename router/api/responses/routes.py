@@ -19,7 +19,7 @@ from penstock.router.api.generation.sending import FragmentResponse
 from penstock.router.api.http import json_response
 from penstock.router.api.responses.background import BackgroundRun, BackgroundRuns
 from penstock.router.api.responses.body import ResponsesRequest
-from penstock.router.api.responses.event_log import EventLog, EventLogResponse
+from penstock.router.api.responses.event_log import EventLogResponse
 from penstock.router.api.responses.formatter import ResponsesFormatter
 from penstock.router.api.responses.input_items import list_page
 from penstock.router.api.responses.kept import KeptContent
@@ -98,7 +98,7 @@ class ResponsesApi:
         )
         if not body.background:
             return GenerationResponse(call.answers, formatter, call.request_id, bool(body.stream))
-        events = EventLog() if body.stream else None
+        events = self._runs.new_events(tenant) if body.stream else None
         run = BackgroundRun(response, call, formatter, events)
         self._runs.start(tenant, run)
         headers = {"x-request-id": call.request_id}
@@ -168,13 +168,14 @@ class ResponsesApi:
         name = request.path_params["id"]
         events = self._runs.events(request.state.tenant, name)
         if events is None:
-            self._stored(request)  # raises NOT_FOUND if there is no such response
+            if self._runs.get(request.state.tenant, name) is None:
+                self._stored(request)  # raises NOT_FOUND if there is no such response
             raise invalid(
                 f"the response {name[:80]!r} has no events: it was created without background and "
                 "stream, or its events were removed: leave out stream",
                 "stream",
             )
-        return EventLogResponse(events, first)
+        return EventLogResponse(events, min(first, len(events.events)))
 
     async def delete(self, request: Request) -> Response:
         """Remove a stored response; cancel it first if it is generated in the background."""

@@ -53,6 +53,9 @@ class ResponseStore:
         limits, size = self._limits, response.num_bytes
         if size > self.max_bytes:
             raise ValueError(f"{response.id} has {size} bytes, more than {self.max_bytes}")
+        known = self._tenants.get(tenant)
+        if known is not None and response.id in known.responses:
+            self._remove(tenant, known.responses[response.id])
         own = self._tenants.setdefault(tenant, _Tenant())
         own.responses[response.id] = response
         own.num_bytes += size

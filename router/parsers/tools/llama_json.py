@@ -9,12 +9,23 @@ from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 from penstock.router.parsers.tools.json_reader import JsonReader
 
 TAG = "<|python_tag|>"
+FIRST_MEMBER = '{"name"'
+WHITE_SPACE, MAX_SPACES = " \t\r\n", 8
+"""The white space that the grammar allows before a call without a tag."""
 
 
 class LlamaJsonParser(JsonReader):
-    """Parses one answer; an answer that does not begin with a call is content up to a tag."""
+    """Parses one answer; an answer that does not begin with a call is content up to a tag.
+
+    Args:
+        is_strict: read only calls that the grammar of `call_forms` constrains.
+    """
 
     markers = (TAG,)
+
+    def __init__(self, is_strict: bool = False) -> None:
+        super().__init__()
+        self._is_strict = is_strict
 
     @classmethod
     def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
@@ -22,14 +33,21 @@ class LlamaJsonParser(JsonReader):
         others = f'( SPACE ( ";" | "," )? SPACE {call} )* SPACE'
         # The start of an answer is a call if its first member is the name.
         members = grammar.members("parameters", has_name=True)
-        first = CallForm('{"name"', f'{members} SPACE "}}" {others}', only_first=True)
+        first = CallForm(FIRST_MEMBER, f'{members} SPACE "}}" {others}', only_first=True)
         return [first, CallForm(TAG, f"SPACE {call} {others}")]
 
     def _start(self) -> bool:
         rest = self._text.lstrip()
         if not rest or (TAG.startswith(rest) and rest != TAG and not self._is_ended):
             return False
-        self._state = self._read_object if rest[0] == "{" else self._read_content
+        is_call = rest[0] == "{"
+        if is_call and self._is_strict:
+            if FIRST_MEMBER.startswith(rest) and rest != FIRST_MEMBER and not self._is_ended:
+                return False
+            spaces = self._text[: len(self._text) - len(rest)]
+            has_lead = len(spaces) <= MAX_SPACES and not spaces.strip(WHITE_SPACE)
+            is_call = has_lead and rest.startswith(FIRST_MEMBER)
+        self._state = self._read_object if is_call else self._read_content
         return True
 
     def _read_content(self) -> bool:

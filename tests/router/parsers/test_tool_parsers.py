@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.router.parsers.parser_names import TOOL_PARSERS
+from penstock.router.parsers.parser_names import TOOL_PARSERS, new_tool_parser
 from penstock.router.parsers.pieces import CALL
 from penstock.router.parsers.tools.deepseek import (
     CALL_BEGIN,
@@ -17,6 +17,7 @@ from penstock.router.parsers.tools.deepseek import (
 from penstock.router.parsers.tools.kimi import ARGUMENT_BEGIN, SECTION_BEGIN, SECTION_END
 from penstock.router.parsers.tools.kimi import CALL_BEGIN as KIMI_BEGIN
 from penstock.router.parsers.tools.kimi import CALL_END as KIMI_END
+from penstock.router.parsers.tools.tool_parameters import ToolParameters
 from tests.support.parsed import Answer, check_splits, parse
 from tests.support.tokenizers import byte_level
 
@@ -263,3 +264,28 @@ def test_calls_of_kimi_have_the_ids_that_the_model_gave_them() -> None:
     pairs = [(piece.text, piece.call_id) for piece in found if piece.kind == CALL]
     # The third id names another call, and the last two have no index.
     assert pairs == [("f", "functions.f:3"), ("f", "f:4"), ("f", ""), ("g", ""), ("a:b", "")]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_call"),
+    [
+        ('\n{"name": "add", "parameters": {"a": 1}}', True),
+        ('{ "name": "add", "parameters": {"a": "x"}}', False),
+        ('{"type": "function", "name": "add", "parameters": {"a": "x"}}', False),
+        (" " * 9 + '{"name": "add", "parameters": {"a": "x"}}', False),
+        ('{"na', False),
+        ('{ <|python_tag|>{"name": "add", "parameters": {"a": 1}}', True),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 100])
+def test_strict_llama_calls_are_those_that_the_grammar_constrains(
+    text: str, is_call: bool, step: int
+) -> None:
+    parser = new_tool_parser("llama3_json", ToolParameters(), is_strict=True)
+    pieces = [
+        piece for at in range(0, len(text), step) for piece in parser.feed(text[at : at + step])
+    ]
+    pieces += parser.finish()
+    assert any(piece.kind == CALL for piece in pieces) == is_call
+    if not is_call:
+        assert "".join(piece.text for piece in pieces) == text

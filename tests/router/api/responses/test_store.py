@@ -82,3 +82,12 @@ def test_deleted_responses_free_their_bytes() -> None:
     store.delete("a", "x")
     assert store.num_bytes == 0
     assert not store._tenants
+
+
+def test_response_that_is_stored_again_replaces_the_first() -> None:
+    store = ResponseStore()
+    for _ in range(2):
+        store.put("t", response("a"))
+    assert store.num_bytes == response("a").num_bytes
+    store.delete("t", "a")
+    assert store.num_bytes == 0
