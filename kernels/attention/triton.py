@@ -283,13 +283,13 @@ def attend_kernel(
     S: tl.constexpr,
     D: tl.constexpr,
     TAIL: tl.constexpr,  # features of a key after its value (MLA); 0: keys and values are separate
-    PAGE: tl.constexpr,  # S W, elements of the keys or values of a block and head
+    PAGE: tl.constexpr,  # elements of the keys (or values) of one block and KV head
     # Codes as `_as_floats` returns them, times UNIT, are codes. GAIN scales the weights of values.
     UNIT: tl.constexpr,
     GAIN: tl.constexpr,
     WINDOW: tl.constexpr,  # number of positions that a token attends to; 0: all
     SPLIT: tl.constexpr,  # positions per partition, if an item computes all partitions; else 0
-    SHORT: tl.constexpr,  # mask all positions: items are short, or tiles are wide (MLA)
+    SHORT: tl.constexpr,  # mask every tile, not only the edges: items are short, or tiles wide
     PERSISTENT: tl.constexpr,  # a program computes a worker's items; else one item
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,

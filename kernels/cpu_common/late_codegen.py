@@ -92,9 +92,9 @@ def _are_equal(flags: TargetConfig, other: object) -> Any:
 
 
 def _speed_up_flags() -> None:
-    """Make lookups by compiler flags faster; numba makes thousands of them for each function.
+    """Speed up dictionary lookups by compiler flags, of which numba makes thousands per function.
 
-    numba's hash depends on the names of the options only, which each call collects and sorts.
+    numba's own hash collects and sorts the names of all options at each call.
     """
     config: Any = TargetConfig
     config.__eq__ = _are_equal

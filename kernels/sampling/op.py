@@ -92,7 +92,8 @@ def _sample_on_cpu(logits: Tensor, params: SamplingTensors, bans: bool) -> tuple
 def _finite_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return a mask [R]: True for rows that have a finite largest logit.
 
-    tokens: [R] the chosen tokens. NaN and Inf are chosen before all else, -inf if nothing is left.
+    tokens: [R] the chosen tokens. A row with NaN or +Inf has chosen one of them; a row without an
+        allowed token has chosen -Inf.
     """
     chosen = logits.numpy()[np.arange(len(logits)), tokens.numpy()]
     return torch.from_numpy(np.isfinite(chosen))

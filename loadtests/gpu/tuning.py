@@ -69,7 +69,7 @@ def check_candidates(
         try:
             with trial_tiles(problem.kernel, candidate):
                 error = relative_error(_result(problem.check()), exact)
-        except Exception as reason:  # Triton's errors have no common type
+        except Exception as reason:  # Triton's errors have no common base class
             line |= {"outcome": "failed", "why": f"{type(reason).__name__}: {reason}"[-300:]}
         else:
             line |= {"outcome": "passed", "error": error}

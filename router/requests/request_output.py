@@ -14,10 +14,10 @@ FINISH_REASONS: Mapping[int, str] = {Finish.NONE: "", Finish.STOP: "stop", Finis
 
 
 class ChoiceOutput(DeliveredTokens):
-    """Output side of one choice, and the times of its tokens.
+    """Detokenizer and state of one choice, with the times of its tokens.
 
-    All of this is one object, since each object that the delivery of a token touches may cost a
-    miss in the CPU's caches.
+    They are one object instead of several, because each object that a token's delivery reads may be
+    missing from the CPU's caches.
     """
 
     __slots__ = ("detokenizer", "is_finished", "is_plain")

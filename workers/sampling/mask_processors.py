@@ -217,7 +217,7 @@ class ReasoningEnd:
             _set_bits(words, np.array([self._budget.end], np.int64))
 
     def _is_used(self, answer: Ints) -> bool:
-        """Return whether an answer still reasons, and has used its budget."""
+        """Return whether the reasoning of an answer is open and has used its budget."""
         begin = _end_of_first(answer, self._start)
         if begin is None:
             return False

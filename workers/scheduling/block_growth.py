@@ -76,7 +76,7 @@ class BlockGrowth:
             if self._pool.is_shared(block):
                 copies.append((block, next(own)))
                 self._table.block_table[row, column] = copies[-1][1]
-                self._pool.release(block[None], State.USED)  # its last writer needs no copy
+                self._pool.release(block[None], State.USED)  # the last row to write keeps the block
             self.shared_rows.discard(int(row))  # no other row holds the block any more
         made = np.array(copies, np.int32).reshape(-1, 2)
         for source in made[:, :1]:

@@ -52,7 +52,7 @@ class CallGrammar:
     # ------------------------------------------------------------ for the formats
 
     def marker(self, text: str) -> str:
-        """Return the expansion for a marker: its special token, or its text."""
+        """Return a marker as a grammar terminal: its special token if it has one, else its text."""
         token = self._special_id(text)
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 

@@ -293,7 +293,7 @@ class RadixTree:
         for block in node.blocks[longest:]:
             del self.nodes[block]
         if longest:
-            del node.blocks[longest:]  # in place: a worker may evict a long run block by block
+            del node.blocks[longest:]  # no copy: a run may be evicted block by block
             node.set_blocks(node.blocks)
             assert node.partial is not None
             node.set_extent(node.partial[longest], longest)

@@ -69,7 +69,7 @@ def check(
     shape: WorkShape,
     prefix: int = 0,
 ) -> None:
-    """Check a step's items with a plain loop over its sequences."""
+    """Compare a step's items with those of a plain loop over its sequences."""
     used = np.zeros(work.num_partial_rows, np.int64)
     longest = 0
     for number, (tokens, context) in enumerate(lengths):
