@@ -30,9 +30,15 @@ lint: setup
 check: lint
 	$(BIN)/python -m pytest -q -n 3 -m "not slow and not process and not cluster and not gpu and not interpreted"
 
+# The files with tests that start processes, long ones first. Only these are collected, because the
+# imports of all files take half a minute.
+PROCESS_TESTS = $(shell grep -rlE --include='test_*.py' 'mark\.(process|cluster)\b' \
+  tests/cluster tests/workers tests/loadtests tests | awk '!seen[$$0]++')
+
 test: setup
 	$(BIN)/python -m pytest -q -n 2 -m "not process and not cluster and not gpu and not interpreted"
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "process or cluster"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	  -m "process or cluster" $(PROCESS_TESTS)
 	@$(MAKE) --no-print-directory kernels
 
 # Random and malformed requests to a router, in two processes. ARGS: --inputs N, --seed N.

@@ -55,16 +55,7 @@ def shuffle(items: list[pytest.Item], seed: str) -> None:
     items[:] = [item for file in order for item in files[file]]
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Shuffle the tests if `--shuffle` is given, and set xdist groups.
-
-    With xdist, all process and cluster tests of a file run sequentially in one process.
-    """
+    """Shuffle the tests if `--shuffle` is given."""
     if seed := config.getoption("--shuffle"):
         shuffle(items, seed)
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        if any(item.get_closest_marker(name) for name in ("process", "cluster")):
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
