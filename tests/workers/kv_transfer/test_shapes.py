@@ -26,13 +26,15 @@ MESHES = {"one": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2-pp2": (2, 2
 KINDS = [("llama", "auto"), ("deepseek", "auto"), ("llama", "bfloat16"), ("falcon-rw", "auto")]
 KINDS += [("llama", "fp8"), ("llama", "int8")]
 BLOCK_SIZES = {"one": 4, "tp2": 8, "pp2": 4, "tp2-pp2": 6}
+TRANSFER_SECONDS = 240.0  # seconds; generous for busy machines
 
 
 async def serve(name: str, model: Path, kv_cache_dtype: str) -> RunningWorker:
     """Start a worker with the mesh and block size of `name`."""
     store = LocalStore()
     sizes = {"block_size": BLOCK_SIZES[name], "kv_cache_dtype": kv_cache_dtype}
-    config = replace(rank_config(model, MESHES[name], **sizes), name=name)
+    config = rank_config(model, MESHES[name], **sizes)
+    config = replace(config, name=name, transfer_seconds=TRANSFER_SECONDS)
 
     def follow(rank: int) -> None:
         Follower(replace(config, rank=rank), store, lambda done, total: None).run()
