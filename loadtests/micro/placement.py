@@ -145,9 +145,13 @@ class Fixture:
     def decide(self, request: Request) -> str:
         """Return the worker for a request: the part of `Placer` that is measured."""
         cached = self.knowledge.cached_tokens(request, 1.0)
-        key = self.knowledge.prefix_key(request)
         demand = Demand(
-            request.id, len(request.prompt), 1, 256, cached_tokens=cached, prefix_key=key
+            request.id,
+            len(request.prompt),
+            1,
+            256,
+            cached_tokens=cached,
+            prompt_hashes=request.prompt_hashes,
         )
         views, costs = self.registry.views(), self.registry.transfer_costs
         placement = self.policy.choose(demand, views, costs, 1000.0)

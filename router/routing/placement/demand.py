@@ -1,7 +1,8 @@
 """The properties of a request that placement uses."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -20,7 +21,8 @@ class Demand(NamedTuple):
     # Leading tokens that each worker has cached or is about to compute, without the workers that
     # have none; None: not known.
     cached_tokens: Mapping[str, int] | None = None
-    prefix_key: int | None = None  # equal for prompts that begin alike; None: not known
+    # Short hashes of the prompt's full blocks, by block size.
+    prompt_hashes: Mapping[int, Sequence[int]] = MappingProxyType({})
 
     def num_uncached(self, worker: str) -> int:
         """Return the number of tokens that a worker must compute; all if nothing is known."""

@@ -327,7 +327,7 @@ def demand_of(
         router_queue_tokens,
         tpot_slo_seconds,
         prefixes.cached_tokens(state.request, now),
-        prefixes.prefix_key(state.request),
+        state.request.prompt_hashes,
     )
 
 

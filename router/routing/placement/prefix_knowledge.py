@@ -7,9 +7,6 @@ from penstock.router.routing.placement.cached_prefix import CachedPrefix, Levels
 from penstock.router.routing.placement.recent_prompts import RecentPrompts
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
 
-KEY_TOKENS = 1024
-"""Number of leading tokens that determine the key of a longer prompt."""
-
 
 class PrefixKnowledge:
     """Estimates the number of prompt tokens that each worker need not compute.
@@ -43,17 +40,6 @@ class PrefixKnowledge:
             ((block_size, levels),) = sources
             return CachedPrefix(self._index.slots, levels, block_size)
         return CachedPrefix(self._index.slots, merge_levels(sources))
-
-    def prefix_key(self, request: Request) -> int | None:
-        """Return a number that is equal for prompts that begin alike; None if there are no hashes.
-
-        A prompt without a full block has no key either.
-        """
-        by_size = request.prompt_hashes
-        for block_size in sorted(by_size) if len(by_size) > 1 else by_size:
-            if hashes := by_size[block_size]:
-                return hashes[min(len(hashes), max(KEY_TOKENS // block_size, 1)) - 1]
-        return None
 
     def placed(self, request: Request, worker: str, block_size: int) -> None:
         """Record that a worker computes the prompt of a request."""

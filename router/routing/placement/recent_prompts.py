@@ -84,17 +84,18 @@ class RecentPrompts:
         """Return whether `self.levels(hashes)` has a larger depth than `levels` for some worker.
 
         Workers whose depth is `d` in `levels` are looked up at the first recorded block beyond `d`
-        only. This takes a fraction of the time of `self.levels`.
+        only, until no worker has such a block: then none has a later one either. This takes a
+        fraction of the time of `self.levels`.
         """
-        if self.index.is_empty:
-            return False
         workers, holders, num_hashes, depth = self.index.workers, self.index.holders, len(hashes), 0
         for next_depth, deeper in (*levels, (0, 0)):
-            at = depth if depth < STRIDE else depth - depth % STRIDE + STRIDE - 1
-            if at >= num_hashes:
-                return False
-            if workers & ~deeper and holders(hashes[at]) & ~deeper:
-                return True
+            if workers & ~deeper:
+                at = depth if depth < STRIDE else depth - depth % STRIDE + STRIDE - 1
+                workers = holders(hashes[at]) if at < num_hashes else 0
+                if workers & ~deeper:
+                    return True
+                if not workers:
+                    return False
             depth = next_depth
         return False
 

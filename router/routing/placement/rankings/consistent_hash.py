@@ -5,13 +5,15 @@ caches. If this worker has more than its share of the load, the next worker in t
 used. Orders are those of rendezvous hashing: if a worker is lost, only its own keys move.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.ranking import with_capacity
 from penstock.router.routing.placement.rankings.hashing import mix, name_hash
 from penstock.router.routing.worker_view import WorkerView
 
+KEY_TOKENS = 1024
+"""Number of leading tokens that determine the key of a longer prompt."""
 EXCESS = 0.25
 """Fraction of the mean load by which a worker's load may exceed the mean."""
 
@@ -32,6 +34,21 @@ class ConsistentHashRanking:
         return _first(able, demand, lambda view: view.num_busy, demand.num_sequences)
 
 
+def prefix_key(prompt_hashes: Mapping[int, Sequence[int]]) -> int | None:
+    """Return a number that is equal for prompts that begin alike.
+
+    Args:
+        prompt_hashes: short hashes of the prompt's full blocks, by block size.
+
+    Returns:
+        None if there are no hashes: they were not computed, or the prompt has no full block.
+    """
+    for block_size, hashes in sorted(prompt_hashes.items()):
+        if hashes:
+            return hashes[min(len(hashes), max(KEY_TOKENS // block_size, 1)) - 1]
+    return None
+
+
 def _first(
     views: Sequence[WorkerView], demand: Demand, load: Callable[[WorkerView], int], own: int
 ) -> WorkerView | None:
@@ -42,7 +59,9 @@ def _first(
     """
     if not views:
         return None
-    key = mix(demand.request) if demand.prefix_key is None else demand.prefix_key
+    key = prefix_key(demand.prompt_hashes)
+    if key is None:
+        key = mix(demand.request)
     bound = max((1 + EXCESS) * (sum(map(load, views)) + own) / len(views), own)
     within = [view for view in views if load(view) + own <= bound]
     return min(within or views, key=lambda view: (mix(key ^ name_hash(view.name)), view.name))

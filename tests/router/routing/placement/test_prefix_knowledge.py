@@ -83,7 +83,6 @@ def test_nothing_is_known_without_hashes_or_reports() -> None:
     assert knowledge.cached_tokens(request(1, 1, 2, 3), 0.0) is None
     bare = Request(1, [7], SamplingParams())
     assert router()._placer._prefixes.cached_tokens(bare, 0.0) is None
-    assert knowledge.prefix_key(bare) is None
 
 
 def test_prompt_whose_logprobs_are_requested_is_computed_whole() -> None:
@@ -91,10 +90,3 @@ def test_prompt_whose_logprobs_are_requested_is_computed_whole() -> None:
     dispatcher.prefix_index.store("b", [1, 2], START)
     scored = replace(request(1, 1, 2, 3), params=SamplingParams(prompt_logprobs=0))
     assert dispatcher._placer._prefixes.cached_tokens(scored, 0.0) == {}
-
-
-def test_prompts_that_begin_alike_have_equal_keys() -> None:
-    knowledge, head = PrefixKnowledge(PrefixIndex()), [*range(100, 100 + 1024 // BLOCK)]
-    one, other = request(1, *head, 1, 2), request(2, *head, 3)
-    assert knowledge.prefix_key(one) == knowledge.prefix_key(other) == head[-1]
-    assert knowledge.prefix_key(request(3, *head[:5])) == head[4]

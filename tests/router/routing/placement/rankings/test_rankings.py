@@ -1,5 +1,5 @@
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,9 @@ from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.policy import Placement
 from penstock.router.routing.placement.rankings.consistent_hash import (
     EXCESS,
+    KEY_TOKENS,
     ConsistentHashRanking,
+    prefix_key,
 )
 from penstock.router.routing.placement.rankings.cost import PROMPT_WEIGHT, CostRanking
 from penstock.router.routing.placement.rankings.power_of_two import PowerOfTwoRanking
@@ -38,6 +40,11 @@ def demand(request: int = 1, num_tokens: int = 10, **fields: object) -> Demand:
     return Demand(request, num_tokens, 1, 8, **fields)  # type: ignore[arg-type]
 
 
+def hashes(key: int | None) -> Mapping[int, Sequence[int]]:
+    """Return the hashes of a prompt with this key; None: the prompt has no full block."""
+    return {16: [] if key is None else [key]}
+
+
 def workers(queues: Sequence[int]) -> list[WorkerView]:
     return [view(f"w{number}", queued) for number, queued in enumerate(queues)]
 
@@ -53,7 +60,7 @@ def test_every_strategy_chooses_a_worker_with_room_and_repeats_its_choice(
     strategy: str, queues: list[int], num_full: int, request: int, key: int | None
 ) -> None:
     views = [*workers(queues), *(full(f"full{number}") for number in range(num_full))]
-    asked = demand(request, prefix_key=key, cached_tokens={"full0": 9, "w0": 4})
+    asked = demand(request, prompt_hashes=hashes(key), cached_tokens={"full0": 9, "w0": 4})
     ranking = RANKINGS[strategy]()
     for choose in (ranking.prompt_worker, ranking.answer_worker):
         chosen = choose(views, asked, NOW)
@@ -144,15 +151,20 @@ def test_power_of_two_never_takes_the_most_loaded_worker_and_uses_all_others() -
     assert counts["w2"] == 0
 
 
+def test_prompts_that_begin_alike_have_equal_keys() -> None:
+    head = [*range(100, 100 + KEY_TOKENS // 16)]
+    assert prefix_key({16: [*head, 1, 2]}) == prefix_key({16: [*head, 3]}) == head[-1]
+    assert prefix_key({16: head[:5]}) == head[4]
+    assert prefix_key({32: [2], 16: [1]}) == prefix_key({32: [3], 16: [1]}) == 1
+    assert prefix_key({16: [], 32: [2]}) == 2
+    assert prefix_key({}) is prefix_key(hashes(None)) is None
+
+
 def test_consistent_hash_moves_only_the_keys_of_a_lost_worker() -> None:
     views, ranking = workers([0] * 5), ConsistentHashRanking()
-    before = [
-        ranking.prompt_worker(views, demand(key, prefix_key=7919 * key), NOW) for key in range(300)
-    ]
-    after = [
-        ranking.prompt_worker(views[1:], demand(key, prefix_key=7919 * key), NOW)
-        for key in range(300)
-    ]
+    prompts = [demand(key, prompt_hashes=hashes(7919 * key)) for key in range(300)]
+    before = [ranking.prompt_worker(views, prompt, NOW) for prompt in prompts]
+    after = [ranking.prompt_worker(views[1:], prompt, NOW) for prompt in prompts]
     assert {worker.name for worker in before if worker} == {f"w{number}" for number in range(5)}
     for old, new in zip(before, after, strict=True):
         assert new is old or old is views[0]
@@ -164,7 +176,7 @@ def test_consistent_hash_moves_only_the_keys_of_a_lost_worker() -> None:
     st.integers(1, 5_000),
 )
 def test_consistent_hash_bounds_the_load(queues: list[int], key: int, num_tokens: int) -> None:
-    asked = demand(num_tokens=num_tokens, prefix_key=key)
+    asked = demand(num_tokens=num_tokens, prompt_hashes=hashes(key))
     chosen = ConsistentHashRanking().prompt_worker(workers(queues), asked, NOW)
     assert chosen is not None
     mean = (sum(queues) + num_tokens) / len(queues)
