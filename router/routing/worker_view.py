@@ -260,6 +260,7 @@ class WorkerView:
         rate = self.prefill_rate
         if rate.is_calibrated:
             table.speed[self._row] = rate.tokens_per_second
+            table.has_new_speeds = True
         table.uncached[self._row] = rate.uncached_fraction
         if self.answer_rate.is_calibrated:
             table.first_with_steps = min(table.first_with_steps, self._position)

@@ -3,13 +3,15 @@
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.router.routing.placement.cached_prefix import CachedPrefix
 from penstock.router.routing.placement.candidates import Group
+from penstock.router.routing.placement.cheapest_worker import cheapest_worker
 from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.disaggregation import DisaggregationPolicy, single_worker
-from penstock.router.routing.placement.fleet import KV_READ_COST, MAX_READS, Fleet, Floats
-from penstock.router.routing.placement.least_row import first_fitting, least_row
+from penstock.router.routing.placement.fleet import Fleet, Floats, WorkerGroup
+from penstock.router.routing.placement.least_row import least_row
 from penstock.router.routing.placement.rankings.cost import (
     PROMPT_WEIGHT,
     SIMILAR_UTILIZATION,
@@ -20,7 +22,7 @@ from penstock.router.routing.prefix_cache.worker_slots import bits
 from penstock.router.routing.worker_view import PENALTY_SECONDS, WorkerView
 
 FEW_WORKERS = 8
-"""Maximum number of workers with cached prefixes that are scored one by one, not by a bound."""
+"""Up to this many workers, their elements of an array are set one by one."""
 
 
 class ArrayCandidates:
@@ -34,240 +36,161 @@ class ArrayCandidates:
 
     def __init__(self, demand: Demand, workers: Fleet[WorkerView], now: float) -> None:
         self._demand, self._fleet, self._now = demand, workers, now
-        self._loads = workers.loads
+        self._groups = workers.groups
         self._penalty: Floats | None = None  # by row; None: no worker has one
         if now - workers.last_lost_at < PENALTY_SECONDS:
             self._penalty = np.maximum(0.0, 1.0 - (now - workers.lost_at) / PENALTY_SECONDS)
         cached = demand.cached_tokens
-        self._saved = _Saved(workers, cached if isinstance(cached, CachedPrefix) else None)
+        self._cached = cached if isinstance(cached, CachedPrefix) and cached.levels else None
+        if self._cached is not None:
+            workers.use_slots(self._cached.slots)
 
     def has(self, group: Group) -> bool:
-        return any(self._is_live(row) for row in self._fleet.rows_of[group])
+        return any(map(self._is_live, self._groups[group].views))
 
     def count(self, group: Group) -> int:
-        return sum(self._is_live(row) for row in self._fleet.rows_of[group])
+        return sum(map(self._is_live, self._groups[group].views))
 
     def view(self, name: str) -> WorkerView:
         return self._fleet.by_row[self._fleet.row(name)]
 
     def prompt_worker(self, group: Group, needs_capacity: bool = True) -> WorkerView | None:
-        loads, read_cost, penalty = self._loads, read_cost_of(self._demand), self._penalty
-        if read_cost == KV_READ_COST * MAX_READS:
-            load = loads.cost
-        else:
-            load = loads.queued + read_cost * loads.reads
-        saved, most = self._saved, self._demand.num_tokens - 1
-
-        def cost(row: int, num_saved: int) -> float:
-            found = load.item(row) - PROMPT_WEIGHT * min(num_saved, most)
-            return found if penalty is None else found + PENALTY_TOKENS * penalty.item(row)
-
-        def costs(saved: Floats | int) -> Floats:
-            found = load - PROMPT_WEIGHT * saved
-            return found if penalty is None else found + PENALTY_TOKENS * penalty
-
-        most_saved = min(saved.most, most)
-        return self._least(
-            load if penalty is None else costs(most_saved),
-            -PROMPT_WEIGHT * most_saved if penalty is None else 0.0,
-            lambda: costs(np.minimum(saved.all(), most)),
-            cost,
-            (loads.ties,),
-            self._fleet.bars[group],
-            self._fits if needs_capacity else self._is_live,
-        )
+        those = self._groups[group]
+        if self._cached is not None and needs_capacity and those.views:
+            cheapest = cheapest_worker(self._fleet, those, self._demand, self._cached, self._now)
+            if cheapest is not None:
+                return cheapest
+        loads = those.loads
+        costs = loads.queued + read_cost_of(self._demand) * loads.reads
+        if self._cached is not None:
+            most = self._demand.num_tokens - 1
+            costs -= PROMPT_WEIGHT * np.minimum(self._tokens(those, self._cached), most)
+        if self._penalty is not None:
+            costs += PENALTY_TOKENS * self._of(those, self._penalty)
+        return self._least(those, costs, (loads.ties, those.ranks), needs_capacity)
 
     def answer_worker(self, group: Group, layout: str | None = None) -> WorkerView | None:
         if self._demand.is_pinned and not self._demand.has_source:
             return self.prompt_worker(group)
-        loads, bar = self._loads, self._fleet.bars[group]
-        if layout is not None:
-            others = [view.info.layout != layout for view in self._fleet.by_row]
-            bar = np.where([*others, True], np.inf, 0.0 if bar is None else bar)
-        used = loads.utilization
+        those = self._groups[group]
+        loads, used = those.loads, those.loads.utilization
         if self._penalty is not None:
-            used = used + self._penalty
-        ties = (loads.filled, loads.num_assigned)
-        best = self._least(used, 0.0, used.copy, None, ties, bar, self._fits)
-        if best is None or not self._demand.cached_tokens:
+            used = used + self._of(those, self._penalty)
+        if layout is not None:
+            used = np.where(those.layouts == layout, used, np.inf)
+        best = self._least(those, used, (loads.filled, loads.num_assigned, those.ranks))
+        if best is None or self._cached is None:
             return best
-        return self._better_cached(best, used, bar) or best
+        return self._better_cached(best, those, used, self._cached) or best
 
     def _better_cached(
-        self, best: WorkerView, used: Floats, bar: Floats | None
+        self, best: WorkerView, group: WorkerGroup[WorkerView], used: Floats, cached: CachedPrefix
     ) -> WorkerView | None:
         """Return the worker of similar utilization with the longest prefix, if above `best`'s."""
-        row = self._fleet.row(best.name)
-        limit = self._loads.utilization.item(row) + SIMILAR_UTILIZATION
-        num_tokens = self._saved[row]
-        similar = [
-            (self._saved[row], row)
-            for row in self._saved.rows_above(num_tokens)
-            if used.item(row) <= limit and (bar is None or not bar.item(row))
-        ]
-        ordered = sorted(similar, reverse=True)
-        return next((self._fleet.by_row[row] for _, row in ordered if self._fits(row)), None)
+        limit = best.by_utilization[0] + SIMILAR_UTILIZATION
+        own, rows, views = cached.slots.find(best.name), self._fleet.use_slots(cached.slots), []
+        above = 0
+        for _, holders in reversed(cached.levels):
+            if own is not None and holders >> own & 1:
+                return None
+            those, above = holders & group.mask & ~above, holders
+            for slot in bits(those):
+                row = rows[slot] - group.start
+                if used.item(row) <= limit and self._fits(group.views[row]):
+                    views.append(group.views[row])
+            if views:
+                return max(views, key=lambda view: view.name)
+        return None
 
     def single_worker(self) -> WorkerView | None:
-        first = next((row for row in self._fleet.rows_of["all"] if self._is_live(row)), None)
-        machine = "" if first is None else self._fleet.by_row[first].info.machine
-        if not machine:
-            return None
-        live = []
+        live: list[WorkerView] = []
         for view in self._fleet:
-            if self._is_live(self._fleet.row(view.name)):
-                if view.info.machine != machine:
+            if self._is_live(view):
+                machine = view.info.machine
+                if not machine or (live and live[0].info.machine != machine):
                     return None
                 live.append(view)
         single = single_worker(live, self._now)
-        if single is None or not self._fits(self._fleet.row(single.name)):
-            return None
-        return single
+        return single if single is not None and self._fits(single) else None
 
     def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
-        loads, num_tokens = self._loads, self._demand.num_tokens
-        mean = costs.mean_rate
-        if not mean:
-            row = next((row for row in self._fleet.rows_of["answer"] if self._fits(row)), None)
-            return None if row is None else self._fleet.by_row[row]
-        speeds = np.where(loads.speed > 0.0, loads.speed, mean)
-        wait, delayed = loads.queued / speeds, loads.busy + 1.0
-        is_known = self._demand.cached_tokens is not None
-
-        def bounds(saved: Floats | int) -> Floats:
-            uncached = (
-                np.maximum(num_tokens - saved, 1) if is_known else num_tokens * loads.uncached
-            )
-            return wait + uncached / speeds * delayed
-
-        def cost(row: int, _num_saved: int) -> float:
-            return costs.colocated_seconds(num_tokens, self._fleet.by_row[row])
-
-        return self._least(
-            bounds(self._saved.most),
-            0.0,
-            lambda: bounds(self._saved.all()),
-            cost if is_known else None,
-            (),
-            self._fleet.bars["answer"],
-            self._fits,
-        )
+        num_tokens, those = self._demand.num_tokens, self._groups["answer"]
+        if not costs.mean_rate:
+            return self._least(those, np.zeros(len(those.views)), (those.ranks,))
+        loads, speeds = those.loads, self._of(those, self._fleet.speeds)
+        uncached: Floats | int = num_tokens
+        if self._cached is not None:
+            uncached = np.maximum(num_tokens - self._tokens(those, self._cached), 1)
+        elif self._demand.cached_tokens is None:
+            uncached = num_tokens * loads.uncached
+        seconds = loads.queued / speeds + uncached / speeds * (loads.busy + 1.0)
+        return self._least(those, seconds, (those.ranks,))
 
     def kept_worker(self) -> WorkerView | None:
-        busy = self._loads.busy
-        bar = self._fleet.kept_bar
-        return self._least(busy, 0.0, busy.copy, None, (), bar, self._fits)
+        those = self._groups["kept"]
+        return self._least(those, those.loads.busy, (those.ranks,))
 
     # -------------------------------------------------------------- search
 
     def _least(
         self,
-        bounds: Floats,
-        offset: float,
-        costs: Callable[[], Floats],
-        cost: Callable[[int, int], float] | None,
+        group: WorkerGroup[WorkerView],
+        costs: Floats,
         ties: Sequence[Floats],
-        bar: Floats | None,
-        fits: Callable[[int], bool],
+        needs_capacity: bool = True,
     ) -> WorkerView | None:
-        """Return the worker of lowest cost that fits, or None.
+        """Return the worker of lowest cost that may be chosen, or None.
 
         Args:
-            bounds: see `least_row`.
-            offset: see `least_row`.
-            costs: returns the exact costs of all rows.
-            cost: returns the exact cost of a row with some cached tokens; None: `bounds` are exact.
+            group: the candidates.
+            costs: see `least_row`.
             ties: see `least_row`.
-            bar: the workers that are candidates.
-            fits: see `least_row`.
+            needs_capacity: if False, workers without room may be chosen.
         """
-        few: dict[int, float] = {}
-        if cost is not None:
-            few = {row: cost(row, num) for row, num in self._saved.few.items()}
-        if bar is not None:
-            bounds = bounds + bar
-            few = {row: each for row, each in few.items() if bar.item(row) == 0.0}
-        row = least_row(
-            bounds,
-            offset,
-            ties,
-            fits,
-            few,
-            None if cost is None else lambda row: cost(row, self._saved[row]),
-        )
-        if row is None:
-            exact = costs()
-            if bar is not None:
-                exact += bar
-            if fits == self._fits:
-                exact[~self._has_capacity()] = np.inf
-            row = first_fitting(exact, ties, fits)
-        return None if row < 0 else self._fleet.by_row[row]
+        views = group.views
+        may_take: Callable[[WorkerView], bool] = self._fits if needs_capacity else self._is_live
 
-    def _has_capacity(self) -> np.ndarray:
-        """Return `WorkerView.has_capacity` of each row, but ignore back-offs."""
-        demand, loads = self._demand, self._loads
+        def might_fit() -> npt.NDArray[np.bool_]:
+            if needs_capacity:
+                return self._has_capacity(group)
+            return np.ones(len(views), np.bool_)
+
+        row = least_row(costs, ties, lambda row: may_take(views[row]), might_fit)
+        return None if row < 0 else views[row]
+
+    def _of(self, group: WorkerGroup[WorkerView], values: Floats) -> Floats:
+        """Return the elements of a group's rows."""
+        return values[group.start : group.start + len(group.views)]
+
+    def _tokens(self, group: WorkerGroup[WorkerView], cached: CachedPrefix) -> Floats:
+        """Return the cached tokens of a group's workers [n]."""
+        rows, start = self._fleet.use_slots(cached.slots), group.start
+        tokens = np.zeros(len(group.views))
+        for depth, holders in cached.levels:
+            those = holders & group.mask
+            if those == group.mask:
+                tokens.fill(depth * cached.unit)
+            elif those.bit_count() <= FEW_WORKERS:
+                for slot in bits(those):
+                    tokens[rows[slot] - start] = depth * cached.unit
+            else:
+                packed = np.frombuffer(those.to_bytes(-(-len(rows) // 8), "little"), np.uint8)
+                has = np.unpackbits(packed, count=len(rows), bitorder="little")
+                tokens[np.array(rows)[has.view(np.bool_)] - start] = depth * cached.unit
+        return tokens
+
+    def _has_capacity(self, group: WorkerGroup[WorkerView]) -> npt.NDArray[np.bool_]:
+        """Return `WorkerView.has_capacity` of a group's workers, but ignore back-offs."""
+        demand, loads = self._demand, group.loads
         num = demand.num_sequences
-        blocks = np.ceil((demand.num_tokens + num) / self._fleet.block_sizes)
-        return (loads.free_sequences >= num) & (loads.free_blocks >= blocks)
+        blocks = np.ceil((demand.num_tokens + num) / group.block_sizes)
+        has: npt.NDArray[np.bool_] = (loads.free_sequences >= num) & (loads.free_blocks >= blocks)
+        return has
 
-    def _is_live(self, row: int) -> bool:
-        view, unfit = self._fleet.by_row[row], self._demand.unfit_workers
+    def _is_live(self, view: WorkerView) -> bool:
+        unfit = self._demand.unfit_workers
         return view.is_usable and not (unfit and view.name in unfit)
 
-    def _fits(self, row: int) -> bool:
-        view, demand = self._fleet.by_row[row], self._demand
-        return view.has_capacity(demand.num_tokens, demand.num_sequences) and self._is_live(row)
-
-
-class _Saved:
-    """The cached tokens of the worker in each row."""
-
-    def __init__(self, workers: Fleet[WorkerView], cached: CachedPrefix | None) -> None:
-        self._fleet, self._cached = workers, cached
-        self.few: dict[int, int] = {}
-        """Tokens by row, for the at most `FEW_WORKERS` workers that may have more than `most`."""
-        self.most = 0
-        """Maximum number of tokens of any other worker."""
-        if not cached:
-            return
-        rows, none, deeper = workers.row_list(cached.slots), len(workers), 0
-        for depth, those in reversed(cached.levels):
-            if those.bit_count() > FEW_WORKERS:
-                self.most = depth * cached.unit
-                break
-            for slot in bits(those & ~deeper):
-                if rows[slot] != none:
-                    self.few[rows[slot]] = depth * cached.unit
-            deeper = those
-
-    def __getitem__(self, row: int) -> int:
-        num_tokens = self.few.get(row)
-        if num_tokens is not None:
-            return num_tokens
-        cached = self._cached
-        return 0 if cached is None else cached.get(self._fleet.by_row[row].name, 0)
-
-    def rows_above(self, num_tokens: int) -> list[int]:
-        """Return the rows of the workers with more than `num_tokens` tokens."""
-        cached = self._cached
-        if cached is None:
-            return []
-        rows, none = self._fleet.row_list(cached.slots), len(self._fleet)
-        for depth, workers in cached.levels:
-            if depth * cached.unit > num_tokens:
-                return [row for slot in bits(workers) if (row := rows[slot]) != none]
-        return []
-
-    def all(self) -> Floats:
-        """Return the tokens of all rows [n + 1]."""
-        saved = np.zeros(len(self._fleet) + 1)
-        if self._cached is None:
-            return saved
-        rows = self._fleet.rows_by_slot(self._cached.slots)
-        for depth, workers in self._cached.levels:
-            packed = np.frombuffer(workers.to_bytes(-(-len(rows) // 8), "little"), np.uint8)
-            has = np.unpackbits(packed, count=len(rows), bitorder="little")
-            saved[rows[has.view(np.bool_)]] = depth * self._cached.unit
-        saved[-1] = 0.0
-        return saved
+    def _fits(self, view: WorkerView) -> bool:
+        demand = self._demand
+        return view.has_capacity(demand.num_tokens, demand.num_sequences) and self._is_live(view)

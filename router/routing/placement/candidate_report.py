@@ -1,8 +1,6 @@
 """The workers that a placement decision compared, with the numbers that it used."""
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -97,10 +95,10 @@ def _considered(
     """Return all workers if they are few, otherwise the chosen ones and the least loaded ones."""
     if not isinstance(workers, Fleet) or len(workers) < MANY_WORKERS:
         return workers
-    load = workers.loads.queued[:-1] + read_cost * workers.loads.reads[:-1]
+    load = workers.loads.queued + read_cost * workers.loads.reads
     last = min(MAX_CANDIDATES, len(load) - 1)
     rows = set(np.argpartition(load, last)[:MAX_CANDIDATES].tolist())
     for name in chosen:
         if name is not None:
-            rows.add(bisect_left(workers.by_row, name, key=attrgetter("name")))
+            rows.add(workers.row(name))
     return [workers.by_row[row] for row in rows]

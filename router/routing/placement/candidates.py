@@ -12,9 +12,10 @@ from penstock.router.routing.placement.disaggregation import DisaggregationPolic
 from penstock.router.routing.placement.ranking import Ranking, with_capacity, with_prefill_slot
 from penstock.router.routing.worker_view import WorkerView
 
-Group: TypeAlias = Literal["all", "prompt", "answer", "prefill"]
+Group: TypeAlias = Literal["all", "prompt", "answer", "prefill", "kept"]
 """All workers; those that compute prompts (prefill, mixed); those that generate answers (decode,
-mixed); those of the role prefill."""
+mixed); those of the role prefill; those of them that may also generate the answers, because no
+operator assigned the role."""
 
 
 class Candidates(Protocol):
@@ -79,6 +80,7 @@ class ListCandidates:
             "prompt": [view for view in live if view.role != "decode"],
             "answer": [view for view in live if view.role != "prefill"],
             "prefill": [view for view in live if view.role == "prefill"],
+            "kept": [view for view in live if view.role == "prefill" and not view.is_shedding],
         }
 
     def has(self, group: Group) -> bool:
@@ -117,9 +119,8 @@ class ListCandidates:
         )
 
     def kept_worker(self) -> WorkerView | None:
-        # Answers move away from a prefill worker whose role an operator assigned.
-        views = [view for view in self._groups["prefill"] if not view.is_shedding]
-        return min(self._able(views), key=lambda view: (view.num_busy, view.name), default=None)
+        views = self._able(self._groups["kept"])
+        return min(views, key=lambda view: (view.num_busy, view.name), default=None)
 
     def _able(self, views: Sequence[WorkerView]) -> Sequence[WorkerView]:
         return with_prefill_slot(with_capacity(views, self._demand))

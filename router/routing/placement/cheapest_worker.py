@@ -1,14 +1,21 @@
 """Finds the worker for a prompt quickly if a worker that has cached some of it is clearly cheapest.
 
-This is the first step of `CostPolicy`. It computes the costs of the few workers with the longest
-cached prefixes, level by level, until the lowest of them is below a lower bound of all other costs.
+This is the first step of a search for a prompt worker. It computes the costs of the few workers
+with the longest cached prefixes, level by level, until the lowest of them is below a lower bound of
+all other costs.
 """
 
 from math import inf
 
 from penstock.router.routing.placement.cached_prefix import CachedPrefix
 from penstock.router.routing.placement.demand import Demand
-from penstock.router.routing.placement.fleet import KV_READ_COST, MAX_READS, Fleet, LoadTable
+from penstock.router.routing.placement.fleet import (
+    KV_READ_COST,
+    MAX_READS,
+    Fleet,
+    LoadTable,
+    WorkerGroup,
+)
 from penstock.router.routing.placement.least_row import least_of
 from penstock.router.routing.placement.rankings.cost import PROMPT_WEIGHT, read_cost_of
 from penstock.router.routing.worker_view import PENALTY_SECONDS, WorkerView
@@ -22,12 +29,17 @@ NEARLY_ONE = 0.95
 
 
 def cheapest_worker(
-    workers: Fleet[WorkerView], demand: Demand, cached: CachedPrefix, now: float
+    workers: Fleet[WorkerView],
+    group: WorkerGroup[WorkerView],
+    demand: Demand,
+    cached: CachedPrefix,
+    now: float,
 ) -> WorkerView | None:
     """Return the worker of lowest cost for the prompt, or None if a full search must find it.
 
     Args:
-        workers: all workers; each of them may compute prompts, and none has `queues_at_router`.
+        workers: all workers; none of them has `queues_at_router`.
+        group: the candidates; not empty.
         demand: the request; it needs a prompt worker.
         cached: the cached tokens of the prompt; not empty.
         now: clock seconds.
@@ -35,12 +47,12 @@ def cheapest_worker(
     if now - workers.last_lost_at < PENALTY_SECONDS:
         return None
     levels, unit, most = cached.levels, cached.unit, demand.num_tokens - 1
-    rows, views, read_cost = workers.row_list(cached.slots), workers.by_row, read_cost_of(demand)
-    queued, reads = workers.loads.queued, workers.loads.reads
+    rows, views, read_cost = workers.use_slots(cached.slots), workers.by_row, read_cost_of(demand)
+    queued, reads, candidates = workers.loads.queued, workers.loads.reads, group.mask
     best, lowest, above, num_seen, least_load = -1, inf, 0, 0, -1.0
     for level in range(len(levels) - 1, -1, -1):
         depth, holders = levels[level]
-        those, above = holders & ~above, holders
+        those, above = holders & candidates & ~above, holders
         num_seen += those.bit_count()
         if num_seen > FEW_WORKERS:
             return None
@@ -55,7 +67,7 @@ def cheapest_worker(
             elif cost < lowest + MARGIN:
                 best = -1  # too close
         if least_load < 0:
-            least_load = _least_load(workers.loads, read_cost)
+            least_load = _least_load(group.loads, read_cost)
         others_saved = PROMPT_WEIGHT * min(levels[level - 1][0] * unit, most) if level else 0.0
         if lowest < least_load - others_saved - MARGIN:
             break

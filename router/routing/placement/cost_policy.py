@@ -36,10 +36,10 @@ class CostPolicy(RolePolicy):
             and workers  # a closed stream removes a worker before the index forgets its blocks
             and isinstance(cached, CachedPrefix)
             and cached.levels
-            and workers.bars["prompt"] is None
+            and len(workers.groups["prompt"].views) == len(workers)
             and not (demand.has_source or demand.is_pinned or workers[0].queues_at_router)
         ):
-            view = cheapest_worker(workers, demand, cached, now)
+            view = cheapest_worker(workers, workers.groups["prompt"], demand, cached, now)
             if view is not None and view.role != "prefill":
                 return Placement(view.name)
         return super().choose(demand, workers, transfer_costs, now)

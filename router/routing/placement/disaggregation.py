@@ -102,7 +102,7 @@ class DisaggregationPolicy:
             first = next((view for view in workers if view.answer_rate.is_calibrated), None)
             rates = [view.prefill_rate for view in sorted(workers, key=lambda view: view.name)]
             speeds = [rate.tokens_per_second if rate.is_calibrated else 0.0 for rate in rates]
-            self._mean_rate = mean_speed(np.array([*speeds, 0.0]))
+            self._mean_rate = mean_speed(np.array(speeds))
         self._steps = None if first is None else first.answer_rate
         self._transfer_costs = transfer_costs
 

@@ -1,16 +1,26 @@
 """All workers of a router, with their loads as arrays."""
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.router.routing.events import WorkerInfo
-from penstock.router.routing.prefix_cache.worker_slots import WorkerSlots
+from penstock.router.routing.prefix_cache.worker_slots import Workers, WorkerSlots
 
-Rows: TypeAlias = npt.NDArray[np.intp]
 Floats: TypeAlias = npt.NDArray[np.float64]
+
+GROUPS: Mapping[str, tuple[int, int]] = {
+    "all": (0, 4),
+    "prompt": (0, 3),
+    "answer": (2, 4),
+    "prefill": (0, 2),
+    "kept": (1, 2),
+}
+"""First kind, and the kind after the last, of the workers in each group: see `_kind` and
+`candidates.Group`."""
 
 TIE_SCALE = 1e10
 """More than the tokens that a worker ever computes, so that `ties` orders by sequences first."""
@@ -22,32 +32,34 @@ MAX_READS = 256
 
 
 class LoadTable:
-    """Loads of all workers as arrays [n + 1], by row; the last row belongs to no worker.
-
-    Each `WorkerView` keeps its row current.
-    """
+    """Loads of all workers as arrays [n], by row. Each `WorkerView` keeps its row current."""
 
     def __init__(self, num_workers: int) -> None:
-        def zeros() -> Floats:
-            column = np.zeros(num_workers + 1)
-            column[num_workers] = np.inf  # never the least
-            return column
-
-        self.queued = zeros()  # prompt tokens to compute
-        self.reads = np.zeros(
-            num_workers + 1
-        )  # KV tokens that a decode step reads: see `WorkerView.by_cost`
-        self.cost = zeros()  # `queued` and the cost of `reads` for the longest answers
-        self.busy = zeros()  # sequences
-        self.ties = zeros()  # orders workers of equal cost: by sequences, then by assigned tokens
-        self.utilization = zeros()  # fraction of the sequences
-        self.filled = zeros()  # fraction of the blocks
-        self.num_assigned = zeros()  # requests
-        self.free_sequences = zeros()  # +inf: any request has room
-        self.free_blocks = zeros()
-        self.speed = np.zeros(num_workers + 1)  # prompt tokens per second; 0: not measured
-        self.uncached = np.ones(num_workers + 1)  # fraction of the prompt tokens
+        columns = np.zeros((12, num_workers))
+        self.queued = columns[0]  # prompt tokens to compute
+        self.reads = columns[1]  # KV tokens that a decode step reads: see `WorkerView.by_cost`
+        self.cost = columns[2]  # `queued` and the cost of `reads` for the longest answers
+        self.busy = columns[3]  # sequences
+        # Orders workers of equal cost: by sequences, then by assigned tokens.
+        self.ties = columns[4]
+        self.utilization = columns[5]  # fraction of the sequences
+        self.filled = columns[6]  # fraction of the blocks
+        self.num_assigned = columns[7]  # requests
+        self.free_sequences = columns[8]  # +inf: any request has room
+        self.free_blocks = columns[9]
+        self.speed = columns[10]  # prompt tokens per second; 0: not measured
+        self.uncached = columns[11]  # fraction of the prompt tokens
+        self.uncached[:] = 1.0
         self.first_with_steps = num_workers  # smallest position of a worker with measured steps
+        self.has_new_speeds = True  # since `Fleet.speeds` was computed
+
+    def rows(self, rows: slice) -> "LoadTable":
+        """Return the columns of consecutive rows, which share the memory of this table."""
+        part = LoadTable(0)
+        for name, column in vars(self).items():
+            if isinstance(column, np.ndarray):
+                setattr(part, name, column[rows])
+        return part
 
 
 class View(Protocol):
@@ -67,86 +79,116 @@ class View(Protocol):
 V = TypeVar("V", bound=View)
 
 
+class WorkerGroup(Generic[V]):
+    """The workers of consecutive rows of a fleet.
+
+    Attributes:
+        start: the first row.
+        views: the workers.
+        loads: their loads.
+        ranks: their positions in order of their names.
+        layouts: the layouts of their KV blocks.
+        block_sizes: tokens of their blocks.
+        mask: the slots of the workers, of `Fleet.use_slots`.
+    """
+
+    def __init__(self, fleet: "Fleet[V]", start: int, stop: int) -> None:
+        self.start = start
+        self.views = fleet.by_row[start:stop]
+        self.loads = fleet.loads.rows(slice(start, stop))
+        self.ranks = fleet.ranks[start:stop]
+        self.layouts = np.array([view.info.layout for view in self.views])
+        self.block_sizes = np.array([view.info.block_size for view in self.views], np.float64)
+        self.mask: Workers = 0
+
+
 class Fleet(list[V], Generic[V]):
     """The workers of a router; replaced when a worker connects, is lost or changes its role.
 
-    Rows number the workers in order of their names. A *bar* is an array [n + 1] with 0 in the rows
-    of some workers and infinity in all others; None stands for the bar of all workers.
+    Rows number the workers in order of their kinds, and within a kind in order of their names.
     """
 
     def __init__(self, views: Iterable[V]) -> None:
         super().__init__(views)
-        self.by_row = sorted(self, key=lambda view: view.name)
+        self.by_row = sorted(self, key=lambda view: (_kind(view), view.name))
         self._row_of = {view.name: row for row, view in enumerate(self.by_row)}
-        self.lost_at = np.array([*(view.lost_at for view in self.by_row), -np.inf])
-        self.last_lost_at = float(self.lost_at.max())
+        self._by_name = np.array([self._row_of[name] for name in sorted(self._row_of)], np.intp)
+        self.ranks = np.empty(len(self))
+        self.ranks[self._by_name] = np.arange(len(self))
+        self.lost_at = np.array([view.lost_at for view in self.by_row])
+        self.last_lost_at = float(self.lost_at.max(initial=-np.inf))
         self.loads = LoadTable(len(self))
         for position, view in enumerate(self):
             view.set_load_table(self.loads, self._row_of[view.name], position)
-        self.block_sizes = np.array(
-            [*(view.info.block_size for view in self.by_row), 1], np.float64
-        )
-        # The rows and the bar of each group: see `candidates.Group`.
-        roles = [view.role for view in self.by_row]
-        self.rows_of: dict[str, Sequence[int]] = {
-            "all": range(len(self)),
-            "prompt": [row for row, role in enumerate(roles) if role != "decode"],
-            "answer": [row for row, role in enumerate(roles) if role != "prefill"],
-            "prefill": [row for row, role in enumerate(roles) if role == "prefill"],
+        kinds = [_kind(view) for view in self.by_row]
+        self.groups = {
+            group: WorkerGroup(self, bisect_left(kinds, first), bisect_left(kinds, end))
+            for group, (first, end) in GROUPS.items()
         }
-        self.bars = {
-            group: None if len(rows) == len(self) else self._bar(rows)
-            for group, rows in self.rows_of.items()
-        }
-        # Answers move away from a prefill worker whose role an operator assigned.
-        self.kept_bar = self._bar(
-            [row for row in self.rows_of["prefill"] if not self.by_row[row].is_shedding]
-        )
         self._peers: dict[str, list[V]] = {}  # workers by machine; "" is no machine
         for view in self:
             if view.info.machine:
                 self._peers.setdefault(view.info.machine, []).append(view)
-        # The row of each slot, for one object of slots at one version.
-        self._slots: tuple[WorkerSlots | None, int] = (None, -1)
-        self._row_list: list[int] = []
-        self._rows: Rows = np.zeros(0, np.intp)
-
-    def _bar(self, rows: Sequence[int]) -> Floats:
-        bar = np.full(len(self) + 1, np.inf)
-        bar[list(rows)] = 0.0
-        return bar
+        self._slots: tuple[WorkerSlots | None, int] = (None, -1)  # in use, and their version
+        self._rows_of_slots: list[int] = []
+        self._mean_speed = 0.0
+        self._speeds: Floats = self.loads.speed
 
     def row(self, worker: str) -> int:
-        """Return the row of a worker; unknown workers have the last row."""
-        return self._row_of.get(worker, len(self))
+        """Return the row of a worker."""
+        return self._row_of[worker]
 
     def on_machine(self, machine: str) -> Sequence[V]:
         """Return the workers that share the cores of a machine."""
         return self._peers.get(machine, ())
 
-    def row_list(self, slots: WorkerSlots) -> list[int]:
-        """Return the row of each slot; slots of other workers have the last row."""
+    def use_slots(self, slots: WorkerSlots) -> list[int]:
+        """Return the row of each slot, and set `WorkerGroup.mask`; -1: no worker of this fleet."""
         if self._slots != (slots, slots.version):
             self._slots = (slots, slots.version)
-            self._row_list = [self.row(name) for name in slots.names]
-            self._rows = np.array(self._row_list, np.intp)
-        return self._row_list
-
-    def rows_by_slot(self, slots: WorkerSlots) -> Rows:
-        """Return `row_list` as an array."""
-        self.row_list(slots)
-        return self._rows
+            self._rows_of_slots = [self._row_of.get(name, -1) for name in slots.names]
+            for group in self.groups.values():
+                rows = range(group.start, group.start + len(group.views))
+                group.mask = sum(
+                    1 << slot for slot, row in enumerate(self._rows_of_slots) if row in rows
+                )
+        return self._rows_of_slots
 
     @property
     def mean_speed(self) -> float:
         """Mean prompt tokens per second of the workers with a measured speed; 0: there are none."""
-        return mean_speed(self.loads.speed)
+        if self.loads.has_new_speeds:
+            self._update_speeds()
+        return self._mean_speed
+
+    @property
+    def speeds(self) -> Floats:
+        """Prompt tokens per second by row; workers without a measured speed have the mean."""
+        if self.loads.has_new_speeds:
+            self._update_speeds()
+        return self._speeds
+
+    def _update_speeds(self) -> None:
+        measured = self.loads.speed
+        self._mean_speed = mean_speed(measured[self._by_name])
+        self._speeds = np.where(measured > 0.0, measured, self._mean_speed)
+        self.loads.has_new_speeds = False
 
     @property
     def first_with_steps(self) -> V | None:
         """The first worker whose decode steps have been measured, or None."""
         position = self.loads.first_with_steps
         return self[position] if position < len(self) else None
+
+
+def _kind(view: View) -> int:
+    """Return 0 or 1 for prefill workers, 2 for mixed workers and 3 for decode workers.
+
+    Answers move away from workers of kind 0, whose role an operator assigned.
+    """
+    if view.role == "prefill":
+        return 0 if view.is_shedding else 1
+    return 3 if view.role == "decode" else 2
 
 
 def mean_speed(speeds: Floats) -> float:

@@ -1,109 +1,74 @@
-"""Search for the worker of lowest cost that scores only a few workers exactly.
+"""Search for the smallest element of an array, which is fast for small and for large arrays."""
 
-Uses the stopping rule of the threshold algorithm (Fagin, Lotem and Naor, 2001): workers are visited
-in order of a lower bound of their cost, until no other worker can have a lower cost.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.router.routing.placement.fleet import Floats
 
-NUM_TRIES = 8
-"""Number of workers that are visited before all costs are computed by array operations."""
 MAX_LIST_WORKERS = 48
-"""Up to this many workers, operations on a list of bounds are faster than operations on arrays."""
+"""Up to this many elements, operations on lists are faster than operations on arrays."""
+
+
+def least_of(values: Floats) -> float:
+    """Return the smallest element."""
+    if len(values) <= MAX_LIST_WORKERS:
+        smallest: float = min(values.tolist())
+        return smallest
+    return values.item(values.argmin())
 
 
 def least_row(
-    bounds: Floats,
-    offset: float,
+    costs: Floats,
     ties: Sequence[Floats],
     fits: Callable[[int], bool],
-    few: Mapping[int, float],
-    cost: Callable[[int], float] | None = None,
-) -> int | None:
-    """Return the row with the lowest (cost, ties, row) of those that fit.
+    might_fit: Callable[[], npt.NDArray[np.bool_]],
+) -> int:
+    """Return the row with the lowest (cost, ties) of those that fit; -1 if none fits.
 
     Args:
-        bounds: lower bounds of the costs, minus `offset` [n]; infinity: not a candidate.
-        offset: the same for all rows. It saves an operation on arrays.
-        ties: arrays [n] that order rows of equal cost.
+        costs: the costs [n]; infinity: not a candidate.
+        ties: arrays [n] that order rows of equal cost; no two rows have the same elements in all.
         fits: returns whether the worker of a row may be chosen.
-        few: costs of rows that may be below their bounds. The rows must be candidates.
-        cost: returns the exact cost of a row; None: the bounds are exact.
-
-    Returns:
-        The row; -1 if no row fits; None if more than `NUM_TRIES` rows would have to be visited.
+        might_fit: returns False for rows that do not fit, and may return True for such rows.
     """
-    row, lowest = -1, inf
-    for each, exact in few.items():
-        if (exact < lowest or (exact == lowest and _precedes(each, row, ties))) and fits(each):
-            row, lowest = each, exact
-    is_list = len(bounds) <= MAX_LIST_WORKERS + 1
-    rest: Floats | list[float] = bounds.tolist() if is_list else bounds
-    for _ in range(len(rest) if is_list else NUM_TRIES):
-        least = min(rest) if isinstance(rest, list) else rest.item(rest.argmin())
-        bound = least + offset
-        if bound > lowest or bound == inf:
-            return row
-        each = _first(rest, least, ties)
-        if bound == lowest and _precedes(row, each, ties):
-            return row
-        exact = bound if cost is None else cost(each)
-        if (exact < lowest or (exact == lowest and _precedes(each, row, ties))) and fits(each):
-            row, lowest = each, exact
-            if exact == bound:
-                return row
-        if rest is bounds:
-            rest = bounds.copy()
-        rest[each] = inf
-    return row if is_list else None
-
-
-def least_of(bounds: Floats) -> float:
-    """Return the smallest element."""
-    if len(bounds) <= MAX_LIST_WORKERS + 1:
-        smallest: float = min(bounds.tolist())
-        return smallest
-    return bounds.item(bounds.argmin())
-
-
-def first_fitting(costs: Floats, ties: Sequence[Floats], fits: Callable[[int], bool]) -> int:
-    """Return the row with the lowest (cost, ties, row) of those that fit; -1 if none fits.
-
-    Args:
-        costs: exact costs [n]; infinity: not a candidate. Overwritten.
-        ties: arrays [n] that order rows of equal cost.
-        fits: returns whether the worker of a row may be chosen.
-    """
+    if len(costs) <= MAX_LIST_WORKERS:
+        return _least_of_few(costs.tolist(), ties, fits)
+    rest = costs
     while True:
-        least = costs.item(costs.argmin())
+        row = int(rest.argmin())
+        least = rest.item(row)
         if least == inf:
             return -1
-        row = _first(costs, least, ties)
+        equal = (rest == least).nonzero()[0]
+        if len(equal) > 1:
+            row = _first(equal, ties)
+        if fits(row):
+            return row
+        if rest is costs:  # perhaps most workers are full
+            rest = np.where(might_fit(), costs, inf)
+        rest[row] = inf
+
+
+def _least_of_few(costs: list[float], ties: Sequence[Floats], fits: Callable[[int], bool]) -> int:
+    while costs and (least := min(costs)) < inf:
+        row = costs.index(least)
+        if costs.count(least) > 1:
+            equal = [row for row, cost in enumerate(costs) if cost == least]
+            row = min(equal, key=lambda row: [tie.item(row) for tie in ties])
         if fits(row):
             return row
         costs[row] = inf
+    return -1
 
 
-def _first(costs: Floats | list[float], least: float, ties: Sequence[Floats]) -> int:
-    """Return the first row, in the order of `ties`, of those with the cost `least`."""
-    if isinstance(costs, list):
-        if costs.count(least) == 1:
-            return costs.index(least)
-        rows = [row for row, cost in enumerate(costs) if cost == least]
-        return min(rows, key=lambda row: (*[tie.item(row) for tie in ties], row))
-    equal = (costs == least).nonzero()[0]
+def _first(rows: npt.NDArray[np.intp], ties: Sequence[Floats]) -> int:
+    """Return the first of several rows in the order of `ties`."""
     for tie in ties:
-        if len(equal) == 1:
+        values = tie[rows]
+        rows = rows[values == values.min()]
+        if len(rows) == 1:
             break
-        values = tie[equal]
-        equal = equal[values == values.min()]
-    return int(equal[0])
-
-
-def _precedes(row: int, other: int, ties: Sequence[Floats]) -> bool:
-    """Return whether a row comes before another row of the same cost."""
-    own = [tie.item(row) for tie in ties], row
-    return own < ([tie.item(other) for tie in ties], other)
+    return int(rows[0])
