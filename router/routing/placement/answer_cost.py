@@ -30,10 +30,11 @@ MAX_GROWTH = 2.0
 class StepTimeModel:
     """Linear model of a decode step's duration by number of sequences, fitted by least squares."""
 
-    __slots__ = ("_count", "_products", "_seconds", "_sizes", "_squares")
+    __slots__ = ("_count", "_line", "_products", "_seconds", "_sizes", "_squares")
 
     def __init__(self) -> None:
         self._count = self._sizes = self._seconds = self._squares = self._products = 0.0
+        self._line: tuple[float, float] | None = (0.0, 0.0)  # None: `line` fits it again
 
     def add(self, num_sequences: int, seconds: float) -> None:
         """Add a step that took `seconds`."""
@@ -42,6 +43,7 @@ class StepTimeModel:
         self._seconds = DECAY * self._seconds + seconds
         self._squares = DECAY * self._squares + num_sequences * num_sequences
         self._products = DECAY * self._products + num_sequences * seconds
+        self._line = None
 
     @property
     def is_calibrated(self) -> bool:
@@ -53,9 +55,18 @@ class StepTimeModel:
         """Mean number of sequences of the measured steps; 0 before the first one."""
         return self._sizes / self._count if self._count else 0.0
 
-    @property
-    def seconds_per_sequence(self) -> float:
-        """Slope of the model, at least 0; 0 if all steps had the same number of sequences."""
+    def line(self) -> tuple[float, float]:
+        """Return intercept and slope of the model, each at least 0; 0 before the first step.
+
+        The slope is 0 if all steps had the same number of sequences.
+        """
+        if self._line is None:
+            slope = self._fitted_slope()
+            fixed = (self._seconds - slope * self._sizes) / self._count
+            self._line = (max(fixed, 0.0), slope)
+        return self._line
+
+    def _fitted_slope(self) -> float:
         if not self._sizes:
             return 0.0
         variance = self._squares - self._sizes * self._sizes / self._count
@@ -66,11 +77,8 @@ class StepTimeModel:
 
     def seconds(self, num_sequences: float) -> float:
         """Return the expected duration of a step of `num_sequences` sequences; 0 if unmeasured."""
-        if not self._count:
-            return 0.0
-        slope = self.seconds_per_sequence
-        fixed = (self._seconds - slope * self._sizes) / self._count
-        return max(fixed, 0.0) + slope * num_sequences
+        fixed, slope = self.line()
+        return fixed + slope * num_sequences
 
 
 class AnswerRate:
@@ -148,9 +156,9 @@ class AnswerRate:
             now: clock seconds.
             steps: the worker whose step times apply: this worker, or another if it has none.
         """
-        model = steps.model(is_shared)
-        own = model.seconds(num_running + 1) / (1 - self.prompt_fraction(now))
-        return own + num_running * model.seconds_per_sequence
+        fixed, slope = steps.model(is_shared).line()
+        own = (fixed + slope * (num_running + 1)) / (1 - self.prompt_fraction(now))
+        return own + num_running * slope
 
     def token_seconds(
         self, num_running: int, is_shared: bool, now: float, stall_seconds: float = 0.0

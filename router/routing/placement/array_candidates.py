@@ -1,6 +1,6 @@
 """Array operations that compare the workers among which a request is placed by cost."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -147,15 +147,13 @@ class ArrayCandidates:
             ties: see `least_row`.
             needs_capacity: if False, workers without room may be chosen.
         """
-        views = group.views
-        may_take: Callable[[WorkerView], bool] = self._fits if needs_capacity else self._is_live
-
-        def might_fit() -> npt.NDArray[np.bool_]:
-            if needs_capacity:
-                return self._has_capacity(group)
-            return np.ones(len(views), np.bool_)
-
-        row = least_row(costs, ties, lambda row: may_take(views[row]), might_fit)
+        views, may_take = group.views, self._fits if needs_capacity else self._is_live
+        row = least_row(
+            costs,
+            ties,
+            lambda row: may_take(views[row]),
+            lambda: self._has_capacity(group) if needs_capacity else None,
+        )
         return None if row < 0 else views[row]
 
     def _of(self, group: WorkerGroup[WorkerView], values: Floats) -> Floats:

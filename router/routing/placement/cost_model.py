@@ -16,11 +16,25 @@ CALIBRATED_TRANSFERS = 3.0
 class PrefillRate:
     """Exponentially decaying averages of one worker's prefill rate and prefix cache hit rate."""
 
-    __slots__ = ("_hits", "_last", "_seconds", "_tokens")
+    __slots__ = (
+        "_hits",
+        "_last",
+        "_seconds",
+        "_tokens",
+        "is_calibrated",
+        "tokens_per_second",
+        "uncached_fraction",
+    )
 
     def __init__(self, load: WorkerLoad) -> None:
         self._last = load  # baseline: load reports contain totals since the worker's start
         self._tokens = self._hits = self._seconds = 0.0
+        # Whether there are enough measurements for an estimate.
+        self.is_calibrated = False
+        # Uncached prompt tokens per second of prompt computation; 0 if unknown.
+        self.tokens_per_second = 0.0
+        # Share of prompt tokens that were not in the prefix cache; 1 if unknown.
+        self.uncached_fraction = 1.0
 
     def add(self, load: WorkerLoad) -> None:
         """Add the difference between a load report and the previous one."""
@@ -36,22 +50,10 @@ class PrefillRate:
             load.prompt_tokens_cached - last.prompt_tokens_cached, 0
         )
         self._seconds = kept * self._seconds + seconds
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether there are enough measurements for an estimate."""
-        return self._seconds >= CALIBRATED_SECONDS and self._tokens > 0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Uncached prompt tokens per second of prompt computation; 0 if unknown."""
-        return self._tokens / self._seconds if self._seconds else 0.0
-
-    @property
-    def uncached_fraction(self) -> float:
-        """Share of prompt tokens that were not in the prefix cache; 1 if unknown."""
+        self.is_calibrated = self._seconds >= CALIBRATED_SECONDS and self._tokens > 0
+        self.tokens_per_second = self._tokens / self._seconds
         taken = self._tokens + self._hits
-        return self._tokens / taken if taken else 1.0
+        self.uncached_fraction = self._tokens / taken if taken else 1.0
 
 
 class TransferCostModel:
@@ -61,11 +63,22 @@ class TransferCostModel:
     transfers had the same length, intercept and slope cannot be separated; the intercept is then 0.
     """
 
-    __slots__ = ("_bytes", "_count", "_lengths", "_products", "_seconds", "_squares")
+    __slots__ = (
+        "_bytes",
+        "_count",
+        "_lengths",
+        "_products",
+        "_seconds",
+        "_squares",
+        "fixed_seconds",
+        "seconds_per_token",
+    )
 
     def __init__(self) -> None:
         self._count = self._lengths = self._seconds = self._squares = self._products = 0.0
         self._bytes = 0.0
+        self.seconds_per_token = 0.0  # slope of the model; 0 before the first transfer
+        self.fixed_seconds = 0.0  # intercept of the model; 0 before the first transfer
 
     def add(self, num_tokens: int, num_bytes: int, seconds: float) -> None:
         """Add a completed KV transfer; `seconds` is the time from Submit or Ready to Received."""
@@ -75,15 +88,16 @@ class TransferCostModel:
         self._squares = DECAY * self._squares + num_tokens * num_tokens
         self._products = DECAY * self._products + num_tokens * seconds
         self._bytes = DECAY * self._bytes + num_bytes
+        self.seconds_per_token = self._fitted_slope()
+        rest = self._seconds - self.seconds_per_token * self._lengths
+        self.fixed_seconds = max(rest / self._count, 0.0)
 
     @property
     def is_calibrated(self) -> bool:
         # Subtract 0.5 because the weights of older transfers are slightly below 1.
         return self._count > CALIBRATED_TRANSFERS - 0.5 and self._lengths > 0
 
-    @property
-    def seconds_per_token(self) -> float:
-        """Slope of the model; 0 before the first transfer."""
+    def _fitted_slope(self) -> float:
         if not self._lengths:
             return 0.0
         steepest = self._seconds / self._lengths  # the slope if the fixed time is 0: upper bound
@@ -92,14 +106,6 @@ class TransferCostModel:
             return steepest
         together = self._products - self._lengths * self._seconds / self._count
         return min(max(together / variance, 0.0), steepest)
-
-    @property
-    def fixed_seconds(self) -> float:
-        """Intercept of the model; 0 before the first transfer."""
-        if not self._count:
-            return 0.0
-        rest = self._seconds - self.seconds_per_token * self._lengths
-        return max(rest / self._count, 0.0)
 
     @property
     def bytes_per_token(self) -> float:

@@ -15,8 +15,8 @@ Prefill workers compute all prompts until prefill rates and KV transfers have be
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,8 +45,7 @@ class Reason(Enum):
     CORES = "cores"  # on the one worker that uses all cores of its machine
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillDecision:
+class PrefillDecision(NamedTuple):
     """The choice of prefill or decode worker, its reason, and the estimated costs in seconds."""
 
     is_disaggregated: bool
@@ -66,14 +65,6 @@ ALL_DECISIONS = (
     *(PrefillDecision(False, reason) for reason in list(Reason)[5:]),
 )
 """All possible decisions, without costs."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PromptCost:
-    """Estimated seconds that a prompt waits for a worker, and then takes to compute there."""
-
-    wait: float
-    compute: float
 
 
 class DisaggregationPolicy:
@@ -133,29 +124,25 @@ class DisaggregationPolicy:
         """
         if not self.is_measured:
             return PrefillDecision(True, Reason.UNMEASURED)
-        there, here = (
-            self._prompt_cost(num_tokens, prefill, router_queue_tokens),
-            self._prompt_cost(num_tokens, decode),
-        )
+        wait_there, compute_there = self._prompt_cost(num_tokens, prefill, router_queue_tokens)
+        wait_here, compute_here = self._prompt_cost(num_tokens, decode)
         transfer = self._transfer_costs.seconds(num_tokens)
-        harm = decode.num_busy * here.compute
+        harm = decode.num_busy * compute_here
         # Prefill workers may generate answers too, which the prompt delays.
-        disaggregated = there.wait + there.compute * (1 + prefill.num_answers) + transfer
-        together = here.wait + here.compute + harm
+        disaggregated = wait_there + compute_there * (1 + prefill.num_answers) + transfer
+        together = wait_here + compute_here + harm
         if together < MAX_COST_RATIO * disaggregated:
-            saved = {
-                Reason.PREFILL_QUEUE: there.wait,
-                Reason.TRANSFER: transfer,
-                Reason.PROMPT: there.compute - here.compute,
-            }
-            reason = max(saved, key=lambda each: saved[each])
-        elif together < disaggregated or harm == here.wait == 0:
+            gain = compute_there - compute_here
+            if wait_there >= max(transfer, gain):
+                reason = Reason.PREFILL_QUEUE
+            else:
+                reason = Reason.TRANSFER if transfer >= gain else Reason.PROMPT
+            return PrefillDecision(False, reason, disaggregated, together)
+        if together < disaggregated or harm == wait_here == 0:
             reason = Reason.NO_GAIN
         else:
-            reason = Reason.INTERFERENCE if harm >= here.wait else Reason.DECODE_QUEUE
-        return PrefillDecision(
-            together >= MAX_COST_RATIO * disaggregated, reason, disaggregated, together
-        )
+            reason = Reason.INTERFERENCE if harm >= wait_here else Reason.DECODE_QUEUE
+        return PrefillDecision(True, reason, disaggregated, together)
 
     def kept_decision(
         self,
@@ -178,8 +165,8 @@ class DisaggregationPolicy:
         """
         if not self.is_measured or self._steps is None:
             return None
-        prompt = self._prompt_cost(num_tokens, prefill)
-        here = prompt.wait + prompt.compute * (1 + prefill.num_answers)
+        wait, compute = self._prompt_cost(num_tokens, prefill)
+        here = wait + compute * (1 + prefill.num_answers)
         if other is None or decode is None:
             return PrefillDecision(False, Reason.ANSWER, 0.0, here)
         length = min(num_remaining, EXPECTED_TOKENS)
@@ -207,8 +194,7 @@ class DisaggregationPolicy:
         """
         if not slo_seconds or not worker.num_answers or not self._mean_rate:
             return True
-        prompt = self._prompt_cost(num_tokens, worker)
-        stall = prompt.wait + prompt.compute
+        stall = sum(self._prompt_cost(num_tokens, worker))
         return self._token_seconds(worker, 0, now, stall) <= slo_seconds
 
     def pays_to_move(
@@ -236,11 +222,10 @@ class DisaggregationPolicy:
         rates = source.answer_rate, target.answer_rate
         if not self.is_measured or not all(rate.is_calibrated for rate in rates):
             return False
-        stall = self._prompt_cost(0, source).wait
-        here, there = (
-            self._token_seconds(source, 0, now, stall),
-            self._token_seconds(target, 1, now, self._prompt_cost(0, target).wait),
-        )
+        stall, _ = self._prompt_cost(0, source)
+        here = self._token_seconds(source, 0, now, stall)
+        stall, _ = self._prompt_cost(0, target)
+        there = self._token_seconds(target, 1, now, stall)
         if slo_seconds and here > slo_seconds:
             return there <= slo_seconds
         saved = min(num_remaining, EXPECTED_TOKENS) * (MAX_COST_RATIO * here - there)
@@ -254,24 +239,22 @@ class DisaggregationPolicy:
         """Return the cost in seconds of a prompt on `decode`; 0 if no prefill rate is known."""
         if not self._mean_rate:
             return 0.0
-        here = self._prompt_cost(num_tokens, decode)
-        return here.wait + here.compute * (1 + decode.num_busy)
+        wait, compute = self._prompt_cost(num_tokens, decode)
+        return wait + compute * (1 + decode.num_busy)
 
     def _prompt_cost(
         self, num_tokens: int, view: WorkerView, router_queue_tokens: float = 0.0
-    ) -> _PromptCost:
-        speed = (
-            view.prefill_rate.tokens_per_second
-            if view.prefill_rate.is_calibrated
-            else self._mean_rate
-        )
+    ) -> tuple[float, float]:
+        """Return the seconds that a prompt waits for a worker, and then takes to compute there."""
+        rate = view.prefill_rate
+        speed = rate.tokens_per_second if rate.is_calibrated else self._mean_rate
         # The workers' backlogs exclude cached tokens; the router's queue includes cached tokens.
-        uncached = view.prefill_rate.uncached_fraction
+        uncached = rate.uncached_fraction
         wait = (view.backlog_tokens + router_queue_tokens * uncached) / speed
         num_uncached = num_tokens * uncached
         if self._cached_tokens is not None:
             num_uncached = max(num_tokens - self._cached_tokens.get(view.name, 0), 1)
-        return _PromptCost(wait, num_uncached / speed)
+        return wait, num_uncached / speed
 
     def _answer_seconds(self, view: WorkerView, now: float) -> float:
         """Return the seconds per token that one more answer costs on a worker."""

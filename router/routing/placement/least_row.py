@@ -24,7 +24,7 @@ def least_row(
     costs: Floats,
     ties: Sequence[Floats],
     fits: Callable[[int], bool],
-    might_fit: Callable[[], npt.NDArray[np.bool_]],
+    might_fit: Callable[[], npt.NDArray[np.bool_] | None],
 ) -> int:
     """Return the row with the lowest (cost, ties) of those that fit; -1 if none fits.
 
@@ -32,7 +32,8 @@ def least_row(
         costs: the costs [n]; infinity: not a candidate.
         ties: arrays [n] that order rows of equal cost; no two rows have the same elements in all.
         fits: returns whether the worker of a row may be chosen.
-        might_fit: returns False for rows that do not fit, and may return True for such rows.
+        might_fit: returns False for rows that do not fit, and may return True for such rows; called
+            if there are many rows and the first one does not fit. None: any row might fit.
     """
     if len(costs) <= MAX_LIST_WORKERS:
         return _least_of_few(costs.tolist(), ties, fits)
@@ -43,12 +44,17 @@ def least_row(
         if least == inf:
             return -1
         equal = (rest == least).nonzero()[0]
-        if len(equal) > 1:
-            row = _first(equal, ties)
+        for tie in ties:
+            if len(equal) == 1:
+                break
+            values = tie[equal]
+            equal = equal[values == values.min()]
+        row = int(equal[0])
         if fits(row):
             return row
-        if rest is costs:  # perhaps most workers are full
-            rest = np.where(might_fit(), costs, inf)
+        if rest is costs:
+            able = might_fit()
+            rest = costs.copy() if able is None else np.where(able, costs, inf)
         rest[row] = inf
 
 
@@ -57,18 +63,14 @@ def _least_of_few(costs: list[float], ties: Sequence[Floats], fits: Callable[[in
         row = costs.index(least)
         if costs.count(least) > 1:
             equal = [row for row, cost in enumerate(costs) if cost == least]
-            row = min(equal, key=lambda row: [tie.item(row) for tie in ties])
+            for tie in ties:
+                values = [tie.item(row) for row in equal]
+                first = min(values)
+                if values.count(first) == 1:
+                    row = equal[values.index(first)]
+                    break
+                equal = [row for row, value in zip(equal, values, strict=True) if value == first]
         if fits(row):
             return row
         costs[row] = inf
     return -1
-
-
-def _first(rows: npt.NDArray[np.intp], ties: Sequence[Floats]) -> int:
-    """Return the first of several rows in the order of `ties`."""
-    for tie in ties:
-        values = tie[rows]
-        rows = rows[values == values.min()]
-        if len(rows) == 1:
-            break
-    return int(rows[0])

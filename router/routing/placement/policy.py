@@ -1,7 +1,7 @@
 """Interface of routing policies, which choose workers, and the policy that chooses roles."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from penstock.router.routing.placement.candidates import Candidates, ListCandidates
@@ -135,7 +135,7 @@ class RolePolicy:
                 demand.num_tokens, whole, demand.tpot_slo_seconds, now
             )
         ):
-            decision = replace(decision, is_disaggregated=True, reason=Reason.TPOT_SLO)
+            decision = decision._replace(is_disaggregated=True, reason=Reason.TPOT_SLO)
         if not decision.is_disaggregated:
             return Placement(whole.name, None, decision)
         if first is None:

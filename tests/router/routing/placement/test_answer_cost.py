@@ -23,7 +23,7 @@ def test_a_line_is_recovered(sizes: list[int], fixed: float, slope: float) -> No
         model.add(size, fixed + slope * size)
     assert model.is_calibrated
     if max(sizes) >= 2 * min(sizes):
-        assert model.seconds_per_sequence == pytest.approx(slope, rel=1e-3, abs=1e-7)
+        assert model.line()[1] == pytest.approx(slope, rel=1e-3, abs=1e-7)
         assert model.seconds(50) == pytest.approx(fixed + slope * 50, rel=1e-3)
     assert model.seconds(sizes[-1]) == pytest.approx(fixed + slope * sizes[-1], rel=0.5)
 
