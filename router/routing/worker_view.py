@@ -117,11 +117,6 @@ class WorkerView:
         return "suspect" if self.suspect else "ready"
 
     @property
-    def backlog_tokens(self) -> int:
-        """Number of prompt tokens that the worker must compute before it starts a new prompt."""
-        return self.load.queued_tokens + self.new_tokens + self.unseen_tokens
-
-    @property
     def has_prefill_slot(self) -> bool:
         """Whether the worker's backlog is small enough for another prompt."""
         backlog = self.backlog_tokens
@@ -132,12 +127,6 @@ class WorkerView:
             < PREFILL_SLOT_STEPS * self.load.last_step_seconds * self.prefill_rate.tokens_per_second
         )
 
-    @property
-    def num_busy(self) -> int:
-        """Number of the worker's sequences, including those of other routers."""
-        reported = self.load.running + self.load.queued + self.new_sequences
-        return max(self.num_sequences, reported)
-
     def set_load_table(self, table: LoadTable, row: int, position: int) -> None:
         """Copy the load to a row of `table` from now on; `position` is the view's in its fleet."""
         self._load_table, self._row, self._position = table, row, position
@@ -146,10 +135,8 @@ class WorkerView:
 
     def resource_usage(self, num_tokens: int, num_sequences: int) -> ResourceUsage:
         """Return the capacity that a request with `num_tokens` tokens so far takes here."""
-        return ResourceUsage(num_sequences, self._num_blocks_of(num_tokens, num_sequences))
-
-    def _num_blocks_of(self, num_tokens: int, num_sequences: int) -> int:
-        return -(-(num_tokens + num_sequences) // self.info.block_size)
+        num_blocks = -(-(num_tokens + num_sequences) // self.info.block_size)
+        return ResourceUsage(num_sequences, num_blocks)
 
     def has_capacity(self, num_tokens: int, num_sequences: int) -> bool:
         """Return whether the worker has room for a request with `num_tokens` tokens so far.
@@ -157,11 +144,12 @@ class WorkerView:
         Unless it is backed off, a worker without sequences of this router always has room, so that
         other routers cannot keep this router out.
         """
-        if self.is_backed_off:
+        if self.backed_off_at is not None:
             return False
         if not self.num_sequences:
             return True
-        info, blocks = self.info, self._num_blocks_of(num_tokens, num_sequences)
+        info = self.info
+        blocks = -(-(num_tokens + num_sequences) // info.block_size)
         taken = self.num_sequences + self.num_foreign_sequences
         return (
             taken + num_sequences <= info.max_sequences
@@ -228,8 +216,13 @@ class WorkerView:
             self._update_speeds(table)
 
     def _update_sort_keys(self) -> None:
-        """Precompute the sort keys, since each placement compares all workers."""
-        busy, num_assigned, info = self.num_busy, self.num_assigned, self.info
+        """Precompute totals and the sort keys, since each placement compares all workers."""
+        load, num_assigned, info = self.load, self.num_assigned, self.info
+        # Prompt tokens that the worker must compute before it starts a new prompt.
+        self.backlog_tokens = load.queued_tokens + self.new_tokens + self.unseen_tokens
+        # Sequences of the worker, including those of other routers.
+        busy = max(self.num_sequences, load.running + load.queued + self.new_sequences)
+        self.num_busy = busy
         self.by_queue = (self.backlog_tokens, busy, num_assigned, self.name)
         filled = self.num_blocks / info.num_blocks
         self.by_utilization = (busy / info.max_sequences, filled, num_assigned, self.name)

@@ -1,6 +1,7 @@
 """Array operations that compare the workers among which a request is placed by cost."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from penstock.router.routing.placement.cheapest_worker import cheapest_worker
 from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.disaggregation import DisaggregationPolicy, single_worker
 from penstock.router.routing.placement.fleet import Fleet, Floats, WorkerGroup
-from penstock.router.routing.placement.least_row import least_row
+from penstock.router.routing.placement.least_row import MAX_LIST_WORKERS, least_row
 from penstock.router.routing.placement.rankings.cost import (
     PROMPT_WEIGHT,
     SIMILAR_UTILIZATION,
@@ -73,12 +74,15 @@ class ArrayCandidates:
         if self._demand.is_pinned and not self._demand.has_source:
             return self.prompt_worker(group)
         those = self._groups[group]
-        loads, used = those.loads, those.loads.utilization
+        loads, used, best = those.loads, those.loads.utilization, None
         if self._penalty is not None:
             used = used + self._of(those, self._penalty)
         if layout is not None:
             used = np.where(those.layouts == layout, used, np.inf)
-        best = self._least(those, used, (loads.filled, loads.num_assigned, those.ranks))
+        if used is loads.utilization and len(used) <= MAX_LIST_WORKERS:
+            best = min(those.views, key=attrgetter("by_utilization"), default=None)
+        if best is None or not self._fits(best):
+            best = self._least(those, used, (loads.filled, loads.num_assigned, those.ranks))
         if best is None or self._cached is None:
             return best
         return self._better_cached(best, those, used, self._cached) or best

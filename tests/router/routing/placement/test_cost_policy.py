@@ -139,6 +139,7 @@ def test_array_operations_choose_the_same_workers_for_the_same_reason(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(least_row, "MAX_LIST_WORKERS", max_list_workers)
+        patch.setattr(array_candidates, "MAX_LIST_WORKERS", max_list_workers)
         patch.setattr(array_candidates, "FEW_WORKERS", few_workers)
         chosen = CostPolicy().choose(demand, views, costs, NOW)
     expected = RolePolicy(CostRanking()).choose(demand, list(views), costs, NOW)
