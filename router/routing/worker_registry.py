@@ -112,16 +112,17 @@ class WorkerRegistry:
         self._discount_own_pause(now)
         suspects: list[WorkerView] = []
         silent: list[WorkerView] = []
+        suspect_after = self._bounds.suspect_after
+        is_fine_for = min(suspect_after, self._bounds.lost_after)
         for view in self._views.values():
-            silence = now - view.last_received
-            if (
-                view.backed_off_at is not None
-                and now - view.backed_off_at > self._bounds.suspect_after
-            ):
+            if view.backed_off_at is not None and now - view.backed_off_at > suspect_after:
                 view.backed_off_at = None  # an idle worker sends no load report to reset this
+            silence = now - view.last_received
+            if silence <= is_fine_for:
+                continue
             if silence > self._silence_bound(view, self._bounds.lost_after):
                 silent.append(view)
-            elif silence > self._bounds.suspect_after and not view.suspect:
+            elif silence > suspect_after and not view.suspect:
                 view.suspect = True
                 suspects.append(view)
         return suspects, silent
