@@ -48,7 +48,7 @@ def least_row(
             if len(equal) == 1:
                 break
             values = tie[equal]
-            equal = equal[values == values.min()]
+            equal = equal[values == values.item(values.argmin())]  # `min` takes longer
         row = int(equal[0])
         if fits(row):
             return row
