@@ -1,6 +1,6 @@
 """All workers of a router: liveness, assigned roles, and the view of each worker."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.common.worker_load import WorkerLoad
@@ -47,10 +47,14 @@ class WorkerRegistry:
         return None if worker is None else self._views.get(worker)
 
     def views(self) -> Sequence[WorkerView]:
-        """Return the views of all workers."""
+        """Return the views of all workers; this takes long if a worker or role has changed."""
         if self._fleet is None:
             self._fleet = Fleet(self._views.values())
         return self._fleet
+
+    def __iter__(self) -> Iterator[WorkerView]:
+        """Iterate over the views of all workers, without the arrays that `views` makes."""
+        return iter(self._views.values())
 
     def __len__(self) -> int:
         return len(self._views)

@@ -49,7 +49,7 @@ class RequestTimeouts:
 
         Call this after a worker was added, was lost, began to drain or is no longer stuck.
         """
-        if any(view.can_wait_for for view in registry.views()):
+        if any(view.can_wait_for for view in registry):
             self._no_worker_since = None
         elif self._no_worker_since is None:
             self._no_worker_since = now

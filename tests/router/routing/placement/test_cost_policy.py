@@ -1,13 +1,17 @@
 """`CostPolicy` makes the choices of `RolePolicy` with `CostRanking`, which compares all workers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.common.worker_load import WorkerLoad
+from penstock.router.routing import worker_registry
+from penstock.router.routing.dispatcher import Dispatcher
+from penstock.router.routing.events import Request, RequestArrived, WorkerUp
 from penstock.router.routing.placement import array_candidates, least_row
 from penstock.router.routing.placement.cached_prefix import CachedPrefix, merge_levels
 from penstock.router.routing.placement.cost_model import TransferCostModel
@@ -19,7 +23,7 @@ from penstock.router.routing.placement.rankings.cost import CostRanking
 from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex
 from penstock.router.routing.prefix_cache.worker_slots import WorkerSlots
 from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
-from penstock.router.routing.worker_view import PENALTY_SECONDS, ResourceUsage
+from penstock.router.routing.worker_view import PENALTY_SECONDS, ResourceUsage, WorkerView
 from tests.support.router_world import info_of
 
 BLOCK = 16
@@ -201,3 +205,22 @@ def test_worker_that_was_lost_is_chosen_again_when_its_penalty_ends() -> None:
         for passed in (0.0, PENALTY_SECONDS / 2, PENALTY_SECONDS)
     ]
     assert placements == [Placement("b"), Placement("b"), Placement("a")]
+
+
+def test_workers_that_connect_one_after_another_make_no_arrays_until_a_request_is_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def fleet_of(views: Iterable[WorkerView]) -> Fleet[WorkerView]:
+        fleet = Fleet(views)
+        made.append(len(fleet))
+        return fleet
+
+    monkeypatch.setattr(worker_registry, "Fleet", fleet_of)
+    dispatcher = Dispatcher(CostPolicy())
+    for number in range(20):
+        dispatcher.handle(WorkerUp(info_of(f"w{number}", "mixed")), 0.0)
+    assert not made
+    dispatcher.handle(RequestArrived(Request(1, [7], SamplingParams())), 0.0)
+    assert made == [20]
