@@ -48,7 +48,11 @@ DECIDING = {
     "penstock.workers.kv_transfer.protocol": {
         *("penstock.workers.kv_transfer.shards", "penstock.workers.scheduling.sequence"),
     },
-    "penstock.router.parsers": set(),
+    "penstock.common.argument_notation": set(),
+    "penstock.common.schema_types": set(),
+    "penstock.router.parsers": {
+        *("penstock.common.argument_notation", "penstock.common.schema_types"),
+    },
     "penstock.router.routing": {"numpy", *SHARED_RECORDS},
     "penstock.cluster.spec.labels": set(),
     "penstock.cluster.spec.records": set(),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.router.parsers.harmony import HarmonyParser
+from penstock.router.parsers.harmony_grammar import harmony_grammar
 from penstock.router.parsers.parser_names import (
     AUTO,
     HARMONY_REASONING,
@@ -28,7 +29,7 @@ from penstock.router.parsers.pieces import (
     merged,
 )
 from penstock.router.parsers.think import ThinkParser
-from penstock.router.parsers.tools.call_grammar import CallGrammar
+from penstock.router.parsers.tools.call_grammar import CallGrammar, CallsGrammar
 from penstock.router.parsers.tools.forced import NamedCallParser, RequiredCallsParser
 from penstock.router.parsers.tools.tool_parameters import ToolParameters
 
@@ -160,20 +161,25 @@ class AnswerParsers:
         is_read = options.reads_calls and self.reads_tools
         return (*self._reasoning_markers, *(markers_of(self.tools) if is_read else ()))
 
-    def grammar(self, prompt_end: str, grammar: CallGrammar) -> str:
-        """Return the grammar of answers whose calls fit a schema; empty if there is none.
+    def grammar(self, prompt_end: str, grammar: CallGrammar) -> CallsGrammar | None:
+        """Return the grammar of answers whose calls fit a schema; None if there is none.
 
         Args:
             prompt_end: see `new`.
             grammar: writes the grammar.
         """
-        if self._is_harmony or not self.reads_tools:
-            return ""
-        forms, tags = call_forms(self.tools, grammar), self.tags
+        if not self.reads_tools:
+            return None
+        if self._is_harmony or self.tools == HARMONY_TOOLS:
+            text = harmony_grammar(grammar, prompt_end)
+            return CallsGrammar(text) if text else None
+        forms, notation = call_forms(self.tools, grammar)
+        tags = self.tags
         if not forms:
-            return ""
+            return None
         pair = None if tags is None else (tags.start, tags.end)
-        return grammar.text(forms, pair, tags is not None and tags.are_open(prompt_end))
+        is_open = tags is not None and tags.are_open(prompt_end)
+        return CallsGrammar(grammar.text(forms, pair, is_open), notation)
 
     def new(self, prompt_end: str, options: ParsingOptions) -> OutputParser | None:
         """Return the parser of one answer, or None if the whole answer is content.

@@ -6,6 +6,7 @@ The names are those of vLLM's flags `--tool-call-parser` and `--reasoning-parser
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.common.argument_notation import ArgumentNotation
 from penstock.router.parsers.harmony import HarmonyParser
 from penstock.router.parsers.reader import Reader
 from penstock.router.parsers.think import Tags
@@ -126,10 +127,13 @@ def markers_of(name: str) -> tuple[str, ...]:
     return () if name == NONE else tuple(TOOL_PARSERS[name].markers)
 
 
-def call_forms(name: str, grammar: CallGrammar) -> Sequence[CallForm]:
-    """Return the forms of calls of a parser as parts of a grammar; empty: it has no grammar."""
+def call_forms(name: str, grammar: CallGrammar) -> tuple[Sequence[CallForm], ArgumentNotation]:
+    """Return the forms of calls of a parser as parts of a grammar, and the arguments' notation.
+
+    Without forms, the format has no grammar of this kind.
+    """
     kind: type[Reader] = TOOL_PARSERS[name]
-    return kind.call_forms(grammar)
+    return kind.call_forms(grammar), kind.notation(grammar)
 
 
 def new_tool_parser(name: str, tools: ToolParameters, is_strict: bool = False) -> Reader:
@@ -143,4 +147,6 @@ def new_tool_parser(name: str, tools: ToolParameters, is_strict: bool = False) -
     kind: type[Reader] = TOOL_PARSERS[name]
     if issubclass(kind, LlamaJsonParser):
         return kind(is_strict)
+    if issubclass(kind, PythonicParser):
+        return kind(tools if is_strict else None)
     return kind(tools) if issubclass(kind, TaggedArgumentsParser) else kind()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TypeAlias
 
+from penstock.common.argument_notation import JSON, ArgumentNotation
 from penstock.router.parsers.pieces import ARGUMENTS, CALL, CONTENT, Piece
 from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 
@@ -61,6 +62,11 @@ class Reader:
     def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
         """Return the forms of calls whose arguments a grammar can describe; empty: none."""
         return ()
+
+    @classmethod
+    def notation(cls, grammar: CallGrammar) -> ArgumentNotation:
+        """Return how the arguments of calls are written; `call_forms` refers to their rules."""
+        return JSON
 
     def feed(self, text: str) -> list[Piece]:
         """Append text; return the pieces that are certain now."""

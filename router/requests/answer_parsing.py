@@ -14,7 +14,7 @@ from penstock.router.parsers.answer_parser import (
     ParsingOptions,
 )
 from penstock.router.parsers.pieces import OutputParser
-from penstock.router.parsers.tools.call_grammar import CallGrammar
+from penstock.router.parsers.tools.call_grammar import CallGrammar, CallsGrammar
 from penstock.router.requests.strict_calls import strict_form
 
 CALL_ID_DIGITS = 24
@@ -134,7 +134,7 @@ class ModelParsers:
             token = self._tokenizer.tokenizer.token_to_id(text)
             return token if token in token_bytes.special else None
 
-        def grammar_of(names: Sequence[str]) -> str:
+        def grammar_of(names: Sequence[str]) -> CallsGrammar | None:
             grammar = CallGrammar(names, special_id, sorted(token_bytes.special))
             return self._parsers.grammar(end, grammar)
 

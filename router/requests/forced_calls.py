@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.common.grammar.schema_refs import moved
 from penstock.router.requests.json_text import dumps
 from penstock.router.requests.tools import ToolChoice
 
@@ -11,11 +12,6 @@ NO_PARAMETERS: Mapping[str, Any] = {
     "properties": {},
     "additionalProperties": False,
 }
-NOT_SCHEMAS = ("const", "enum", "default", "examples")
-"""Keywords whose values are not schemas."""
-
-NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose values are mappings from any names to schemas."""
 
 
 def forced_schema(chosen: ToolChoice, tools: Sequence[Mapping[str, Any]], is_parallel: bool) -> str:
@@ -49,25 +45,8 @@ def _call(function: Mapping[str, Any], index: int) -> dict[str, Any]:
         "type": "object",
         "properties": {
             "name": {"const": function["name"]},
-            "parameters": _moved(parameters, base),
+            "parameters": moved(parameters, base),
         },
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
-
-
-def _moved(schema: Any, base: str) -> Any:
-    """Return a schema whose references to its root refer to `base`."""
-    if isinstance(schema, list):
-        return [_moved(each, base) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            found[key] = base + value[1:]
-        elif key in NAMED_SCHEMAS and isinstance(value, Mapping):
-            found[key] = {name: _moved(each, base) for name, each in value.items()}
-        else:
-            found[key] = value if key in NOT_SCHEMAS else _moved(value, base)
-    return found

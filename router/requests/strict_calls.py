@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from pydantic_core import from_json
 
 from penstock.common.structured_outputs import StructuredOutputs
+from penstock.router.parsers.tools.call_grammar import CallsGrammar
 from penstock.router.requests.forced_calls import NO_PARAMETERS
 from penstock.router.requests.json_text import dumps
 
@@ -27,11 +29,11 @@ def strict_calls(functions: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def strict_form(
-    calls: bytes, grammar_of: Callable[[Sequence[str]], str]
+    calls: bytes, grammar_of: Callable[[Sequence[str]], CallsGrammar | None]
 ) -> StructuredOutputs | None:
     """Return the form of answers in which calls of strict functions fit their schema.
 
-    Returns None if the grammar is empty.
+    Returns None if there is no grammar.
 
     Args:
         calls: the functions, from `strict_calls`.
@@ -39,7 +41,12 @@ def strict_form(
     """
     names, schemas = zip(*from_json(calls), strict=True)
     grammar = grammar_of(names)
-    if not grammar:
+    if grammar is None:
         return None
-    text = {"grammar": grammar, "arguments": schemas}
+    text = {
+        "grammar": grammar.text,
+        "names": names,
+        "arguments": schemas,
+        "notation": asdict(grammar.notation),
+    }
     return StructuredOutputs("tool_calls", json.dumps(text, ensure_ascii=False))

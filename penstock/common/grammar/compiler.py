@@ -6,35 +6,20 @@ work of the compiler and of each mask; a constraint that exceeds them is refused
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
+from penstock.common.argument_notation import ArgumentNotation
+from penstock.common.grammar.argument_rules import SCHEMA_OPTIONS
+from penstock.common.grammar.argument_writers import argument_rules
 from penstock.common.grammar.schema_paths import first_path
+from penstock.common.grammar.unsupported import UnsupportedSchemaError
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import UNPAIRED, StructuredOutputs, invalid
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions
-
 MAX_CHOICES = 4096
-
-SCHEMA_OPTIONS: "JsonCompileOptions" = {
-    # Allow one space after a comma or colon, as most models write. If all white space were
-    # allowed, a model could write spaces without end.
-    "whitespace_flexible": False,
-    "item_separator": ", ?",
-    "key_separator": ": ?",
-    "lenient": False,  # refuse keywords that are not supported
-}
-
-
-ANY_ARGUMENTS: Mapping[str, Any] = {
-    "type": "object",
-    "x-guidance": {"whitespace_flexible": True},
-}
-"""The schema of the arguments of a function that is not strict."""
 
 NAMES: Mapping[str, str] = {"json": "JSON Schema", "tool_calls": "schema of strict tools"}
 """Names for error messages, of the kinds whose own name is not used there."""
@@ -79,9 +64,21 @@ def check_structured_outputs(wanted: StructuredOutputs) -> None:
 def refusal(wanted: StructuredOutputs, message: str) -> InvalidParameterError:
     """Return the error for a constraint that llguidance refuses with `message`."""
     problem = " ".join(message.split())[:300]
-    where = first_path(wanted.text, problem) if wanted.kind == "json" else ""
+    where = _quoted_path(wanted, problem)
     what = NAMES.get(wanted.kind, wanted.kind)
     return invalid(f"cannot compile this {what}{where}: {problem}")
+
+
+def _quoted_path(wanted: StructuredOutputs, problem: str) -> str:
+    """Return where a schema has the keyword that a message quotes; "" if it is not found."""
+    if wanted.kind == "json":
+        return first_path(wanted.text, problem)
+    if wanted.kind == "tool_calls":
+        content = json.loads(wanted.text)
+        for name, schema in zip(content["names"], content["arguments"], strict=True):
+            if schema is not None and (path := first_path(json.dumps(schema), problem)):
+                return f"{path} of {name}"
+    return ""
 
 
 def _json_schema(text: str) -> str:
@@ -129,10 +126,18 @@ def _structural_tag(text: str) -> str:
 def _tool_calls(text: str) -> str:
     """Return the grammar of the router for calls of strict functions, with their arguments."""
     content = _parsed(text, (dict,), "a JSON object")
+    given = content["notation"]
+    notation = ArgumentNotation(**{**given, "markers": tuple(given["markers"])})
     rules = [content["grammar"]]
     for index, schema in enumerate(content["arguments"]):
-        strict = {} if schema is None else {**schema, "x-guidance": dict(SCHEMA_OPTIONS)}
-        rules.append(f"arguments_{index}: %json {json.dumps(strict or ANY_ARGUMENTS)}")
+        try:
+            rules += argument_rules(notation, index, schema)
+        except UnsupportedSchemaError as error:
+            name = content["names"][index]
+            raise invalid(
+                f"cannot compile this {NAMES['tool_calls']} at {error.path} of {name}: "
+                f"{error.problem}"
+            ) from error
     return LLMatcher.grammar_from_lark("\n".join(rules))
 
 

@@ -8,11 +8,25 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from penstock.common.argument_notation import JSON, ArgumentNotation
+
 SPACE = "SPACE"
 """Terminal: a little white space, or none."""
 
+FIRST = "FIRST"
+"""Terminal: the text at the start of an answer, unless it is only a little white space."""
+
 NEVER = json.dumps("\0")
 """Expansion that models do not write."""
+
+
+WHITE_SPACE, MAX_SPACES = " \t\r\n", 8
+"""The white space of `SPACE`."""
+
+
+def is_short(space: str) -> bool:
+    """Return whether white space matches `SPACE`."""
+    return len(space) <= MAX_SPACES and not space.strip(WHITE_SPACE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +42,14 @@ class CallForm:
     trigger: str
     rest: str
     only_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CallsGrammar:
+    """A grammar of answers, and the notation of the arguments that it refers to."""
+
+    text: str
+    notation: ArgumentNotation = JSON
 
 
 class CallGrammar:
@@ -60,6 +82,22 @@ class CallGrammar:
         """Return the alternatives of all functions; `form` gets a name and its arguments' rule."""
         forms = [form(name, f"arguments_{index}") for index, name in enumerate(self._names)]
         return f"( {' | '.join(forms)} )"
+
+    def firsts(self, trigger: Callable[[str], str], rest: str) -> list[CallForm]:
+        """Return a form for each function whose call begins an answer.
+
+        Args:
+            trigger: returns the text that begins the call of a name.
+            rest: what follows the arguments.
+        """
+        return [
+            CallForm(trigger(name), f"arguments_{index} {rest}", only_first=True)
+            for index, name in enumerate(self._names)
+        ]
+
+    def is_special(self, text: str) -> bool:
+        """Return whether a marker is a special token."""
+        return self._special_id(text) is not None
 
     def members(self, key: str, has_name: bool = False) -> str:
         """Return the members of an object such as `"name": "add", "arguments": {...}`.
@@ -98,40 +136,67 @@ class CallGrammar:
             is_open: whether the answer begins with reasoning, without the start tag.
         """
         triggers, known = [form.trigger for form in forms], tags or ()
-        body, rules = self._body(forms, self._special(known, (*triggers, *known)))
+        special = self._special(known, (*triggers, *known))
+        rules = self._calls(forms, "calls", "TEXT")
+        body = self._body(forms, "calls", f"TEXT {special}")
         start = body
         if tags is not None:
             begin, end = tags
             # A call cannot begin within reasoning.
             inside = f"( TEXT {self._special((*triggers, begin), (*triggers, *tags))} )* TEXT"
-            # A special token may follow any text, since lexemes of white space and text exclude
-            # each other; a text must be at the start of the answer.
-            lead = SPACE if self._special_id(begin) is None else "TEXT"
-            rules += self._triggered("reasoning_begin", lead, begin, "")
+            rules += self._triggered("reasoning_begin", SPACE, begin, "")
             rules += self._triggered("reasoning_end", inside, end, "")
             opened = "" if is_open else "reasoning_begin "
             start = f"{opened}reasoning_end {body} | {opened}{inside}"
-            start += "" if is_open else f" | {body}"
-        head = ("%llguidance {}", "TEXT: /(.|\\n)*/", f"{SPACE}: /[ \\t\\r\\n]{{0,8}}/")
-        return "\n".join((*head, *rules, f"start: {start}")) + "\n"
+            if not is_open and self._special_id(begin) is None:
+                start += f" | {body}"
+            elif not is_open:
+                rules += self._calls(forms, "first_calls", f"( {FIRST} | {SPACE} )")
+                start += f" | {self._after_first(forms, known, special, body)}"
+        head = ("%llguidance {}", "TEXT: /(.|\\n)*/", f"{SPACE}: /[ \\t\\r\\n]{{0,{MAX_SPACES}}}/")
+        first = f"{FIRST}: /[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*|[ \\t\\r\\n]{{9,}}/"
+        return "\n".join((*head, first, *rules, f"start: {start}")) + "\n"
 
-    def _body(self, forms: Sequence[CallForm], special: str) -> tuple[str, list[str]]:
-        """Return the expansion for text with calls, and the rules that it uses.
+    def _after_first(
+        self, forms: Sequence[CallForm], known: Sequence[str], special: str, body: str
+    ) -> str:
+        """Return the expansion for answers whose reasoning could begin with a special token.
+
+        A lexer that has read white space cannot be in two terminals when a special token comes.
+        The text at the start is therefore in terminals of its own: reasoning may follow `SPACE`,
+        and no other text.
+        """
+        triggers = [form.trigger for form in forms]
+        others = self._special(known[1:], (*triggers, *known))
+        texts = f"{FIRST} {special} | {SPACE} {others}"
+        firsts = [f"first_calls_{i}" for i, _ in enumerate(forms)]
+        loose = [name for name, form in zip(firsts, forms, strict=True) if not form.only_first]
+        only = [name for name, form in zip(firsts, forms, strict=True) if form.only_first]
+        return " | ".join((f"( {' | '.join((*loose, texts))} ) {body}", *only, FIRST, SPACE))
+
+    def _body(self, forms: Sequence[CallForm], name: str, text: str) -> str:
+        """Return the expansion for text with calls.
 
         Args:
             forms: the forms of calls.
-            special: expansion for a special token in the text.
+            name: name of their rules.
+            text: expansion for text before a special token.
         """
+        names = [f"{name}_{index}" for index, _ in enumerate(forms)]
+        firsts = [each for each, form in zip(names, forms, strict=True) if form.only_first]
+        others = [each for each, form in zip(names, forms, strict=True) if not form.only_first]
+        body = f"( {' | '.join((text, *others))} )* TEXT"
+        return f"( {' | '.join((*firsts, body))} )" if firsts else body
+
+    def _calls(self, forms: Sequence[CallForm], name: str, lead: str) -> list[str]:
+        """Return the rules for the forms of calls, with the text before them."""
         rules: list[str] = []
-        firsts: list[str] = []
-        segments = [f"TEXT {special}"]
         for index, form in enumerate(forms):
-            name = f"calls_{index}"
-            lead = SPACE if form.only_first else "TEXT"
-            rules += self._triggered(name, lead, form.trigger, form.rest)
-            (firsts if form.only_first else segments).append(name)
-        body = f"( {' | '.join(segments)} )* TEXT"
-        return (f"( {' | '.join((*firsts, body))} )" if firsts else body), rules
+            before = SPACE if form.only_first else lead
+            if self._special_id(form.trigger) is None and not form.only_first:
+                before = "TEXT"
+            rules += self._triggered(f"{name}_{index}", before, form.trigger, form.rest)
+        return rules
 
     def _triggered(self, name: str, lead: str, trigger: str, rest: str) -> list[str]:
         """Return the rules of `name`: `lead`, the trigger as soon as it comes, then `rest`."""

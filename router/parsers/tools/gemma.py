@@ -5,8 +5,11 @@
 """
 
 import json
+from collections.abc import Sequence
 
+from penstock.common.argument_notation import ArgumentNotation
 from penstock.router.parsers.reader import Reader
+from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 
 PREFIX = "call:"
 
@@ -16,6 +19,21 @@ class FunctionGemmaParser(Reader):
 
     open, close, quote = "<start_function_call>", "<end_function_call>", "<escape>"
     markers = (open, close, quote)
+
+    @classmethod
+    def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
+        call = grammar.each(lambda name, arguments: f'"{PREFIX}{name}" {arguments}')
+        return [CallForm(cls.open, f"{call} {grammar.marker(cls.close)}")]
+
+    @classmethod
+    def notation(cls, grammar: CallGrammar) -> ArgumentNotation:
+        end = grammar.marker(cls.quote)
+        return ArgumentNotation(
+            "bracketed",
+            end=cls.quote,
+            end_token=end if end.startswith("<[") else "",
+            markers=(cls.quote,),
+        )
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,7 +9,10 @@ GLM 4.7 writes no newlines between the tags.
 """
 
 import re
+from collections.abc import Sequence
 
+from penstock.common.argument_notation import ArgumentNotation
+from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 from penstock.router.parsers.tools.tagged_arguments import NAME, TaggedArgumentsParser
 from penstock.router.parsers.tools.tool_parameters import ToolParameters
 
@@ -27,6 +30,23 @@ class GlmParser(TaggedArgumentsParser):
     """
 
     markers = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
+
+    @classmethod
+    def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
+        call = grammar.each(lambda name, arguments: f'"{name}" {arguments}')
+        return [CallForm(OPEN, f"SPACE {call} SPACE {grammar.marker(CLOSE)}")]
+
+    @classmethod
+    def notation(cls, grammar: CallGrammar) -> ArgumentNotation:
+        end = grammar.marker(VALUE_END)
+        return ArgumentNotation(
+            "tagged",
+            before_key=f"SPACE {grammar.marker(KEY)}",
+            before_value=f"{grammar.marker(KEY_END)} SPACE {grammar.marker(VALUE)}",
+            end=VALUE_END,
+            end_token=end if end.startswith("<[") else "",
+            markers=(VALUE_END,),
+        )
 
     def __init__(self, tools: ToolParameters | None = None) -> None:
         super().__init__(tools)

@@ -5,13 +5,11 @@ Several calls are separated by semicolons. `<|python_tag|>` may precede the firs
 
 from collections.abc import Sequence
 
-from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
+from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar, is_short
 from penstock.router.parsers.tools.json_reader import JsonReader
 
 TAG = "<|python_tag|>"
 FIRST_MEMBER = '{"name"'
-WHITE_SPACE, MAX_SPACES = " \t\r\n", 8
-"""The white space that the grammar allows before a call without a tag."""
 
 
 class LlamaJsonParser(JsonReader):
@@ -45,8 +43,7 @@ class LlamaJsonParser(JsonReader):
             if FIRST_MEMBER.startswith(rest) and rest != FIRST_MEMBER and not self._is_ended:
                 return False
             spaces = self._text[: len(self._text) - len(rest)]
-            has_lead = len(spaces) <= MAX_SPACES and not spaces.strip(WHITE_SPACE)
-            is_call = has_lead and rest.startswith(FIRST_MEMBER)
+            is_call = is_short(spaces) and rest.startswith(FIRST_MEMBER)
         self._state = self._read_object if is_call else self._read_content
         return True
 

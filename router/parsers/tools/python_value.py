@@ -40,9 +40,18 @@ class PythonSpan:
 
 def value_as_json(text: str) -> str:
     """Return a value in Python's or JSON's syntax as JSON; any other text as a string."""
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
-        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-            continue
-    return json.dumps(text, ensure_ascii=False)
+    try:
+        json.loads(text, parse_int=float, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        pass
+    else:
+        return text
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(name: str) -> None:
+    """Refuse a constant such as NaN, which Python reads but JSON does not have."""
+    raise ValueError(name)

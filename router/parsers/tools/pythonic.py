@@ -6,9 +6,13 @@ Llama 3.2 and 4, and Gemma 3 with a suitable template, write this form. Llama 4 
 
 import json
 import re
+from collections.abc import Sequence
 
+from penstock.common.argument_notation import ArgumentNotation
 from penstock.router.parsers.reader import Reader
+from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar, is_short
 from penstock.router.parsers.tools.python_value import PythonSpan, value_as_json
+from penstock.router.parsers.tools.tool_parameters import ToolParameters
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")  # bounded, since it is matched at every token
@@ -16,12 +20,31 @@ MAX_KEY_CHARS = 300  # of an argument's name, with white space
 
 
 class PythonicParser(Reader):
-    """Parses one answer; an answer that does not begin with a call is content."""
+    """Parses one answer; an answer that does not begin with a call is content.
+
+    Args:
+        strict_tools: without a marker, read only calls of these tools, which the grammar of
+            `call_forms` constrains; None: read all calls.
+    """
 
     markers = (BEGIN, END)
 
-    def __init__(self) -> None:
+    @classmethod
+    def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
+        call = grammar.each(lambda name, arguments: f'"{name}(" {arguments} ")"')
+        others = f'( /, ?/ {call} )* "]"'
+        end = f"( {grammar.marker(END)} )?"
+        tagged = CallForm(BEGIN, f'SPACE "[" {call} {others} {end}')
+        return [tagged, *grammar.firsts(lambda name: f"[{name}(", f'")" {others} {end}')]
+
+    @classmethod
+    def notation(cls, grammar: CallGrammar) -> ArgumentNotation:
+        return ArgumentNotation("keywords")
+
+    def __init__(self, strict_tools: ToolParameters | None = None) -> None:
         super().__init__()
+        self._strict_tools = strict_tools
+        self._has_marker = False
         self._raw = ""  # text that becomes content if it is not a call
         self._name = ""
         self._key = ""
@@ -43,7 +66,12 @@ class PythonicParser(Reader):
             self._text = after if is_begin else self._text
             self._state = self._read_content
             return True
-        self._text, self._raw = after[1:], self._text[: len(self._text) - len(rest)] + "["
+        spaces = self._text[: len(self._text) - len(rest)]
+        if self._strict_tools is not None and not is_begin and not is_short(spaces):
+            self._state = self._read_content
+            return True
+        self._has_marker = is_begin
+        self._text, self._raw = after[1:], spaces + "["
         self._state = self._before_call
         return True
 
@@ -66,6 +94,9 @@ class PythonicParser(Reader):
         end = self._text.find("(")
         name = self._name + (self._text if end < 0 else self._text[:end])
         if (name and not NAME.fullmatch(name)) or (end >= 0 and not name):
+            return self._fail()
+        strict = self._strict_tools
+        if strict is not None and end >= 0 and not self._has_marker and not strict.has(name):
             return self._fail()
         self._name = name
         self._take_raw(len(self._text) if end < 0 else end + 1)

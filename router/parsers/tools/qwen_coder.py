@@ -13,7 +13,10 @@ without `<tool_call>`, and the next tag ends a value, a call or a block that is 
 """
 
 import re
+from collections.abc import Sequence
 
+from penstock.common.argument_notation import ArgumentNotation
+from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 from penstock.router.parsers.tools.tagged_arguments import NAME, TaggedArgumentsParser
 from penstock.router.parsers.tools.tool_parameters import ToolParameters
 
@@ -31,6 +34,25 @@ class QwenCoderParser(TaggedArgumentsParser):
 
     markers = (OPEN, CLOSE)
     strips_newlines = True
+
+    @classmethod
+    def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
+        call = grammar.each(lambda name, arguments: f'"{name}>" {arguments} "\\n</function>"')
+        end = f"SPACE {grammar.marker(CLOSE)}"
+        return [
+            CallForm(OPEN, f'SPACE "{FUNCTION}" {call} {end}'),
+            CallForm(FUNCTION, f"{call} ( {end} )?"),
+        ]
+
+    @classmethod
+    def notation(cls, grammar: CallGrammar) -> ArgumentNotation:
+        return ArgumentNotation(
+            "tagged",
+            before_key=f'"\\n{PARAMETER}"',
+            before_value='">\\n"',
+            end=f"\n{PARAMETER_END}",
+            markers=(PARAMETER_END, PARAMETER, FUNCTION_END),
+        )
 
     def __init__(self, tools: ToolParameters | None = None) -> None:
         super().__init__(tools)

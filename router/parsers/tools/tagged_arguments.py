@@ -7,12 +7,12 @@ schema shows which of the two.
 import json
 import re
 
+from penstock.common.schema_types import STRING, TEXT_OR_NULL, types_of_value
 from penstock.router.parsers.reader import Reader
 from penstock.router.parsers.tools.python_value import value_as_json
-from penstock.router.parsers.tools.tool_parameters import STRING, ToolParameters, types_of_value
+from penstock.router.parsers.tools.tool_parameters import ToolParameters
 
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
-TEXT_OR_NULL = frozenset(("string", "null"))
 
 
 class TaggedArgumentsParser(Reader):

@@ -6,36 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
 
 from penstock.common.grammar.compiler import grammar_text
-from penstock.common.grammar.matcher import GrammarVocabulary, Matcher
-from penstock.common.text.tokenizer import ModelTokenizer
-from penstock.router.config import RouterConfig
 from penstock.router.errors import ServingError
-from penstock.router.parsers.parser_names import REASONING_TAGS, TOOL_PARSERS, markers_of
+from penstock.router.parsers.parser_names import REASONING_TAGS, TOOL_PARSERS
 from penstock.router.parsers.pieces import CALL
 from penstock.router.parsers.tools.deepseek import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEP
 from penstock.router.parsers.tools.kimi import ARGUMENT_BEGIN, SECTION_BEGIN, SECTION_END
 from penstock.router.parsers.tools.kimi import CALL_BEGIN as KIMI_BEGIN
 from penstock.router.parsers.tools.kimi import CALL_END as KIMI_END
-from penstock.router.requests.answer_parsing import ModelParsers
 from penstock.router.requests.strict_calls import strict_calls
-from tests.support.tokenizers import byte_level, write_folder
+from tests.support.strict_model import FUNCTIONS, Model
 
-END = 2
-NUMBER: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/unit"}},
-    "required": ["a"],
-    "additionalProperties": False,
-    "$defs": {"unit": {"enum": ["m", "kg"]}},
-}
-FUNCTIONS: Sequence[Mapping[str, Any]] = [
-    {"name": "add", "parameters": NUMBER, "strict": True},
-    {"name": "see", "parameters": {"type": "object"}},
-    {"name": "now.utc", "strict": True},
-]
 GOOD = '{"a": 17, "b": "kg"}'
 LOOSE = '{ "x" : [1,\n 2] }'
 
@@ -70,42 +52,6 @@ CALLS: Mapping[str, Sequence[str]] = {
 
 FIRST = ("llama3_json", "llama4_json")
 """Formats whose calls are only at the start of an answer, unless they have a special token."""
-
-
-class Model:
-    """A tokenizer, its vocabulary for grammars, and the parsers of one format."""
-
-    def __init__(self, folder: Path, name: str, is_special: bool, reasoning: str = "none") -> None:
-        tokenizer = byte_level()
-        tags = REASONING_TAGS.get(reasoning)
-        markers = [*markers_of(name), *((tags.start, tags.end) if tags else ())]
-        if is_special:
-            tokenizer.add_special_tokens(
-                [AddedToken(each, special=True, normalized=False) for each in markers]
-            )
-        written = write_folder(folder / "model", tokenizer)
-        self.tokenizer = ModelTokenizer(written)
-        config = RouterConfig(written, "stub", tool_call_parser=name, reasoning_parser=reasoning)
-        self.parsers = ModelParsers(self.tokenizer, config)
-        vocab_size = self.tokenizer.vocab_size
-        self.vocabulary = GrammarVocabulary(self.tokenizer, vocab_size, [END])
-
-    def matcher(self, prompt: str = "hello") -> Matcher:
-        tokens = self.tokenizer.encode(prompt, add_special_tokens=False)
-        form = self.parsers.strict_form(tokens, strict_calls(FUNCTIONS))
-        return self.vocabulary.compile(form).matcher()
-
-    def accepted(self, text: str, prompt: str = "hello") -> str:
-        """Return the start of a text that the grammar allows."""
-        matcher = self.matcher(prompt)
-        tokens = self.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
-        for index, token in enumerate(tokens):
-            if not matcher.advance([token]):
-                return self.decoded(tokens[:index])
-        return text
-
-    def decoded(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.token_bytes.decode(list(tokens), skip_special_tokens=False)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["text", "special tokens"])
@@ -190,11 +136,33 @@ def test_reasoning_is_free(tmp_path: Path, reasoning: str, is_special: bool) -> 
     assert model.accepted(text, closed) == text.removesuffix("no call")
 
 
-@pytest.mark.parametrize("name", sorted(TOOL_PARSERS.keys() - CALLS.keys()))
-def test_other_formats_are_refused_by_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ServingError, match=f"strict is not supported .* {name}:") as refusal:
-        Model(tmp_path, name, False).matcher()
+def test_harmony_needs_its_special_tokens(tmp_path: Path) -> None:
+    with pytest.raises(ServingError, match=r"strict is not supported .* openai:") as refusal:
+        Model(tmp_path, "openai", False).matcher()
     assert refusal.value.param == "tools"
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_text_before_the_start_of_reasoning_is_no_reasoning(
+    tmp_path: Path, is_special: bool
+) -> None:
+    model = Model(tmp_path, "hermes", is_special, "mistral")
+    bad = "<tool_call>no call"
+    for text in (f"a[THINK]{bad}", f"{bad}[THINK]x", f"a<unk>[THINK]{bad}", f"[/THINK]{bad}"):
+        assert model.accepted(text) == text.partition("no call")[0]
+    good = HERMES.format("add", GOOD)
+    for text in (f"a[THINK]{good}", f"\n[THINK]{bad}[/THINK]{good}", f"{good}[THINK]{good} x"):
+        assert model.accepted(text) == text
+    for text in (
+        "",
+        "\n",
+        "a\n",
+        "\n<unk>a",
+        "[THINK]a",
+        f"\n{good}\n{good}",
+        " [THINK]a[/THINK]b",
+    ):
+        assert model.accepted(text) == text
 
 
 def test_functions_without_strict_need_no_grammar() -> None:
@@ -209,5 +177,5 @@ def test_refusal_of_a_schema_names_the_keyword(tmp_path: Path) -> None:
     function = {"name": "add", "strict": True, "parameters": {"type": "object", "not": {}}}
     form = model.parsers.strict_form([5], strict_calls([function]))
     assert grammar_text(form)
-    with pytest.raises(Exception, match=r"schema of strict tools: .*not"):
+    with pytest.raises(Exception, match=r"schema of strict tools at /not of add: .*not"):
         model.vocabulary.compile(form)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from penstock.common.schema_types import TYPES
 from penstock.router.parsers.parser_names import TOOL_PARSERS
-from penstock.router.parsers.tools.tool_parameters import TYPES, ToolParameters
+from penstock.router.parsers.tools.tool_parameters import ToolParameters
 from tests.support.parsed import Answer, check_splits
 from tests.support.tokenizers import byte_level
 

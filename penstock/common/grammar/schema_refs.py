@@ -1,0 +1,36 @@
+"""References within a JSON Schema that becomes a part of another document."""
+
+from collections.abc import Mapping
+from typing import Any
+
+NOT_SCHEMAS = ("const", "enum", "default", "examples")
+"""Keywords whose values are not schemas."""
+
+NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values are mappings from any names to schemas."""
+
+
+def moved(schema: Any, base: str) -> Any:
+    """Return a schema whose references to its root refer to `base`."""
+    if isinstance(schema, list):
+        return [moved(each, base) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            found[key] = base + value[1:]
+        elif key in NAMED_SCHEMAS and isinstance(value, Mapping):
+            found[key] = {name: moved(each, base) for name, each in value.items()}
+        else:
+            found[key] = value if key in NOT_SCHEMAS else moved(value, base)
+    return found
+
+
+def part(root: Any, schema: Any) -> Any:
+    """Return a schema below `root` as a document of its own."""
+    base = "#/$defs/root"
+    copy = moved(schema, base)
+    if copy == schema or not isinstance(copy, dict):  # it has no references
+        return schema
+    return {**copy, "$defs": {**copy.get("$defs", {}), "root": moved(root, base)}}

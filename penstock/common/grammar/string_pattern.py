@@ -1,0 +1,67 @@
+"""Regular expressions of JSON Schema (ECMAScript) in the syntax of llguidance's terminals."""
+
+import re
+
+_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}
+_NOT_REGULAR = re.compile(r"\(\?(?!:)|\\[bBkpP1-9]")
+_LINE_ENDS = r"\n\r\u2028\u2029"
+
+
+def terminal(pattern: str) -> str:
+    """Return a terminal for the strings that contain a match of a pattern.
+
+    Raises:
+        ValueError: the pattern has look-around, a back reference, an anchor within it, or another
+            construct that terminals do not have.
+    """
+    if found := _NOT_REGULAR.search(pattern.replace("\\\\", "")):
+        raise ValueError(f"{found[0]} is not supported in a pattern")
+    has_start = pattern.startswith("^")
+    is_escaped = (len(pattern) - len(pattern.rstrip("$").rstrip("\\"))) % 2 == 0
+    has_end = pattern.endswith("$") and not (pattern.endswith("\\$") and is_escaped)
+    inner = pattern[has_start : len(pattern) - has_end]
+    converted, has_choice = _converted(inner)
+    if has_choice and (has_start or has_end):
+        raise ValueError("an anchor beside a | is not supported: put the choice in parentheses")
+    begin, end = ("" if has_start else "(?s:.*)"), ("" if has_end else "(?s:.*)")
+    return f"/{begin}(?:{converted}){end}/"
+
+
+def _converted(pattern: str) -> tuple[str, bool]:
+    """Return a pattern without anchors, and whether it has a | outside of parentheses."""
+    found: list[str] = []
+    depth, in_class, has_choice, at = 0, False, False, 0
+    while at < len(pattern):
+        character = pattern[at]
+        at += 1
+        if character == "\\":
+            found.append(_escape(pattern[at : at + 1], in_class))
+            at += 1
+        elif in_class:
+            in_class = character != "]"
+            found.append(f"\\{character}" if character in "[&~/" else _plain(character))
+        elif character in "^$":
+            raise ValueError(f"the anchor {character} is supported only at an end of a pattern")
+        else:
+            in_class = character == "["
+            depth += (character == "(") - (character == ")")
+            has_choice |= character == "|" and depth == 0
+            found.append(f"[^{_LINE_ENDS}]" if character == "." else _plain(character))
+            if in_class and pattern[at : at + 1] == "^":
+                found.append("^")
+                at += 1
+    return "".join(found), has_choice
+
+
+def _plain(character: str) -> str:
+    return {"\n": r"\n", "\r": r"\r", "/": r"\/"}.get(character, character)
+
+
+def _escape(letter: str, in_class: bool) -> str:
+    if letter in _CLASSES:
+        return _CLASSES[letter] if in_class else f"[{_CLASSES[letter]}]"
+    if letter.lower() in _CLASSES:
+        if in_class:
+            raise ValueError(f"\\{letter} is not supported in a character class")
+        return f"[^{_CLASSES[letter.lower()]}]"
+    return f"\\{letter}"

@@ -1,0 +1,119 @@
+"""JSON types that a JSON Schema allows.
+
+The parsers and the grammars of tool calls both read them: formats whose values do not show their
+types need them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+TYPES = frozenset(("string", "integer", "number", "boolean", "null", "array", "object"))
+STRING = frozenset(("string",))
+TEXT_OR_NULL = frozenset(("string", "null"))
+MAX_SCHEMAS = 256
+"""Bound on the schemas that are read for one value, because references may form a cycle."""
+
+
+def types_of(root: Any, schema: Any) -> frozenset[str]:
+    """Return the types that a schema allows: all types if it sets none, or is not valid.
+
+    Args:
+        root: schema that references refer to.
+        schema: the schema.
+    """
+    return _Types(root).of(schema)
+
+
+def parameter_types(root: Any, parameter: str) -> frozenset[str]:
+    """Return the types of a member of an object, from the object's schema `root`."""
+    return types_of(root, properties_of(root).get(parameter))
+
+
+def properties_of(root: Any) -> Mapping[str, Any]:
+    """Return the members that the schema of an object lists; none if it is not valid."""
+    schema = target(root, root)
+    found = schema.get("properties") if isinstance(schema, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def target(root: Any, schema: Any) -> Any:
+    """Return the schema at the end of a chain of references; None if there is no end.
+
+    Args:
+        root: schema that references refer to.
+        schema: the schema at the start.
+    """
+    for _ in range(MAX_SCHEMAS):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            return schema
+        schema = referred(root, schema["$ref"])
+    return None
+
+
+def referred(root: Any, reference: str) -> Any:
+    """Return the schema of a reference such as `#/$defs/Point`; None if there is none."""
+    start, *names = reference.split("/")
+    found = root if start == "#" else None
+    for name in names:
+        key = name.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        else:
+            found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+def types_of_value(value: Any) -> frozenset[str]:
+    """Return the types that a JSON value has; an integer is also a number."""
+    match value:
+        case None:
+            return frozenset(("null",))
+        case bool():
+            return frozenset(("boolean",))
+        case int() | float():
+            is_integer = isinstance(value, int) or value.is_integer()
+            return frozenset(("integer", "number") if is_integer else ("number",))
+        case str():
+            return STRING
+        case list() | tuple():
+            return frozenset(("array",))
+        case _:
+            return frozenset(("object",))
+
+
+def named_types(given: Any) -> frozenset[str]:
+    """Return the types that the keyword `type` lists; all types if it is not valid."""
+    names = given if isinstance(given, list) else [given]
+    found = frozenset(name for name in names if isinstance(name, str)) & TYPES
+    return found or TYPES
+
+
+class _Types:
+    """Finds the types that schemas allow.
+
+    Args:
+        root: schema that references refer to.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._num_left = MAX_SCHEMAS
+
+    def of(self, schema: Any) -> frozenset[str]:
+        """Return the types that a schema allows; any type if the schema is not valid."""
+        self._num_left -= 1
+        if not isinstance(schema, dict) or self._num_left < 0:
+            return TYPES
+        found = named_types(schema.get("type"))
+        if isinstance(schema.get("enum"), list):
+            found &= frozenset().union(*map(types_of_value, schema["enum"]))
+        if "const" in schema:
+            found &= types_of_value(schema["const"])
+        if isinstance(schema.get("$ref"), str):
+            found &= self.of(referred(self._root, schema["$ref"]))
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                found &= frozenset().union(*map(self.of, schema[key]))
+        if isinstance(schema.get("allOf"), list):
+            found = found.intersection(*map(self.of, schema["allOf"]))
+        return found or TYPES

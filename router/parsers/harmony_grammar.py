@@ -1,0 +1,54 @@
+"""The grammar of answers in the format harmony whose calls fit a schema (see `harmony`)."""
+
+from penstock.router.parsers.harmony import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    FUNCTIONS,
+    MESSAGE,
+    RETURN,
+    START,
+)
+from penstock.router.parsers.tools.call_grammar import CallGrammar
+
+ROLE = "assistant"
+
+
+def harmony_grammar(grammar: CallGrammar, prompt_end: str) -> str:
+    """Return the grammar, in Lark's syntax; empty if a marker is not a special token.
+
+    Each message has a header of one of the forms that gpt-oss writes. A recipient is a function of
+    the request, because other tools cannot be offered.
+
+    Args:
+        grammar: writes the parts that depend on functions and tokenizer.
+        prompt_end: text at the end of the prompt. Unless the header of a message may follow, the
+            answer continues the text of a message.
+    """
+    markers = (START, CHANNEL, MESSAGE, END, RETURN, CALL, CONSTRAIN)
+    if not all(map(grammar.is_special, markers)):
+        return ""
+    start, channel, message, end, final, call, constrain = map(grammar.marker, markers)
+
+    def called(head: str) -> str:
+        return grammar.each(
+            lambda name, arguments: f'" to={FUNCTIONS}{name}" {head} {message} {arguments}'
+        )
+
+    content_type = f'( " "? {constrain}? " "? ( "json" | "code" ) )?'
+    rules = (
+        "%llguidance {}",
+        "TEXT: /(.|\\n)*/",
+        f'plain: {channel} PLAIN ( " "? {constrain} /[a-z]{{1,16}}/ )? {message} TEXT',
+        'PLAIN: "analysis" | "commentary" | "final"',
+        f"channel_call: {channel} CALLING {called(content_type)}",
+        'CALLING: "analysis" | "commentary"',
+        f"role_call: {called(f'{channel} CALLING {content_type}')}",
+        "message: plain | channel_call | role_call",
+        f"ended: {end} | {final} | {call}",
+        f'next: ended {start} "{ROLE}" message',
+    )
+    is_header = prompt_end.rstrip().endswith(START + ROLE)
+    first = "message" if is_header else "TEXT"
+    return "\n".join((*rules, f"start: {first} next* ended?")) + "\n"

@@ -1,0 +1,72 @@
+"""A model with a small tokenizer whose calls of strict functions follow a grammar."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+from penstock.common.grammar.matcher import GrammarVocabulary, Matcher
+from penstock.common.text.tokenizer import ModelTokenizer
+from penstock.router.config import RouterConfig
+from penstock.router.parsers.parser_names import REASONING_TAGS, markers_of
+from penstock.router.requests.answer_parsing import ModelParsers
+from penstock.router.requests.strict_calls import strict_calls
+from tests.support.tokenizers import byte_level, write_folder
+
+END = 2
+NUMBER: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/unit"}},
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"unit": {"enum": ["m", "kg"]}},
+}
+FUNCTIONS: Sequence[Mapping[str, Any]] = [
+    {"name": "add", "parameters": NUMBER, "strict": True},
+    {"name": "see", "parameters": {"type": "object"}},
+    {"name": "now.utc", "strict": True},
+]
+
+
+class Model:
+    """A tokenizer, its vocabulary for grammars, and the parsers of one format."""
+
+    def __init__(self, folder: Path, name: str, is_special: bool, reasoning: str = "none") -> None:
+        tokenizer = byte_level()
+        tags = REASONING_TAGS.get(reasoning)
+        markers = [*markers_of(name), *((tags.start, tags.end) if tags else ())]
+        if is_special:
+            tokenizer.add_special_tokens(
+                [AddedToken(each, special=True, normalized=False) for each in markers]
+            )
+        written = write_folder(folder / "model", tokenizer)
+        self.tokenizer = ModelTokenizer(written)
+        config = RouterConfig(written, "stub", tool_call_parser=name, reasoning_parser=reasoning)
+        self.parsers = ModelParsers(self.tokenizer, config)
+        vocab_size = self.tokenizer.vocab_size
+        self.vocabulary = GrammarVocabulary(self.tokenizer, vocab_size, [END])
+
+    def matcher(
+        self, prompt: str = "hello", functions: Sequence[Mapping[str, Any]] = FUNCTIONS
+    ) -> Matcher:
+        tokens = self.tokenizer.encode(prompt, add_special_tokens=False)
+        form = self.parsers.strict_form(tokens, strict_calls(functions))
+        return self.vocabulary.compile(form).matcher()
+
+    def accepted(
+        self,
+        text: str,
+        prompt: str = "hello",
+        functions: Sequence[Mapping[str, Any]] = FUNCTIONS,
+    ) -> str:
+        """Return the start of a text that the grammar allows."""
+        matcher = self.matcher(prompt, functions)
+        tokens = self.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+        for index, token in enumerate(tokens):
+            if not matcher.advance([token]):
+                return self.decoded(tokens[:index])
+        return text
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.token_bytes.decode(list(tokens), skip_special_tokens=False)
