@@ -1,9 +1,12 @@
 """Triton kernel of weight-only products, and its launcher; `quantized` describes the codes."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from penstock.kernels.triton_common.launch import jit, launch, tl
+from penstock.kernels.triton_common.launch import device_info, jit, launch, tl
+from penstock.kernels.triton_common.tuned_tiles import tuned_tiles
 
 INT4, INT8, FP8, E2M1, NF4, FP4 = range(6)
 """Kinds of codes, as in `cpu_dequantizing`."""
@@ -158,8 +161,52 @@ def _dequantizing_matmul_kernel(
 
 
 TILE_INPUTS = 64
-_FEW_ROWS, _MANY_ROWS = 16, 64
-_TILE_OUTPUTS = 64
+"""The most inputs of a tile: the checks of `quantized` ensure one group for as many inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    rows: int
+    outputs: int
+    inputs: int  # at most TILE_INPUTS
+    num_warps: int
+    num_stages: int
+
+
+FEW_ROWS, MANY_ROWS = 16, 64
+
+
+def tiles_for(dtype: torch.dtype, num_rows: int, one_group: bool) -> Tiles:
+    """Return the tile sizes for a product of `num_rows` rows."""
+    is_wide = dtype == torch.float32
+    return Tiles(
+        rows=FEW_ROWS if num_rows <= FEW_ROWS else MANY_ROWS,
+        outputs=64,
+        # A tile of float32, or with a group for each input, of twice the size would spill.
+        inputs=TILE_INPUTS if one_group and not is_wide else TILE_INPUTS // 2,
+        num_warps=4,
+        num_stages=2 if is_wide else 3,
+    )
+
+
+def tuned_for(x: Tensor, kind: int, one_group: bool, tiles: Tiles) -> Tiles:
+    """Return the tiles that were tuned for this device in place of `tiles`, if there are any.
+
+    Args:
+        x: the input of the layer.
+        kind: the kind of codes.
+        one_group: see `quantized.quantized_matmul`.
+        tiles: the result of `tiles_for`.
+    """
+    tuned = tuned_tiles(
+        device_info(x).product,
+        "linear.weight_only",
+        kind=kind,
+        one_group=int(one_group),
+        rows=tiles.rows,
+        itemsize=x.itemsize,
+    )
+    return tiles if tuned is None else Tiles(**tuned)
 
 
 def quantized_matmul_triton(
@@ -177,10 +224,10 @@ def quantized_matmul_triton(
     out = x.new_empty(num_rows, num_outputs)
     if not out.numel():
         return out
-    tile_rows = _FEW_ROWS if num_rows <= _FEW_ROWS else _MANY_ROWS
+    tiles = tuned_for(x, kind, one_group, tiles_for(x.dtype, num_rows, one_group))
     launch(
         _dequantizing_matmul_kernel,
-        (-(-num_outputs // _TILE_OUTPUTS), -(-num_rows // tile_rows)),
+        (-(-num_outputs // tiles.outputs), -(-num_rows // tiles.rows)),
         x,
         codes,
         scales,
@@ -196,11 +243,10 @@ def quantized_matmul_triton(
         KIND=kind,
         ONE_GROUP=one_group,
         HAS_BIAS=bias is not None,
-        TILE_ROWS=tile_rows,
-        TILE_OUTPUTS=_TILE_OUTPUTS,
-        # A tile of float32, or with a group for each input, of twice the size would spill.
-        TILE_INPUTS=TILE_INPUTS if one_group and x.dtype != torch.float32 else TILE_INPUTS // 2,
-        num_warps=4,
-        num_stages=2 if x.dtype == torch.float32 else 3,
+        TILE_ROWS=tiles.rows,
+        TILE_OUTPUTS=tiles.outputs,
+        TILE_INPUTS=tiles.inputs,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     return out

@@ -53,12 +53,15 @@ class TunedKernel:
 
 _ATTENTION = {"rows": _TILE[:4], "columns": _TILE, **_LAUNCH}
 _MOE = {"rows": _TILE[:4], "outputs": (32, 64, 128, 256), "inputs": (32, 64, 128), **_LAUNCH}
+_WEIGHT_ONLY = {"rows": _TILE[:4], "outputs": (32, 64, 128, 256), "inputs": (32, 64), **_LAUNCH}
 
 KERNELS = {
     "attention.chunks": TunedKernel(("width", "itemsize", "cached"), _ATTENTION),
     "attention.split_kv": TunedKernel(("width", "group", "itemsize", "cached"), _ATTENTION),
     # `rows`: number of rows per expert up to which the entry is used: see `moe/triton.tiles_for`.
     "moe": TunedKernel(("experts", "size", "inner", "rows", "itemsize"), _MOE),
+    # `kind`: see `linear/code_kinds`. `rows`: the rows of the launcher's own tiles, 16 or 64.
+    "linear.weight_only": TunedKernel(("kind", "one_group", "rows", "itemsize"), _WEIGHT_ONLY),
 }
 
 _trial: ContextVar[tuple[str, Sizes] | None] = ContextVar("trial", default=None)

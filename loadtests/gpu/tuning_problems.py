@@ -13,6 +13,16 @@ import torch
 
 from penstock.kernels.attention.triton_configs import chunk_tiles, split_kv_tiles
 from penstock.kernels.attention.triton_launch import padded
+from penstock.kernels.linear import triton_quantized
+from penstock.kernels.linear.quantized import (
+    KIND_NUMBERS,
+    Kind,
+    QuantizedMatrix,
+    even_groups,
+    has_zeros,
+    is_narrow,
+    pack_quantized,
+)
 from penstock.kernels.moe.op import ExpertWeights, GatedActivation, grouped_moe_forward
 from penstock.kernels.moe.routing import Routing, route
 from penstock.kernels.moe.triton import tiles_for
@@ -28,6 +38,11 @@ SMALL_CANDIDATES = 3  # per problem, for the interpreter
 SMALL_ROWS = 64  # of an expert, for the interpreter
 MOE_TOKENS = {16: 64, 64: 512, 128: 4096}
 """Tokens of the timed batches by the rows of the default tiles, for 8 of 128 experts."""
+WEIGHT_ONLY = "8b"  # the model whose products are tuned with weights of 4 and 8 bits
+CODES: tuple[tuple[Kind, int], ...] = (("int4", 128), ("fp8", 0))
+"""Kinds of codes that are tuned, and the inputs per group; 0: all."""
+PRODUCT_ROWS = {triton_quantized.FEW_ROWS: (1, 16), triton_quantized.MANY_ROWS: (64, 2048)}
+"""Rows of the timed products by the rows of the default tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +65,7 @@ def all_problems(device: torch.device, dtype: torch.dtype, is_small: bool) -> li
         config = small(shape.config) if is_small else shape.config
         for problem in _problems_of(model, config, chip, device, dtype, is_small):
             found.setdefault((problem.kernel, str(problem.shape)), problem)
-    return list(found.values())
+    return [*found.values(), *_weight_only_problems(chip, device, dtype, is_small)]
 
 
 def _problems_of(
@@ -195,3 +210,88 @@ def _expert_problems(
             {f"{tokens} tokens": layer(tokens)},
             layer(tokens),
         )
+
+
+def _weight_only_problems(
+    chip: DeviceInfo, device: torch.device, dtype: torch.dtype, is_small: bool
+) -> Iterator[Problem]:
+    """Yield problems of weight-only products; all products of a layer share an entry."""
+    config = SHAPES[WEIGHT_ONLY].config
+    if is_small:
+        config = {**small(config), "hidden_size": 128, "intermediate_size": 128}
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+    layer = [(heads * config["head_dim"], size), (size, size), (2 * inner, size), (size, inner)]
+    for (kind, group), (rows, batches) in itertools.product(CODES, PRODUCT_ROWS.items()):
+        default = asdict(triton_quantized.tiles_for(dtype, rows, True))
+        assert default["rows"] == rows
+        others = [
+            {"rows": row, "outputs": outputs, "num_warps": warps, "num_stages": stages}
+            for row, outputs, warps, stages in itertools.product(
+                (rows,) if rows == triton_quantized.FEW_ROWS else (rows, 2 * rows),
+                (32, 64, 128) if rows == triton_quantized.FEW_ROWS else (64, 128),
+                (4, 8),
+                (2, 3, 4),
+            )
+            if (row + outputs) * default["inputs"] * dtype.itemsize * (stages - 1)
+            <= chip.shared_bytes
+        ]
+        yield Problem(
+            f"{kind} weights, {rows} rows, {WEIGHT_ONLY}",
+            "linear.weight_only",
+            {
+                "kind": KIND_NUMBERS[kind],
+                "one_group": 1,
+                "rows": rows,
+                "itemsize": dtype.itemsize,
+            },
+            _first(default, others, is_small),
+            {
+                f"{batch} rows": _products(kind, group, layer, batch, device, dtype)
+                for batch in ((rows,) if is_small else batches)
+            },
+            _products(kind, group, [(min(512, size), size)], rows, device, dtype),
+        )
+
+
+def _products(
+    kind: Kind,
+    group: int,
+    layer: Sequence[tuple[int, int]],
+    rows: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Callable[[], Call]:
+    """Return a function that allocates matrices of codes [outputs, inputs], and returns a call.
+
+    The call multiplies by each matrix, so that the codes of a layer do not fit in the L2 cache. It
+    returns the last product.
+    """
+
+    def make() -> Call:
+        generator = torch.Generator(device).manual_seed(rows)
+
+        def codes(most: int, *shape: int) -> torch.Tensor:
+            found = torch.randint(most, shape, generator=generator, device=device)
+            return found.to(torch.uint8)
+
+        products = []
+        for outputs, inputs in layer:
+            groups = even_groups(inputs, group or inputs, device)
+            num_groups = inputs // (group or inputs)
+            scales = torch.full((outputs, num_groups), inputs**-0.5 / 8, device=device)
+            zeros = codes(16, outputs, num_groups if has_zeros(kind) else 0)
+            # FP8: codes up to 64 are numbers of at most 2.
+            values = (
+                codes(256, outputs, inputs // 2) if is_narrow(kind) else codes(65, outputs, inputs)
+            )
+            matrix = QuantizedMatrix(kind, values, scales, zeros, groups)
+            x = torch.randn(rows, inputs, generator=generator, device=device).to(dtype)
+            products.append((pack_quantized(matrix, None, dtype), x))
+
+        def run() -> torch.Tensor:
+            return [product(x) for product, x in products][-1]
+
+        return run
+
+    return make

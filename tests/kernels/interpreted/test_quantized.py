@@ -12,6 +12,7 @@ from penstock.kernels.linear.quantized import (
     is_narrow,
     pack_quantized,
 )
+from penstock.kernels.triton_common.tuned_tiles import trial_tiles
 from tests.support.devices import DTYPES
 from tests.support.poison import poisoned_memory
 
@@ -38,32 +39,54 @@ def matrix(
     return QuantizedMatrix(kind, *parts)
 
 
+TUNED = {"rows": 32, "outputs": 32, "inputs": 32, "num_warps": 8, "num_stages": 2}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("act_order", [False, True])
 def test_product_is_within_the_rounding_of_its_operands(
     device: torch.device, dtype: torch.dtype, kind: Kind, act_order: bool
 ) -> None:
-    for rows, outputs, inputs, size in SHAPES:
-        torch.manual_seed(rows)
-        given = matrix(kind, outputs, inputs, size, act_order, device)
-        x = torch.randn(rows, 2 * inputs).to(device, dtype)[:, :inputs] / 64
-        bias = torch.randn(outputs).to(device, dtype) if rows > 1 else None
-        product = pack_quantized(given, bias, dtype)
-        assert isinstance(product, TritonQuantizedLinear)
-        assert product.one_group == (not act_order and size % 64 == 0) or size == inputs
-        with poisoned_memory():
-            found = product(x)
-        weight = given.dequantize().double()
-        expected = x.double() @ weight.T
-        sizes = x.double().abs() @ weight.abs().T
-        if bias is not None:
-            expected, sizes = expected + bias.double(), sizes + bias.double().abs()
-        # Weights and the result are rounded to `dtype` (half a unit each), sums to float32.
-        unit = torch.finfo(dtype).eps / 2
-        bound = (2.01 * unit + (inputs + 3) * 2.0**-24) * sizes
-        assert found.dtype == dtype
-        assert ((found.double() - expected).abs() <= bound).all()
+    for shape in SHAPES:
+        check_product(shape, device, dtype, kind, act_order)
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8"])
+@pytest.mark.parametrize("act_order", [False, True])
+def test_product_with_other_tiles(device: torch.device, kind: Kind, act_order: bool) -> None:
+    with trial_tiles("linear.weight_only", TUNED):
+        for shape in SHAPES[1:3]:
+            check_product(shape, device, torch.float32, kind, act_order)
+
+
+def check_product(
+    shape: tuple[int, int, int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+    kind: Kind,
+    act_order: bool,
+) -> None:
+    rows, outputs, inputs, size = shape
+    torch.manual_seed(rows)
+    given = matrix(kind, outputs, inputs, size, act_order, device)
+    x = torch.randn(rows, 2 * inputs).to(device, dtype)[:, :inputs] / 64
+    bias = torch.randn(outputs).to(device, dtype) if rows > 1 else None
+    product = pack_quantized(given, bias, dtype)
+    assert isinstance(product, TritonQuantizedLinear)
+    assert product.one_group == (not act_order and size % 64 == 0) or size == inputs
+    with poisoned_memory():
+        found = product(x)
+    weight = given.dequantize().double()
+    expected = x.double() @ weight.T
+    sizes = x.double().abs() @ weight.abs().T
+    if bias is not None:
+        expected, sizes = expected + bias.double(), sizes + bias.double().abs()
+    # Weights and the result are rounded to `dtype` (half a unit each), sums to float32.
+    unit = torch.finfo(dtype).eps / 2
+    bound = (2.01 * unit + (inputs + 3) * 2.0**-24) * sizes
+    assert found.dtype == dtype
+    assert ((found.double() - expected).abs() <= bound).all()
 
 
 def test_every_fp8_code_has_its_value(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock.kernels.attention.triton_configs import (
     chunk_tiles,
     split_kv_tiles,
 )
+from penstock.kernels.linear import triton_quantized as weight_only
 from penstock.kernels.moe import triton as moe
 from penstock.kernels.triton_common import tuned_tiles as module
 from penstock.kernels.triton_common.launch import DeviceInfo, record_launches
@@ -72,6 +74,32 @@ def test_experts_use_the_tiles_of_their_shape(path: Path) -> None:
     with record_launches(CHIP):
         assert moe.tuned_for(x, down, moe.FEW) == moe.Tiles(**MOE)
         assert moe.tuned_for(x, down, moe.SOME) == moe.SOME
+
+
+def test_weight_only_products_use_the_tiles_of_their_codes_and_rows(path: Path) -> None:
+    tiles = {"rows": 32, "outputs": 128, "inputs": 32, "num_warps": 8, "num_stages": 4}
+    write(path, "linear.weight_only", "kind=2,one_group=1,rows=16,itemsize=2", tiles)
+    bytes_ = {"dtype": torch.uint8, "device": "meta"}
+
+    def used(kind: int, num_rows: int) -> tuple[int, ...]:
+        with record_launches(CHIP) as launches:
+            weight_only.quantized_matmul_triton(
+                torch.empty(num_rows, 256, dtype=torch.bfloat16, device="meta"),
+                torch.empty(300, 256, **bytes_),
+                torch.empty(300, 2, device="meta"),
+                torch.empty(300, 0, **bytes_),
+                torch.empty(256, dtype=torch.int32, device="meta"),
+                None,
+                kind,
+                one_group=True,
+            )
+        options = launches[0].options
+        names = ("TILE_ROWS", "TILE_OUTPUTS", "TILE_INPUTS", "num_warps", "num_stages")
+        return tuple(options[name] for name in names)
+
+    assert used(weight_only.FP8, 16) == (32, 128, 32, 8, 4)
+    assert used(weight_only.FP8, 17) == (64, 64, 64, 4, 3)
+    assert used(weight_only.INT8, 16) == (16, 64, 64, 4, 3)
 
 
 def test_file_is_read_once(path: Path) -> None:
@@ -162,4 +190,19 @@ def test_default_tiles_are_allowed_in_a_file() -> None:
     ):
         allowed = KERNELS[kernel].sizes
         assert all(value in allowed[name] for name, value in tiles._asdict().items())
+    for kernel, known in (
+        ("moe", (moe.FEW, moe.SOME, moe.MANY)),
+        (
+            "linear.weight_only",
+            [
+                weight_only.tiles_for(dtype, rows, one_group)
+                for dtype in (torch.float32, torch.bfloat16)
+                for rows in (1, 17)
+                for one_group in (False, True)
+            ],
+        ),
+    ):
+        allowed = KERNELS[kernel].sizes
+        for each in known:
+            assert all(value in allowed[name] for name, value in asdict(each).items())
     assert file_name("NVIDIA RTX 6000 Ada/x") == "NVIDIA_RTX_6000_Ada_x.json"
