@@ -5,11 +5,9 @@ tiles. The exact results are computed on the host from the same (rounded) inputs
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +34,14 @@ from penstock.kernels.linear.batch_invariant import (
     batch_invariant_matmul,
     batch_invariant_matmul_reference,
 )
+from penstock.kernels.linear.quantized import (
+    Kind,
+    QuantizedMatrix,
+    even_groups,
+    has_zeros,
+    is_narrow,
+    pack_quantized,
+)
 from penstock.kernels.mla.op import mla_attention, mla_attention_reference, plan_mla
 from penstock.kernels.moe.op import (
     ExpertWeights,
@@ -51,42 +57,8 @@ from penstock.kernels.norm.op import (
     rms_norm_reference,
 )
 from penstock.kernels.rope.op import rotary_table, rotate_, rotate_reference
-
-Result: TypeAlias = tuple[Tensor, Tensor]  # a kernel's result, and the exact result
-Case: TypeAlias = tuple[str, Callable[[], Result]]
-Ints: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int32]]"
-
-BLOCK_SIZE = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Makes random inputs of one dtype on the device, the same ones in every run."""
-
-    device: torch.device
-    dtype: torch.dtype
-    small: bool  # few and short sequences, for Triton's interpreter
-
-    def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-        return (values * scale).to(self.device, self.dtype)
-
-    def batch(self, lengths: list[tuple[int, int]]) -> tuple[tuple[Ints, Ints, Ints], int]:
-        """Return query starts, context lengths and block tables, and the number of blocks.
-
-        `lengths` has the number of query tokens and the context length of each sequence.
-        """
-        contexts = np.array([context for _, context in lengths], np.int32)
-        starts = np.cumsum([0, *(query for query, _ in lengths)]).astype(np.int32)
-        width = -(-int(contexts.max()) // BLOCK_SIZE)
-        num_blocks = width * len(lengths)
-        tables = np.random.default_rng(len(lengths)).permutation(num_blocks).astype(np.int32)
-        return (starts, contexts, tables.reshape(len(lengths), width)), num_blocks
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.cpu().double()
-
+from penstock.loadtests.gpu.smoke_inputs import BLOCK_SIZE, Case, Inputs, Result, wide
+from penstock.loadtests.gpu.smoke_sampling import sampling
 
 DECODES = [(1, 1), (1, 700), (1, 513), (1, 64), (1, 1025)]
 MIXED = [(1, 1), (150, 300), (1, 600), (9, 9), (2, 530)]
@@ -132,11 +104,11 @@ def _attend(
     found = paged_attention(query, layer, plan, scores)
     exact = replace(
         scores,
-        sinks=None if scores.sinks is None else _wide(scores.sinks),
-        slopes=None if scores.slopes is None else _wide(scores.slopes),
+        sinks=None if scores.sinks is None else wide(scores.sinks),
+        slopes=None if scores.slopes is None else wide(scores.slopes),
     )
-    wide_layer = _wide(dequantize(layer))
-    return found, paged_attention_reference(_wide(query), wide_layer, *batch, window, exact)
+    wide_layer = wide(dequantize(layer))
+    return found, paged_attention_reference(wide(query), wide_layer, *batch, window, exact)
 
 
 def mla(inputs: Inputs) -> Iterator[Case]:
@@ -158,14 +130,14 @@ def _attend_latent(inputs: Inputs, lengths: list[tuple[int, int]], one_path: boo
     scale = (query_dim + rope_dim) ** -0.5
     plan = plan_mla(*batch, layer, rank, query_dim + value_dim, one_path)
     found = mla_attention(query, layer, up, plan, scale)
-    return found, mla_attention_reference(_wide(query), _wide(layer), _wide(up), *batch, scale)
+    return found, mla_attention_reference(wide(query), wide(layer), wide(up), *batch, scale)
 
 
 def rows(inputs: Inputs) -> Iterator[Case]:
     """Yield norms, gates and rotary embeddings."""
     size = 200 if inputs.small else 4096
     x, weight, bias = inputs.randn(37, size), inputs.randn(size), inputs.randn(1, size)[0]
-    wide_x, wide_weight, wide_bias = _wide(x), _wide(weight), _wide(bias)
+    wide_x, wide_weight, wide_bias = wide(x), wide(weight), wide(bias)
     above_one = 1 + wide_weight
     yield (
         "RMS norm",
@@ -199,14 +171,14 @@ def _rotate(inputs: Inputs) -> Result:
     table = rotary_table(frequencies, 26, torch.float32)[positions]
     x = inputs.randn(len(positions), 5, 64)
     # The reference returns the dtype of its input.
-    exact = rotate_reference(_wide(x), positions, frequencies)
+    exact = rotate_reference(wide(x), positions, frequencies)
     table = table.to(inputs.device, torch.float32 if x.is_cuda else inputs.dtype)
     rotate_(x, table)
     return x, exact
 
 
 def products(inputs: Inputs) -> Iterator[Case]:
-    """Yield batch-invariant products."""
+    """Yield batch-invariant products, and products with codes of 4 and 8 bits."""
     rows, outputs, size = (5, 40, 70) if inputs.small else (130, 1100, 4096)
     x, weight = inputs.randn(rows, size), inputs.randn(outputs, size, scale=size**-0.5)
     bias = inputs.randn(outputs)
@@ -226,6 +198,33 @@ def products(inputs: Inputs) -> Iterator[Case]:
             batch_invariant_bmm_reference(heads.cpu(), weights.cpu()),
         ),
     )
+    kinds: tuple[Kind, ...] = ("int4", "int8", "fp8", "e2m1", "nf4", "fp4")
+    for kind in kinds:
+        yield f"{kind} weights", partial(_weight_only, inputs, 5, kind, 128)
+    yield "int4 weights, many rows", lambda: _weight_only(inputs, 70, "int4", 128)
+    yield "int4 weights, groups of 32", lambda: _weight_only(inputs, 5, "int4", 32)
+
+
+def _weight_only(inputs: Inputs, rows: int, kind: Kind, group: int) -> Result:
+    outputs, size = (70, 256) if inputs.small else (1100, 4096)
+    generator = torch.Generator().manual_seed(rows)
+
+    def codes(most: int, *shape: int) -> Tensor:
+        return torch.randint(most, shape, generator=generator).to(torch.uint8)
+
+    width = size // 2 if is_narrow(kind) else size
+    matrix = QuantizedMatrix(
+        kind,
+        codes(120 if kind == "fp8" else 256, outputs, width),  # FP8: positive numbers
+        torch.rand(outputs, size // group, generator=generator) * size**-0.5,
+        codes(16, outputs, size // group if has_zeros(kind) else 0),
+        even_groups(size, group, torch.device("cpu")),
+    )
+    x, bias = inputs.randn(rows, size), inputs.randn(outputs)
+    parts = matrix.codes, matrix.scales, matrix.zeros, matrix.groups
+    on_device = QuantizedMatrix(kind, *(each.to(inputs.device) for each in parts))
+    found = pack_quantized(on_device, bias, inputs.dtype)(x)
+    return found, wide(x) @ wide(matrix.dequantize()).T + wide(bias)
 
 
 def moe(inputs: Inputs) -> Iterator[Case]:
@@ -266,7 +265,7 @@ def blocks(inputs: Inputs) -> Iterator[Case]:
 
 def _move(inputs: Inputs) -> Result:
     kv = inputs.randn(3, 2, 9, 4, BLOCK_SIZE, 64)
-    expected = _wide(kv)
+    expected = wide(kv)
     sources, targets = [7, 0, 3], [1, 8, 2]
     layers, heads = slice(1, 3), slice(1, 3)
     expected[layers, :, targets, heads] = expected[layers, :, sources, heads]
@@ -291,6 +290,7 @@ GROUPS: dict[str, Callable[[Inputs], Iterator[Case]]] = {
     "rows": rows,
     "products": products,
     "moe": moe,
+    "sampling": sampling,
     "blocks": blocks,
 }
 """Groups of cases, by name."""
