@@ -71,7 +71,8 @@ gpu:
 GPU_PYTHON ?= 3.12
 gpu-carry: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --target build/gpu-site --upgrade \
-	  --python-version $(GPU_PYTHON) --only-binary=:all: pytest pytest-xdist pytest-timeout hypothesis
+	  --python-version $(GPU_PYTHON) --only-binary=:all: pytest pytest-xdist pytest-timeout hypothesis \
+	  protobuf
 
 # Versions and hashes of the packages of the images: needs the platform of the images and a network.
 locks: setup

@@ -3,7 +3,7 @@
 The run does not need Ray. Its sections measure the device's limits, compute every kernel once, and
 run the kernel tests and a KV transfer between two processes. They also time every operation against
 other implementations, time decode steps of the engine, replay loads against the engine and a plain
-torch engine, and measure the cost of deterministic mode.
+torch engine, measure the cost of deterministic mode, and run an engine on two GPUs.
 
 The sections form stages, each of which takes less than eight minutes: `make gpu ARGS=1` runs the
 first. Without arguments, all stages run. The results are one JSON file, and an archive with that
@@ -79,9 +79,10 @@ def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
         ],
         "3": [
             engine("8b", 110),
-            engine("moe", 90),
-            engine("1b", 90),
+            engine("moe", 80),
+            engine("1b", 80),
             section("deterministic, 1b", "deterministic", 80, "--model", "1b"),
+            section("two ranks, 1b", "two_ranks", 80, "--model", "1b"),
         ],
     }
 
@@ -187,9 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Saved in case a later section fails.
             together = list({**kept, **outcomes}.values())
             _save(given.save_json, on, together)
-            (folder / REPORT).write_text(report(together))
+            (folder / REPORT).write_text(report(together, on, given.small) + "\n")
             _write_archive(archive, folder, given.save_json)
-    print(report(list(outcomes.values())))
+    print(report(list(outcomes.values()), on, given.small))
     print(f"figures: {given.save_json}; all files: {archive}")
     return 0 if all(outcome.passed for outcome in outcomes.values()) else 1
 

@@ -26,6 +26,7 @@ from penstock.loadtests.gpu.transfer_process import (
     Child,
     connected_stores,
     finish,
+    release,
     write_line,
 )
 from penstock.workers.engine.warm_up import warm_up_block_moves
@@ -80,6 +81,7 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
         message = staging.gather(sent, shard)
         finish(pair.send(message))
         seconds = time.monotonic() - began
+        release(pair, rank)
         return {"bytes": len(message), "seconds": seconds, "checksum": hex(checksum(message))}
     buffer = staging.empty(len(sent) * kv[:, :, 0].numel() * kv.element_size())
     finish(pair.receive(buffer))
@@ -87,6 +89,7 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.monotonic() - began
+    release(pair, rank)
     expected = kv_cache(device, small, seed=DESTINATION)
     source = kv_cache(device, small, seed=SOURCE)
     expected[:, :, torch.from_numpy(received).long()] = source[:, :, torch.from_numpy(sent).long()]

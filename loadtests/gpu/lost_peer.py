@@ -17,14 +17,20 @@ from typing import Any
 
 import torch
 
-from penstock.loadtests.gpu.transfer_process import Child, connected_stores, finish, write_line
+from penstock.loadtests.gpu.transfer_process import (
+    RELEASE_SECONDS,
+    Child,
+    connected_stores,
+    finish,
+    release,
+    write_line,
+)
 from penstock.workers.kv_transfer.transport import DESTINATION, SOURCE, PairBroken, RankPair
 
 MODULE = "penstock.loadtests.gpu.lost_peer"
 CONNECT_SECONDS = 20.0  # timeout of the rendezvous, including the start of the other process
 LOST_SECONDS = 5.0  # timeout of an operation, as in a worker
 ALL_SECONDS = 36.0  # time limit of all processes
-RELEASE_SECONDS = 8.0
 MESSAGE_BYTES = 1 << 20
 FIRST, SECOND = 0, 1
 """Numbers of the two sources, and of their pairs with the destination."""
@@ -46,6 +52,7 @@ def run_source(number: int, device: torch.device) -> dict[str, Any]:
     if number == FIRST:
         sys.stdin.close()
         time.sleep(10 * ALL_SECONDS)
+    release(pair, SOURCE)
     return {"sent": MESSAGE_BYTES}
 
 
@@ -74,7 +81,9 @@ def run_destination(device: torch.device) -> dict[str, Any]:
     other = RankPair(DESTINATION, stores[SECOND], device, "127.0.0.1", LOST_SECONDS)
     other.connected().result(CONNECT_SECONDS)
     figures["second"] = _receives(other, SECOND, device)
-    return figures | {"recovery_seconds": time.monotonic() - began}
+    figures["recovery_seconds"] = time.monotonic() - began
+    release(other, DESTINATION)
+    return figures
 
 
 def _receives(pair: RankPair, number: int, device: torch.device) -> bool:

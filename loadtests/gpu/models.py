@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from penstock.workers.layers.packing import pack
 from penstock.workers.models.decoder import Decoder, empty_decoder
@@ -110,3 +111,9 @@ def random_model(
     if deterministic:
         pack(decoder, "none", deterministic)
     return decoder
+
+
+def save_weights(folder: Path, decoder: Decoder) -> None:
+    """Write the weights of a model beside its `config.json`."""
+    tensors = {name: tensor.cpu().clone() for name, tensor in decoder.tensors().items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})

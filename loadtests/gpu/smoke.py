@@ -31,7 +31,8 @@ from penstock.kernels.fallback import forbid_fallback
 from penstock.kernels.triton_common.launch import DeviceInfo, device_info
 from penstock.loadtests.gpu.options import Options, read_options
 from penstock.loadtests.gpu.sections import write_figures
-from penstock.loadtests.gpu.smoke_cases import EXACT, GROUPS, Inputs
+from penstock.loadtests.gpu.smoke_cases import EXACT, GROUPS
+from penstock.loadtests.gpu.smoke_inputs import Inputs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 130.0  # time limit of the section

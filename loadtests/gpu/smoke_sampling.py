@@ -84,10 +84,9 @@ def _penalties(inputs: Inputs, logits: Tensor) -> Result:
     on_device = Penalties(
         *(each.to(inputs.device) for each in (values.repetition, values.presence, values.frequency))
     )
+    num_prompt, num_tokens = (each.to(inputs.device) for each in counts)
     found = logits.to(inputs.device, copy=True)
-    apply_penalties_(
-        found, tokens.to(inputs.device), *(each.to(inputs.device) for each in counts), on_device
-    )
+    apply_penalties_(found, tokens.to(inputs.device), num_prompt, num_tokens, on_device)
     return found, apply_penalties_reference(wide(logits), tokens, *counts, values)
 
 

@@ -8,36 +8,60 @@ from penstock.loadtests.gpu.sections import Outcome
 Row = Sequence[str]
 
 
-def report(outcomes: Sequence[Outcome]) -> str:
-    """Return the report: each section with its verdict, its failures and its tables."""
-    return "\n".join(line for outcome in outcomes for line in _section(outcome))
+def report(outcomes: Sequence[Outcome], on: Mapping[str, Any], is_small: bool) -> str:
+    """Return the report: each section with its verdict, its failures and its tables.
+
+    Args:
+        on: the device and the versions.
+        is_small: whether sizes are tiny.
+    """
+    lines = [", ".join(f"{name} {value}" for name, value in on.items())]
+    if is_small:
+        lines.append("REHEARSAL with tiny sizes: the times and goals mean nothing")
+    lines.append("")
+    lines += [line for outcome in outcomes for line in _section(outcome)]
+    names = {
+        verdict: [each.name for each in outcomes if _verdict(each).startswith(verdict)]
+        for verdict in ("passed", "FAILED", "NOT RUN")
+    }
+    lines += [f"{verdict}: {', '.join(each)}" for verdict, each in names.items() if each]
+    return "\n".join(lines)
 
 
 def _section(outcome: Outcome) -> Iterator[str]:
-    verdict = "passed" if outcome.passed else "FAILED"
-    yield f"{outcome.name}: {verdict} in {outcome.seconds:.0f} s"
+    figures = outcome.figures
+    yield f"{outcome.name}: {_verdict(outcome)} in {outcome.seconds:.0f} s"
     for reason in outcome.failures:
         yield "    " + reason.replace("\n", "\n    ")
-    figures = outcome.figures
     if "rows" in figures:
         yield from columns(OPERATION, [_operation(row) for row in figures["rows"]])
     if "cases" in figures:
         yield f"    {figures['compiled']} kernels compiled"
         yield from (f"    rule of make aot: {complaint}" for complaint in figures["complaints"])
         yield from columns(CASE, [_case(row) for row in figures["cases"]])
-    for key, (heading, make_row) in NAMED_ROWS.items():
-        if key in figures:
-            yield from (f"    {figures[name]}" for name in ("about",) if name in figures)
-            rows = [make_row(name, row) for name, row in figures[key].items()]
-            yield from columns(heading, rows)
+    yield from _named_rows(figures)
     if "bytes_per_second" in figures:
-        yield f"    copy {figures['bytes_per_second'] / 1e12:.2f} TB/s (read and written)"
-        yield f"    product {figures['flops_per_second'] / 1e12:.0f} TFLOP/s"
+        yield f"    copy {figures['bytes_per_second'] / 1e9:.3g} GB/s (read and written)"
+        yield f"    product {figures['flops_per_second'] / 1e12:.3g} TFLOP/s"
     for name, each in figures.get("lost_peer", {}).items():
         yield f"    source killed, {name}: {_lost(each)}"
     for name, each in figures.get("files", {}).items():
         yield f"    {name}: {each['said']}"
     yield ""
+
+
+def _verdict(outcome: Outcome) -> str:
+    if outcome.passed and "not_run" in outcome.figures:
+        return f"NOT RUN ({outcome.figures['not_run']})"
+    return "passed" if outcome.passed else "FAILED"
+
+
+def _named_rows(figures: Mapping[str, Any]) -> Iterator[str]:
+    if "about" in figures:
+        yield f"    {figures['about']}"
+    for key, (heading, make_row) in NAMED_ROWS.items():
+        if key in figures:
+            yield from columns(heading, [make_row(*item) for item in figures[key].items()])
 
 
 CASE = ("case", "dtype", "outcome", "error", "limit", "s")
@@ -61,7 +85,7 @@ def _operation(row: Mapping[str, Any]) -> Row:
         f"{row['tflops']:.0f}" if row["tflops"] >= 1 else "",
         row["goal"],
         {True: "yes", False: "no", None: "not compared"}[row["met"]],
-        row["best_peer"] or f"none: {', '.join(row['absent'])}",
+        row["best_peer"] or ", ".join(["none", *(f"no {name}" for name in row["absent"])]),
         "" if ratio is None else f"{ratio:.2f}",
     )
 
@@ -105,6 +129,35 @@ def _load(name: str, row: Mapping[str, Any]) -> Row:
     return (name, *cells, f"{row['equal_first_tokens']:.0%}")
 
 
+COLLECTIVE = ("collective", "µs", "GB/s", "error", "result")
+
+
+def _collective(name: str, row: Mapping[str, Any]) -> Row:
+    rate = row["bytes"] / row["us"] / 1e3
+    result = "right" if row["passed"] else "WRONG"
+    return (
+        name + ("" if row["captured"] else " (uncaptured)"),
+        f"{row['us']:.1f}",
+        f"{rate:.2f}",
+        f"{row['error']:.1e}",
+        result,
+    )
+
+
+RANKS_LOAD = (
+    *("load", "tokens/s", "of one rank's", "first token ms", "speed"),
+    *("per token ms", "speed", "equal first tokens", "equal answers"),
+)
+
+
+def _ranks_load(name: str, row: Mapping[str, Any]) -> Row:
+    two, ratios = row["two_ranks"], row["ratios"]
+    cells = [f"{two['tokens_per_second']:.0f}", f"{ratios['tokens_per_second']:.2f}x"]
+    for key in ("first_token_p50_us", "per_token_p50_us"):
+        cells += [f"{two[key] / 1e3:.1f}", f"{ratios[key]:.2f}x"]
+    return (name, *cells, f"{row['equal_first_tokens']:.0%}", f"{row['equal_answers']:.0%}")
+
+
 TUNED = ("kernel", "default", "best", "speed", "least", "timed", "passed", "candidates")
 
 
@@ -117,13 +170,13 @@ def _tuned(name: str, row: Mapping[str, Any]) -> Row:
 
 def _lost(row: Mapping[str, Any]) -> str:
     if "not_run" in row:
-        return f"not run: {row['not_run']}"
+        return f"NOT RUN ({row['not_run']})"
     if not {"lost_seconds", "recovery_seconds"} <= row.keys():
-        return "failed"
+        return "FAILED"
     return (
-        f"failed after {row['lost_seconds']:.2f} s ({row['error']}), "
-        f"released in {row['release_seconds']:.2f} s, "
-        f"received from another source after {row['recovery_seconds']:.2f} s"
+        f"noticed after {row['lost_seconds']:.2f} s ({row['error']}), "
+        f"pair released in {row['release_seconds']:.2f} s, "
+        f"received from another source {row['recovery_seconds']:.2f} s later"
     )
 
 
@@ -132,6 +185,8 @@ NAMED_ROWS: dict[str, tuple[Row, Callable[[str, Mapping[str, Any]], Row]]] = {
     "prices": (PRICE, _price),
     "loads": (LOAD, _load),
     "tuned": (TUNED, _tuned),
+    "collectives": (COLLECTIVE, _collective),
+    "loads_of_ranks": (RANKS_LOAD, _ranks_load),
 }
 """Figures with named rows, by their key: heading, and the function that formats a row."""
 

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-from penstock.workers.kv_transfer.transport import MirrorStore, Operation
+from penstock.workers.kv_transfer.transport import SOURCE, MirrorStore, Operation, RankPair
 from penstock.workers.rank.process_tuning import NCCL_VARIABLES
 
+DONE_KEY = "the destination has received everything"
+RELEASE_SECONDS = 8.0
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 _output_lock = threading.Lock()
@@ -52,6 +54,18 @@ def finish(operation: Operation) -> None:
     while not operation.ready():
         time.sleep(1e-4)
     operation.check()
+
+
+def release(pair: RankPair, rank: int) -> None:
+    """Close a pair once the destination has received everything.
+
+    A send that has completed may still be in a buffer of NCCL, which would end with the source.
+    """
+    if rank == SOURCE:
+        pair.store.wait([DONE_KEY])
+    else:
+        pair.store.set(DONE_KEY, b"1")
+    pair.close().result(RELEASE_SECONDS)
 
 
 class Child:

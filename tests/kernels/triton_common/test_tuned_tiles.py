@@ -79,15 +79,17 @@ def test_experts_use_the_tiles_of_their_shape(path: Path) -> None:
 def test_weight_only_products_use_the_tiles_of_their_codes_and_rows(path: Path) -> None:
     tiles = {"rows": 32, "outputs": 128, "inputs": 32, "num_warps": 8, "num_stages": 4}
     write(path, "linear.weight_only", "kind=2,one_group=1,rows=16,itemsize=2", tiles)
-    bytes_ = {"dtype": torch.uint8, "device": "meta"}
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device="meta")
 
     def used(kind: int, num_rows: int) -> tuple[int, ...]:
         with record_launches(CHIP) as launches:
             weight_only.quantized_matmul_triton(
                 torch.empty(num_rows, 256, dtype=torch.bfloat16, device="meta"),
-                torch.empty(300, 256, **bytes_),
+                codes(300, 256),
                 torch.empty(300, 2, device="meta"),
-                torch.empty(300, 0, **bytes_),
+                codes(300, 0),
                 torch.empty(256, dtype=torch.int32, device="meta"),
                 None,
                 kind,

@@ -12,7 +12,8 @@ import torch
 from penstock.loadtests.gpu import smoke
 from penstock.loadtests.gpu.options import Options
 from penstock.loadtests.gpu.smoke import figures_of, read_lines, relative_error, run_group, watch
-from penstock.loadtests.gpu.smoke_cases import EXACT, GROUPS, Case, Inputs
+from penstock.loadtests.gpu.smoke_cases import EXACT, GROUPS
+from penstock.loadtests.gpu.smoke_inputs import Case, Inputs
 
 CPU = torch.device("cpu")
 OPTIONS = Options(CPU, Path("unused"), None, "", small=True)
