@@ -60,6 +60,19 @@ def test_fields_of_newer_kuberay_and_unknown_fields_are_problems() -> None:
     ]
 
 
+@pytest.mark.parametrize("version", ["1.6.0", "1.7.0"])
+def test_listed_fields_are_those_of_the_schemas(version: str) -> None:
+    schemas = chart.custom_validators("RayCluster", "ray.io/v1")
+    (schema,) = (each.schema for source, each in schemas.items() if f" v{version} " in source)
+    release = tuple(map(int, version.split(".")[:2]))
+    for path, since in kuberay.FIELDS.items():
+        found: Any = schema["properties"]["spec"]
+        for name in path.split("."):
+            found = found.get("properties", {}).get(name.removesuffix("[]"), {})
+            found = found.get("items", {}) if name.endswith("[]") else found
+        assert bool(found) is (since <= release), path
+
+
 # ------------------------------------------------------------ drains
 
 

@@ -17,7 +17,7 @@ from tests.support import kuberay
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "penstock"
-CRD_FOLDERS = (ROOT.parent / "shared" / "crds", ROOT / "build" / "crds")
+CRDS = ROOT / "tests" / "helm" / "crds"  # schemas of custom resources, without descriptions
 """Folders with schemas of custom resources; one kind may have a file for each supported version."""
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
 MODES = ("kuberay", "standalone")
@@ -157,7 +157,7 @@ def _refusals(text: str, version: str) -> tuple[str, ...]:
             for error in validator.iter_errors(each)
         )
     if "." in each["apiVersion"].partition("/")[0].removesuffix(".k8s.io"):
-        return ()  # a custom resource without a schema in `CRD_FOLDERS`
+        return ()  # a custom resource without a schema in `CRDS`
     import kubernetes_validate
     from kubernetes_validate import utils
 
@@ -176,8 +176,7 @@ def _refusals(text: str, version: str) -> tuple[str, ...]:
 def custom_validators(kind: str, api: str) -> dict[str, jsonschema.Draft202012Validator]:
     """Return the validators of a custom resource, by the source of each schema."""
     validators = {}
-    paths = [path for folder in CRD_FOLDERS for path in folder.glob(f"*_{kind.lower()}_*.json")]
-    for path in paths:
+    for path in sorted(CRDS.glob(f"*_{kind.lower()}_*.json")):
         found = json.loads(path.read_text())
         if api == f"{found['group']}/{found['version']}":
             schema = _strict(found["openAPIV3Schema"], is_root=True)
