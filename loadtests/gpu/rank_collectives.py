@@ -30,19 +30,19 @@ def _all_to_all(group: ProcessGroup, x: Tensor) -> Tensor:
 OPERATIONS: dict[str, tuple[Operation, Callable[[list[Tensor], int], Tensor]]] = {
     "all-reduce": (
         lambda group, x: group.all_reduce(x),
-        lambda parts, rank: sum((each.double() for each in parts), torch.zeros(())),
+        lambda tensors, rank: sum((each.double() for each in tensors), torch.zeros(())),
     ),
     "all-gather": (
         lambda group, x: group.all_gather(x),
-        lambda parts, rank: torch.stack(parts),
+        lambda tensors, rank: torch.stack(tensors),
     ),
     "broadcast": (
         lambda group, x: group.broadcast(x.clone()),
-        lambda parts, rank: parts[0],
+        lambda tensors, rank: tensors[0],
     ),
     "all-to-all": (
         _all_to_all,
-        lambda parts, rank: torch.cat([each.chunk(NUM_RANKS)[rank] for each in parts]),
+        lambda tensors, rank: torch.cat([each.chunk(NUM_RANKS)[rank] for each in tensors]),
     ),
 }
 """Each collective, and its exact result on a rank from the inputs of all ranks."""
@@ -84,8 +84,8 @@ def _check(
     x = inputs_of(rank, num_bytes, dtype, 0).to(device)
 
     def error(found: Tensor, number: int) -> float:
-        parts = [inputs_of(each, num_bytes, dtype, number) for each in range(NUM_RANKS)]
-        expected = exact(parts, rank).double()
+        tensors = [inputs_of(each, num_bytes, dtype, number) for each in range(NUM_RANKS)]
+        expected = exact(tensors, rank).double()
         return float((found.cpu().double() - expected).norm() / expected.norm())
 
     errors = [error(operation(group, x), 0)]

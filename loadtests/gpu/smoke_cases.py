@@ -221,8 +221,8 @@ def _weight_only(inputs: Inputs, rows: int, kind: Kind, group: int) -> Result:
         even_groups(size, group, torch.device("cpu")),
     )
     x, bias = inputs.randn(rows, size), inputs.randn(outputs)
-    parts = matrix.codes, matrix.scales, matrix.zeros, matrix.groups
-    on_device = QuantizedMatrix(kind, *(each.to(inputs.device) for each in parts))
+    tensors = matrix.codes, matrix.scales, matrix.zeros, matrix.groups
+    on_device = QuantizedMatrix(kind, *(each.to(inputs.device) for each in tensors))
     found = pack_quantized(on_device, bias, inputs.dtype)(x)
     return found, wide(x) @ wide(matrix.dequantize()).T + wide(bias)
 

@@ -51,7 +51,7 @@ LOST_SECONDS = 3.0  # how long a rank runs on after the other one has failed
 WEIGHTS_KEY = "the weights are written"
 LOADS = {"1 request": [Request(400, 64)], "32 requests": [Request(400, 64)] * 32}
 SMALL_LOADS = {"1 request": [Request(20, 6)], "3 requests": [Request(20, 6)] * 3}
-NUM_ALONE = 3  # requests that the deterministic engine also answers alone
+NUM_SINGLE = 3  # requests that the deterministic engine also answers alone
 
 
 def absent(device: str) -> str:
@@ -162,8 +162,8 @@ def run_leader(rank: Rank) -> Iterator[dict[str, Any]]:
         figures["collectives"][name] = found
     yield figures
     engine = rank.engine_of_one_rank()
-    alone = rank.all_answers(engine)
-    figures["part"] = "one rank"
+    single = rank.all_answers(engine)
+    figures["stage"] = "one rank"
     yield figures
     del engine
     gc.collect()
@@ -175,12 +175,12 @@ def run_leader(rank: Rank) -> Iterator[dict[str, Any]]:
             else:
                 together = rank.all_answers(engine)
                 figures["kv_blocks"] = engine.limits.num_blocks
-                figures["loads_of_ranks"] = compare(rank.loads, alone, together)
+                figures["loads_of_ranks"] = compare(rank.loads, single, together)
         finally:
             engine.stop()
         del engine
         gc.collect()
-        figures["part"] = f"two ranks, {name}"
+        figures["stage"] = f"two ranks, {name}"
         yield figures
     figures["failures"] += different(figures["loads_of_ranks"])
 
@@ -191,7 +191,7 @@ def check_deterministic(rank: Rank, engine: Engine) -> list[str]:
     engine.warm_up()
     requests = list(rank.loads.values())[-1]
     together = rank.answers(engine, requests)
-    prompts = [requests[:number] for number in range(1, NUM_ALONE + 1)]
+    prompts = [requests[:number] for number in range(1, NUM_SINGLE + 1)]
     fewer = [rank.answers(engine, each)[-1] for each in prompts]
     wrong = [
         number for number, answer in enumerate(fewer) if answer.tokens != together[number].tokens
@@ -203,14 +203,14 @@ def check_deterministic(rank: Rank, engine: Engine) -> list[str]:
 
 def compare(
     loads: Mapping[str, Sequence[Request]],
-    alone: Mapping[str, Sequence[Answer]],
+    single: Mapping[str, Sequence[Answer]],
     together: Mapping[str, Sequence[Answer]],
 ) -> dict[str, dict[str, Any]]:
     """Return the figures of each load: one rank, two ranks, ratios and equal tokens."""
     found = {}
     for name, requests in loads.items():
-        one, two = summary(requests, alone[name]), summary(requests, together[name])
-        pairs = list(zip(alone[name], together[name], strict=True))
+        one, two = summary(requests, single[name]), summary(requests, together[name])
+        pairs = list(zip(single[name], together[name], strict=True))
         found[name] = {
             "one_rank": one,
             "two_ranks": two,
@@ -224,10 +224,10 @@ def compare(
 def different(loads: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return a failure if too few first tokens of the larger load are those of one rank."""
     name, found = list(loads.items())[-1]
-    share = found["equal_first_tokens"]
-    if share >= LEAST_EQUAL:
+    fraction = found["equal_first_tokens"]
+    if fraction >= LEAST_EQUAL:
         return []
-    return [f"{name}: only {share:.0%} of the first tokens are those of one rank"]
+    return [f"{name}: only {fraction:.0%} of the first tokens are those of one rank"]
 
 
 def run_follower(rank: Rank) -> Iterator[dict[str, Any]]:
@@ -301,7 +301,7 @@ def _wait(processes: Sequence["subprocess.Popen[bytes]"], ends: float, folder: P
         if code != 0:
             reason = "was stopped" if code is None else f"exited with code {code}"
             last = (folder / f"{rank}.txt").read_text(errors="replace")[-1000:].strip()
-            done = json.dumps(read_figures(folder / f"{rank}.json").get("part", "collectives"))
+            done = json.dumps(read_figures(folder / f"{rank}.json").get("stage", "collectives"))
             failures.append(f"rank {rank} {reason}; its last results: {done}; output:\n{last}")
     return failures
 

@@ -55,26 +55,26 @@ class StubGroup:
     def __init__(self, dtype: torch.dtype, faulty: str) -> None:
         self._dtype, self._faulty = dtype, faulty
 
-    def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def _tensors(self, x: torch.Tensor) -> list[torch.Tensor]:
         return [inputs_of(rank, x.nbytes, self._dtype, 0) for rank in (0, 1)]
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        one, other = self._parts(x)
+        one, other = self._tensors(x)
         return one + (0 if self._faulty == "all-reduce" else other)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        found = torch.stack(self._parts(x))
+        found = torch.stack(self._tensors(x))
         if self._faulty == "all-gather":
             found[1, -1] = torch.nan
         return found
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        return self._parts(x)[self._faulty == "broadcast"]
+        return self._tensors(x)[self._faulty == "broadcast"]
 
     def all_to_all(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         assert sent == received == [len(rows) // 2] * 2
-        parts = self._parts(rows)[:: -1 if self._faulty == "all-to-all" else 1]
-        return torch.cat([each.chunk(2)[0] for each in parts])[:, None]
+        tensors = self._tensors(rows)[:: -1 if self._faulty == "all-to-all" else 1]
+        return torch.cat([each.chunk(2)[0] for each in tensors])[:, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,12 +94,12 @@ def test_a_wrong_collective_is_noticed(
 
 def test_few_equal_first_tokens_are_a_failure() -> None:
     requests = [Request(4, 2)] * 4
-    alone = [Answer(tokens=[number, 1], times=[1.0, 2.0]) for number in range(4)]
+    single = [Answer(tokens=[number, 1], times=[1.0, 2.0]) for number in range(4)]
     half = [Answer(tokens=[number % 2, 1], times=[2.0, 4.0]) for number in range(4)]
     none = [Answer(tokens=[9, 1], times=[1.0, 2.0]) for _ in range(4)]
 
     def compared(other: list[Answer]) -> dict[str, dict[str, Any]]:
-        return two_ranks.compare({"4": requests}, {"4": alone}, {"4": other})
+        return two_ranks.compare({"4": requests}, {"4": single}, {"4": other})
 
     assert two_ranks.different(compared(half)) == []
     assert compared(half)["4"]["ratios"]["tokens_per_second"] == 0.5
