@@ -97,8 +97,8 @@ class Executor:
         """Run the model for a step and sample its tokens; earlier steps must be committed."""
         if self.on_device:
             return self.launch(plan, None, table).wait()
-        self.begin_masks(plan, table)
-        return self.sample(plan, self.execute_model(plan), table)
+        logits = self.execute_model(plan, partial(self.begin_masks, plan, table))
+        return self.sample(plan, logits, table)
 
     def begin_masks(self, plan: StepPlan, table: SequenceTable) -> None:
         """Start to fill the token masks of a step, while the model computes.
@@ -107,12 +107,15 @@ class Executor:
         """
         self.sampler.masks.begin(plan.sampling_rows, _answer_indices(plan, table), table)
 
-    def execute_model(self, plan: StepPlan) -> Tensor:
-        """Run the model; return the logits [S, vocab_size] of the sampling rows."""
+    def execute_model(self, plan: StepPlan, beside: Callable[[], None] | None = None) -> Tensor:
+        """Run the model; return the logits [S, vocab_size] of the sampling rows.
+
+        beside: starts work on other threads; see `ModelRunner.run`.
+        """
         if self._cores is not None:
             self._cores.begin_step()
         self.gap_seconds = time.perf_counter() - self._sampled_at
-        return self.runner.run(plan)
+        return self.runner.run(plan, beside=beside)
 
     def sample(self, plan: StepPlan, logits: Tensor, table: SequenceTable) -> Sampled:
         """Sample the tokens of a step; all earlier steps must have been committed."""

@@ -57,12 +57,19 @@ class ModelRunner:
         self._unscored: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, drawn: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        plan: StepPlan,
+        drawn: Tensor | None = None,
+        beside: Callable[[], None] | None = None,
+    ) -> Tensor:
         """Run the model for a step: copy blocks, compute the tokens and write their KV.
 
         Args:
             plan: the plan of the step.
             drawn: [T] tokens of the step, if the plan was made ahead and has no tokens yet.
+            beside: starts work on other threads; called once, before the longest computation that
+                releases the GIL.
 
         Returns:
             [S, vocab_size] float32 logits of the plan's sampling rows, valid until the next step.
@@ -74,9 +81,11 @@ class ModelRunner:
         if self._step_graph is not None and self._step_graph.supports(plan):
             tokens = plan.tokens if drawn is None else drawn.numpy()
             rotary = self._grow_rope_tables(int(plan.positions.max()) + 1)
-            made = self._step_graph.run(plan, tokens, rotary)
+            made = self._step_graph.run(plan, tokens, rotary, beside)
             finish: Callable[[Tensor], Tensor] = _identity
         else:
+            if beside is not None:
+                beside()
             made, finish = self._hidden(plan, drawn), self.decoder.logits
         if len(plan.scored):
             self._unscored = made[self._put(plan.scored)], finish

@@ -5,6 +5,7 @@ Mistral, Qwen, Gemma and similar), including experts chosen by a plain softmax. 
 other models are called separately. Each layer's `lower` appends its operations to the graph.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,13 +35,22 @@ class DecodeStepGraph:
         """Return whether the graph can run this step."""
         return len(plan.tokens) == len(plan.rows) <= MAX_ROWS
 
-    def run(self, plan: StepPlan, tokens: Ints, rotary: tuple[Tensor, ...]) -> Tensor:
+    def run(
+        self,
+        plan: StepPlan,
+        tokens: Ints,
+        rotary: tuple[Tensor, ...],
+        beside: Callable[[], None] | None = None,
+    ) -> Tensor:
         """Run a step and return its logits.
 
         Args:
             plan: the step, with one token per sequence.
             tokens: [T] token ids.
             rotary: the complete rotary tables, each [positions, 2, R].
+            beside: called right before the graph runs, which releases the GIL until its end.
+                Threads that start earlier take the GIL from this thread, and each change of the
+                GIL's holder costs both of them processor time.
 
         Returns:
             [T, vocab_size], valid until the next run.
@@ -54,6 +64,8 @@ class DecodeStepGraph:
         for buffer, table in zip(buffers.angles, rotary, strict=True):
             rows = graph.view(buffer, num_rows).numpy()
             np.take(table.view(len(table), -1).numpy(), plan.positions, 0, rows)
+        if beside is not None:
+            beside()
         graph.run(plan.slots, plan.context_lens, plan.block_tables)
         if buffers.logits is None:
             return decoder.logits(hidden)

@@ -180,8 +180,8 @@ def test_sequence_with_non_finite_logits_fails_without_affecting_others(
     expected = run_greedy(engine, PROMPT[:9], 6)
     original = engine.executor.runner.run
 
-    def poisoned(plan: StepPlan) -> torch.Tensor:
-        logits = original(plan).clone()
+    def poisoned(plan: StepPlan, **options: Any) -> torch.Tensor:
+        logits = original(plan, **options).clone()
         keys = engine.batcher.table.keys[plan.rows[plan.samples]].tolist()
         if "bad" in keys and num_seen.get("bad", 0) >= 2:
             logits[keys.index("bad"), 7] = value

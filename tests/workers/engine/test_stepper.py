@@ -93,8 +93,8 @@ def test_failing_sequence_does_not_affect_others(
     row = engine.batcher.table.keys.tolist().index(0)
     run = engine.executor.runner.run
 
-    def run_with_nan(plan, drawn=None):  # type: ignore[no-untyped-def]
-        logits = run(plan, drawn).clone()
+    def run_with_nan(plan, drawn=None, **options):  # type: ignore[no-untyped-def]
+        logits = run(plan, drawn, **options).clone()
         logits[plan.rows[plan.samples] == row] = torch.nan
         return logits
 
@@ -110,7 +110,7 @@ def test_failing_sequence_does_not_affect_others(
 def test_exception_of_the_model_is_raised_on_the_engines_thread(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(plan: object, drawn: object = None) -> None:
+    def broken(plan: object, drawn: object = None, beside: object = None) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(engine.executor.runner, "run", broken)

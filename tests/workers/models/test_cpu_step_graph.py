@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.kernels.kv_cache.format import FORMATS, KvCacheFormat
 from penstock.kernels.linear import cpu_packed_f32, cpu_packed_int8
 from penstock.kernels.moe.routing import Routing
+from penstock.kernels.step_graph.graph import CpuStepGraph
 from penstock.kernels.step_graph.opcodes import MATMUL_F32, MATMUL_QUANTIZED, OPCODE, Extensions
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import model_runner
@@ -24,6 +25,7 @@ from penstock.workers.models import cpu_step_graph, model_builder
 from penstock.workers.models.cpu_step_graph import MAX_ROWS, DecodeStepGraph, build_cpu_step_graph
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.rank.rank_runtime import _loop_groups
+from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.weights.loading import load
 from tests.support.answers import check, expected_answers
 from tests.support.planner import Planner, generate, make_cache
@@ -142,6 +144,26 @@ def test_graph_matches_transformers(
     prompts = [numbers.integers(4, 300, length).tolist() for length in LENGTHS]
     check(generate(decoder, prompts, MAX_NEW), expected_answers(reference, prompts, MAX_NEW))
     assert len(runs) == MAX_NEW - 1
+
+
+def test_work_beside_a_step_begins_once_right_before_the_graph_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, decoder = make_models(tmp_path, SUPPORTED["mistral, a window"]())
+    events = list[str]()
+    run_model, run_graph = model_runner.ModelRunner.run, CpuStepGraph.run
+
+    def run(runner: model_runner.ModelRunner, plan: StepPlan) -> Tensor:
+        return run_model(runner, plan, beside=lambda: events.append("beside"))
+
+    def run_recorded(graph: CpuStepGraph, *given: Any) -> None:
+        events.append("graph")
+        run_graph(graph, *given)
+
+    monkeypatch.setattr(model_runner.ModelRunner, "run", run)
+    monkeypatch.setattr(CpuStepGraph, "run", run_recorded)
+    generate(decoder, [[4, 5]], MAX_NEW)
+    assert events == ["beside", *(["beside", "graph"] * (MAX_NEW - 1))]  # the prompt has no graph
 
 
 def run_with_and_without_graph(
