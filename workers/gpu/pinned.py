@@ -23,6 +23,8 @@ def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 def put(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Copy an array to the device without waiting for the copy."""
+    if device.type == "cpu":
+        return torch.from_numpy(array)
     return pinned(array, device).to(device, non_blocking=True)
 
 

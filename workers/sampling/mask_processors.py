@@ -29,6 +29,7 @@ class MaskProcessor(Protocol):
     """Excludes tokens by clearing bits; see `penstock.kernels.sampling.token_mask`."""
 
     reads_log_from: int  # answer index from which the mask depends on the tokens of the answer
+    is_done: bool  # whether no token is excluded any more, however the last log goes on
 
     def is_active(self, index: int) -> bool:
         """Return whether the mask of the answer's token `index` may exclude a token."""
@@ -47,6 +48,7 @@ class AllowedTokens:
     """Excludes all tokens except the allowed ones."""
 
     reads_log_from = NEVER
+    is_done = False
 
     def __init__(self, tokens: Sequence[int], num_words: int) -> None:
         self._words = np.zeros(num_words, np.int32)
@@ -67,6 +69,8 @@ class BadWords:
 
     A bad word of one token is always excluded.
     """
+
+    is_done = False
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
         width = max(map(len, words))
@@ -100,6 +104,7 @@ class GrammarMask:
     """
 
     reads_log_from = 0
+    is_done = False
 
     def __init__(self, grammar: CompiledGrammar, stops: Tokens) -> None:
         self.matcher: Matcher = grammar.matcher()
@@ -182,6 +187,7 @@ class MinTokens:
     """
 
     reads_log_from = NEVER
+    is_done = False
 
     def __init__(self, stops: Tokens, min_tokens: int, grammar: GrammarMask | None) -> None:
         self._stops = stops
@@ -199,31 +205,29 @@ class MinTokens:
 class ReasoningEnd:
     """Excludes all tokens except the end of the reasoning once its budget is used.
 
-    Nothing is excluded if the end of the reasoning is excluded already, as by a grammar.
+    Nothing is excluded if the end of the reasoning is excluded already, as by a grammar. Only the
+    first reasoning of an answer has a budget: after its end, the processor is done.
     """
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget
         self._start = np.array(budget.start, np.int32)
         self.reads_log_from = budget.num_tokens + len(budget.start)
+        self.is_done = False
 
     def is_active(self, index: int) -> bool:
         return index >= self.reads_log_from
 
     def exclude(self, words: Words, log: Ints, num_prompt: int) -> None:
+        answer = log[num_prompt:]
+        begin = _end_of_first(answer, self._start)
+        self.is_done = begin is not None and bool((answer[begin:] == self._budget.end).any())
+        if begin is None or self.is_done or len(answer) - begin < self._budget.num_tokens:
+            return
         word, bit = divmod(self._budget.end, BITS)
-        if self._is_used(log[num_prompt:]) and words[word] >> bit & 1:
+        if words[word] >> bit & 1:
             words[:] = 0
             _set_bits(words, np.array([self._budget.end], np.int64))
-
-    def _is_used(self, answer: Ints) -> bool:
-        """Return whether the reasoning of an answer is open and has used its budget."""
-        begin = _end_of_first(answer, self._start)
-        if begin is None:
-            return False
-        reasoning = answer[begin:]
-        is_open = not (reasoning == self._budget.end).any()
-        return len(reasoning) >= self._budget.num_tokens and is_open
 
 
 def mask_processors(

@@ -4,10 +4,9 @@ The masks of a step can be filled on a second thread while the model computes: `
 once the tokens of all earlier steps are committed.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -22,6 +21,7 @@ from penstock.common.grammar.matcher import (
     num_words,
 )
 from penstock.common.sampling_params import SamplingParams
+from penstock.workers.gpu.pinned import usable_cores
 from penstock.workers.sampling.fill_thread import FillThread, Result
 from penstock.workers.sampling.mask_processors import (
     NEVER,
@@ -64,13 +64,15 @@ class StepMasks:
     words: Words  # [M, W] their masks
     is_single: Bools  # [M] whether a grammar allows one token only, so that there is no choice
     forced: ForcedTokens = field(default_factory=dict)  # what must follow these single tokens
+    # Rows with a processor that is done, and all processors of these rows.
+    done: Sequence[tuple[int, tuple[MaskProcessor, ...]]] = ()
 
 
 class _Log(NamedTuple):
     """Mask processors of one row, with its prompt and answer so far."""
 
     row: int
-    processors: Sequence[MaskProcessor]
+    processors: tuple[MaskProcessor, ...]
     token_index: int
     tokens: Ints
     num_prompt: int
@@ -87,6 +89,8 @@ class TokenMasks:
     def __init__(self, num_rows: int, vocab_size: int, max_forced: int = MAX_FORCED) -> None:
         self.max_forced = max_forced
         self._rows: list[tuple[MaskProcessor, ...]] = [()] * num_rows
+        self._min_tokens = np.zeros(num_rows, np.int64)
+        self._keeps_log = np.zeros(num_rows, np.bool_)  # False: a beam, which may get another log
         self._until = np.zeros(num_rows, np.int64)  # rows may have masks below this index
         self._reads_log_from = np.full(num_rows, NEVER)  # answer indices
         self._can_force = np.zeros(num_rows, np.bool_)
@@ -104,13 +108,10 @@ class TokenMasks:
         most = self._num_words if grammar is None else max(self._num_words, grammar.num_words)
         processors = mask_processors(params, self._vocab_size, most, grammar)
         self._num_words = most
-        is_always = any(processor.is_active(NEVER) for processor in processors)
-        self._until[row] = NEVER if is_always else params.min_tokens
-        if not processors:
-            self._until[row] = 0
-        self._reads_log_from[row] = min((each.reads_log_from for each in processors), default=NEVER)
+        self._min_tokens[row] = params.min_tokens
+        self._keeps_log[row] = not params.use_beam_search
         self._can_force[row] = can_force(params, processors)
-        self._rows[row] = processors
+        self._set_processors(row, processors)
 
     def is_masked(self, rows: Ints, indices: Ints) -> Bools:
         """Return [S] whether the rows may have a mask at these answer indices."""
@@ -148,10 +149,26 @@ class TokenMasks:
         if begun is not None:
             masks = begun[2].wait()
             if begun[0] == rows.tobytes() and begun[1] == indices.tobytes():
-                return masks
+                return self._remove_done(masks)
         if not self.is_masked(rows, indices).any():
             return None
-        return self._prepare(rows, indices, history)()
+        return self._remove_done(self._prepare(rows, indices, history)())
+
+    def _set_processors(self, row: int, processors: tuple[MaskProcessor, ...]) -> None:
+        is_always = any(processor.is_active(NEVER) for processor in processors)
+        self._until[row] = NEVER if is_always else self._min_tokens[row] if processors else 0
+        self._reads_log_from[row] = min((each.reads_log_from for each in processors), default=NEVER)
+        self._rows[row] = processors
+
+    def _remove_done(self, masks: StepMasks | None) -> StepMasks | None:
+        """Remove the processors that are done from their rows; return `masks`.
+
+        A row without other processors counts as unconstrained again.
+        """
+        for row, processors in () if masks is None else masks.done:
+            if self._keeps_log[row] and self._rows[row] is processors:
+                self._set_processors(row, tuple(each for each in processors if not each.is_done))
+        return masks
 
     def _prepare(
         self, rows: Ints, indices: Ints, history: History
@@ -191,11 +208,14 @@ class TokenMasks:
             return None
         words = np.full((len(logs), self._num_words), -1, np.int32)
         is_single, forced = self._fill_grammars(words, logs)
+        done = list[tuple[int, tuple[MaskProcessor, ...]]]()
         for mask, log in zip(words, logs, strict=True):
             for processor in log.processors:
                 if processor.is_active(log.token_index) and not isinstance(processor, GrammarMask):
                     processor.exclude(mask, log.tokens, log.num_prompt)
-        return StepMasks(np.array(masked, np.intp), words, is_single, forced)
+                    if processor.is_done:
+                        done.append((log.row, log.processors))
+        return StepMasks(np.array(masked, np.intp), words, is_single, forced, done)
 
     def _fill_grammars(self, words: Words, logs: Sequence[_Log]) -> tuple[Bools, ForcedTokens]:
         """Fill the masks of all grammars at once; a grammar is a row's first processor.
@@ -226,8 +246,9 @@ class TokenMasks:
         masks = [mask for mask in masks if mask.needs_fill]
         if not masks:
             return
-        if self._executor is None and len(masks) > 1:
-            self._executor = LLExecutor(min(MAX_THREADS, max((os.cpu_count() or 2) // 2, 1)))
+        # A single thread of an executor would only cost a hand-over from this thread.
+        if self._executor is None and len(masks) > 1 and _num_threads() > 1:
+            self._executor = LLExecutor(_num_threads())
         filled = np.empty((len(masks), self._num_words), np.int32)
         fill_masks([mask.matcher for mask in masks], filled, self._executor)
         # A tokenizer may have more tokens than the model: these can neither be drawn nor forced.
@@ -242,3 +263,9 @@ class TokenMasks:
         for _ in range(self.max_forced + 1 if self.max_forced else 0):
             masks = [mask for mask in masks if mask.consume_forced()]
             self._fill_unknown(masks)
+
+
+@cache
+def _num_threads() -> int:
+    """Return the number of threads that fill the masks of one step."""
+    return min(MAX_THREADS, int(usable_cores()) // 2)

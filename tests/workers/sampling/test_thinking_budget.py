@@ -17,7 +17,7 @@ from penstock.workers.sampling.token_masks import TokenMasks
 from tests.support.token_tables import one_row_table
 
 NUM_TOKENS = 8
-CLOSE, OPEN = 5, 6
+CLOSE, OPEN, STOP = 5, 6, 7
 PROMPT = [OPEN, CLOSE, 1]  # marks in the prompt are no marks of the answer
 ROW = np.zeros(1, np.int32)
 STARTS = st.sampled_from(((), (OPEN,), (OPEN, 3)))
@@ -69,7 +69,55 @@ def test_only_the_end_may_follow_reasoning_that_has_used_its_budget(
     masks = admitted(SamplingParams(thinking_budget=budget, min_tokens=min_tokens))
     for length in range(len(answer) + 1):  # also answers that ignore a forced token
         assert allowed(masks, answer[:length]) == expected_tokens(budget, answer[:length])
-    assert allowed(masks, answer[:1]) == expected_tokens(budget, answer[:1])  # of another beam
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 6),
+    STARTS,
+    st.lists(st.lists(st.integers(0, NUM_TOKENS - 1), max_size=12), max_size=4),
+)
+def test_budget_of_a_beam_reads_the_log_that_the_beam_has(
+    most: int, start: tuple[int, ...], answers: list[list[int]]
+) -> None:
+    budget = ThinkingBudget(most, CLOSE, start)
+    masks = admitted(SamplingParams(thinking_budget=budget, use_beam_search=True, n=2))
+    for answer in answers:  # a beam gets the log of another one at any step
+        assert allowed(masks, answer) == expected_tokens(budget, answer)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 4),
+    STARTS,
+    st.lists(st.integers(0, NUM_TOKENS - 1), max_size=16),
+    st.integers(0, 16),
+    st.booleans(),
+)
+def test_row_counts_as_unconstrained_after_its_reasoning(
+    most: int, start: tuple[int, ...], answer: list[int], min_tokens: int, begins: bool
+) -> None:
+    budget = ThinkingBudget(most, CLOSE, start)
+    params = SamplingParams(thinking_budget=budget, min_tokens=min_tokens, stop_token_ids=(STOP,))
+    masks = admitted(params)
+    has_ended = False  # in a log that the masks of an earlier step have read
+    for length in range(len(answer) + 1):
+        index, history = np.array([length], np.int32), one_row_table(PROMPT, answer[:length])
+        reads = length >= most + len(start) and not has_ended
+        assert masks.reads_log(ROW, index) == reads
+        assert masks.is_masked(ROW, index).tolist() == [not has_ended or length < min_tokens]
+        fresh = admitted(params)  # has read no log
+        if begins:
+            masks.begin(ROW, index, history)
+        assert allowed(masks, answer[:length]) == allowed(fresh, answer[:length])
+        has_ended = has_ended or (reads and _has_ended(budget, answer[:length]))
+
+
+def _has_ended(budget: ThinkingBudget, answer: list[int]) -> bool:
+    """Return whether an answer has the end of its first reasoning."""
+    count = len(budget.start)
+    starts = [at for at in range(len(answer)) if tuple(answer[at : at + count]) == budget.start]
+    return bool(starts) and budget.end in answer[starts[0] + count :]
 
 
 def draw_answer(sampler: Sampler, answer: list[int], length: int, seed: int) -> list[int]:
