@@ -96,5 +96,5 @@ def plan_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a `DeviceRunner` plan attention on the host, for the CPU forms of the kernels."""
     monkeypatch.setattr(native, "plan_attention_on_device", host_attention)
     monkeypatch.setattr(device_runner, "plan_mla_on_device", host_latent)
-    # `Replays` can also capture experts that are chosen on the host, as on every CPU.
+    # On a CPU, the host chooses experts. `Replays` can capture such steps, unlike a CUDA graph.
     monkeypatch.setattr(device_runner, "waits_for_device", lambda model: "")

@@ -34,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def serve(name: str, checkpoint: Path, **other: Any) -> RunningWorker:
-    sizes = {"kv_cache_mib": 1, "transfer_seconds": 20.0}
+    sizes = {"kv_cache_mib": 1, "transfer_seconds": 240.0}
     return await serve_worker(WorkerConfig(name, checkpoint, **{**sizes, **other}))
 
 

@@ -134,7 +134,7 @@ def test_close_ends_the_wait_for_the_peer() -> None:
 
 
 class PolledWork:
-    """A backend's operation that can be polled, as one of NCCL."""
+    """A backend's operation that can be polled, like NCCL's."""
 
     def __init__(self, error: str = "") -> None:
         self.is_done = False

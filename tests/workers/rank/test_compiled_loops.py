@@ -1,4 +1,4 @@
-"""The compiled loops of a worker's weights are loaded before it is ready, and no others."""
+"""A worker that is ready has loaded the compiled loops of its weights, and no other loops."""
 
 from pathlib import Path
 

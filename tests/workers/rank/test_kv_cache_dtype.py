@@ -272,10 +272,19 @@ async def check_drain(pools: DisaggregatedPair, name: str) -> None:
 async def test_kv_transfers_require_equal_cache_dtypes(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, name: str, other: str
 ) -> None:
-    given: Any = {"kv_cache_mib": 1, "transfer_seconds": 20.0}
     names = {"prefill": name, "decode": name, "other": other}
+    # A destination that has no blocks to wait for fails after its time limit.
+    limits = {"prefill": 240.0, "decode": 240.0, "other": 5.0}
     workers = {
-        role: await serve_worker(WorkerConfig(role, checkpoint, kv_cache_dtype=dtype, **given))
+        role: await serve_worker(
+            WorkerConfig(
+                role,
+                checkpoint,
+                kv_cache_dtype=dtype,
+                kv_cache_mib=1,
+                transfer_seconds=limits[role],
+            )
+        )
         for role, dtype in names.items()
     }
     for target, compatible in (("decode", True), ("other", False)):

@@ -1,4 +1,4 @@
-"""Masks of grammars: a matcher that is ahead of its answer gives the masks of one that is not."""
+"""A matcher that has run ahead of its answer gives the same masks as one that has not."""
 
 from random import Random
 

@@ -98,7 +98,7 @@ def test_logits_are_those_of_the_rounded_weights(
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the codes of all layers as they are before they are packed for a kernel."""
+    """Keep the codes of all layers unpacked."""
 
     def keep(linear: Linear, matrix: QuantizedMatrix) -> None:
         linear.packed = TiledLinear(matrix, linear.bias)
