@@ -16,6 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "penstock: installing into .venv (torch and ray are large: minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	@$(BIN)/python -m compileall -q -j 2 penstock  # pip does not for an editable install
 	@touch $@
 
 serve: setup
