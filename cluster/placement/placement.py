@@ -57,7 +57,7 @@ class WorkerPlacement:
     waits_for_node: bool = False  # may wait for a node that does not exist yet
     labels: Mapping[str, str] = field(default_factory=dict)  # required labels of the worker's nodes
     near: Mapping[str, str] = field(default_factory=dict)  # preferred labels, for locality
-    max_threads: int | None = None  # per rank, while no other worker of the node computes
+    max_threads: int | None = None  # per rank, for times when the node's other workers are idle
 
     @property
     def name(self) -> str:

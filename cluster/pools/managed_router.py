@@ -110,7 +110,7 @@ class ManagedRouter:
         return state
 
     async def show_cluster(self, scaling: Scaling, routers: Sequence[RouterState]) -> None:
-        """Send the autoscaling status and all routers' states, which this router's status shows."""
+        """Send the router the autoscaling status and all routers' states, for its `/status`."""
         if self.actor is not None and self.actor.up:
             await self.actor.call("show_cluster", scaling, list(routers))
 

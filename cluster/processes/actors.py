@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import ray.util
 
-# Use Ray's copy of setproctitle: Ray has moved the title, so another copy would not find it.
+# Use Ray's copy of setproctitle: it moved the title in memory, where
+# another copy would not find it.
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
 from penstock.cluster.kubernetes import node_drain, readiness_probe

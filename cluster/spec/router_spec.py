@@ -41,8 +41,8 @@ class RouterSpec:
     )
     max_request_cost: int = knob(
         1_000_000,
-        "most entries in the answer of one call: prompts x n x (max_tokens + echoed prompt tokens) "
-        "x (1 + logprobs)",
+        "maximum cost of one call: prompts x n x (max_tokens + echoed prompt tokens) x "
+        "(1 + logprobs)",
         1,
     )
     worker_timeout_seconds: float = knob(

@@ -43,7 +43,7 @@ class ModelSpec:
         "32), or int8, which also quantizes activations, per token (CPU)",
     )
     max_model_len: int | None = knob(
-        None, "most tokens of prompt and answer; default: the model's", 1
+        None, "maximum number of tokens of prompt and answer; default: the model's", 1
     )
     aliases: tuple[str, ...] = knob((), "further names of the model in the API")
     generation_config: Literal["auto", "none"] = knob(
@@ -52,11 +52,11 @@ class ModelSpec:
     )
     tool_call_parser: str = knob(
         "auto",
-        "format of the model's tool calls, by vLLM's name; auto: by its chat template; none: text",
+        "vLLM's name of the tool call format; auto: found from the chat template; none: no parsing",
     )
     reasoning_parser: str = knob(
         "auto",
-        "format of the model's reasoning, by vLLM's name; auto: by its chat template; none: text",
+        "vLLM's name of the reasoning format; auto: found from the chat template; none: no parsing",
     )
     attention_backend: Literal["auto", "flashinfer", "fa3"] = knob(
         "auto",
@@ -119,9 +119,9 @@ class PoolSpec:
 
     replicas: int = knob(1, "workers; the initial number if it may change", 0, 1024)
     min_replicas: int | None = knob(
-        None, "fewest workers; by default replicas; 0: none while idle", 0, 1024
+        None, "minimum number of workers; by default replicas; 0: none while idle", 0, 1024
     )
-    max_replicas: int | None = knob(None, "most workers; by default replicas", 0, 1024)
+    max_replicas: int | None = knob(None, "maximum number of workers; by default replicas", 0, 1024)
     tp: int = knob(1, "tensor parallel ranks of each stage, on one node", 1)
     pp: int = knob(1, "pipeline stages of a worker, of tp ranks each", 1)
     ep: int = knob(1, "expert parallel groups of a stage's ranks; must divide tp", 1)
@@ -230,12 +230,12 @@ class ScalingSpec:
     """Bounds of autoscaling, for pools whose number of workers may change."""
 
     max_gpus: int | None = knob(
-        None, "most GPUs of all pools together; by default all GPUs of the nodes", 1
+        None, "maximum number of GPUs of all pools together; by default all GPUs of the nodes", 1
     )
     scale_down_seconds: float | None = knob(
         None,
-        "drain a worker when fewer have been enough for this long; by default 120, or 30 with "
-        "a TTFT SLO",
+        "drain a worker if its pool needed fewer workers for this long; by default 120, or 30 "
+        "with a TTFT SLO",
         1,
         86400,
     )
@@ -253,7 +253,7 @@ class ClusterSpec:
         None, "address of a running Ray cluster; default: start Ray here"
     )
     pass_env: tuple[str, ...] = knob(
-        (), "variable of the shell that routers and workers get too (repeat for more)"
+        (), "environment variable to pass on to routers and workers (repeat for more)"
     )
     router: RouterSpec = field(default_factory=RouterSpec)
     keys: Mapping[str, KeySpec] = field(default_factory=dict)
@@ -270,13 +270,15 @@ class ClusterSpec:
         "text", "text for people, or one line per event as key=value (keys) or JSON"
     )
     pool_nodes: bool = knob(
-        False, "use only nodes with a Ray resource named like the pool (or router); wait for them"
+        False,
+        "place a pool's workers only on nodes with a Ray resource of its name (for routers: "
+        "router); wait for such nodes",
     )
 
     topology_key: str = knob(
         labels.ZONE,
-        "label of nodes: nodes with the same value are near each other, and all workers go to such "
-        "nodes if they fit; empty: any nodes",
+        "node label of locality, such as a zone: all workers are placed on nodes with the same "
+        "value if they fit there; empty: ignore locality",
     )
 
     def __post_init__(self) -> None:

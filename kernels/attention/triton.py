@@ -261,7 +261,7 @@ def attend_kernel(
     query,  # [T, H G, D + TAIL]; consecutive tokens are `query_stride` elements apart
     layer,  # [2, N, H, S, W], or [1, N, 1, S, D + TAIL]
     tables,  # [B, M] int32 block tables; consecutive rows are `table_stride` elements apart
-    query_starts,  # [B + 1] int32 first token of each sequence, and the number of tokens
+    query_starts,  # [B + 1] int32 index of each sequence's first token; the last entry is T
     context_lens,  # [B] int32 context length of each sequence
     # [I, 5] int32 sequence, row tile, first position, end of positions, and the first row of the
     # partial result (-1: the result is final)
@@ -326,7 +326,7 @@ def merge_kernel(
     partial_sums,
     weights,  # [P, HEADS, 2] float32 maximum score and sum of exponentials
     merges,  # [B, 2] int32 first row and number of each sequence's own partitions; 0: no merge
-    query_starts,  # [B + 1] int32 first token of each sequence, and the number of tokens
+    query_starts,  # [B + 1] int32 index of each sequence's first token; the last entry is T
     out,  # [T, HEADS, D]
     sinks,  # [HEADS] attention sinks, or None
     num_shared,  # number of partitions of the shared prefix

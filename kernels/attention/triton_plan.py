@@ -175,7 +175,7 @@ class TiledPlan:
 
 
 class TiledPlanner:
-    """Plans steps whose inputs are already on the device, and which a CUDA graph may capture.
+    """Plans the attention of device steps, which a CUDA graph may capture.
 
     Captured steps of the same number of rows share the buffers of their work items.
     """

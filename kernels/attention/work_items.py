@@ -47,7 +47,7 @@ class WorkShape(NamedTuple):
 
     num_kv_heads: int
     group: int  # query heads per KV head
-    few_rows: int  # rows of a tile for few rows
+    few_rows: int  # rows of a tile for sequences with few query rows
     chunk_rows: int  # rows of a tile for chunks; with `one_path`, as many as `few_rows`
     few_programs: int  # programs of the persistent grid
     chunk_programs: int  # number of programs that fills the device with chunks

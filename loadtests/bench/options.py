@@ -69,10 +69,10 @@ class Work:
     )
     trace_speed: float = option(1.0, "speed factor for replaying the trace")
     max_input_len: int | None = option(
-        None, "truncate longer prompts of the trace; of a dataset, leave them out"
+        None, "longest prompt: longer ones of a trace are truncated, those of a dataset left out"
     )
     max_output_len: int | None = option(
-        None, "truncate longer answers of the trace; of a dataset, leave them out"
+        None, "longest answer: longer ones of a trace are truncated, those of a dataset left out"
     )
     temperature: float = option(0.0, "sampling temperature; 0 is greedy")
     num_warmups: int = option(1, "warm-up requests, sent first and not measured")
@@ -101,10 +101,12 @@ class Sweep:
         False, "measure steps of rising rates, and find the highest rate that keeps every --goal"
     )
     step_seconds: float = option(20.0, "seconds in which the requests of a step are sent")
-    attainment: float = option(0.99, "ratio of the requests of a step that must meet every --goal")
+    attainment: float = option(
+        0.99, "fraction of the requests of a step that must meet every --goal"
+    )
     precision: float = option(
         1.1,
-        "end when the lowest rate that missed is at most this multiple of the highest that kept",
+        "end when the lowest failed rate is at most this multiple of the highest successful rate",
     )
     save_svg: Path | None = option(None, "draw throughput and latencies over the rate to this file")  # noqa: RUF009
 
@@ -121,7 +123,9 @@ class Options:
 
 def read_options(arguments: Sequence[str] | None) -> Options:
     """Parse the command line; if it is invalid, exit with 2 and a one-line message."""
-    about = "Send a load to a running server and print what `vllm bench serve` prints."
+    about = (
+        "Send a load to a running server and print a report in the format of `vllm bench serve`."
+    )
     read = read_flags("penstock bench", about, (Server, Work, Results, Sweep), arguments)
     return Options(*read)
 

@@ -61,7 +61,8 @@ class Lengths:
             lengths = (0, 0)
         if kind not in ("uniform", "lognormal") or not 1 <= lengths[0] <= lengths[1]:
             raise ValueError(
-                f"invalid length {text!r}: expected 128, 64-256 or lognormal:64-256, 1 or more"
+                f"invalid length {text!r}: expected N, LOW-HIGH or lognormal:LOW-HIGH, "
+                "of 1 or more, such as 64-256"
             )
         return cls(*lengths, kind="lognormal" if kind == "lognormal" else "uniform")
 

@@ -162,7 +162,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="penstock serve",
         description="Serve a model on a Ray cluster of prefill and decode workers.",
-        epilog="Give prefill and decode pools, a mixed pool, or all three.",
+        epilog="A cluster has prefill and decode pools, a mixed pool, or all three.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -310,7 +310,9 @@ def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_siz
     )
     for name, tokens, most in lists:
         if len(tokens) > most:
-            raise InvalidParameterError(f"{name} takes at most {most} entries", name)
+            raise InvalidParameterError(
+                f"{name} takes at most {most} entries, not {len(tokens)}", name
+            )
         check_token_ids(name, tokens, vocab_size)
     if any(not abs(value) <= MAX_LOGIT_BIAS for value in params.logit_bias.values()):
         raise InvalidParameterError(

@@ -20,7 +20,7 @@ class CallHandlers:
     """Builds the handlers of gRPC methods.
 
     All handlers are registered as handlers of request streams, even for methods with a single
-    request: for those, gRPC itself would wait for the request without a time limit.
+    request, because gRPC's own handlers of single requests wait for the request without a limit.
 
     Args:
         receive_seconds: time limit for each request message of a call.

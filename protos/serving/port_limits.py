@@ -7,9 +7,9 @@ _OPTION_MAX = 2**31 - 1  # gRPC's options are 32-bit integers
 
 @dataclass(frozen=True, slots=True)
 class PortLimits:
-    """Limits on the clients of one port; a connection beyond a limit is closed, and no other one.
+    """Limits on the clients of one port, which hold before a call is authorized.
 
-    All limits hold before a call is authorized.
+    A connection that exceeds a limit is closed; other connections are not affected.
     """
 
     max_message_bytes: int
@@ -19,7 +19,7 @@ class PortLimits:
     handshake_seconds: float  # for the first HTTP/2 frames of a connection
     idle_seconds: float  # a connection without calls is then closed
     age_seconds: float | None = None  # then a client is asked to connect again; None: never
-    age_grace_seconds: float = 0.0  # for the calls of a connection that is too old
+    age_grace_seconds: float = 0.0  # then open calls have this long to end
 
 
 def server_options(limits: PortLimits) -> list[tuple[str, int]]:
@@ -32,7 +32,7 @@ def server_options(limits: PortLimits) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", limits.max_calls),
         ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_seconds)),
         ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_seconds)),
-        # A client may ping each 10 s; at its third ping too early the connection is closed.
+        # A client may ping every 10 s; its third early ping closes the connection.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 2),
         # Ping clients that are silent, so that connections of lost machines end.

@@ -65,7 +65,7 @@ def _walk(rng: Random, names: list[str], unit: str, farthest: int) -> Example:
 
 @family(weight=0.6)
 def days(rng: Random) -> Example:
-    """The day of the week up to ten days before or after another: new wordings of known facts."""
+    """The weekday 1 to 10 days before or after another; held-out questions are new wordings."""
     return _walk(rng, DAYS, "day", 10)
 
 

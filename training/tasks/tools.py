@@ -238,7 +238,7 @@ def lookup(rng: Random) -> Example:
 
 @family(tools=True)
 def tool_result(rng: Random) -> Example:
-    """Answers from the result of a call of the calculator or the look-up."""
+    """An answer from the result of a `calculator` or `lookup` call."""
     name = rng.choice((CALCULATOR, LOOKUP))
     return ROUNDS[name](rng, _offer_with(rng, name)).answer
 

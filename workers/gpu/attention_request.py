@@ -10,7 +10,7 @@ from penstock.workers.models.protocols import Model
 def attention_request(
     model: Model, cached: torch.dtype, block_size: int, deterministic: bool
 ) -> AttentionRequest:
-    """Return the request for a rank's shard of a model.
+    """Return the `AttentionRequest` of a rank's shard of a model.
 
     Args:
         cached: dtype of the KV cache.

@@ -94,7 +94,7 @@ class DeviceRunner(ModelRunner):
         self._graphs.capture(self._buckets.buckets() if buckets is None else buckets, progress)
 
     def drop_graphs(self) -> None:
-        """Drop all graphs, so that their memory is freed; they refer to this runner."""
+        """Drop all graphs, which refer to this runner, to free their memory."""
         self._graphs = None
 
     def _received_buffer(self, max_rows: int) -> Tensor | None:

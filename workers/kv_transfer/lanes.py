@@ -24,7 +24,7 @@ class Lane:
         return nullcontext()
 
     def position(self) -> Waitable:
-        """Return a mark after the work so far in the calling thread's current stream."""
+        """Return a mark after all work so far in the calling thread's current stream."""
         return REACHED
 
     def follow(self, position: Waitable) -> None:

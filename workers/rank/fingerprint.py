@@ -83,7 +83,7 @@ def layout_of(
 
 def numerics_of(block_size: int, device: torch.device, mesh: Mesh) -> str:
     """Return a description of all properties of a worker on which the bits of its KV depend."""
-    # Ranks divide sums, so that the bits depend on their number.
+    # Each rank computes a part of a sum, so the bits depend on the number of ranks.
     given = f"{block_size} {mesh}"
     if device.type == "cuda":
         return f"{given} {torch.cuda.get_device_name(device)}"

@@ -173,7 +173,7 @@ class _Reasoning:
 
     @property
     def must_end(self) -> bool:
-        """Whether the next token is the end of the reasoning."""
+        """True if the next token must be the end of the reasoning."""
         return self._left is not None and self._left <= 0 and not self._is_over
 
 

@@ -303,7 +303,7 @@ class Cluster:
 
     def _pool_view(self, name: str, now: float) -> PoolView:
         pool, dispatcher = self._pools[name], self.router.dispatcher
-        # Queued requests count for the same pool as in `router/state` and `cluster/scaling`.
+        # Queued requests count for the same pool as in `router/observability/snapshot`.
         first = "prefill" if "prefill" in self._pools else "mixed"
         waits = name in (set(dispatcher.short_of) & self._pools.keys() or {first})
         state = PoolInputs(

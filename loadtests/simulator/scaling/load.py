@@ -219,7 +219,7 @@ def scaler_of(
 
 
 def _product(limits: Mapping[str, PoolLimits], plan: ClusterPlan) -> PenstockScaler:
-    """Return the product's scaler, configured as in `cluster/scaling`."""
+    """Return the product's scaler, configured as in `cluster/autoscaling`."""
     if not plan.ttft_slo_seconds:
         return PenstockScaler(limits)
     aims = {

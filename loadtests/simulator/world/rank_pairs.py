@@ -24,7 +24,7 @@ Report = Callable[[Moved], None]
 class TransferTiming:
     """Durations and message size of KV transfers."""
 
-    silence: float = 5.0  # time limit of each operation and of a transfer without progress
+    silence: float = 5.0  # after which an operation, or a transfer without progress, fails
     write: float = 0.001  # seconds to write the blocks of one message
     message_bytes: int = 4 << 20
 

@@ -72,7 +72,7 @@ class Metadata:
         return value
 
     def uniform_size(self, key: str, default: int | None = None) -> int:
-        """Return a size that may be given for each layer, if it is the same for all layers."""
+        """Return a size: one number, or a list with the same number for every layer."""
         value = self.get(key)
         if not isinstance(value, GgufArray):
             return self.size(key, default)

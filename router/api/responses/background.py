@@ -96,7 +96,7 @@ class BackgroundRun:
         async for delta in self._answers:
             self._status = "in_progress"
             await events.add(self._formatter.chunk(delta), slices)
-            if delta.finish:  # the only choice: the response is stored, and cannot be canceled
+            if delta.finish:  # the only choice has ended: the response can no longer be canceled
                 return
 
     async def _end_early(self, outcome: Outcome, slices: Slices) -> None:

@@ -231,7 +231,7 @@ def stored_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     """Return valid items with ids, in the form in which the API returns them.
 
     Raises:
-        ServingError: INVALID if two items have the same id, by which they are listed in pages.
+        ServingError: INVALID if two items have the same id; lists use ids as cursors.
     """
     suffix = secrets.token_hex(12)
     found: dict[str, dict[str, Any]] = {}

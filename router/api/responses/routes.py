@@ -224,5 +224,7 @@ def _check_query(request: Request, known: dict[str, Sequence[str] | None]) -> No
     for name, value in request.query_params.items():
         values = known.get(name, ())
         if values is not None and value not in values:
-            expected = f"expected {' or '.join(values)}" if values else "leave it out"
-            raise invalid(f"the parameter {name[:80]} is not supported: {expected}", name[:80])
+            if values:
+                expected = " or ".join(values)
+                raise invalid(f"{name} is {value[:40]!r}: expected {expected}", name)
+            raise invalid(f"the parameter {name[:80]} is not supported: leave it out", name[:80])
