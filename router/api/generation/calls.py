@@ -110,6 +110,7 @@ class GenerationCalls:
             cache_salt=body.cache_salt or "",
             parsing=body.parsing_options(parsed.messages),
             client_names=body.client_names(),
+            thinking_budget=body.thinking_token_budget,
         )
         return await self.submit(request, [prompt], sampling, options)
 

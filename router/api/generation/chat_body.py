@@ -57,7 +57,7 @@ class ChatBody(StrictModel):
 
 
 class AnsweredChat(Protocol):
-    """What a `ChatBody` has besides if the model answers it.
+    """Fields and methods that a `ChatBody` also has if the model answers it.
 
     The fields in `CONTENT` may be empty when these methods are called.
     """
@@ -68,6 +68,8 @@ class AnsweredChat(Protocol):
     def priority(self) -> int | None: ...
     @property
     def cache_salt(self) -> str | None: ...
+    @property
+    def thinking_token_budget(self) -> int | None: ...
 
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
         """Return the sampling parameters; absent fields get the `defaults`."""

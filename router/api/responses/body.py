@@ -100,6 +100,7 @@ class ResponsesRequest(ChatBody):
     priority: int | None = None
     cache_salt: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
 
     # ------------------------------------------------------------ checks
 

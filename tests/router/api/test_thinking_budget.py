@@ -81,6 +81,19 @@ async def test_messages(served: Served) -> None:
         assert budget_of(served) is None
 
 
+async def test_responses(served: Served, client: Any) -> None:
+    async def respond(**fields: Any) -> None:
+        await client.responses.create(model="stub", input="hi", extra_body=fields)
+
+    await respond()
+    assert budget_of(served) is None
+    await respond(thinking_token_budget=4)
+    assert budget_of(served) == (4, CLOSE, [OPEN])
+    with pytest.raises(openai.BadRequestError, match="thinking_token_budget") as caught:
+        await respond(thinking_token_budget=-1)
+    assert caught.value.param == "thinking_token_budget"
+
+
 async def test_grpc(served: Served) -> None:
     sampling = pb.Sampling(thinking_token_budget=3)
     await generate(served, text="hi", sampling=sampling)
