@@ -1,4 +1,4 @@
-"""Anthropic's streams whose first token takes long, through the official client."""
+"""Pings of Anthropic's streams whose next token takes long, through the official client."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -57,6 +57,31 @@ async def test_stream_begins_with_pings_while_the_prompt_is_computed(model: Mode
     assert rest[:2] == ["content_block_start", "content_block_delta"]
     assert rest[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert "message_start" not in rest
+
+
+async def test_pings_fill_a_pause_between_two_tokens(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = model.served.worker
+    monkeypatch.setattr(worker, "step_seconds", 0.02)  # the client reads some tokens before the end
+    worker.answer = lambda prompt: tokens_of("It is 42. " * 20)
+    worker.stepping.set()
+    stream = await model.client.messages.create(
+        model="stub", messages=HELLO, max_tokens=90, stream=True
+    )
+    names: list[str] = []
+    async for event in stream._iter_events():
+        names.append(event.event)
+        if names.count("content_block_delta") == 1:
+            worker.stepping.clear()
+        if names[-3:] == ["ping"] * 3:
+            monkeypatch.setattr(worker, "step_seconds", 0.0)
+            worker.stepping.set()
+    last = len(names) - names[::-1].index("content_block_delta") - 1
+    first = names.index("content_block_delta")
+    assert names[first:last].count("ping") >= 3
+    assert names[-2:] == ["message_delta", "message_stop"]
+    assert names.count("message_start") == 1
 
 
 async def test_client_assembles_the_same_message(model: Model) -> None:

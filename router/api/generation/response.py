@@ -82,7 +82,7 @@ class GenerationResponse(Response):
         stream: whether to send events instead of a JSON object.
         refusal: makes the response if the call fails before its first tokens.
         headers: further headers.
-        keep_alive: returns the events to send after each `KEEP_ALIVE_SECONDS` without a token;
+        keep_alive: returns the events to send after each `KEEP_ALIVE_SECONDS` without an event;
             given only for streams that begin before their first token.
     """
 
@@ -110,7 +110,7 @@ class GenerationResponse(Response):
         body.watch(self._deltas.close)
         try:
             # Wait for the first tokens before sending a status: an earlier error gets its own.
-            first = await (self._waited(send) if self._keep_alive else anext(self._deltas))
+            first = await self._next_delta(send)
             if self._stream:
                 await self._send_stream(first, send, body)
                 return
@@ -133,16 +133,27 @@ class GenerationResponse(Response):
             self._deltas.close()
         await response(scope, receive, send)
 
-    async def _waited(self, send: Send) -> Delta:
-        """Return the first tokens; begin the stream if they take long."""
-        assert self._keep_alive is not None
+    async def _next_delta(self, send: Send, writer: "_EventWriter | None" = None) -> Delta:
+        """Return the next delta; meanwhile keep the connection alive, if the stream does so.
+
+        Args:
+            send: sends the events of `keep_alive`, and first the status.
+            writer: writes events while this method waits.
+
+        Raises:
+            StopAsyncIteration: all answers have ended.
+        """
+        if self._keep_alive is None:
+            return await anext(self._deltas)
         while True:
+            num_written = writer.num_written if writer else 0
             try:
                 async with asyncio.timeout(KEEP_ALIVE_SECONDS):
                     return await anext(self._deltas)
             except TimeoutError:
-                await self._begin(send)
-                await send_event(send, (self._keep_alive(),), self._slices)
+                if writer is None or writer.num_written == num_written:
+                    await self._begin(send)
+                    await send_event(send, (self._keep_alive(),), self._slices)
 
     async def _begin(self, send: Send) -> None:
         """Send the status and the headers of a stream, unless they are sent."""
@@ -166,11 +177,15 @@ class GenerationResponse(Response):
         await self._begin(send)
         slices = self._slices
         await send_event(send, self._formatter.chunk(first), slices)
-        self._deltas.writer = _EventWriter(body, self._formatter, self._deltas).write
+        writer = _EventWriter(body, self._formatter, self._deltas)
+        self._deltas.writer = writer.write
+        last: Iterable[str]
         try:
-            async for delta in self._deltas:
+            while True:
+                delta = await self._next_delta(send, writer)
                 await send_event(send, self._formatter.chunk(delta), slices)
-            last: Iterable[str] = (self._formatter.end_of_stream(),)
+        except StopAsyncIteration:
+            last = (self._formatter.end_of_stream(),)
         except ServingError as error:
             last = self._formatter.error_events(error)
         await send_event(send, last, slices, is_last=True)
@@ -183,9 +198,12 @@ class _EventWriter:
         body: the body of the response.
         formatter: makes the events.
         deltas: fails if an event cannot be written.
+
+    Attributes:
+        num_written: written tokens.
     """
 
-    __slots__ = ("_body", "_chunk", "_deltas")
+    __slots__ = ("_body", "_chunk", "_deltas", "num_written")
 
     def __init__(
         self, body: BodyWriter, formatter: ResponseFormatter, deltas: ResponseStream
@@ -193,6 +211,7 @@ class _EventWriter:
         self._body = body
         self._chunk = formatter.token_chunk
         self._deltas = deltas
+        self.num_written = 0
 
     def write(self, index: int, choice: int, position: int, token: int, text: str) -> bool:
         """Send a token at once (a `TokenWriter`)."""
@@ -203,6 +222,7 @@ class _EventWriter:
                 return False
             if chunk:  # an empty chunk would end the body
                 body.write(chunk)
+                self.num_written += 1
         except Exception as error:  # an error here must end this call, not the worker's stream
             self._deltas.fail(error)
         return True
