@@ -37,7 +37,7 @@ PROCESS_TESTS = $(shell grep -rlE --include='test_*.py' 'mark\.(process|cluster)
   tests/cluster tests/workers tests/loadtests tests | awk '!seen[$$0]++')
 
 test: setup
-	$(BIN)/python -m pytest -q -n 2 -m "not process and not cluster and not gpu and not interpreted"
+	$(BIN)/python -m pytest -q -n 3 -m "not process and not cluster and not gpu and not interpreted"
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
 	  -m "process or cluster" $(PROCESS_TESTS)
 	@$(MAKE) --no-print-directory kernels

@@ -140,11 +140,11 @@ def hang(num_steps: int) -> None:
     left = count(num_steps, -1)
 
     def run_or_hang(
-        runner: ModelRunner, plan: StepPlan, drawn: torch.Tensor | None = None
+        runner: ModelRunner, plan: StepPlan, *more: Any, **options: Any
     ) -> torch.Tensor:
         while next(left) <= 0:
             time.sleep(3600)
-        return run(runner, plan, drawn)
+        return run(runner, plan, *more, **options)
 
     ModelRunner.run = run_or_hang  # type: ignore[method-assign, assignment]
 

@@ -146,8 +146,8 @@ async def check_unhealthy_then_healthy(
     """Check that NaN logits make an idle worker unhealthy, until logits are finite again."""
     compute = ModelRunner.run
 
-    def run_with_nan(self: ModelRunner, plan: StepPlan, *more: object) -> object:
-        return compute(self, plan, *more) * np.nan  # type: ignore[arg-type]
+    def run_with_nan(self: ModelRunner, plan: StepPlan, *more: object, **options: object) -> object:
+        return compute(self, plan, *more, **options) * np.nan  # type: ignore[arg-type]
 
     status = health_pb2.HealthCheckResponse
     with monkeypatch.context() as patch:
