@@ -183,6 +183,7 @@ def run_leader(rank: Rank) -> Iterator[dict[str, Any]]:
         figures["stage"] = f"two ranks, {name}"
         yield figures
     figures["failures"] += different(figures["loads_of_ranks"])
+    yield figures
 
 
 def check_deterministic(rank: Rank, engine: Engine) -> list[str]:
@@ -249,7 +250,8 @@ def run_rank(number: int, options: Options, folder: Path) -> int:
         for figures in run_follower(rank) if number else run_leader(rank):
             write_figures(options.json, figures)
     if fallback_counts():
-        failures = [f"kernel fallbacks were used: {fallback_counts()}"]
+        fallbacks = f"kernel fallbacks were used: {fallback_counts()}"
+        failures = [*figures.get("failures", []), fallbacks]
         write_figures(options.json, figures | {"failures": failures})
     return 0
 

@@ -27,6 +27,8 @@ SCHEMA_OPTIONS: "JsonCompileOptions" = {
     "lenient": False,  # refuse keywords that are not supported
 }
 
+MAX_RULE_CHARS = 1 << 20  # of one function
+
 ANY_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
     "x-guidance": {"whitespace_flexible": True},
@@ -50,6 +52,7 @@ class ArgumentRules:
         self.start = f"arguments_{index}"
         self._prefix = f"a{index}"
         self._num_names = 0
+        self._num_chars = 0
 
     def rule(self, expansion: str, is_terminal: bool = False) -> str:
         """Add a rule or a terminal; return its name."""
@@ -59,6 +62,15 @@ class ArgumentRules:
         return name
 
     def define(self, name: str, expansion: str) -> None:
+        """Add a rule of a given name.
+
+        Raises:
+            UnsupportedSchemaError: the rules are too long, as each value in JSON has a copy of the
+                schemas that it can refer to.
+        """
+        self._num_chars += len(expansion)
+        if self._num_chars > MAX_RULE_CHARS:
+            raise UnsupportedSchemaError("/", "the grammar of the arguments is too long")
         self.lines.append(f"{name}: {expansion}")
 
     def new_name(self) -> str:

@@ -143,8 +143,10 @@ class _Values:
             reference = schema["$ref"]
             if reference not in self._referred:
                 name = self._referred[reference] = self._rules.new_name()
-                below = resolved(self._root, reference, path)
-                self._rules.define(name, " | ".join(self._others(below, reference[1:])))
+                texts = self._others(resolved(self._root, reference, path), reference[1:])
+                if not texts:
+                    raise UnsupportedSchemaError(f"{path}/$ref", "no value is valid")
+                self._rules.define(name, " | ".join(texts))
             return [self._referred[reference]]
         branches = schema[key]
         if key == "allOf" and len(branches) > 1:

@@ -24,6 +24,9 @@ MAX_CHOICES = 4096
 NAMES: Mapping[str, str] = {"json": "JSON Schema", "tool_calls": "schema of strict tools"}
 """Names for error messages, of the kinds whose own name is not used there."""
 
+MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+"""Errors of writing the rules of a schema whose keywords have values of wrong types."""
+
 
 def parser_limits() -> LLParserLimits:
     """Return limits that bound compilation to about 0.3 s, and a mask to about 20 ms."""
@@ -137,6 +140,13 @@ def _tool_calls(text: str) -> str:
             raise invalid(
                 f"cannot compile this {NAMES['tool_calls']} at {error.path} of {name}: "
                 f"{error.problem}"
+            ) from error
+        except UnicodeEncodeError:
+            raise
+        except MALFORMED as error:
+            raise invalid(
+                f"cannot compile this {NAMES['tool_calls']}: the schema of "
+                f"{content['names'][index]} is not a valid JSON Schema, or is too deep"
             ) from error
     return LLMatcher.grammar_from_lark("\n".join(rules))
 

@@ -25,6 +25,7 @@ KNOWN = ANNOTATIONS | COMBINED | STRINGS | NUMBERS | ARRAYS | OBJECTS
 """Keywords of values that are not written in JSON."""
 
 MAX_DEPTH = 32
+MAX_SCHEMAS = 1000  # of one function: references can repeat a schema exponentially often
 
 _DAY = (
     r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
@@ -55,6 +56,7 @@ class RawStrings:
     def __init__(self, root: Any, markers: Sequence[str]) -> None:
         self._root = root
         self._markers = markers
+        self._num_visited = 0
         choices = " | ".join(quoted(each) for each in markers)
         self.any = f"/(?s:.*)/ & ~( /(?s:.*)/ ( {choices} ) /(?s:.*)/ )"
 
@@ -69,6 +71,9 @@ class RawStrings:
 
     def _of(self, schema: Any, path: str, depth: int) -> list[str] | None:
         """Return terminals that a string must match; None: it is no string."""
+        self._num_visited += 1
+        if self._num_visited > MAX_SCHEMAS:
+            raise UnsupportedSchemaError(path, f"the strings have more than {MAX_SCHEMAS} schemas")
         if schema is True:
             return []
         if not isinstance(schema, dict) or "string" not in types_of(self._root, schema):
@@ -119,8 +124,8 @@ class RawStrings:
                     self.check_text(text, f"{path}/{key}")
                 found.append(f"( {' | '.join(map(quoted, texts))} )")
         if "minLength" in schema or "maxLength" in schema:
-            most = schema.get("maxLength", "")
-            found.append(f"/(?s:.{{{schema.get('minLength', 0)},{most}}})/")
+            most = int(schema["maxLength"]) if "maxLength" in schema else ""
+            found.append(f"/(?s:.{{{int(schema.get('minLength', 0))},{most}}})/")
         if "pattern" in schema:
             try:
                 found.append(terminal(schema["pattern"]))
@@ -144,7 +149,10 @@ class RawStrings:
 
 
 def check_keywords(schema: Mapping[str, Any], path: str) -> None:
-    """Refuse keywords that only values in JSON can have."""
+    """Refuse keywords that only values in JSON can have, and a malformed `type`."""
+    types = schema.get("type", [])
+    if not all(isinstance(each, str) for each in (types if isinstance(types, list) else [types])):
+        raise UnsupportedSchemaError(f"{path}/type", "a type is a string or a list of strings")
     for key in schema:
         if key not in KNOWN:
             raise UnsupportedSchemaError(

@@ -3,7 +3,7 @@
 import re
 
 _CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}
-_NOT_REGULAR = re.compile(r"\(\?(?!:)|\\[bBkpP1-9]")
+_NOT_REGULAR = re.compile(r"\(\?(?!:)|\\[bBkpP1-9<>]")
 _LINE_ENDS = r"\n\r\u2028\u2029"
 
 

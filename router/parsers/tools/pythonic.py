@@ -67,9 +67,13 @@ class PythonicParser(Reader):
             self._state = self._read_content
             return True
         spaces = self._text[: len(self._text) - len(rest)]
-        if self._strict_tools is not None and not is_begin and not is_short(spaces):
-            self._state = self._read_content
-            return True
+        if self._strict_tools is not None and not is_begin:
+            # The grammar constrains only calls whose name follows the bracket at once.
+            if len(after) == 1 and not self._is_ended:
+                return False
+            if not is_short(spaces) or after[1:2].isspace():
+                self._state = self._read_content
+                return True
         self._has_marker = is_begin
         self._text, self._raw = after[1:], spaces + "["
         self._state = self._before_call

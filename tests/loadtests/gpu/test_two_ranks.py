@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -105,6 +107,34 @@ def test_few_equal_first_tokens_are_a_failure() -> None:
     assert compared(half)["4"]["ratios"]["tokens_per_second"] == 0.5
     assert two_ranks.different(compared(none)) == [
         "4: only 0% of the first tokens are those of one rank"
+    ]
+
+
+class StubRank:
+    """Rank 0 whose engines of two ranks give other tokens than the one of one rank."""
+
+    loads: Mapping[str, Sequence[Request]] = {"4": [Request(4, 2)] * 4}
+
+    def collectives(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield "all-reduce", {"passed": True, "error": 0.0}
+
+    def engine_of_one_rank(self) -> Any:
+        return "one rank"
+
+    def lead(self, name: str, deterministic: bool, measures: bool) -> Any:
+        return SimpleNamespace(stop=lambda: None, limits=SimpleNamespace(num_blocks=7))
+
+    def all_answers(self, engine: Any) -> dict[str, list[Answer]]:
+        first = 1 if engine == "one rank" else 2
+        return {"4": [Answer(tokens=[first, 1], times=[1.0, 2.0]) for _ in range(4)]}
+
+
+def test_last_results_of_the_leader_have_all_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_ranks, "check_deterministic", lambda *_: ["other tokens"])
+    *_, last = two_ranks.run_leader(cast(two_ranks.Rank, StubRank()))
+    assert last["failures"] == [
+        "other tokens",
+        "4: only 0% of the first tokens are those of one rank",
     ]
 
 

@@ -220,6 +220,20 @@ def test_functions_that_are_not_strict_take_any_arguments(
         assert models[name].accepted(text, FORMATS[name].prompt, functions) == text
 
 
+@pytest.mark.parametrize("name", ["pythonic", "llama4_pythonic"])
+@pytest.mark.parametrize("begin", ["[ ", "[\n", "Sure: [", "\n [\t"])
+def test_text_that_the_grammar_leaves_free_is_no_call(
+    models: Mapping[str, Model], name: str, begin: str
+) -> None:
+    text = begin + "f(city=1)]"
+    assert is_accepted(models, name, text, GOLDEN)
+    tools = parameters_of(name, [function_of(GOLDEN)])
+    make = lambda: new_tool_parser(name, tools, is_strict=True)  # noqa: E731
+    answer = check_splits(make, text, models[name].tokenizer.tokenizer)
+    assert not answer.calls
+    assert answer.content == text
+
+
 # ---------------------------------------------------------------- random calls
 
 PARAMETERS = st.dictionaries(

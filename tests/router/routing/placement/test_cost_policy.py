@@ -87,8 +87,9 @@ def cached_of(registry: WorkerRegistry, workers: Sequence[dict[str, Any]]) -> Ca
     index, recent = PrefixIndex(slots), PrefixIndex(slots)
     index.store("gone", PROMPT, START)
     for view, state in zip(reversed(registry.views()), workers, strict=True):
-        index.store(view.name, PROMPT[: state["depth"]], START)
-        recent.store(view.name, PROMPT[: state["recent"]], START)
+        for known, depth in ((index, state["depth"]), (recent, state["recent"])):
+            if depth:  # a worker without blocks has no slot
+                known.store(view.name, PROMPT[:depth], START)
     levels = [(BLOCK, each.levels(PROMPT)) for each in (index, recent)]
     return CachedPrefix(slots, merge_levels(levels))
 
