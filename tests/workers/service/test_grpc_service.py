@@ -569,7 +569,7 @@ async def test_engine_failure_closes_streams_and_ends_the_worker(
     running = await serve_worker(WorkerConfig("w1", checkpoint, kv_cache_mib=1))
     attached = await AttachedRouter(running.address).open()
 
-    def broken(runner: ModelRunner, plan: StepPlan) -> None:
+    def broken(runner: ModelRunner, plan: StepPlan, **options: object) -> None:
         raise MemoryError("out of everything")
 
     monkeypatch.setattr(ModelRunner, "run", broken)

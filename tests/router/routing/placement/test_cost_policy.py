@@ -152,6 +152,20 @@ def test_array_operations_choose_the_same_workers_for_the_same_reason(
     assert chosen is None or expected is None or chosen.decision == expected.decision
 
 
+@given(workers=st.lists(states, min_size=1, max_size=6), is_mixed=st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_cached_tokens_are_those_of_each_worker(
+    workers: list[dict[str, Any]], is_mixed: bool
+) -> None:
+    registry = registry_of(workers, is_mixed)
+    fleet, cached = registry.views(), cached_of(registry, workers)
+    assert isinstance(fleet, Fleet)
+    candidates = array_candidates.ArrayCandidates(Demand(1, 20, 1, 8), fleet, NOW)
+    for group in fleet.groups.values():
+        expected = [cached.get(view.name, 0) for view in group.views]
+        assert candidates._tokens(group, cached).tolist() == expected
+
+
 @given(workers=st.lists(states, min_size=1, max_size=10), is_mixed=st.booleans())
 @settings(max_examples=50, deadline=None)
 def test_arrays_hold_what_the_views_say(workers: list[dict[str, Any]], is_mixed: bool) -> None:
