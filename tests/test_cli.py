@@ -19,6 +19,7 @@ from penstock.cli import checkpoint, fetch, flags, main, serve
 from penstock.cli.view import Bars, Lines
 from penstock.cluster.spec.spec import parse
 from penstock.cluster.status import status_events
+from penstock.loadtests.micro.server import free_ports
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
 from tests.support.api_keys import key_file
 from tests.support.serving import TIMEOUT_SECONDS
@@ -48,6 +49,21 @@ def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     error = capsys.readouterr().err
     known = "serve, chat, status, explain, role, bench, simulate"
     assert error == f"penstock: unknown command 'sevre'; expected one of {known}\n"
+
+
+def test_command_whose_output_has_no_reader_ends_quietly() -> None:
+    code = (
+        "import sys, types, penstock.cli as cli; sys.modules['endless'] = types.SimpleNamespace("
+        "main=lambda rest: [print(n, flush=True) for n in range(10**6)]); "
+        "cli.COMMANDS['chat'] = ('endless', ''); sys.exit(cli.main(['chat']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"0\n"
+        process.stdout.close()
+        assert process.wait(TIMEOUT_SECONDS) == 141
+        assert process.stderr.read() == b""
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "status", "explain", "role", "bench"])
@@ -175,7 +191,7 @@ def test_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_port_that_was_just_used_is_free() -> None:
     with socket.socket() as server, socket.socket() as client:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("127.0.0.1", 0))
+        server.bind(("127.0.0.1", free_ports(1)[0]))  # no outgoing connection takes it
         server.listen()
         port = server.getsockname()[1]
         client.connect(("127.0.0.1", port))

@@ -3,6 +3,9 @@
 A package is imported only when a command needs it, so that `--help` is fast.
 """
 
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -24,7 +27,11 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code, 2 for invalid arguments."""
+    """Run a command and return its exit code, 2 for invalid arguments.
+
+    If the reader of standard output has gone, as in `penstock chat | head -1`, the code is that of
+    a process that SIGPIPE has ended.
+    """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h", "help"):
         print(usage())
@@ -36,8 +43,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known = ", ".join(COMMANDS)
         print(f"penstock: unknown command {name!r}; expected one of {known}", file=sys.stderr)
         return 2
-    code: int = import_module(COMMANDS[name][0]).main(rest)
+    try:
+        code: int = import_module(COMMANDS[name][0]).main(rest)
+    except BrokenPipeError:
+        if not _has_lost_reader():
+            raise
+        return 128 + signal.SIGPIPE
     return code
+
+
+def _has_lost_reader() -> bool:
+    """Return whether standard output has no reader any more; if so, discard further output."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    if not any(events & select.POLLERR for _, events in poll.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return True
 
 
 def usage() -> str:
