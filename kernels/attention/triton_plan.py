@@ -175,7 +175,7 @@ class TiledPlan:
 
 
 class TiledPlanner:
-    """Plans the attention of device steps, which a CUDA graph may capture.
+    """Plans the attention of steps on a GPU, whether or not a CUDA graph captures them.
 
     Captured steps of the same number of rows share the buffers of their work items.
     """

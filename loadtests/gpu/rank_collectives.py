@@ -60,10 +60,10 @@ def check_collectives(
     """Yield the name and the figures of every collective and size.
 
     Args:
-        groups: groups of both ranks, by the name of the order in which they add.
+        groups: process groups of both ranks, by the order of their sums, such as `in rank order`.
     """
     for order, group in groups.items():
-        # The other collectives do not add, and are the same in both groups.
+        # Only all-reduce adds, so only its result depends on the order.
         names = OPERATIONS if group is next(iter(groups.values())) else ("all-reduce",)
         for name in names:
             for num_bytes in SIZES:

@@ -281,7 +281,7 @@ def _products(
             num_groups = inputs // (group or inputs)
             scales = torch.full((outputs, num_groups), inputs**-0.5 / 8, device=device)
             zeros = codes(16, outputs, num_groups if has_zeros(kind) else 0)
-            # FP8: codes up to 64 are numbers of at most 2.
+            # FP8 (e4m3) codes from 0 to 64 have values from 0 to 2.
             values = (
                 codes(256, outputs, inputs // 2) if is_narrow(kind) else codes(65, outputs, inputs)
             )

@@ -244,7 +244,7 @@ def run_follower(rank: Rank) -> Iterator[dict[str, Any]]:
 
 
 def run_rank(number: int, options: Options, folder: Path) -> int:
-    """Run one of the two processes."""
+    """Run the section in the process of rank `number`; write its results to a file."""
     rank = Rank(number, options, folder)
     with forbid_fallback(options.device):
         for figures in run_follower(rank) if number else run_leader(rank):

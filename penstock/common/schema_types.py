@@ -30,7 +30,7 @@ def parameter_types(root: Any, parameter: str) -> frozenset[str]:
 
 
 def properties_of(root: Any) -> Mapping[str, Any]:
-    """Return the members that the schema of an object lists; none if it is not valid."""
+    """Return the `properties` of an object's schema; empty if they are missing or malformed."""
     schema = target(root, root)
     found = schema.get("properties") if isinstance(schema, dict) else None
     return found if isinstance(found, dict) else {}

@@ -8,7 +8,7 @@ _LINE_ENDS = r"\n\r\u2028\u2029"
 
 
 def terminal(pattern: str) -> str:
-    """Return a terminal for the strings that contain a match of a pattern.
+    """Convert the `pattern` of a JSON Schema to a Lark terminal for the strings that it allows.
 
     Raises:
         ValueError: the pattern has look-around, a back reference, an anchor within it, or another

@@ -170,7 +170,9 @@ class ArrayCandidates:
         tokens = np.zeros(len(group.views))
         for depth, holders in cached.levels:
             those = holders & group.mask
-            if those.bit_count() == len(group.views):  # a worker without blocks has no slot
+            if those.bit_count() == len(
+                group.views
+            ):  # not `group.mask`: it lacks workers without blocks
                 tokens.fill(depth * cached.unit)
             elif those.bit_count() <= FEW_WORKERS:
                 for slot in bits(those):

@@ -38,7 +38,9 @@ class LoadTable:
         columns = np.zeros((12, num_workers))
         self.queued = columns[0]  # prompt tokens to compute
         self.reads = columns[1]  # KV tokens that a decode step reads: see `WorkerView.by_cost`
-        self.cost = columns[2]  # `queued` and the cost of `reads` for the longest answers
+        self.cost = columns[
+            2
+        ]  # `queued` plus `reads` of `MAX_READS` decode steps, in prompt tokens
         self.busy = columns[3]  # sequences
         # Orders workers of equal cost: by sequences, then by assigned tokens.
         self.ties = columns[4]

@@ -52,7 +52,7 @@ def test_missing_protobuf_is_named_as_the_reason_not_to_run(
 
 
 class StubGroup:
-    """Collectives of rank 0, computed in this process; `faulty` is the name of a wrong one."""
+    """Computes the collectives of rank 0 in one process; the one named `faulty` is wrong."""
 
     def __init__(self, dtype: torch.dtype, faulty: str) -> None:
         self._dtype, self._faulty = dtype, faulty

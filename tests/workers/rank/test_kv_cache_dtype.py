@@ -273,7 +273,7 @@ async def test_kv_transfers_require_equal_cache_dtypes(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, name: str, other: str
 ) -> None:
     names = {"prefill": name, "decode": name, "other": other}
-    # A destination that has no blocks to wait for fails after its time limit.
+    # The source refuses to send to `other`, which therefore waits until its time limit.
     limits = {"prefill": 240.0, "decode": 240.0, "other": 5.0}
     workers = {
         role: await serve_worker(

@@ -35,7 +35,7 @@ class ConsistentHashRanking:
 
 
 def prefix_key(prompt_hashes: Mapping[int, Sequence[int]]) -> int | None:
-    """Return a number that is equal for prompts that begin alike.
+    """Return the key for consistent hashing, which is equal for prompts with a common prefix.
 
     Args:
         prompt_hashes: short hashes of the prompt's full blocks, by block size.
