@@ -24,6 +24,7 @@ from penstock.workers.kv_transfer.sender import KvSender
 from penstock.workers.kv_transfer.shards import LayerHeadRange
 from penstock.workers.kv_transfer.staging import PROTOCOL, KvStaging, WorkerIdentity
 from penstock.workers.kv_transfer.transport import PairBroken
+from tests.support.raw_calls import write_and_read
 from tests.support.raw_http2 import (
     HEADERS,
     PREFACE,
@@ -276,9 +277,8 @@ async def test_malformed_bytes_fail_only_their_own_stream(side: Side) -> None:
     async with grpc.aio.insecure_channel(side.address) as channel:
         method = channel.stream_stream(PAIR)
         call = method()
-        await call.write(b"\xff\xff garbage")
         with pytest.raises(grpc.aio.AioRpcError):
-            await call.read()
+            await write_and_read(call, b"\xff\xff garbage")
     await (await FakeSource(side).introduced()).close()
 
 

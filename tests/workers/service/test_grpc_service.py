@@ -23,6 +23,7 @@ from penstock.workers.service.grpc_service import RunningWorker, serve_worker
 from tests.support.attached_router import AttachedRouter, greedy
 from tests.support.engines import run_greedy
 from tests.support.pickle_bomb import PickleBomb, send_raw
+from tests.support.raw_calls import write_and_read
 from tests.support.tiny import VOCAB_SIZE, tiny_checkpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -166,9 +167,8 @@ async def test_undecodable_bytes_close_only_their_stream(
         if not is_first:
             await call.write(hello.SerializeToString())
             await call.read()
-        await call.write(b"\xff\xff\xff garbage")
         with pytest.raises(grpc.aio.AioRpcError):
-            await call.read()
+            await write_and_read(call, b"\xff\xff\xff garbage")
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
     await router.submit(1, PROMPT, greedy(3))
     assert len(await router.answer(1)) == 3
@@ -179,13 +179,17 @@ async def test_pickles_sent_to_the_port_are_not_loaded(
 ) -> None:
     bomb = PickleBomb(tmp_path / "loaded")
     await send_raw(worker.address, bomb.data)
-    metadata = (("authorization", "Bearer secret"),)
+    secrets = {
+        "worker.v1.Worker/Attach": "secret",
+        "transfer.v1.Transfer/Pair": router.welcome.transfer.secret,
+    }
     async with grpc.aio.insecure_channel(worker.address) as channel:
-        for method in ("worker.v1.Worker/Attach", "transfer.v1.Transfer/Pair"):
+        for method, secret in secrets.items():
+            metadata = (("authorization", f"Bearer {secret}"),)
             call = channel.stream_stream(f"/penstock.{method}")(metadata=metadata)
-            await call.write(bomb.data)
-            with pytest.raises(grpc.aio.AioRpcError):
-                await call.read()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await write_and_read(call, bomb.data)
+            assert refused.value.code() is not grpc.StatusCode.UNAUTHENTICATED
     assert not bomb.was_loaded()
     await router.submit(1, PROMPT, greedy(3))
     assert len(await router.answer(1)) == 3
