@@ -29,11 +29,12 @@ LARGE_GPU_BYTES = 70 << 30
 
 
 def default_sizes(memory_bytes: int | None) -> StepSizes:
-    """Return the default sizes for a GPU with `memory_bytes`; None: for a CPU.
+    """Return the default sizes for a GPU with `memory_bytes` of memory; None: for a CPU.
 
     The token budgets of a GPU are those of vLLM for an API server
-    (`EngineArgs.get_batch_defaults`), except that vLLM uses 2048 on any A100. 256 sequences are the
-    most rows of a captured graph. With blocks of 64, a tile of the attention kernel is one block.
+    (`EngineArgs.get_batch_defaults`), except that vLLM uses 2048 on any A100. `max_sequences` is
+    256 because a captured graph has at most 256 rows. `block_size` is 64 because a tile of the
+    attention kernel then is one block.
     """
     if memory_bytes is None:
         return StepSizes(block_size=16, max_sequences=64, max_batched_tokens=512)
@@ -56,7 +57,7 @@ class WorkerConfig:
     token: str | None = field(default=None, repr=False)  # cluster token that routers must send
     # Secret of the cluster that keys the hashes of cached blocks.
     hash_key: bytes = field(default_factory=new_hash_key, repr=False)
-    # Sizes of a step; None: by device, see `step_sizes`.
+    # Sizes of a step. None: the default of the device, see `step_sizes`.
     block_size: int | None = None  # tokens per block
     kv_cache_mib: int | None = None
     max_sequences: int | None = None
@@ -64,14 +65,14 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_queued: int = 1024
     threads: int | None = None  # number of torch threads on a CPU
-    max_threads: int | None = None  # while no other worker of this machine computes; CPU only
+    max_threads: int | None = None  # `threads` while no other worker of the machine computes
     dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # quantization of the weights
-    # auto: bfloat16 with INT8 weights on a CPU, otherwise `dtype`; fp8 and int8: codes with scales
+    # auto: bfloat16 for INT8 weights on a CPU, otherwise `dtype`; fp8 and int8: codes with scales
     kv_cache_dtype: str = "auto"
-    attention_backend: str = "auto"  # auto: our own kernels; others are for GPUs
+    attention_backend: str = "auto"  # auto: our own kernels; other values need a GPU
     deterministic: bool = False  # deterministic mode: results do not depend on the batch
-    static_batching: bool = False  # a baseline to measure continuous batching against
+    static_batching: bool = False  # for benchmarks: the baseline of continuous batching
     device: str = "auto"
     plan_ahead: bool | None = None  # plan while a step is in flight; None: only on a GPU
     heartbeat_seconds: float = 0.5  # silence before a heartbeat; ten times as long ends a stream

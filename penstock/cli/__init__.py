@@ -29,8 +29,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code, 2 for invalid arguments.
 
-    If the reader of standard output has gone, as in `penstock chat | head -1`, the code is that of
-    a process that SIGPIPE has ended.
+    If the reader of standard output has closed the pipe, as in `penstock chat | head -1`, return
+    the exit code of a process that was killed by SIGPIPE.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h", "help"):
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _has_lost_reader() -> bool:
-    """Return whether standard output has no reader any more; if so, discard further output."""
+    """Return whether the reader of standard output has closed it; if so, discard further output."""
     output = sys.stdout.fileno()
     poll = select.poll()
     poll.register(output, 0)

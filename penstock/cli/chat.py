@@ -29,7 +29,8 @@ from penstock.protos.inference_pb2_grpc import InferenceStub
 
 DEFAULT = "127.0.0.1:9000"
 SECONDS_TO_CONNECT = 10.0
-SECONDS_TO_RETURN = 60.0  # an interrupted answer is retried until this long after its last piece
+# An interrupted answer is retried until this time has passed since its last piece.
+SECONDS_TO_RETURN = 60.0
 
 
 class ChatFailed(RuntimeError):

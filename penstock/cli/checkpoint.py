@@ -32,7 +32,7 @@ def find(model: str = BUNDLED, revision: str | None = None) -> Path:
     name, pass `./demo`.
 
     Raises:
-        NoModel: the download failed, or a model that is not on the hub has a revision.
+        NoModel: the download failed, or `revision` is given for a local or bundled model.
     """
     if model != BUNDLED and _is_on_hub(model):
         return download(model, WANTED_FILES, revision=revision)
@@ -44,7 +44,7 @@ def find(model: str = BUNDLED, revision: str | None = None) -> Path:
 
 
 def default_name(model: str) -> str:
-    """Return the default name of a model in the API: its folder's or file's, or its hub name."""
+    """Return the default name of a model in the API: its hub name, or its folder or file name."""
     if _is_on_hub(model):
         return model
     path = Path(os.path.abspath(Path(model).expanduser()))
@@ -99,7 +99,7 @@ def check(folder: Path, with_weights: bool = True) -> None:
     """
     check_config(folder)
     if is_gguf(folder):
-        tokenizer_of(folder)  # reading the configuration has checked the tensors of all files
+        tokenizer_of(folder)  # the tensors were already checked by `check_config`
         return
     if not with_weights:
         _check_there(folder / "tokenizer.json")

@@ -11,12 +11,12 @@ ABOUT = f"file with the API key; by default the variable {VARIABLE}, if it is se
 
 
 def add_key_file(parser: argparse.ArgumentParser) -> None:
-    """Add `--api-key-file`, to be read with `penstock.common.api_key.client_key`."""
+    """Add `--api-key-file`; pass its value to `penstock.common.api_key.client_key`."""
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=ABOUT)
 
 
 def refuse_key(parser: argparse.ArgumentParser) -> None:
-    """Refuse `--api-key KEY`, without the key in the message."""
+    """Add a hidden `--api-key KEY` that fails with an error; the error does not show the key."""
     hidden = argparse.SUPPRESS
     parser.add_argument("--api-key", nargs="?", action=_Refusal, default=hidden, help=hidden)
 

@@ -18,7 +18,7 @@ from penstock.common.api_key import client_key
 Json: TypeAlias = dict[str, Any]
 
 DEFAULT = "http://127.0.0.1:8000"
-SECONDS_TO_ANSWER = 10.0  # a router may wait for the other routers
+SECONDS_TO_ANSWER = 10.0  # the router may first ask the other routers, and wait for them
 
 
 class NoExplanation(RuntimeError):
@@ -27,7 +27,7 @@ class NoExplanation(RuntimeError):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return 1 if there is no explanation, 2 if the URL is invalid."""
-    # The URL may stand behind an option: parse_args would refuse it there.
+    # Unlike `parse_args`, this accepts the optional URL after an option.
     given = _parser().parse_intermixed_args(arguments)
     try:
         found = fetch(given.url, given.id, client_key(given.api_key_file))
@@ -48,7 +48,7 @@ def fetch(url: str, request_id: str, key: str = "") -> Json:
     """Return the explanation of a request as JSON.
 
     Raises:
-        NoExplanation: there is none; the message gives the reason.
+        NoExplanation: the router returned no explanation; the message gives the reason.
         ValueError: the URL is invalid.
     """
     connection, path = connect(url, SECONDS_TO_ANSWER)

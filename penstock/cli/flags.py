@@ -59,8 +59,8 @@ def read_spec(arguments: Sequence[str]) -> ClusterSpec:
     Exit with code 2 if the flags cannot be parsed.
 
     Raises:
-        SpecError: the specification is invalid; the message names the flag, or the setting if its
-            value is from the file.
+        SpecError: the specification is invalid. The message names the flag that set the invalid
+            value, or the setting if the value is from the file.
     """
     parser = _parser()
     given = vars(parser.parse_args(arguments))
@@ -73,9 +73,9 @@ def read_spec(arguments: Sequence[str]) -> ClusterSpec:
 
 
 def _with_flag(message: str, flags: Mapping[str, str]) -> str:
-    """Replace the setting at the start of `message` by the flag that gave its value, if any."""
+    """If a flag set the setting that `message` begins with, replace the setting by the flag."""
     words = message.split(": ")
-    for length in (1, 2):  # the record and the key may be apart: `pools.decode: labels: ...`
+    for length in (1, 2):  # the setting may be split by ": ", as in `pools.decode: labels: ...`
         setting = ".".join(words[:length])
         of_all = f"{setting.partition('.')[0]}.*.{setting.rpartition('.')[2]}"
         flag = flags.get(setting) or flags.get(of_all)
@@ -110,10 +110,10 @@ def _parse(given: dict[str, Any]) -> ClusterSpec:
 def _over_model(
     content: dict[str, Any], name: str | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Apply the flags of the model to the only entry of `models`.
+    """Apply the model's flags to the entry of `models`, if there is exactly one entry.
 
-    If a path is given but no `name`, the entry gets the default name of the path. Otherwise the
-    checkpoint would be served under the name of another checkpoint.
+    If a path is given but no `name`, the entry is renamed to the default name of the path.
+    Otherwise the new checkpoint would be served under the name of the old one.
     """
     models = content.get("models", {BUNDLED: {}})
     if not (name or settings):
@@ -144,7 +144,7 @@ def _default_pools(ranks: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_default_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
-    """Add the default pools if the flags only set bounds of these pools."""
+    """Add the default pools if `content` has no pools other than the default pools."""
     default, bounded = _default_pools(ranks), content.get("pools", {})
     return merged({"pools": default}, content) if bounded.keys() <= default.keys() else content
 

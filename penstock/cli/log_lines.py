@@ -17,7 +17,7 @@ PLAIN = re.compile(r"[^\s\"=\\]+")
 
 
 def keys_line(fields: Fields) -> str:
-    """Format fields as key=value pairs, without None; quote values as JSON strings if needed."""
+    """Format fields as key=value pairs; skip None, and quote values as JSON strings if needed."""
     return " ".join(f"{key}={_word(value)}" for key, value in fields.items() if value is not None)
 
 
@@ -59,7 +59,7 @@ class EventLog:
         self._write_event(at, level, title, event, fields)
 
     def print_line(self, text: str) -> None:
-        """Write a line of text for people as an event named `said`; ignore an empty line."""
+        """Write a line of human-readable text as an event named `said`; ignore an empty line."""
         if text.strip():
             self._write_event(None, "info", "", "said", {"message": text.strip()})
 

@@ -11,7 +11,7 @@ from penstock.cli.status import DEFAULT, MAX_BYTES, NoStatus, connect
 from penstock.common.api_key import client_key
 
 ROLES = ("prefill", "decode", "mixed")
-SECONDS_TO_ANSWER = 30.0  # exceeds a router's wait for the supervisor to record the role
+SECONDS_TO_ANSWER = 30.0  # longer than a router waits for the supervisor to record the role
 
 
 def main(arguments: Sequence[str]) -> int:

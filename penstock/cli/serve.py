@@ -38,7 +38,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED_BY_SIGNAL = 130
 SECONDS_TO_CONNECT = 5.0
 RAY_CHECK_SECONDS = 0.5
-ECHO_SECONDS = 0.5  # a second signal within this time is ignored, as a copy of the first
+ECHO_SECONDS = 0.5  # a signal this soon after the first is a duplicate and ignored
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -131,12 +131,12 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.first: Callable[[], object] = _interrupt
-        self.abandon: Callable[[], object] = _nothing  # kills all processes of the cluster
+        self.abandon: Callable[[], object] = _nothing  # kills all processes, at the second signal
         self._first_seen: float | None = None
 
     @property
     def wanted(self) -> bool:
-        """True if there was a signal."""
+        """True if a signal was received."""
         return self._first_seen is not None
 
     def install(self) -> None:
@@ -227,14 +227,14 @@ class _Run:
 
     def supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         """Run `work` with an event; setting this event makes `work` shut down gracefully."""
-        self._interrupts.install()  # install again, because Ray has installed its own handlers
+        self._interrupts.install()  # again, because Ray has replaced the handlers by its own
         self._view("Ray", status_events.Ready(self._seconds))
         asyncio.run(self._supervise(work))
 
     async def _supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self._interrupts.first = lambda: loop.call_soon_threadsafe(stop.set)
-        if self._interrupts.wanted:  # a signal came while Ray started, but was swallowed
+        if self._interrupts.wanted:  # a signal came while Ray started; Ray swallowed its exception
             raise KeyboardInterrupt
         watching = asyncio.create_task(self._watch_ray())
         try:

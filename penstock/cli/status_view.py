@@ -13,7 +13,7 @@ COLOURS = {
     "ready": "green",
     "draining": "yellow",
     "suspect": "yellow",
-    "waiting": "yellow",  # a router that waits for workers
+    "waiting": "yellow",  # state of a router that has no workers yet
     "stuck": "red",
     "down": "red",
 }

@@ -22,10 +22,10 @@ class BadKey(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """An API key that a server accepts, with the name that logs and metrics show instead of it.
+    """An API key that a server accepts; logs and metrics show its name instead of the key.
 
-    A user may use the model. An operator may also read the cluster's state and change it. The role
-    `metrics` may only read the state.
+    The role `user` may use the model. An operator may also read and change the cluster's state. The
+    role `metrics` may only read the state.
     """
 
     name: str

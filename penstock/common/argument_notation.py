@@ -1,4 +1,4 @@
-"""How a family of models writes the arguments of a call."""
+"""Notation in which a model family writes the arguments of a tool call."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -8,18 +8,19 @@ Kind: TypeAlias = Literal["json", "tagged", "bracketed", "keywords"]
 
 @dataclass(frozen=True, slots=True)
 class ArgumentNotation:
-    """The notation of arguments, with the markers that it needs.
+    """A notation of arguments, with the texts that delimit keys and values.
 
-    Expansions are those of a Lark rule.
+    An "expansion" is the right-hand side of a Lark grammar rule.
 
     Attributes:
-        kind: `json`: an object. `tagged`: keys and values between tags, strings without quotes.
-            `bracketed`: as JSON, but keys without quotes and strings in other quotes. `keywords`:
-            keyword arguments of Python.
-        before_key: expansion before a key of `tagged`.
-        before_value: expansion between a key and its value.
-        end: text that ends a string without quotes, or the quote of `bracketed`.
-        end_token: expansion of the special token `end`; empty: `end` is ordinary text.
+        kind: `json`: a JSON object. `tagged`: keys and values between tags; strings have no quotes.
+            `bracketed`: like JSON, but keys have no quotes and strings have other quotes.
+            `keywords`: Python keyword arguments.
+        before_key: for `tagged`, the expansion before a key.
+        before_value: for `tagged`, the expansion between a key and its value.
+        end: for `tagged`, the text that ends a string; for `bracketed`, the quote.
+        end_token: expansion that matches `end` if it is a special token; empty if `end` is ordinary
+            text.
         markers: texts that no string may contain.
     """
 

@@ -1,4 +1,4 @@
-"""Which addresses to listen on can be reached only from the same machine."""
+"""Recognizes bind addresses that can be reached only from the same machine."""
 
 import ipaddress
 

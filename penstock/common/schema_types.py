@@ -1,7 +1,7 @@
 """JSON types that a JSON Schema allows.
 
-The parsers and the grammars of tool calls both read them: formats whose values do not show their
-types need them.
+Some formats of tool calls write values without showing their types. The parsers and the grammars
+of these formats need the types that the schema allows.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def types_of(root: Any, schema: Any) -> frozenset[str]:
 
 
 def parameter_types(root: Any, parameter: str) -> frozenset[str]:
-    """Return the types of a member of an object, from the object's schema `root`."""
+    """Return the types that the schema `root` of an object allows for the member `parameter`."""
     return types_of(root, properties_of(root).get(parameter))
 
 
@@ -37,7 +37,7 @@ def properties_of(root: Any) -> Mapping[str, Any]:
 
 
 def target(root: Any, schema: Any) -> Any:
-    """Return the schema at the end of a chain of references; None if there is no end.
+    """Follow a chain of `$ref`s and return the schema at its end; None for broken or endless ones.
 
     Args:
         root: schema that references refer to.

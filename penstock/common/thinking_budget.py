@@ -14,12 +14,13 @@ MAX_START_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """The most tokens of the reasoning at the start of an answer, and the marks of reasoning.
+    """Limit of the reasoning at the start of an answer, and the tokens that delimit reasoning.
 
     Attributes:
         num_tokens: after this many tokens of reasoning, the next token is `end`.
         end: token that ends the reasoning.
-        start: tokens that begin the reasoning and do not count; none if it begins with the answer.
+        start: tokens that begin the reasoning and are not counted. Empty if the answer begins
+            inside the reasoning.
     """
 
     num_tokens: int

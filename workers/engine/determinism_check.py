@@ -19,7 +19,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.results import StepResult
 from penstock.workers.scheduling.sequence import NewSequence, StepPlan
 
-CHUNK_TOKENS, PREFIX_TOKENS = 37, 9  # tokens per chunk; tokens computed one by one
+CHUNK_TOKENS, PREFIX_TOKENS = 37, 9  # tokens per chunk; number of tokens computed singly
 _TWO = SamplingParams(temperature=0.0, max_tokens=2)
 
 
@@ -82,7 +82,10 @@ def _bits(
 
 
 def _written(engine: Engine, plan: StepPlan, of: npt.NDArray[np.bool_]) -> Tensor:
-    """Return [tokens, sides, heads, D], the new KV of the last layer for sequences in mask `of`."""
+    """Return [tokens, sides, heads, D]: KV of the last layer that a step wrote.
+
+    `of` is a mask [B] of the plan's sequences; only their tokens are returned.
+    """
     slots = torch.from_numpy(plan.slots[of.repeat(np.diff(plan.query_starts))].astype(np.int64))
     block_size = engine.limits.block_size
     return engine.cache.data[-1][:, slots // block_size, :, slots % block_size].cpu()

@@ -1,9 +1,9 @@
 """The engine: one model with its scheduler, executor and output processor.
 
 All methods are called from one thread. Three objects share the work of a step: the batcher plans
-it, the executor runs and samples it, and the output processor commits it. A stepper calls them in
-order; an `OverlapStepper` executes on a second thread. If a sequence fails, only that sequence
-ends; if the model raises an exception, the engine stops.
+the step, the executor runs the model and samples, and the output processor commits the step. A
+stepper calls the three in this order; an `OverlapStepper` runs the executor on a second thread. If
+a sequence fails, only that sequence ends; if the model raises an exception, the engine stops.
 """
 
 import threading
@@ -162,10 +162,10 @@ def _grammar_vocabulary(folder: Path, spec: ModelInfo) -> GrammarVocabulary:
 
 
 def _core_sharing(config: WorkerConfig) -> CoreSharing | None:
-    """Return the core sharing of a worker on a CPU; None if it is not configured or not possible.
+    """Return the core sharing of a worker on a CPU; None if not configured or not possible.
 
-    A worker that is deterministic or has several ranks keeps its number of threads, but marks
-    itself for the other workers.
+    A worker that is deterministic or has several ranks keeps its number of threads. It still marks
+    itself as computing, so that the other workers use fewer threads.
     """
     if config.threads is None or config.max_threads is None:
         return None

@@ -86,7 +86,7 @@ class EngineThread:
         return answer
 
     def stop(self) -> None:
-        """Let the thread end after the step in flight; return without waiting for the thread."""
+        """Signal the thread to end after the step in flight; return without waiting."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -109,7 +109,7 @@ class EngineThread:
                 result = steps.advance(bool(commands))
                 if result.output is not None:
                     pulse.progressed(self._engine.outputs.times.longest)
-                # If a step is in flight, its result will report the new load.
+                # After commands, report the new load; a step in flight will report it anyway.
                 if not result.empty or (commands and not steps.busy):
                     result.cache = self._engine.cache_reporter.report()
                     self._call_on_loop(self._deliver, result, self._engine.load())

@@ -1,6 +1,6 @@
 """Executes the steps of an engine: broadcasts a plan to the ranks, runs the model, samples.
 
-One thread at a time may call an executor, except for `launch`, whose result another thread awaits.
+Only one thread at a time may call an executor. Another thread may call `wait` of a launched step.
 """
 
 import time
@@ -50,8 +50,8 @@ class Executor:
         runner: runs the model on this rank.
         sampler: samples the tokens.
         searches: the running beam searches.
-        plan_writer: broadcast to the other ranks; None: there are none.
-        cores: sets the number of threads of each step; None: it is fixed.
+        plan_writer: sends plans to the other ranks; None: there are no other ranks.
+        cores: sets the number of threads of each step; None: the number is fixed.
 
     Attributes:
         on_device: whether steps are launched asynchronously, as on a GPU.
@@ -84,13 +84,14 @@ class Executor:
         grammar: CompiledGrammar | None = None,
     ) -> None:
         """Set the sampling parameters of a row of the sequence table for a new sequence."""
-        with self.computing():  # so that the copies run in the stream of the steps
+        with self.computing():  # launch the copies in the stream of the steps
             self.sampler.admit(row, params, choice, grammar)
 
     def broadcast(self, plan: StepPlan) -> None:
-        """Send a plan to the other ranks, which run the same step. Do this before `execute`."""
+        """Send a plan to the other ranks, which run the same step. Call this before `execute`."""
         if self._plan_writer is not None:
-            # On a device, the tokens of a step planned ahead are sent there: see `launch`.
+            # If the step was planned ahead for a device, `launch` sends its tokens instead, from
+            # device to device.
             self._plan_writer.write(encode(plan, plan.ahead and self.on_device))
 
     def execute(self, plan: StepPlan, table: SequenceTable) -> Sampled:
@@ -132,11 +133,11 @@ class Executor:
     def launch(
         self, plan: StepPlan, before: LaunchedStep | None, table: SequenceTable
     ) -> LaunchedStep:
-        """Launch a step on the device, and its sampling too if sampling needs no data of the host.
+        """Launch a step on the device, including its sampling if sampling needs no host data.
 
-        Otherwise sample on the host before returning; then all earlier steps must be committed. A
-        plan with `ahead` reads the tokens of `before`, the step that was launched before this one,
-        and sends them to the other ranks. Broadcast the plan before.
+        If sampling needs host data, sample on the host before returning; all earlier steps must
+        then be committed. If `plan.ahead` is set, take the tokens of `before` (the step launched
+        before this one) and send them to the other ranks. Call `broadcast(plan)` first.
         """
         began = time.perf_counter()
         drawn = before.tokens if plan.ahead and before is not None else None
@@ -146,7 +147,8 @@ class Executor:
                 drawn = self.runner.broadcast_tokens(drawn)
             logits = self.runner.run(plan, drawn)  # returns while the device still computes
             rows, indices = plan.sampling_rows, _answer_indices(plan, table)
-            reads_log = self.sampler.masks.reads_log(rows, indices + 1)  # of the next step
+            # `indices + 1` are the answer indices of the next step.
+            reads_log = self.sampler.masks.reads_log(rows, indices + 1)
             if len(plan.scored) or not self.sampler.can_sample_on_device(rows):
                 sampled = self.sample(plan, logits, table)
                 return LaunchedStep(plan, None, reads_log, lambda: sampled, began)
@@ -187,7 +189,7 @@ class Executor:
 
 
 def _answer_indices(plan: StepPlan, table: SequenceTable) -> Ints:
-    """Return [S] the answer index of each token to sample; earlier steps may be uncommitted."""
+    """Return [S] the answer index of each token to sample. Earlier steps may be uncommitted."""
     lengths = plan.context_lens[plan.samples]
     if len(plan.forks):
         lengths = np.concatenate((lengths, table.num_tokens[plan.forks[:, 1]]))

@@ -26,7 +26,7 @@ FIRST_POSITIONS = 64
 
 
 SCORED_ROWS = 128
-"""Maximum number of prompt tokens whose logits are in memory together in scoring."""
+"""Maximum number of prompt tokens that are scored at once, to bound the memory of their logits."""
 
 
 class ModelRunner:
@@ -53,7 +53,8 @@ class ModelRunner:
         self._windows = set() if self._latent else set(decoder.spec.windows)
         self._rope_tables = self._make_rope_tables(num_positions)
         self._step_graph = build_cpu_step_graph(decoder, cache)
-        # Scored tokens of the newest step: the model's output, and the function to their logits.
+        # For the scored tokens of the newest step: the model's output, and a function that computes
+        # logits from a slice of this output.
         self._unscored: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
 
     @torch.inference_mode()
@@ -93,9 +94,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prompt_logits(self) -> Iterator[Tensor]:
-        """Yield the logits of the newest step's P scored tokens, in slices that bound their memory.
+        """Yield the logits of the newest step's P scored tokens, in slices to bound the memory.
 
-        All ranks must do this for the same steps, because computing logits exchanges data.
+        All ranks must call this for the same steps, because the ranks compute logits together.
 
         Yields:
             [SCORED_ROWS or less, vocab_size] float32; in total P rows.
@@ -107,10 +108,10 @@ class ModelRunner:
             yield finish(part)
 
     def broadcast_tokens(self, tokens: Tensor) -> Tensor:
-        """Send the tokens of a step planned ahead, [T] on the device, from rank 0 to the stage.
+        """Broadcast the tokens [T] of a step planned ahead from rank 0 to its stage.
 
-        All ranks of the stage call this before they run such a step. On ranks other than 0, it
-        overwrites `tokens`. Return `tokens`.
+        `tokens` is on the device; it is returned, and overwritten on ranks other than 0. All ranks
+        of the stage must call this before they run a step planned ahead.
         """
         stage = self.decoder.ranks.stage if isinstance(self.decoder, Decoder) else None
         return tokens if stage is None else stage.broadcast(tokens)
@@ -121,7 +122,7 @@ class ModelRunner:
         return self.decoder(tokens, self._inputs(plan), self.cache.data)
 
     def _select_logit_rows(self, plan: StepPlan, made: Tensor) -> Tensor:
-        """Select the sampling rows of `made` [T, ...]."""
+        """Return the rows of `made` [T, ...] that are sampled: the last tokens of sequences."""
         last = plan.query_starts[1:][plan.samples] - 1
         return made if len(last) == len(made) else made[self._put(last)]
 

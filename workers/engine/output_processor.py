@@ -70,7 +70,7 @@ class OutputProcessor:
         result.logprobs, result.prompts = sampled.logprobs, sampled.prompts
         if sampled.forced or len(output.rows) < len(rows):
             of_row = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
-            # Only the first token of a row was sampled; forced tokens have no log probability.
+            # Only the first token of each row was sampled. Forced tokens get None.
             result.logprobs = [of_row.pop(row, None) for row in output.rows.tolist()]
         only_canary = self._has_canary and self._exclude_canary(plan, output)
         self.drain_events(result)
@@ -93,7 +93,7 @@ class OutputProcessor:
                 result.failed.append(key)
 
     def _exclude_canary(self, plan: StepPlan, output: StepOutput) -> bool:
-        """Subtract a canary's prompt from the totals; return True if the step ran nothing else."""
+        """Subtract a canary's prompt from the totals; return True if only the canary ran."""
         if CANARY not in output.keys:
             self._has_canary = CANARY in self._live
             return False

@@ -13,11 +13,11 @@ STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5
 
 
 LONGEST_DECAY = 0.98
-"""`StepTimes.longest` is multiplied by this at each step that is not longer."""
+"""Factor by which `StepTimes.longest` decays at each step that does not exceed it."""
 
 
 MAX_RECORDS = 4096
-"""Number of steps that a worker keeps records of: the latest ones."""
+"""Number of latest steps of which a worker keeps records."""
 
 
 class StepRecord(NamedTuple):
@@ -55,7 +55,7 @@ class StepTimes:
         self._counts[bisect_left(STEP_BOUNDS, seconds)] += 1
 
     def record(self, work: StepWork) -> None:
-        """Keep a record of the step that was added last and has just been committed."""
+        """Record the work of the step last passed to `add`. Call this when the step commits."""
         self._records.append(StepRecord(self.num_steps, time.perf_counter(), self.last, work))
 
     def records(self) -> Sequence[StepRecord]:

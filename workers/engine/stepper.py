@@ -39,11 +39,11 @@ class SyncStepper:
     busy = False
 
     def __init__(self, batcher: Batcher, executor: Executor, outputs: OutputProcessor) -> None:
-        self.due = False  # whether another step may follow the last one
+        self.due = False  # whether `advance` should be called again
         self._batcher = batcher
         self._executor = executor
         self._outputs = outputs
-        self._in_flight: deque[StepPlan] = deque()  # sent to the ranks, but not committed
+        self._in_flight: deque[StepPlan] = deque()  # broadcast, but not committed
 
     def advance(self, commanded: bool = False) -> StepResult:
         """Plan, execute and commit one step, if there is anything to compute."""
@@ -105,7 +105,7 @@ class OverlapStepper:
         return self._num_uncommitted() > 0
 
     def advance(self, commanded: bool) -> StepResult:
-        """Commit a computed step, if there is one, and plan the next step if no step is left.
+        """Commit a computed step, if there is one; plan a step if none is left uncommitted.
 
         Args:
             commanded: True if commands were applied since the last call. A step planned ahead is
@@ -126,12 +126,12 @@ class OverlapStepper:
                 self._changed.notify_all()
         if not self.busy:
             plan = self._batcher.plan()
-            self._outputs.drain_events(result)  # before sampling, which needs the admitted rows
+            self._outputs.drain_events(result)  # sampling needs the parameters of new rows
             self._enqueue(plan)
         return result
 
     def plan_next(self) -> None:
-        """Plan the next step while one is in flight, if the plan does not need its result."""
+        """Plan the next step if exactly one step is in flight, and if its result is not needed."""
         if self._num_uncommitted() == 1:
             self._enqueue(self._batcher.plan())
 
@@ -155,7 +155,7 @@ class OverlapStepper:
                 self._changed.notify_all()
 
     def _withdraw_pending(self) -> None:
-        """Withdraw pending steps, newest first; stop before a step that copies blocks."""
+        """Withdraw pending steps, newest first; keep a step that copies blocks and older ones."""
         plans = []
         with self._changed:
             while self._pending and not len(self._pending[-1].copies):
@@ -175,7 +175,7 @@ class OverlapStepper:
             while (plan := self._next()) is not None:
                 began = time.perf_counter()
                 with self._changed:
-                    if not self._computed:  # otherwise `advance` begins the masks at the commit
+                    if not self._computed:  # otherwise `advance` calls `_begin_masks` at the commit
                         self._executor.begin_masks(plan, self._batcher.table)
                 self._executor.broadcast(plan)
                 logits = self._executor.execute_model(plan)
@@ -208,7 +208,10 @@ class OverlapStepper:
 
 
 class DeviceStepper(OverlapStepper):
-    """Overlap stepper for a GPU: the engine's thread launches steps, a second thread waits."""
+    """Overlap stepper for a GPU.
+
+    The engine's thread launches steps. A second thread waits for the sampled tokens.
+    """
 
     def __init__(
         self,
@@ -222,9 +225,10 @@ class DeviceStepper(OverlapStepper):
         super().__init__(batcher, executor, outputs, changed)
 
     def plan_next(self) -> None:
-        """Plan as `OverlapStepper` does, unless the next step needs tokens of this one on the host.
+        """Plan the next step, unless it needs the tokens of the newest step on the host.
 
-        It needs them if this step is sampled on the host, or a mask of the next step reads them.
+        It needs them if the newest step is sampled on the host, or if a mask of the next step reads
+        them.
         """
         newest = self._newest
         if newest is not None and newest.tokens is not None and not newest.reads_log:

@@ -27,17 +27,19 @@ ALL_SAMPLING_OPTIONS = SamplingParams(
     max_tokens=2,
 )
 
-MIN_PROMPT_TOKENS = 64  # length of the shortest prompt, except for one of 1 token
+MIN_PROMPT_TOKENS = 64  # minimum length of the halved prompts
 
 
 def warm_up_sequences(limits: SchedulerConfig, compiles: bool) -> Iterator[NewSequence]:
-    """Yield the sequences to run, one after another; the first has the longest prompt of one step.
+    """Yield the sequences to run, one after another.
+
+    The first sequence has the longest prompt that fits into one step. If `compiles`, shorter
+    prompts follow (1/2, 1/4, ... of this length), because the kernels of an MoE layer depend on the
+    number of tokens. The last sequence then uses all sampling options.
 
     Args:
         limits: limits of the scheduler.
-        compiles: True if kernels are compiled at their first launch. The kernels of an MoE layer
-            depend on the number of tokens, so prompts of 1/2, 1/4, ... of the first length follow.
-            The last sequence uses all sampling options.
+        compiles: True if kernels are compiled at their first launch.
     """
     most = max(1, min(limits.max_batched_tokens, limits.max_model_len - 2))
     yield _prompt(most, GREEDY)
@@ -59,8 +61,8 @@ def _prompt(length: int, params: SamplingParams) -> NewSequence:
 def warm_up_block_moves(kv: Tensor) -> None:
     """Launch each kernel of KV transfers and forks once, copying block 0 onto itself.
 
-    A transfer of only some layers or heads uses the same kernels if one head has a multiple of 128
-    bytes in a block.
+    If the bytes of one head in one block are a multiple of 128, transfers of only some layers or
+    heads use the same kernels.
 
     Args:
         kv: this rank's whole KV cache (see `kernels.kv_cache.block_copy`); no other code may write
@@ -71,4 +73,4 @@ def warm_up_block_moves(kv: Tensor) -> None:
     layers, heads = slice(0, kv.shape[0]), slice(0, kv.shape[3])
     staged = gather_blocks(kv, first, layers, heads)
     scatter_blocks(kv, first, layers, heads, staged)
-    checksum(staged)  # also waits for all kernels launched above
+    checksum(staged)  # its result is read on the host: this waits for all kernels

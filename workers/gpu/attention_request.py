@@ -1,4 +1,4 @@
-"""Describes a model's attention to the choice of an attention backend."""
+"""Describes a model's attention for the selection of an attention backend."""
 
 import torch
 

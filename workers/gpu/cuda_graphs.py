@@ -53,7 +53,7 @@ class CudaCaptures:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     replay: Callable[[], None]
-    hidden: Tensor  # [rows, hidden_size]: first rows of the output buffer that all graphs share
+    hidden: Tensor  # [rows, hidden_size]: view of the output buffer that all graphs share
 
 
 class DecodeGraphs:
@@ -78,7 +78,7 @@ class DecodeGraphs:
     def capture(self, buckets: list[GraphBucket], progress: Callable[[int, int], None]) -> None:
         """Capture a graph for each bucket, in order; the first bucket must have the most rows.
 
-        progress: called with the number of graphs captured so far (at first 0) and their total.
+        progress: called with (number of captured graphs, total), first with (0, total).
         """
         progress(0, len(buckets))
         for number, rung in enumerate(buckets, 1):

@@ -54,7 +54,8 @@ class DeviceRunner(ModelRunner):
         self._device = decoder.device
         self._attention = attention or NativeBackend("triton", deterministic)
         self._latent_planner = TiledPlanner(deterministic)
-        # Its stages exchange hidden states here; None: a model that is never divided.
+        # The decoder, if its pipeline stages may exchange hidden states; None for a model of
+        # `transformers`, which is never divided into stages.
         self._stage = decoder if isinstance(decoder, Decoder) else None
         self._graphs: DecodeGraphs | None = None
 
@@ -125,7 +126,7 @@ class DeviceRunner(ModelRunner):
             self._latent_planner.prepare(batch.query_starts, batch.context_lens, batch.is_captured)
 
     def _batch(self, plan: StepPlan, drawn: Tensor | None, received: Tensor | None) -> DeviceBatch:
-        """Copy the inputs of a step without captured graph into new tensors on the device."""
+        """Copy the inputs of an uncaptured step into new tensors on the device."""
         device = self._device
         return DeviceBatch(
             tokens=put(plan.tokens, device) if drawn is None else drawn,
@@ -140,13 +141,13 @@ class DeviceRunner(ModelRunner):
         )
 
     def _compute_captured(self, batch: DeviceBatch) -> Tensor:
-        """Version of `_compute` for graphs; it leaves `batch.received`, a graph input, as it is."""
+        """Run `_compute` for a captured graph; do not modify `batch.received`, a graph input."""
         if batch.received is not None:
             batch = replace(batch, received=batch.received.clone())
         return self._compute(batch)
 
     def _compute(self, batch: DeviceBatch) -> Tensor:
-        """Return hidden states [T, hidden_size]. It may only launch kernels, to allow capture."""
+        """Return hidden states [T, hidden_size]; only launch kernels, to allow graph capture."""
         layer, latent = self.cache.data[0], self._latent
         positions = batch.positions.to(torch.int64)
         where = Batch(batch.query_starts, batch.context_lens, batch.block_tables)

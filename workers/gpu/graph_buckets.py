@@ -4,9 +4,9 @@ A captured graph has a fixed number of rows (one per sequence). A step runs with
 that fits; the graph's unused rows are padding. A step that fits no graph (because of a prompt
 chunk, or too many rows) runs uncaptured.
 
-Our own attention and FlashInfer read the work of each step from buffers, so their graphs are for
-all contexts. The grids of FlashAttention-3 grow with the longest context for which a graph is
-captured, so it has graphs for several longest contexts.
+Our own attention and FlashInfer read the context lengths of each step from buffers, so one graph
+serves all context lengths. The launch grids of FlashAttention-3 grow with the longest context for
+which a graph is captured. With this backend, graphs are captured for several longest contexts.
 """
 
 from bisect import bisect_left
@@ -19,7 +19,7 @@ ROWS = (1, 2, 4, *range(8, 257, 8))
 """Numbers of rows of graphs. Steps with more rows take so long that launch times are hidden."""
 
 FIRST_CONTEXT, CONTEXT_FACTOR = 8192, 8
-"""Longest contexts of graphs, if there are several: 8192 positions, then 8 times the previous one,
+"""Longest contexts for which graphs are captured: 8192 positions, then 8 times the previous one,
 up to the model's maximum."""
 
 
@@ -37,7 +37,7 @@ class GraphBuckets:
     def __init__(
         self, max_sequences: int, max_model_len: int, several_contexts: bool = False
     ) -> None:
-        """`several_contexts`: graphs differ in their longest contexts, not only in their rows."""
+        """Choose the sizes; `several_contexts`: capture graphs for several longest contexts."""
         contexts = _contexts(max_model_len) if several_contexts else ()
         self.rows = _up_to(ROWS, min(max_sequences, ROWS[-1]))
         self.contexts = _up_to(contexts, max_model_len)

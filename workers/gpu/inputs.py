@@ -49,8 +49,8 @@ class DecodeInputs:
 
         num_columns: number of columns of the block table.
         scratch: number of the scratch block.
-        received: [R, hidden_size] buffer for the hidden states of the previous stage, initially
-            finite; None: this is the first stage.
+        received: [R, hidden_size] buffer for the hidden states of the previous stage; the initial
+            contents must be finite. None: this is the first stage.
         """
         self._received = received
         self._padding = padding(max_rows, block_size, scratch)
@@ -88,7 +88,7 @@ class DecodeInputs:
             plan: a plan of at most `num_rows` sequences, with one token each.
             num_rows: number of rows of the graph.
             drawn: [B] the sequences' tokens on the device, if `plan` does not have them yet.
-            received: [B, hidden_size] of the previous stage; None: this is the first stage.
+            received: [B, hidden_size] hidden states of the previous stage; None: first stage.
 
         Returns:
             The rows on the host, padding included.

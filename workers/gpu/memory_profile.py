@@ -43,7 +43,7 @@ def profile_step_bytes(
     deterministic: bool,
     attention: AttentionBackend | None = None,
 ) -> int:
-    """Return the bytes that are needed by the largest step, by sampling and by all CUDA graphs.
+    """Return the total bytes that the largest step, sampling and all CUDA graphs need.
 
     `decoder` must be on a CUDA device; `form` is the format of its KV cache.
     """
@@ -86,9 +86,13 @@ def profile_step_bytes(
 def graph_bytes(free: list[int], num_graphs: int) -> int:
     """Estimate the bytes of `num_graphs` graphs that share a memory pool.
 
-    The first graph allocates the pool; each other graph needs only its own memory. The driver
-    allocates in large steps, so this memory is the mean over the other measured graphs. `free` is
-    the free memory before the first capture and after each measured one, largest graph first.
+    The first graph allocates the pool; every other graph needs only its own memory. Because the
+    driver allocates in large steps, the mean over the other measured graphs is used for each.
+
+    Args:
+        free: free memory before the first capture and after each measured capture, largest graph
+            first.
+        num_graphs: number of graphs that will be captured.
     """
     if len(free) < 2:
         return 0

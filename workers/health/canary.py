@@ -12,7 +12,7 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 
 class CanaryKey(NamedTuple):
-    """Key of the canary, with the fields of `SequenceKey`; no router's stream is session 0."""
+    """Key of the canary, with the fields of `SequenceKey`. No router has session number 0."""
 
     session: int = 0
     request: int = 0

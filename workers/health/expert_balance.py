@@ -23,14 +23,14 @@ class ExpertBalance:
         self._ratio = 0.0
 
     def ratio(self, now: float) -> float:
-        """Return how often a layer's busiest expert was chosen, divided by the mean per expert.
+        """Return the number of choices of a layer's busiest expert, divided by the experts' mean.
 
-        The ratio is averaged over layers, for the tokens computed between the last two reads. It is
-        1 if all experts are chosen equally often, E if all choices are the same expert, and 0 if it
-        is not known yet.
+        The ratio is averaged over layers, and covers the tokens computed between the last two reads
+        of the counts. 1 means that all experts are chosen equally often, E (the number of experts)
+        that all choices are the same expert, and 0 that the ratio is not known yet.
 
         Args:
-            now: time in seconds, of any clock.
+            now: current time in seconds; any clock.
         """
         if not self._counts:
             return 0.0

@@ -99,7 +99,7 @@ class Watchdog:
         notify: Callable[[str], object] = log.critical,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        self.state_source: Callable[[], Mapping[str, Any]] = _no_state  # state for the crash dump
+        self.state_source: Callable[[], Mapping[str, Any]] = _no_state  # returns the state to dump
         self._name = name
         self._seconds = seconds
         self._folder = folder

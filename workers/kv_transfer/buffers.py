@@ -12,7 +12,7 @@ NUM_BUFFERS = 8
 """Buffers per rank and direction."""
 
 BUFFER_BYTES = 32 << 20
-"""Size of a buffer, and so the largest message, unless one block of one layer is larger."""
+"""Size of a buffer, which bounds the size of messages, unless one block of one layer is larger."""
 
 MAX_PER_PAIR = 2
 """Buffers that one rank pair may use at once: one is in transit while the other is copied. The
@@ -26,7 +26,7 @@ User = TypeVar("User")
 
 
 def reserved_bytes() -> int:
-    """Return the bytes that KV transfers need on a GPU: buffers, and one pair for each peer."""
+    """Return the bytes that KV transfers need on a GPU: for buffers and for communicators."""
     return 2 * NUM_BUFFERS * BUFFER_BYTES + 2 * MAX_PEERS * COMMUNICATOR_BYTES
 
 
@@ -54,7 +54,10 @@ class BufferRing(Generic[User]):
             self._free = [self._allocate() for _ in range(num_buffers)]
 
     def take(self, user: User) -> Tensor | None:
-        """Return a buffer, [buffer_bytes] uint8; None if all are used or `user` has its share."""
+        """Return a free buffer, [buffer_bytes] uint8, or None.
+
+        The result is None if all buffers are in use, or if `user` already has `max_per_user`.
+        """
         if self._used[user] >= self._max_per_user or not (self._free or self._num_new):
             return None
         buffer = self._free.pop() if self._free else self._allocate()
@@ -62,7 +65,7 @@ class BufferRing(Generic[User]):
         return buffer
 
     def give_back(self, user: User, buffer: Tensor) -> None:
-        """Return a buffer that nothing reads or writes any more."""
+        """Give back a buffer that is no longer in use."""
         self._release(user)
         self._free.append(buffer)
 

@@ -1,10 +1,12 @@
 """Coordinates a worker's KV transfers between router messages, the engine and the rank pairs.
 
 At the destination, when blocks are reserved, the coordinator opens an epoch and sends Ready to the
-router. It reports the result to the scheduler and to the router: Received, or Failed (then the
-prompt is computed here). At the source, the coordinator pins a lease, sends its blocks and unpins
-the lease. If the lease cannot be sent, the coordinator informs the destination, or the router if
-the destination is unreachable. All methods run on the event loop.
+router. It later reports the result to the scheduler and to the router: Received or Failed. After
+Failed, this worker computes the prompt itself.
+
+At the source, the coordinator pins a lease, sends its blocks and unpins the lease. If the lease
+cannot be sent, the coordinator informs the destination, or the router if the destination is
+unreachable. All methods run on the event loop.
 """
 
 import asyncio
@@ -37,7 +39,7 @@ class KvTransfer:
         seconds: Timeout of each network operation and of a transfer that makes no progress.
 
     Attributes:
-        endpoint: How other workers connect to send KV to this worker.
+        endpoint: Address and credentials with which other workers connect to send KV.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class KvTransfer:
     def _on_result(self, session: Session, key: SequenceKey, result: TransferResult) -> None:
         """Report the result of a transfer to the engine and the router.
 
-        Called when no rank writes the blocks of the transfer any more.
+        Called when all ranks have stopped writing the blocks of the transfer.
         """
         about = {"request": key.request, "attempt": key.attempt, "epoch": result.epoch}
         if key not in session.held:

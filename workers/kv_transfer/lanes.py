@@ -1,6 +1,6 @@
-"""Device work of KV transfers: a CUDA stream for each direction. On a CPU, work runs at once.
+"""Device work of KV transfers: one CUDA stream (lane) per direction. On a CPU, work runs at once.
 
-Nothing here waits for the device. `Lane.mark` returns a mark that can be polled.
+No function here waits for the device. `Lane.mark` returns an object that can be polled.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -17,21 +17,21 @@ class Waitable(Protocol):
 
 
 class Lane:
-    """The work of one direction, in the order in which it is launched. This class is for a CPU."""
+    """A queue of device work for one direction. This base class is for a CPU: work runs at once."""
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context in which kernels are launched in this lane."""
         return nullcontext()
 
     def position(self) -> Waitable:
-        """Return a mark after all work so far in the calling thread's current stream."""
+        """Return a mark for the work launched so far in the calling thread's current stream."""
         return REACHED
 
     def follow(self, position: Waitable) -> None:
-        """Make the later work of this lane wait for a mark of `position`."""
+        """Make work launched later in this lane wait for `position`, a result of `position()`."""
 
     def mark(self) -> Waitable:
-        """Return a mark after all work so far in this lane."""
+        """Return a mark for the work launched so far in this lane."""
         return REACHED
 
     def to_host(self, tensor: Tensor) -> Tensor:

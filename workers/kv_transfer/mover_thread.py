@@ -72,7 +72,7 @@ class MoverThread:
             while self._wait(bool(running)):
                 while self._new:
                     running.append(_Running(self._new.popleft()))
-                # A task may free a buffer for which an earlier one waits.
+                # Repeat: a task may free a buffer for which an earlier task waits.
                 while any([_advance(each) for each in running]):
                     running = [each for each in running if not each.ended]
 
@@ -96,7 +96,7 @@ def _advance(running: _Running) -> bool:
         while True:
             try:
                 is_ready = running.awaited.ready()
-            except Exception as error:  # the task reports it
+            except Exception as error:  # raise the error inside the task, which reports it
                 running.awaited, moved = running.task.throw(error), True
                 continue
             if not is_ready:

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Callbacks:
-    """Callbacks of a transfer: when its blocks are no longer read, and when it has ended."""
+    """Callbacks of a transfer: `on_read` when its blocks may change, `ended` when it has ended."""
 
     on_read: Callable[[], None]
     ended: asyncio.Future[None]
@@ -71,7 +71,8 @@ class PeerChannel:
     Args:
         bytes_by_pair: Counts the bytes that the ranks have sent.
         on_idle: Called when the channel may have become idle.
-        early: No transfer waits for the channel; a destination without a free slot refuses it.
+        early: The channel is opened before any transfer needs it. A destination without a free slot
+            then refuses the channel, instead of closing another one.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class PeerChannel:
     async def send(
         self, outgoing: OutgoingTransfer, message_bytes: int, on_read: Callable[[], None]
     ) -> None:
-        """Send a transfer; always call `on_read` when no rank reads the blocks any more.
+        """Send a transfer; always call `on_read` when all ranks have stopped reading the blocks.
 
         Raises:
             PairBroken: The connection failed; the destination may still expect the transfer.

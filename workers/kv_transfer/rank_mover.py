@@ -80,7 +80,7 @@ class Movers:
 
 @dataclass(slots=True, eq=False)
 class _Endpoint:
-    """An open endpoint of a pair; `num_tasks` are its pieces that have not been reported."""
+    """An open endpoint of a pair; `num_tasks` is the number of pieces not yet reported."""
 
     pair: RankPair
     num_tasks: int = 0
@@ -181,7 +181,7 @@ class RankMover:
     def _run(
         self, number: int, piece: wire.Piece, work: Callable[[_Endpoint, wire.Piece], Moving]
     ) -> None:
-        """Run `work` after earlier moves of the pair, and report its result exactly once."""
+        """Queue `work` after earlier moves of the pair; report its result exactly once."""
         end = self._endpoints.get(number)
         if end is None:
             self._report(number, piece, broken="the pair is closed")
@@ -253,7 +253,7 @@ class RankMover:
         return problem
 
     def _write(self, piece: wire.Piece, data: torch.Tensor, gate: WriteGate) -> Task:
-        """Copy verified data into its blocks, then leave the gate."""
+        """Copy verified data into its blocks, then leave the write gate."""
         try:
             with self._incoming.computing():
                 self._staging.scatter(blocks_in(piece), shard_of(piece), data, piece.unit)
@@ -284,7 +284,7 @@ def _take(ring: BufferRing[_Endpoint], end: _Endpoint) -> Generator[Waitable, No
 def _drop(
     ring: BufferRing[_Endpoint], end: _Endpoint, buffer: torch.Tensor, started: Operation | None
 ) -> None:
-    """Give back the buffer of a failed task, unless the backend or a kernel may still use it."""
+    """Return a failed task's buffer to the ring; replace it if it may still be in use."""
     if started is None and buffer.device.type == "cpu":
         ring.give_back(end, buffer)
     else:

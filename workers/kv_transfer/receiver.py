@@ -48,7 +48,7 @@ from penstock.workers.kv_transfer.staging import PROTOCOL, WorkerIdentity
 from penstock.workers.kv_transfer.verification import MESSAGE_BYTES
 from penstock.workers.rank.fingerprint import layout_mismatch
 
-MAX_MESSAGES_WAITING = 1 << 12  # for a source that reads slowly
+MAX_MESSAGES_WAITING = 1 << 12  # limit per source; a source that reads too slowly is closed
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class _SourceChannel:
     """The control channel and the rank pairs of a connected source.
 
     Attributes:
-        ended: set once the channel takes no more messages.
+        ended: set when the channel stops accepting messages.
     """
 
     endpoints: dict[PairKey, RankEndpoint] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
     def open(self, expected: ExpectedTransfer, done: Callable[[TransferResult], None]) -> int:
         """Open an epoch for an expected transfer and return the epoch.
 
-        `done` is called exactly once, on the event loop, when no rank writes the blocks any more.
+        `done` is called exactly once, on the event loop, after all ranks have stopped writing.
         """
         epoch = self._protocol.open(expected, self._loop.time())
         self._callbacks[epoch] = done
@@ -193,7 +193,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         return introduction
 
     def _accept(self, introduction: wire.Introduction) -> IncomingPeer | None:
-        """Connect a source and open its rank pairs; return None if there is no room for it."""
+        """Connect a source and open its rank pairs; return None if there is no free slot."""
         source = (introduction.worker, introduction.incarnation)
         theirs = [rectangle_of(each) for each in introduction.ranks]
         early = introduction.early
@@ -289,5 +289,5 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             case CloseSource(generation):
                 self._channels.pop(generation).close()
             case Finished(result):
-                # Deferred, because the caller of `open` or `close` has not finished its own action.
+                # Deferred, so that the callback does not run inside a call of `open` or `close`.
                 self._loop.call_soon(self._callbacks.pop(result.epoch), result)

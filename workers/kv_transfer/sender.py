@@ -1,8 +1,8 @@
 """Source side of KV transfers: sends a lease's blocks over the channels to other workers.
 
-`PeerTable` decides which channels to open and close, also before their first transfer; the code
-here does so. `PeerChannel` sends over one channel. Each rank gathers and sends its own shard
-(`rank_mover`).
+`PeerTable` decides which channels to open (some before their first transfer) and which to close.
+This module opens and closes them. `PeerChannel` sends over one channel. Each rank gathers and sends
+its own shard (`rank_mover`).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class KvSender:
         self._loop = asyncio.get_running_loop()
         self._table: PeerTable[PeerChannel] = PeerTable()
         self._channel_idle = asyncio.Event()  # set when a channel may have become idle
-        self._check: asyncio.Handle | None = None  # next call of `_check_peers`
+        self._check: asyncio.Handle | None = None  # the scheduled call of `_check_peers`
         self._stopped = False
         self.bytes_by_pair: Counter[PairKey] = Counter()
 
@@ -47,7 +47,7 @@ class KvSender:
     async def send(
         self, peer: Peer, outgoing: OutgoingTransfer, on_read: Callable[[], None]
     ) -> None:
-        """Send a transfer; always call `on_read` when no rank reads the blocks any more.
+        """Send a transfer; always call `on_read` when all ranks have stopped reading the blocks.
 
         Raises:
             PairBroken: The connection failed; the destination may still expect the transfer.
@@ -64,9 +64,9 @@ class KvSender:
         await self.send(peer, OutgoingTransfer.aborting(epoch), lambda: None)
 
     def set_peers(self, stream: object, peers: Sequence[Peer]) -> None:
-        """Connect to `peers` now, in place of the peers that `stream` listed before.
+        """Replace the peers that a router's stream listed, and start to connect to the new ones.
 
-        A peer that does not answer is logged and tried again later.
+        If a peer does not answer, log this and try again later.
         """
         self._table.set_peers(
             stream, [each for each in peers if each.worker != self._identity.worker]
@@ -88,7 +88,7 @@ class KvSender:
     # ------------------------------------------------------------ channels
 
     async def _find_or_open(self, peer: Peer) -> PeerChannel:
-        """Return the channel to a worker, perhaps in the making; open it if there is none."""
+        """Return the channel to a worker, which may not be connected yet; open one if needed."""
         deadline = self._loop.time() + self._seconds
         while True:
             # Another task may have opened the channel while this task waited.
@@ -150,7 +150,7 @@ class KvSender:
             )
         for peer in due.opening:
             self._open(peer, early=True)
-        if self._check is not None:  # `close` calls `_on_idle`
+        if self._check is not None:  # `close` above may have scheduled one, through `_on_idle`
             self._check.cancel()
         self._check = None
         if due.next_check is not None:

@@ -44,7 +44,10 @@ class LayerHeadRange:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Contents of one message: a rectangle over positions [start, stop), starting at a unit."""
+    """Contents of one message: a rectangle over positions [start, stop).
+
+    `start` is a multiple of the unit.
+    """
 
     rectangle: LayerHeadRange
     start: int
@@ -70,16 +73,16 @@ class BlockShape:
         return shard.num_blocks(self.block_size) * shard.rectangle.area * self.bytes_per_head
 
     def max_bytes(self, rectangle: LayerHeadRange, message_bytes: int) -> int:
-        """Return the largest message of a rectangle that is split at `message_bytes`.
+        """Return the size of the largest message when a rectangle is split at `message_bytes`.
 
-        It is larger than `message_bytes` if one block of one layer is.
+        It exceeds `message_bytes` if a single block of a single layer does.
         """
         return max(
             message_bytes, (rectangle.last_head - rectangle.first_head) * self.bytes_per_head
         )
 
     def cut(self, unit: int) -> "BlockShape":
-        """Return the shape of a unit of `unit` positions; `unit` must divide the block size."""
+        """Return the shape of a part of a block with `unit` positions, a divisor of the size."""
         return BlockShape(unit, self.bytes_per_head // self.block_size * unit)
 
 
@@ -140,8 +143,8 @@ def split(
     """Split a rectangle over positions [start, stop) into messages of at most `message_bytes`.
 
     Layers are split only if one block of all layers is larger than the limit. Heads are never
-    split, so one block of one layer may exceed the limit. The parts have even sizes, to avoid a
-    small last message.
+    split, so one block of one layer may exceed the limit. Messages have nearly equal sizes, to
+    avoid a small last message.
     """
     heads = rectangle.last_head - rectangle.first_head
     num_layers = rectangle.last_layer - rectangle.first_layer
@@ -156,7 +159,7 @@ def split(
 
 
 def _even_ranges(num_items: int, most: int) -> Iterator[tuple[int, int]]:
-    """Split items into the fewest even parts of at most `most` items; yield each [first, last)."""
+    """Yield the fewest ranges [first, last), of nearly equal length, with at most `most` items."""
     num_ranges = -(-num_items // max(1, most))
     return pairwise(num_items * index // num_ranges for index in range(num_ranges + 1))
 

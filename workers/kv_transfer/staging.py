@@ -53,11 +53,11 @@ class KvStaging:
 
         Args:
             unit: Positions per unit; None: the unit is a whole block.
-            into: [num_bytes or more] uint8 to copy to; None: new memory.
+            into: [num_bytes or more] uint8, the destination; None: allocate it.
 
         Returns:
-            [num_bytes] uint8, the bytes of an array [layers, sides, units, heads, unit, W]: a cache
-            whose blocks are the units. A message thus contains the scales of its codes.
+            [num_bytes] uint8, the bytes of an array [layers, sides, units, heads, unit, W]. The
+            array has the format of a cache whose blocks are the units, including scales of codes.
         """
         unit = unit or self.shape.block_size
         layers, heads = self._slices(shard.rectangle)
@@ -111,9 +111,9 @@ class KvStaging:
         """Split the cache's blocks into units.
 
         Returns:
-            For each of the cache's `slot_views`, a view [layers, sides, blocks, heads, units per
-            block, unit, n]; the block of each unit of the message, [units] int64; and the index of
-            each unit in its block, [units] int64.
+            Three items: for each of the cache's `slot_views`, a view [layers, sides, blocks, heads,
+            units per block, unit, n]; for each unit of the message, its block, [units] int64; and
+            for each unit, its index within the block, [units] int64.
         """
         block_size = self.shape.block_size
         first = shard.start % block_size // unit

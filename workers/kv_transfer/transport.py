@@ -34,9 +34,10 @@ class PairBroken(RuntimeError):
 
 
 class MirrorStore(Store):
-    """A two-party store: `publish` sends each value set here to the other side's `receive`.
+    """A rendezvous store that is mirrored on two sides.
 
-    `publish` is called in the thread that sets the value. `close` ends all waits.
+    For each value set here, `publish` is called in the same thread. `publish` must send the value
+    to the other side, which passes it to `receive` of its own store. `close` ends all waits.
     """
 
     def __init__(self, publish: Callable[[str, bytes], None], seconds: float) -> None:
@@ -57,7 +58,7 @@ class MirrorStore(Store):
             self._closed = True
             self._changed.notify_all()
 
-    # Methods of `Store` that communicators call.
+    # The following methods override those of `Store`; communicators call them.
 
     def set(self, key: str, value: bytes | str) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
@@ -86,7 +87,7 @@ class Operation:
 
     Args:
         polls: True: `ready` asks the backend. False: the pair's thread calls `wait_for_backend`.
-        is_over: Whether the pair has ended, so that nothing can complete any more.
+        is_over: Returns whether the pair has ended; the operation can then not complete any more.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Operation:
             raise PairBroken(self._error)
 
     def wait_for_backend(self) -> None:
-        """Wait until the operation has completed or failed, which it does at the timeout."""
+        """Wait until the operation has completed or failed; at the timeout, it fails."""
         try:
             self._work.wait(timedelta(seconds=self._seconds))
         except RuntimeError as error:
@@ -191,7 +192,10 @@ class RankPair:
         return self._start(lambda group: group.recv([data], SOURCE, 0))
 
     def keep(self, data: torch.Tensor) -> None:
-        """Keep the memory of a failed operation, which may still be written, until the release."""
+        """Keep the memory of a failed operation until the pair is released.
+
+        The backend may still write into this memory.
+        """
         self._kept.append(data)
 
     def close(self) -> Future[None]:
@@ -221,7 +225,7 @@ class RankPair:
             self._on_progress()
         group, self._group = self._group, None
         if group is not None and self._polls:
-            group.abort()  # if it was connected while the pair was being closed
+            group.abort()  # needed if `close` ran before the communicator was connected
         del group
         self._kept.clear()
         self._released.set_result(None)

@@ -49,7 +49,7 @@ def verify(found: Sequence[int], epoch: int, index: int) -> str:
     """Return the problem of a message, or "" if it is valid; `found` is a result of `inspect`.
 
     Raises:
-        PairBroken: The trailer belongs to another message, so the two ranks are out of step.
+        PairBroken: The trailer is that of another message, so messages were lost or reordered.
     """
     sent_epoch, sent_index, sent, received = found
     if (sent_epoch, sent_index) != (epoch, index):

@@ -44,9 +44,9 @@ def _closed_gate() -> WriteGate:
 class WriteGates:
     """The gates of one rank, by epoch. The methods must be called from one thread.
 
-    An epoch that has been drained stays closed. Epochs are numbered from 1, and every epoch is
-    drained on every rank, so the set of drained epochs needs to hold only those above the first
-    epoch that is not drained.
+    An epoch that has been drained stays closed. Epochs are numbered from 1, and in the end every
+    epoch is drained. The set of drained epochs therefore stays small: it holds only epochs after
+    the first one that is not drained.
     """
 
     def __init__(self) -> None:

@@ -110,5 +110,8 @@ class Attention:
         self.output.lower(graph, attended, out)
 
     def _normalise(self, heads: Tensor, norm: Norm) -> None:
-        """Normalise `heads` in place, per head or over all heads; the weight's size decides."""
+        """Normalise `heads` in place, in groups of as many features as the weight has.
+
+        A group is one head, or all heads together.
+        """
         norm.normalize_(heads.view(len(heads), -1, norm.weight.shape[0]))

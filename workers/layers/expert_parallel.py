@@ -1,16 +1,17 @@
 """Mixture of experts with the experts divided among the ranks of a stage (expert parallel).
 
-Every rank of a stage has the hidden states of all tokens, and routes all tokens. It computes the
-choices of its own experts only, adds its slice of the shared expert, and an all-reduce sums the
-results of the ranks:
+Every rank of a stage has the hidden states of all tokens, and chooses the experts of all tokens. A
+rank computes only the choices of its own experts, and adds its slice of the shared expert. An
+all-reduce sums the results of the ranks:
 
     tokens 0 1 2 3   rank 0: choices of experts 0 1 2 ──▶ weighted sum ─┐
                      rank 1: choices of experts 3 4 5 ──▶ weighted sum ─┴─▶ sum ──▶ all ranks
 
-No rank needs the numbers of choices of the others, so the host reads nothing and a CUDA graph can
-capture the layer. Ranks with the same experts form a group; each of them has a slice of the
-intermediate features of each of the group's experts. A rank sums a token's results in the order of
-the token's choices; the sum over ranks is that of every divided layer.
+A rank does not need to know how many choices other ranks have. The host therefore reads nothing
+from the device, and a CUDA graph can capture the layer. Ranks with the same experts form a group;
+each rank of a group has a slice of the intermediate features of all experts of the group. A rank
+sums a token's results in the order of the token's choices. The all-reduce over ranks is the same as
+in other divided layers.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class ExpertParallelMoE:
     """Mixture of E experts; this rank has some of the experts, either complete or as slices."""
 
     router: Linear
-    bias: Tensor | None  # [E] float32, added when experts are chosen, but not to their weights
+    bias: Tensor | None  # [E] float32; affects the choice of experts, not their weights
     routing: Routing
     experts: tuple[Mlp, ...]  # this rank's experts, or slices of experts
     shared: SharedExpert | None  # this rank's slice of the shared expert
@@ -43,8 +44,8 @@ class ExpertParallelMoE:
     coord: MeshCoord
     stage: ProcessGroup
     load: Tensor  # [E] int64: number of tokens for which each expert was chosen since the start
-    grouped: ExpertWeights | None = None  # this rank's experts for the GPU kernel, as in `MoE`
-    batch_invariant: bool = False  # as in `MoE`
+    grouped: ExpertWeights | None = None  # this rank's experts; see `MoE.grouped`
+    batch_invariant: bool = False  # see `MoE.batch_invariant`
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, hidden], which is equal on all ranks, to [T, hidden]."""
@@ -62,7 +63,7 @@ class ExpertParallelMoE:
         raise UnsupportedGraph("experts divided among several ranks")
 
     def _count(self, chosen: Tensor) -> None:
-        """Add the choices [T, k] to `load`, except in a CUDA graph, because it has padding rows."""
+        """Add the choices [T, k] to `load`; skip CUDA graphs, because they have padding rows."""
         if chosen.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         ones = self.load.new_ones(1).expand(chosen.numel())

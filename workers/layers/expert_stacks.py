@@ -13,7 +13,7 @@ from penstock.workers.layers.parameter import Parameter, parameter
 
 
 class StackMethod(Protocol):
-    """Defines how a stack is stored, loaded and multiplied; compare `LinearMethod`."""
+    """Defines how a stack of experts is stored, loaded and multiplied, as `LinearMethod` does."""
 
     @property
     def name(self) -> str: ...
@@ -52,10 +52,10 @@ class FloatStackMethod:
 class ExpertStack:
     """One projection of all experts of a layer that are on this rank."""
 
-    weight: Tensor | None  # [E, in, out]; None: freed, because the packed experts replace it
+    weight: Tensor | None  # [E, in, out]; None: freed after packing, which copies the weights
     bias: Tensor | None  # [E, out]
-    linears: tuple[Linear, ...]  # the experts' layers
-    is_grouped: bool = False  # a kernel for all experts reads `weight`
+    linears: tuple[Linear, ...]  # one layer per expert
+    is_grouped: bool = False  # True: one kernel computes all experts, from `weight`
     method: StackMethod = field(default_factory=FloatStackMethod)
 
     def parameters(self, name: str) -> dict[str, Parameter]:

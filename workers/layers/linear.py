@@ -42,7 +42,10 @@ class LinearMethod(Protocol):
 
     @property
     def name(self) -> str:
-        """Name for messages and for the KV layout string: equal names give equal numbers."""
+        """Name for messages and for the KV layout string.
+
+        Methods with equal names compute equal results.
+        """
         ...
 
     def parameters(self, linear: Linear, names: Sequence[str]) -> dict[str, Parameter]:
@@ -130,12 +133,12 @@ class Linear:
         self._drop_weight()
 
     def pack_onednn(self) -> None:
-        """Add a copy of the weights packed for oneDNN; oneDNN is faster for several rows."""
+        """Add a copy of the weights packed for oneDNN, which is faster for several rows."""
         if supports_onednn(self.weight):
             self.packed = pack_onednn(self.weight, self.bias)
 
     def pack_batch_invariant(self) -> None:
-        """Replace the weights by a form for batch-invariant results: see `kernels/linear`."""
+        """Replace the weights by a form with batch-invariant results: see `kernels/linear`."""
         self.packed = pack_batch_invariant(self.weight, self.bias)
         self._drop_weight()
 
@@ -195,7 +198,10 @@ def lower_expert_linears(
     out: Buffer,
     layout: ExpertLayout,
 ) -> None:
-    """Append `out = linear(x)` for the rows of each expert; x and out have `layout`."""
+    """Append `out = linear(x)` for each expert, with the expert's own `linear` and rows.
+
+    `layout` gives the rows of each expert in x and out.
+    """
     packed = [linear.packed if isinstance(linear, Linear) else None for linear in linears]
     graph.expert_linears(x, packed, out, layout)
 

@@ -28,7 +28,8 @@ class LatentAttention:
     R compressed features, followed by P features with rotary embedding, for all heads together.
     """
 
-    down: Linear  # outputs: the query's latent (without `query_up`: all query heads), then R + P
+    # Outputs: the query's latent (without `query_up`: all query heads), then a cache row (R + P).
+    down: Linear
     query_norm: Norm | None
     query_up: Linear | None
     row_norm: Norm  # normalises the first R features of a cache row
@@ -48,7 +49,10 @@ class LatentAttention:
         return self.up.weight.view(self.num_heads, -1, self.up.weight.shape[1])
 
     def pack_batch_invariant(self) -> None:
-        """Pack `up` for batch-invariant results on a CPU. On a GPU, the step's plan is enough."""
+        """Pack `up` for batch-invariant results on a CPU; do nothing on a GPU.
+
+        On a GPU, the attention plan of the step makes the results batch-invariant.
+        """
         up = self.up_heads
         if runs_kernels(up.device):
             return

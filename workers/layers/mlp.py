@@ -44,7 +44,7 @@ class Mlp:
         self.down.lower(graph, inner, out)
 
     def gate_kind(self) -> str:
-        """Return the key of GATES of the activation; raise UnsupportedGraph for others."""
+        """Return the step graph's name of the activation; raise UnsupportedGraph if it has none."""
         kind = STEP_GRAPH_GATES.get(self.activation)
         if kind is None:
             raise UnsupportedGraph("an activation other than gated SiLU or GELU (tanh)")

@@ -22,7 +22,7 @@ class SharedExpert:
     """Expert that is applied to every token in addition to the token's routed experts."""
 
     mlp: Mlp
-    gate: Linear | None  # the expert's result is multiplied by the sigmoid of the gate's one output
+    gate: Linear | None  # one output; its sigmoid multiplies the expert's result
 
     def __call__(self, x: Tensor) -> Tensor:
         made = self.mlp(x)
@@ -46,15 +46,15 @@ class MoE:
     """Mixture of E experts."""
 
     router: Linear
-    bias: Tensor | None  # [E] float32, added when experts are chosen, but not to their weights
+    bias: Tensor | None  # [E] float32; affects the choice of experts, not their weights
     routing: Routing
     experts: tuple[Mlp, ...]
     shared: SharedExpert | None
     stacks: dict[str, ExpertStack] | None  # by name, if the checkpoint stacks the experts
     grouped: ExpertWeights | None = (
-        None  # the same weights, for the GPU kernel that runs all experts in one launch
+        None  # weights of `experts`, for the GPU kernel that runs all experts in one launch
     )
-    batch_invariant: bool = False  # with `grouped`: make a token's result independent of others
+    batch_invariant: bool = False  # for `grouped`: a token's result is independent of the batch
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, hidden] to [T, hidden]."""
@@ -73,8 +73,8 @@ class MoE:
         weights = graph.scratch("expert weights", routing.top_k)
         self.router.lower_unpacked(graph, x, logits)
         graph.topk_softmax(logits, layout, routing.normalise, weights)
-        # Append the shared expert before the others: threads that wait for the routing then
-        # prefetch its weights.
+        # Append the shared expert before the routed experts: threads that wait for the routing
+        # prefetch the weights of the shared expert.
         shared, gate = (None, None) if self.shared is None else self.shared.lower(graph, x)
         rows = graph.scratch("expert inputs", x.width, layout)
         made = graph.scratch("expert outputs", out.width, layout)
@@ -85,7 +85,7 @@ class MoE:
     def _lower_experts(
         self, graph: GraphBuilder, x: Buffer, out: Buffer, layout: ExpertLayout
     ) -> None:
-        """Append `out = expert(x)` for each expert's rows, in the order of `Mlp.lower`."""
+        """Append `out = expert(x)` for each expert's rows: same operations as in `Mlp.lower`."""
         first = self.experts[0]
         width = sum(first.gate_up.sizes)
         both = graph.scratch("gate and up", width, layout)
@@ -96,7 +96,7 @@ class MoE:
 
 
 class Experts(Protocol):
-    """The experts of a layer, or those of one rank; see `MoE` for the attributes."""
+    """Interface to the experts of a layer on this rank; `MoE` describes the attributes."""
 
     @property
     def experts(self) -> Sequence[Mlp]: ...

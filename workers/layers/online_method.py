@@ -26,17 +26,17 @@ METHOD_NAMES: dict[WeightForm, str] = {
 
 
 class OnlineMethod(FloatMethod):
-    """Float weights in the checkpoint, quantized when the last tensor of the product is loaded.
+    """Float weights in the checkpoint, quantized when the layer's last tensor is loaded.
 
-    Scales, zero points and codes are those of whole rows: a rank that needs some of the inputs
-    loads all inputs, quantizes the rows and keeps its own inputs. The codes are therefore equal for
-    any number of ranks.
+    Whole rows are quantized: a rank that needs only some of the inputs loads all inputs, quantizes
+    the rows and keeps its own inputs. The codes, scales and zero points are therefore equal for any
+    number of ranks.
 
     INT8 weights use INT8 products, which quantize activations as well. The other forms are
     weight-only.
 
     Args:
-        form: the codes, scales and zero points; see `quantize_weight`.
+        form: the form of quantization; see `quantize_weight`.
         inputs: the range of inputs that this rank keeps; None keeps all inputs. With a range,
             `linear.weight` must have all inputs.
     """
@@ -64,7 +64,7 @@ class OnlineMethod(FloatMethod):
 
 
 def own_inputs(matrix: QuantizedMatrix, inputs: tuple[int, int] | None) -> QuantizedMatrix:
-    """Return a rank's inputs of a matrix; None: all inputs."""
+    """Return the part of a matrix for a rank's range of inputs; None: the whole matrix."""
     return matrix if inputs is None else matrix.take_inputs(*inputs)
 
 
@@ -86,7 +86,7 @@ class OnlineStackMethod:
     experts: range  # this rank's experts, by their numbers in the checkpoint
     outputs: Ranges | None  # this rank's outputs
     inputs: tuple[int, int] | None  # this rank's inputs
-    num_inputs: int  # of the whole model
+    num_inputs: int  # number of inputs in the whole model
     _loaded: dict[int, Tensor] = field(default_factory=dict)
     _matrices: dict[int, QuantizedMatrix] = field(default_factory=dict)
 
@@ -131,5 +131,5 @@ class OnlineStackMethod:
 
 
 def refuse_whole_stack() -> Tensor:
-    """Stand in for `Parameter.data` of parameters that are loaded by pieces."""
+    """Raise AssertionError: `Parameter.data` of parameters that are loaded by pieces."""
     raise AssertionError("this parameter is loaded by pieces")

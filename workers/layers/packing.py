@@ -43,7 +43,7 @@ def check_quantization(
 
 
 def not_deterministic(what: str, device: torch.device, dtype: torch.dtype) -> ValueError:
-    """Return the error for weight-only products that are not batch-invariant."""
+    """Return the error for layers (`what`) that are not batch-invariant on this device."""
     return ValueError(
         f"deterministic mode is not available: {what} need a CPU with AVX-512, numba and float32 "
         f"for it, not {device.type} and {str(dtype).removeprefix('torch.')}"
@@ -61,7 +61,7 @@ class Packer:
 
     Args:
         model: a tree of dataclasses and tuples that contains every `Linear`.
-        deterministic: pack for batch-invariant kernels, even where others are faster.
+        deterministic: pack for batch-invariant kernels, even if other kernels are faster.
     """
 
     def __init__(self, model: Any, deterministic: bool) -> None:
@@ -84,7 +84,7 @@ class Packer:
 
     @cached_property
     def _copies_fit(self) -> bool:
-        """Whether copies of all weights fit in `MEMORY_FRACTION` of the memory left by loading."""
+        """Whether copies of all weights fit in `MEMORY_FRACTION` of memory free after loading."""
         return self._weight_bytes <= MEMORY_FRACTION * (_available() - self._bytes_left)
 
     def pack_float(self, linear: Linear) -> None:
@@ -102,7 +102,8 @@ def is_packable(linear: Linear, whole: torch.Tensor) -> bool:
     """Return whether packing or quantization of a float layer pays off.
 
     Args:
-        whole: the layer's weights in the whole model, of which `linear` may be a rank's part.
+        linear: the layer, or a rank's part of it.
+        whole: the layer's weights in the whole model.
     """
     return isinstance(linear.method, FloatMethod) and whole.numel() >= MIN_WEIGHTS
 

@@ -13,7 +13,7 @@ FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor that is loaded into memory of its own, and finished at once."""
+    """A part of a tensor that is loaded into separate memory; `finish` is called when loaded."""
 
     region: Region
     data: Callable[[], Tensor]  # returns the contiguous tensor to be filled
@@ -34,7 +34,7 @@ class Parameter:
     accepts: tuple[str, ...] = FLOATS  # dtypes that the tensor may have in a safetensors file
     region: Region | None = None  # part of the file's tensor; None: see `sharding.regions`
     alternatives: tuple[tuple[int, ...], ...] = ()  # other shapes in the file, of the same items
-    pieces: tuple[Piece, ...] = ()  # if not empty, loaded one after the other in place of `data`
+    pieces: tuple[Piece, ...] = ()  # if set, these are loaded in turn, and `data` is unused
 
     @property
     def num_items(self) -> int:

@@ -14,7 +14,7 @@ def vocab_parallel_embedding(
 
     Args:
         tokens: [T] token ids.
-        weight: [n, D], this rank's part: the embeddings of tokens [first, first + n).
+        weight: [n, D] this rank's part: the embeddings of tokens `first` to `first + n - 1`.
         first: this rank's first token id.
         group: the ranks among which the vocabulary is divided.
     """

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AlibiSpec:
-    """Slope of each query head: decrease of a score per position of distance.
+    """Slope of each query head: the score decreases by the slope per position of distance.
 
     With `rounded` (Falcon), bfloat16(slope * j) is added to the score of position j before scores
-    are scaled. Because of the rounding, this differs slightly from a bias by distance.
+    are scaled. Because of the rounding, results differ slightly from a bias by distance.
     """
 
     slopes: tuple[float, ...]

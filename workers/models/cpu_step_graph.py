@@ -20,7 +20,7 @@ from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 MAX_ROWS = 128
-"""Maximum number of tokens of a step. In larger steps, the saved call overhead is negligible."""
+"""Maximum number of tokens of a step. In larger steps, a graph saves hardly any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class DecodeStepGraph:
             plan: the step, with one token per sequence.
             tokens: [T] token ids.
             rotary: the complete rotary tables, each [positions, 2, R].
-            beside: called right before the graph runs, which releases the GIL until its end.
-                Threads that start earlier take the GIL from this thread, and each change of the
-                GIL's holder costs both of them processor time.
+            beside: starts work on other threads. Called right before the graph runs, because the
+                graph releases the GIL. If threads started earlier, they would compete with this
+                thread for the GIL.
 
         Returns:
             [T, vocab_size], valid until the next run.

@@ -54,7 +54,7 @@ class Decoder:
     head: Linear | None  # None except on the last stage; if tied, its weight is `embeddings`
     rotaries: tuple[Rotary, ...]  # rotary tables; layers refer to a table by its index
     ranks: ParallelGroups
-    linear_methods: str = "float"  # names of the linear methods of the whole model; see `layout_of`
+    linear_methods: str = "float"  # names of all linear methods in the model; see `layout_of`
 
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
         """Run this stage's layers on T tokens and write their keys and values to the cache.

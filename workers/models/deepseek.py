@@ -22,7 +22,7 @@ class LatentSpec:
 
     @property
     def up_dim(self) -> int:
-        """Number of features per head that `row_up` computes from the latent (plain key, value)."""
+        """Number of features per head of the latent's up-projection: plain key, then value."""
         return self.plain_dim + self.value_dim
 
 

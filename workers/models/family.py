@@ -45,7 +45,7 @@ class ExpertConfigKeys:
     shared_size: str | None = None
     layers: Callable[[Config], list[bool]] = sparse_layers
     clamped: bool = False  # gpt-oss: all experts in one tensor, with biases and a clamped gate
-    shared_count: str | None = None  # key: number of shared experts of `inner_size`, without gate
+    shared_count: str | None = None  # key with the number of shared experts (without gate)
     methods: tuple[str, ...] = ()  # DeepSeek: supported values of `topk_method`, default first
 
 
@@ -58,7 +58,7 @@ class Family:
     output_bias: Callable[[Config], bool] = never  # bias of the attention's output projection
     mlp_bias: bool = False  # whether the key `mlp_bias` is read
     qk_norm: str = ""  # norm of queries and keys: "", "head" (per head), "whole" (over all heads)
-    norm_position: str = "before"  # or "after", "both", "once" (one norm for attention and MLP)
+    norm_position: str = "before"  # or "after", "both", "once" (attention and MLP share one)
     parallel: bool = False  # attention and feed-forward read the same hidden states
     qkv_grouped: bool = False  # QKV rows in the checkpoint, per KV head: query heads, key, value
     gated: bool = True  # gated feed-forward layer
@@ -72,16 +72,16 @@ class Family:
     activation: str = "silu"  # or "gelu_pytorch_tanh"; without a gate "gelu" or "gelu_new"
     activation_key: str = "hidden_act"  # key of the activation in `config.json`
     scaled_embeddings: bool = False  # embeddings are multiplied by sqrt(hidden_size)
-    sinks: bool = False  # attention sinks: a learned score without a value in each head's softmax
+    sinks: bool = False  # attention sinks: each head's softmax has an extra learned score
     alibi: str = ""  # "exact" or "rounded" ALiBi instead of rotary embedding
     clips: bool = False  # queries, keys and values are clamped to [-clip_qkv, clip_qkv]
     soft_caps: bool = False  # soft caps of scores and logits, and a configured attention scale
-    local_theta: float | None = None  # rope base of layers with a window; None: as other layers
+    local_theta: float | None = None  # rope base of layers with a window; None: no own base
     absent: Config = field(default_factory=dict)  # default values of keys
     partial_rotary: bool = False  # whether `partial_rotary_factor` is read
     refused: tuple[str, ...] = ()  # keys that must be unset or false; "a.b": key b in object a
     only: Config = field(default_factory=dict)  # keys, each with its only supported value
-    usual: Callable[[Config], dict[str, Any]] = nothing  # returns values under Llama's keys
+    usual: Callable[[Config], dict[str, Any]] = nothing  # returns values by Llama's keys
     variant: Callable[[Config], dict[str, Any]] = nothing  # returns fields of `Family` to override
     latent: bool = False  # uses MLA
     names: TensorNames = field(default_factory=TensorNames)

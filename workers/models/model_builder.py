@@ -50,7 +50,7 @@ UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Activations of layers without a gate."""
 
-LATENT_NORM_EPS = 1e-6  # constant; the epsilon in `config.json` applies to the other norms
+LATENT_NORM_EPS = 1e-6  # fixed; `config.json` sets the epsilon of the other norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +139,10 @@ class ModelBuilder:
         )
 
     def grouped_rows(self) -> Tensor:
-        """Return the checkpoint's rows in the order of `Attention.qkv`, if heads are grouped.
+        """Return the `row_order` of `Attention.qkv` for checkpoints with `qkv_grouped`.
 
-        In the checkpoint, each KV head's query heads, key and value follow each other. `qkv` has
-        all query heads, then all keys, then all values.
+        In such a checkpoint, the rows are grouped by KV head: its query heads, its key, its value.
+        `qkv` has all query heads, then all keys, then all values.
         """
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
@@ -154,7 +154,7 @@ class ModelBuilder:
     def scores(self, sinks: Tensor | None) -> ScoreMod:
         spec, slopes, scale = self.spec, None, self.spec.attention_scale
         if spec.alibi is not None and spec.alibi.rounded:
-            scale = spec.head_dim**-0.5  # by default the cache's head size, which is larger
+            scale = spec.head_dim**-0.5  # not the default, from the cache's larger head size
         elif spec.alibi is not None:
             slopes = torch.tensor(spec.alibi.slopes, dtype=torch.float32, device=self.device)
         return ScoreMod(scale, spec.attention_cap, sinks, slopes)

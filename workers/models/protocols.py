@@ -1,4 +1,4 @@
-"""Interfaces through which the engine uses a model, be it native or run by `transformers`."""
+"""Interfaces through which the engine uses a model, native or run by `transformers`."""
 
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from penstock.workers.models.rotary_embedding import Rotary
 
 
 class ModelInfo(Protocol):
-    """Sizes of a model; `ModelSpec` describes the properties."""
+    """Sizes of a model. See `ModelSpec` for the meaning of the properties."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -33,7 +33,7 @@ class ModelInfo(Protocol):
 
 
 class Model(Protocol):
-    """A model that can run steps; `Decoder` describes the members."""
+    """A model that can run steps. See `Decoder` for the meaning of the members."""
 
     @property
     def spec(self) -> ModelInfo: ...

@@ -42,7 +42,7 @@ def read_quantization(config: Fields) -> QuantizationSpec | None:
 
 
 class _Options:
-    """Options of one `quantization_config`, or of an object in it; errors name the option."""
+    """Options of a `quantization_config`, or of an object inside it; errors name the option."""
 
     def __init__(self, config: Fields, values: Config, path: str) -> None:
         self._config = config
@@ -164,7 +164,10 @@ def _read_awq(options: _Options) -> QuantizationSpec:
 
 
 def _read_bitsandbytes(options: _Options) -> QuantizationSpec:
-    """Read LLM.int8, NF4 or FP4. Outliers of LLM.int8 need no care: products are weight-only."""
+    """Read LLM.int8, NF4 or FP4.
+
+    The outlier threshold of LLM.int8 is ignored, because activations are not quantized here.
+    """
     ignore = "llm_int8_skip_modules"
     if options.only("load_in_8bit", False, True):
         options.only("load_in_4bit", False)
@@ -201,7 +204,7 @@ _FLOATS_OF_4_BITS: dict[str, tuple[Storage, int, str]] = {
     "mxfp4-pack-quantized": ("mxfp4", 32, "group"),
     "nvfp4-pack-quantized": ("nvfp4", 16, "tensor_group"),
 }
-"""Storage, group size and strategy by the format."""
+"""By format name: storage, group size and strategy."""
 
 _FORMATS = (
     *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),

@@ -21,7 +21,7 @@ class RopeSpec:
     low_freq_factor: float = 1.0  # llama3 only
     high_freq_factor: float = 4.0  # llama3 only
     original_max_len: int = 8192  # context length of the original training
-    rotated_fraction: float = 1.0  # share of a head's features that is rotated: the first features
+    rotated_fraction: float = 1.0  # the first features of a head are rotated, up to this share
     scale: float = 1.0  # rotated features are multiplied by this
     interleaved: bool = False  # pairs are adjacent features; False: features half a head apart
     beta_fast: float = 32.0  # yarn only
@@ -40,7 +40,10 @@ class RopeSpec:
 def read_ropes(
     config: Fields, partial: bool, local_theta: float | None
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """Read the rope of all layers; with `local_theta`, also a separate rope of windowed layers."""
+    """Read the rope of all layers, and None or the separate rope of layers with a window.
+
+    A separate rope is read if the family has a `local_theta`, its default base.
+    """
     if local_theta is None:
         return read_rope(config, partial), None
     values = dict(config.values)

@@ -14,7 +14,7 @@ def every_layer(config: Config) -> list[int]:
 
 
 def upper_layers(config: Config) -> list[int]:
-    """Return the windows.
+    """Return the window of each layer.
 
     Without `layer_types`, the layers from `max_window_layers` on have a window.
     """
@@ -30,9 +30,10 @@ def upper_layers(config: Config) -> list[int]:
 
 
 def alternating(period: int) -> Callable[[Config], list[int]]:
-    """Return a function that returns the windows.
+    """Return a function from a configuration to the window of each layer.
 
-    Without `layer_types`, all layers except every `period`-th layer have a window.
+    Without `layer_types`, all layers except every n-th have a window. n is the configuration's
+    `sliding_window_pattern`, by default `period`.
     """
 
     def windows(config: Config) -> list[int]:
@@ -52,9 +53,9 @@ def every_layer_if_used(config: Config) -> list[int]:
 
 
 def alternate_lower_layers(config: Config) -> list[int]:
-    """Return the windows.
+    """Return the window of each layer.
 
-    Without `layer_types`, every second layer below `max_window_layers` has a window.
+    Without `layer_types`, every even layer below `max_window_layers` has a window.
     """
     if not config.get("use_sliding_window"):
         return no_window(config)

@@ -63,7 +63,7 @@ class ModelSpec:
     parallel: bool  # whether attention and feed-forward read the same hidden states
     qkv_grouped: bool  # QKV rows in the checkpoint, per KV head: query heads, key, value
     gated: bool  # whether the feed-forward layer has a gate
-    sinks: bool  # attention sinks: a learned score without a value in each head's softmax
+    sinks: bool  # attention sinks: each head's softmax has an extra learned score
     norm_kind: str  # "rms", "layer", "layer_unbiased" or "rms_above_one" (uses 1 + weight)
     norm_eps: float
     activation: str  # gated: "silu" or "gelu_pytorch_tanh"; otherwise "gelu" or "gelu_new"
@@ -106,7 +106,7 @@ class ModelSpec:
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """Shape of one position in a layer's cache: sides (keys and values), heads, features."""
+        """Shape of one position in a layer's cache: (sides, heads, features); sides are K and V."""
         if self.latent is None:
             return 2, self.num_kv_heads, self.head_dim + self.extra_dim
         return 1, 1, self.latent.rank + self.latent.rope_dim

@@ -9,7 +9,7 @@ class TensorNames:
 
     embeddings: str = "model.embed_tokens"
     embedding_norm: str = ""
-    prefix: str = ""  # prefix that a checkpoint may omit from all names
+    prefix: str = ""  # if a checkpoint's names lack this prefix, it is added
     norm: str = "model.norm"
     head: str = "lm_head"
     layers: str = "model.layers"
@@ -20,7 +20,7 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
-    sinks: str = "self_attn.sinks"  # complete name: the checkpoint's name has no `.weight`
+    sinks: str = "self_attn.sinks"  # complete name: no `.weight` is appended
     query_down: str = "self_attn.q_a_proj"  # MLA with a compressed query
     query_norm: str = "self_attn.q_a_layernorm"  # MLA with a compressed query
     query_up: str = "self_attn.q_b_proj"  # MLA with a compressed query; otherwise `qkv[0]` is used
@@ -31,9 +31,9 @@ class TensorNames:
     mlp: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # relative to `mlp` or the shared expert
     down: str = "down_proj"  # relative to `mlp` or the shared expert
-    experts: str = "mlp"  # `router`, `router_bias`, `shared`, `shared_gate` are relative to this
+    experts: str = "mlp"  # prefix of `router`, `router_bias`, `shared` and `shared_gate`
     router: str = "gate"
-    router_bias: str = "gate.e_score_correction_bias"  # complete name, without `.weight`
+    router_bias: str = "gate.e_score_correction_bias"  # complete name: no `.weight` is appended
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")  # in <experts>.experts.<number>

@@ -45,7 +45,7 @@ def layer_parameters(block: DecoderLayer, names: TensorNames, number: int) -> di
     for modules, linear in layer_linears(block, names, number):
         found |= linear.parameters(modules)
     latent = block.attention if isinstance(block.attention, LatentAttention) else None
-    if latent is not None:  # finishes its own `up`
+    if latent is not None:  # MLA reads `up` transposed, so it finishes `up` itself
         found |= {
             name: replace(each, owner=latent)
             for name, each in found.items()
@@ -58,7 +58,7 @@ def layer_parameters(block: DecoderLayer, names: TensorNames, number: int) -> di
 
 
 def _other_parameters(block: DecoderLayer, names: TensorNames) -> dict[str, Parameter]:
-    """Return the parameters that are not a `Linear`'s, with names relative to the layer."""
+    """Return the layer's parameters outside of `Linear`s, by names relative to the layer."""
     norms = [
         (block.attention_norm, names.attention_norm),
         (block.attention_post_norm, names.attention_post_norm),

@@ -1,4 +1,4 @@
-"""How the weights of a checkpoint are quantized: one scheme for each module. Needs no torch."""
+"""Quantization of a checkpoint's weights: one scheme for each module. Needs no torch."""
 
 import re
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ Storage = Literal[
 """Layout of a module's tensors; `workers/weights/quantized_layouts.py` defines the tensors."""
 
 UNNAMED_KIND = ("mxfp4", "nvfp4", "modelopt nvfp4", "bitsandbytes 4 bits", "bitsandbytes int8")
-"""Storages whose name says the kind of the codes."""
+"""Storages whose names already include the kind of codes."""
 
 PER_OUTPUT = 0
-"""Value of `WeightScheme.group_size`: the scales are per output, or one for the whole tensor."""
+"""Value of `WeightScheme.group_size` for one scale per output, or one for the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class WeightScheme:
 
     storage: Storage
     bits: int
-    group_size: int = PER_OUTPUT  # inputs per group; PER_OUTPUT, -1: one group
-    block_rows: int = 1  # outputs that share a scale, for blocks
+    group_size: int = PER_OUTPUT  # inputs per group; PER_OUTPUT or -1: all inputs form one group
+    block_rows: int = 1  # number of outputs that share a scale; above 1 for block-wise scales
     per_tensor: bool = False  # one scale for a whole module
     symmetric: bool = True  # False: the checkpoint has zero points
     act_order: bool = False  # the checkpoint has a table of each input's group
@@ -37,7 +37,7 @@ class WeightScheme:
 
     @property
     def allows_int8_products(self) -> bool:
-        """Whether products of INT8 weights and INT8 activations can serve the scheme (W8A8)."""
+        """Whether the scheme is W8A8: products of INT8 weights and INT8 activations."""
         is_plain = self.bits == 8 and self.symmetric and not self.act_order
         return is_plain and self.activations == "int8" and self.group_size in (PER_OUTPUT, -1)
 
@@ -63,7 +63,7 @@ class WeightScheme:
 class Rule:
     """The scheme of some modules."""
 
-    targets: tuple[str, ...]  # module names, "re:" and a regular expression, or "Linear" for all
+    targets: tuple[str, ...]  # module names, "re:REGEX", or "Linear" for all
     scheme: WeightScheme
 
 
@@ -73,8 +73,9 @@ class QuantizationSpec:
 
     method: str  # `quant_method`
     rules: tuple[Rule, ...]
-    ignore: tuple[str, ...]  # modules that are not quantized, as in `Rule.targets`
-    by_component: bool  # True: an entry of `ignore` names any components of a module's dotted name
+    ignore: tuple[str, ...]  # unquantized modules; same notation as `Rule.targets`
+    # True: an entry of `ignore` matches consecutive components anywhere in a module's dotted name.
+    by_component: bool
 
     def scheme_of(self, module: str) -> WeightScheme | None:
         """Return how a module's weights are quantized; None if they are not.

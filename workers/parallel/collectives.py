@@ -1,9 +1,11 @@
 """Collectives of a worker's ranks: all-reduce, all-gather, broadcast, and links between stages.
 
-A group adds in one of two orders. In rank order, an all-reduce gathers the parts and adds them in
-the order of ranks. For a given number of ranks, its results are then bitwise identical for any
-timing and any number of rows. In the order of the communicator, NCCL chooses the order by the
-number of elements and the links between the ranks, and needs fewer launches.
+An all-reduce adds the parts of the ranks in one of two orders:
+
+- In rank order: it gathers the parts and adds them in the order of ranks. For a given number of
+  ranks, the results are bitwise identical for any timing and any number of rows.
+- In the order of the communicator: NCCL chooses the order, by the number of elements and the links
+  between the ranks. This needs fewer launches.
 
 No operation reads sizes or values on the host, so a CUDA graph can capture all of them.
 """
@@ -182,7 +184,7 @@ def _connect(
 
 def _wait(start: Callable[[], dist.Work]) -> None:
     try:
-        start().wait()  # no timeout argument: NCCL would block for it; the communicator has one
+        start().wait()  # without timeout: NCCL would block; the communicator has a timeout
     except RuntimeError as error:
         raise RankLost(first_sentence(error)) from error
 

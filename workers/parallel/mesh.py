@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 class BadShape(ValueError):
-    """The numbers of ranks form no valid mesh, or the model cannot be divided among them."""
+    """The numbers of ranks are not a valid mesh, or cannot divide the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,5 +121,5 @@ SINGLE_COORD = MeshCoord()
 
 
 def even_partition(num_items: int, num_owners: int, owner: int) -> range:
-    """Return the consecutive items of one owner; the shares differ by at most one item."""
+    """Return one owner's range of items; the sizes of ranges differ by at most one item."""
     return range(num_items * owner // num_owners, num_items * (owner + 1) // num_owners)

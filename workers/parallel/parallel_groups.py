@@ -20,7 +20,7 @@ class ParallelGroups:
 
     coord: MeshCoord = SINGLE_COORD
     stage: ProcessGroup | None = None  # the ranks of this rank's stage
-    links: StageLinks | None = None  # to the previous and next stage
+    links: StageLinks | None = None  # connection to the previous and next stage
 
 
 SINGLE_RANK = ParallelGroups()
@@ -38,7 +38,7 @@ def connect_ranks(
 
     Args:
         seconds: Timeout of each later operation between the ranks.
-        in_rank_order: Whether partial sums are added in rank order; see `ProcessGroup`.
+        in_rank_order: Whether all-reduces add in rank order; see `ProcessGroup`.
     """
     mesh = coord.mesh
     stage = links = None
@@ -55,6 +55,6 @@ def connect_ranks(
 
 
 def all_reduce_min(store: Store, name: str, coord: MeshCoord, value: int) -> int:
-    """Return the minimum of the values of all ranks; each rank calls this and waits for all."""
+    """Return the minimum of all ranks' values. All ranks must call this; it waits for them."""
     store.set(f"{name} {coord.rank}", str(value))
     return min(int(store.get(f"{name} {rank}")) for rank in range(coord.mesh.num_ranks))

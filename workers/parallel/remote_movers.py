@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class OrderQueue:
-    """Queues moves and broadcasts them to all other ranks from a thread; `put` does not wait."""
+    """Queues moves; a thread broadcasts them to all other ranks. `put` does not wait."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self._write = write

@@ -39,7 +39,7 @@ _WAIT_SECONDS = 3600.0  # default timeout for a key: the other rank may still be
 
 
 class LocalStore(Store):
-    """The store itself, in rank 0, with the methods that communicators call."""
+    """The rendezvous store in rank 0's memory, with the methods that communicators call."""
 
     def __init__(self) -> None:
         super().__init__()

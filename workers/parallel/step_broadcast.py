@@ -21,8 +21,10 @@ from penstock.workers.parallel.collectives import RankLost
 from penstock.workers.parallel.communicator import Communicator, connect, first_sentence
 from penstock.workers.parallel.shm_ring import ShmRingReader, ShmRingWriter
 
-NUM_SLOTS = 32  # maximum number of unread messages; a power of two, above the plans in flight
-_FOR_EVER = timedelta(days=365)  # an idle worker sends nothing; if a peer exits, its socket fails
+# Maximum number of unread messages. A power of two, more than there are plans in flight.
+NUM_SLOTS = 32
+# No timeout: an idle worker may send nothing for a long time. If a peer exits, its socket fails.
+_FOR_EVER = timedelta(days=365)
 
 
 class PlanReader(Protocol):
@@ -100,7 +102,7 @@ class RemoteReader:
 
 
 def node_name() -> str:
-    """Return a name that is equal in two processes only if these processes can share memory."""
+    """Return a name that two processes have in common only if they can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return f"process {os.getpid()}"  # the shared-memory ring needs Linux

@@ -76,8 +76,9 @@ def max_plan_bytes(max_sequences: int, max_tokens: int, num_columns: int) -> int
     Args:
         num_columns: Maximum number of blocks per sequence.
     """
-    # Numbers have 4 bytes. Per sequence: block table, row, query start, context length, copies (2),
-    # forks (2) and sample. Per token: token, position, slot and scored.
+    # Every number has 4 bytes. A sequence has `num_columns` numbers of the block table and 8 more:
+    # row, query start, context length, copies (2), forks (2), sample. A token has 4: token,
+    # position, slot, scored.
     return 4 * (max_sequences * (num_columns + 8) + 4 * max_tokens) + _ORDER_BYTES
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _STRIDE = 1 << 12
-"""Number of bytes of the file for each process id; larger than the cores of any machine."""
+"""Number of bytes of the file per process id; larger than the number of cores of any machine."""
 
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
@@ -73,14 +73,14 @@ class CoreMarks:
     def others(self) -> list[int]:
         """Return the shares of the other processes that are marked."""
         found: list[int] = []
-        ranges = [(0, 0)]  # start and length; a length of 0 has no end
+        ranges = [(0, 0)]  # (start, length) to search; length 0 means up to the end
         while ranges:
             start, size = ranges.pop()
             query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, size, 0)
             kind, _, first, length, _ = struct.unpack(
                 _FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, query)
             )
-            if kind != fcntl.F_UNLCK:  # some lock in the range, not always the first
+            if kind != fcntl.F_UNLCK:  # the kernel returns any lock in the range
                 found.append(length)
                 if first > start:
                     ranges.append((start, first - start))
@@ -141,12 +141,12 @@ class CoreSharing:
         self._limit = limit
         self._marks = marks
         self._set_threads = set_threads
-        self._threads = 0  # of the last step
+        self._threads = 0  # number of threads of the last step
         self._is_marked = False
 
     @property
     def machine(self) -> str:
-        """Name that the workers of this machine have in common; empty if the threads are fixed."""
+        """Name of the machine, equal for its workers; empty if the number of threads is fixed."""
         return self._marks.machine if self._limit > self._own else ""
 
     def begin_step(self) -> None:

@@ -40,7 +40,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def _hash_weights(digest: blake2b, path: Path, start: int, num_bytes: int) -> None:
-    """Add a file's name, its size, `num_bytes` of the header from `start` on, and samples."""
+    """Hash a file's name and size, its bytes [start, start + num_bytes), and samples of it."""
     size = path.stat().st_size
     digest.update(f"{path.name} {size}".encode())
     with path.open("rb") as file:
@@ -61,9 +61,9 @@ def layout_of(
 ) -> str:
     """Return the layout string of a worker's KV; only workers with equal strings exchange blocks.
 
-    The workers may differ in their number of ranks and in their block size. In deterministic mode
-    the mesh, the block size and the kind of device must be the same: a worker may only continue
-    from KV that has the bits that it would compute itself.
+    Workers with equal strings may differ in their number of ranks and in their block size. In
+    deterministic mode, the mesh, the block size and the kind of device must be the same too: a
+    worker may only continue from KV that is bitwise identical to its own.
 
     Args:
         model: Result of `model_fingerprint`.

@@ -53,7 +53,8 @@ class Follower:
     ) -> None:
         name = "a message from rank 0"
         self._timer = ProgressTimer(name, inf) if watchdog is None else watchdog.timer(name)
-        # Set after the warm-up, in which steps take long: kernels are compiled, NCCL connects.
+        # Set when the watchdog may check steps: after the warm-up, in which steps are slow because
+        # kernels are compiled and NCCL connects.
         self._is_checked = threading.Event()
         self._times = StepTimes()
         self._current_work: dict[str, Any] = {}
@@ -84,7 +85,7 @@ class Follower:
             self._mover.stop()
 
     def _await_warm_up(self, store: Store) -> None:
-        with suppress(RankLost):  # then `run` fails as well
+        with suppress(RankLost):  # `run` fails too if rank 0 is lost
             store.wait([SERVING_KEY], WARM_UP_LIMIT)
             self._is_checked.set()
 
@@ -94,7 +95,7 @@ class Follower:
                 self._current_work = {"step": plan.describe()}
                 began = time.perf_counter()
                 self._runner.run(plan, self._drawn(plan))
-                deque(self._runner.prompt_logits(), maxlen=0)  # computed together with rank 0
+                deque(self._runner.prompt_logits(), maxlen=0)  # all ranks compute these together
                 self._times.add(time.perf_counter() - began, with_prompts=False)
             case wire.Capture():
                 self._current_work = {"captures": "CUDA graphs"}

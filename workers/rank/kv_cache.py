@@ -40,9 +40,9 @@ def choose_cache_format(
     """Return the format of the KV cache of a model that runs in `dtype`.
 
     Args:
-        name: "auto", "float32", "bfloat16", "fp8" or "int8". "auto" means bfloat16 for float32
-            models with INT8 weights on a CPU, where reading float32 would dominate a step;
-            otherwise `dtype`.
+        name: "auto", "float32", "bfloat16", "fp8" or "int8". "auto" means `dtype`, except for
+            float32 models with INT8 weights on a CPU: these get bfloat16, because reading a float32
+            cache would dominate a step.
 
     Raises:
         ValueError: This combination is not supported.

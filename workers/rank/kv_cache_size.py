@@ -32,8 +32,8 @@ def choose_num_blocks(
         sizes: Sizes of steps and blocks.
         spec: Spec of this rank's shard.
         form: Format of the cache.
-        profile: Measures the bytes that steps and graphs need on a GPU; called unless `config` sets
-            the size.
+        profile: On a GPU, measures the bytes that steps and graphs need. Not called if `config`
+            sets the size.
 
     Raises:
         ValueError: Not even one sequence of `max_model_len` tokens fits.
@@ -68,6 +68,9 @@ def _available_bytes(device: torch.device, profile: Callable[[], int] | None) ->
 
 
 def _available_on_gpu(device: torch.device, needed: int, fraction: float) -> int:
-    """Return the share of the memory that steps and KV transfers leave free, in bytes."""
+    """Return `fraction` of the memory that steps and KV transfers leave free, in bytes.
+
+    `needed` is the memory that steps need.
+    """
     free = torch.cuda.mem_get_info(device)[0]
     return max(0, int((free - needed - reserved_bytes()) * fraction))

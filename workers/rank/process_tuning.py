@@ -27,8 +27,8 @@ NCCL_VARIABLES = {
     "NCCL_NVLS_ENABLE": "0",
 }
 """Environment variables of torch's NCCL process groups and of CUDA. By default, an operation that
-times out makes torch's NCCL watchdog end the whole process. A lost peer must only end its
-transfers; a lost rank is found by the engine's own watchdog. With the default of 8 connections,
+times out makes torch's NCCL watchdog end the whole process. But a lost peer must only end its
+transfers, and the engine's own watchdog detects lost ranks. With the default of 8 connections,
 streams share hardware queues, and a send may wait behind a receive of another pair. NVLink SHARP
 (NVLS) adds in the switch, in an order that NCCL does not document; rings and trees add in a fixed
 order, so that workers of the same shape give the same bits."""

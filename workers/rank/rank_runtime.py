@@ -57,7 +57,7 @@ WARMING_UP = "warming up"
 
 @dataclass(frozen=True, slots=True)
 class RankRuntime:
-    """A loaded rank; creates its runner, KV movers and channels."""
+    """A loaded rank, with methods that create its runner, KV movers and channels."""
 
     config: WorkerConfig
     spec: ModelInfo  # spec of the whole model
@@ -65,10 +65,10 @@ class RankRuntime:
     limits: SchedulerConfig
     cache: KvCache
     reports: Communicator | None  # between the ranks' hosts, for KV transfer reports
-    attention: AttentionBackend | None = None  # None: steps are not computed on a device
+    attention: AttentionBackend | None = None  # None: steps run on a CPU
 
     def runner(self) -> ModelRunner:
-        """Create the runner of steps; it is asynchronous on a GPU."""
+        """Create the model runner; on a GPU, the runner is asynchronous."""
         limits = self.limits
         if not _runs_asynchronously(self.decoder):
             return ModelRunner(self.decoder, self.cache, self.config.deterministic)
@@ -109,7 +109,7 @@ class RankRuntime:
     def expert_counts(self) -> list[Tensor]:
         """Return, for each MoE layer of this rank, how often each expert was chosen ([E] int64).
 
-        The list is empty if `tp` is 1.
+        The list is empty if `tp` is 1, or if `transformers` runs the model.
         """
         if not isinstance(self.decoder, Decoder):
             return []

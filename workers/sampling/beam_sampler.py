@@ -12,7 +12,7 @@ from penstock.workers.scheduling.table import SequenceTable
 
 
 class BeamSampler:
-    """Advances all beam searches of a step, and scores the tokens that they choose if requested."""
+    """Advances all beam searches of a step; computes logprobs of chosen tokens if requested."""
 
     def __init__(self, searches: BeamSearches, sampler: Sampler) -> None:
         self._searches = searches

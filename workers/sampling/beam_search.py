@@ -1,8 +1,8 @@
 """Beam search: decides which beams continue or finish, and when a search ends. Pure code.
 
 The results are exactly those of `transformers` with float32 scores. All continuations of all beams
-are ranked together. Among the best `width` continuations, those that end become hypotheses. The
-best `width` continuations that do not end become the next beams.
+are ranked together. Continuations that end, if they are among the best `width`, become hypotheses
+(finished beams). The best `width` continuations that do not end become the next beams.
 """
 
 from collections.abc import Hashable, Iterator
@@ -135,12 +135,12 @@ class BeamSearch:
 
         Args:
             origins: for each continuation, best first, the number of the beam that it continues.
-            names: the continuations' new tokens.
-            totals: the continuations' scores.
-            made: nodes of hypotheses that the step has added; the new beams' nodes are appended.
+            names: the new token of each continuation.
+            totals: the score of each continuation.
+            made: output list with the step's nodes of hypotheses; the beams' nodes are appended.
         """
         missing = self._width - len(totals)
-        if missing:  # fill up with copies of the best beam, which get the score -inf
+        if missing:  # fill up with copies of the best continuation, with score -inf
             at = np.concatenate((np.arange(len(totals)), np.zeros(missing, np.intp)))
             origins, names = origins[at], names[at]
             totals = np.pad(totals, (0, missing), constant_values=-np.inf)
@@ -156,7 +156,7 @@ class BeamSearch:
         return np.float32(total / np.float32(power))
 
     def _add(self, new: Hypothesis) -> bool:
-        """Keep a hypothesis if it is among the best `width`; return whether it was kept.
+        """Keep a hypothesis if it is among the best `width`; return True if it was kept.
 
         Of two hypotheses with equal scores, the earlier one ranks first.
         """
@@ -170,7 +170,8 @@ class BeamSearch:
             return False
         if self._params.early_stopping is True:
             return True
-        # Estimate the best score that is still possible. As in transformers, this is not exact.
+        # Estimate the best score that a running beam can still reach. As in transformers, the
+        # estimate is not exact.
         never = self._params.early_stopping == "never"
         longest = self._limit if never and self._params.length_penalty > 0 else self._length
         return not self._penalised(self._scores[0], longest) > self._finished[-1].score
@@ -199,7 +200,7 @@ class BeamSteps:
 
 
 class BeamSearches:
-    """The running beam searches, each identified by the key of its sequences."""
+    """The running beam searches, by the key that all sequences of a search share."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, BeamSearch] = {}

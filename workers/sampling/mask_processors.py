@@ -21,15 +21,15 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 NEVER = int(np.iinfo(np.int64).max)
 """Answer index that no answer reaches."""
 
-WILDCARD = -1  # in a pattern: matches any token, and also BEFORE_START
-BEFORE_START = -2  # in place of a token: the position is before the first token of the sequence
+WILDCARD = -1  # in a pattern: matches any token and BEFORE_START
+BEFORE_START = -2  # stands for positions before the first token of the sequence
 
 
 class MaskProcessor(Protocol):
     """Excludes tokens by clearing bits; see `penstock.kernels.sampling.token_mask`."""
 
     reads_log_from: int  # answer index from which the mask depends on the tokens of the answer
-    is_done: bool  # whether no token is excluded any more, however the last log goes on
+    is_done: bool  # True once no continuation of the last log can exclude a token
 
     def is_active(self, index: int) -> bool:
         """Return whether the mask of the answer's token `index` may exclude a token."""
@@ -58,14 +58,15 @@ class AllowedTokens:
         return True
 
     def exclude(self, words: Words, log: Ints, num_prompt: int) -> None:
-        # The first grammar may widen masks to a tokenizer with more tokens than the model.
+        # Masks may be wider than ours: once a grammar is used, they cover all tokens of the
+        # tokenizer, which may have more tokens than the model.
         own = len(self._words)
         words[:own] &= self._words
         words[own:] = 0
 
 
 class BadWords:
-    """Excludes the last token of a bad word where the log ends with the word's other tokens.
+    """Excludes the last token of a bad word if the log ends with the word's preceding tokens.
 
     A bad word of one token is always excluded.
     """
@@ -94,9 +95,9 @@ class BadWords:
 class GrammarMask:
     """Excludes tokens that a grammar does not allow after the answer so far.
 
-    The matcher consumes each token of the answer once, and never goes back. Where a mask allows one
-    token only, the answer must continue with it. The matcher may consume such forced tokens ahead
-    of the answer.
+    The matcher consumes each token of the answer once, and never goes back. If a mask allows only
+    one token, the answer must continue with this "forced" token. The matcher may consume forced
+    tokens before they are part of the answer.
 
     Args:
         grammar: the grammar of the answer.
@@ -110,7 +111,7 @@ class GrammarMask:
         self.matcher: Matcher = grammar.matcher()
         self._stops = frozenset(stops.tolist())
         self._num_seen = 0  # tokens of the answer that the matcher has consumed
-        self._ahead: list[int] = []  # latest consumed tokens that the answer does not have yet
+        self._ahead: list[int] = []  # consumed tokens that are not yet in the answer
         self._mask: Words | None = None  # [W] mask of the matcher's position, if it is known
 
     def is_active(self, index: int) -> bool:
@@ -148,9 +149,10 @@ class GrammarMask:
             words[: len(self._mask)] = self._mask
 
     def consume_forced(self) -> bool:
-        """Consume the only token that the kept mask allows; then the mask is not known any more.
+        """Consume the only token that the kept mask allows, and drop the mask.
 
-        Return False, and do nothing, if it allows several tokens, or one that ends the answer.
+        Return False, and do nothing, if the mask allows several tokens, or only a token that ends
+        the answer.
         """
         token = self.forced_token
         if token is None or token in self._stops or not self.matcher.advance([token]):
@@ -162,11 +164,11 @@ class GrammarMask:
 
     @property
     def forced_token(self) -> int | None:
-        """The only token that the kept mask allows, if there is one."""
+        """The only token that the kept mask allows; None if it allows several or is not known."""
         return None if self._mask is None else only_token(self._mask)
 
     def forced(self) -> list[int]:
-        """Return the forced tokens that are known, including a last one that ends the answer."""
+        """Return the known forced tokens, and the end token if only it may follow them."""
         end = self.forced_token if self.matcher.is_complete else None
         return self._ahead if end is None else [*self._ahead, end]
 
@@ -205,8 +207,9 @@ class MinTokens:
 class ReasoningEnd:
     """Excludes all tokens except the end of the reasoning once its budget is used.
 
-    Nothing is excluded if the end of the reasoning is excluded already, as by a grammar. Only the
-    first reasoning of an answer has a budget: after its end, the processor is done.
+    If an earlier processor (a grammar) excludes the end of the reasoning, this processor excludes
+    nothing. Only the first reasoning of an answer has a budget; the processor is done when that
+    reasoning ends.
     """
 
     def __init__(self, budget: ThinkingBudget) -> None:
@@ -257,9 +260,10 @@ def mask_processors(
 def can_force(params: SamplingParams, processors: Sequence[MaskProcessor]) -> bool:
     """Return whether several forced tokens of a sequence may be appended at once.
 
-    They may not if another processor could exclude one of them, or if they need log probabilities.
-    `MinTokens` excludes none of them: `GrammarMask` consumes no token ahead that ends the answer.
-    Nor does `ReasoningEnd`, which excludes nothing where only another token is left.
+    Several tokens cannot be appended if log probabilities are requested, or if another processor
+    could exclude one of these tokens. Two processors never exclude one: `MinTokens` excludes only
+    tokens that end the answer, which `GrammarMask` does not consume ahead. `ReasoningEnd` excludes
+    nothing if the grammar allows a single other token.
     """
     quiet = all(isinstance(each, GrammarMask | MinTokens | ReasoningEnd) for each in processors)
     return (
@@ -271,7 +275,7 @@ def can_force(params: SamplingParams, processors: Sequence[MaskProcessor]) -> bo
 
 
 def only_token(mask: Words) -> int | None:
-    """Return the token of the only bit that is set; None if none or several are set."""
+    """Return the token whose bit is set; None unless exactly one bit is set."""
     (found,) = mask.nonzero()
     if len(found) != 1:
         return None
@@ -280,7 +284,7 @@ def only_token(mask: Words) -> int | None:
 
 
 def _end_of_first(answer: Ints, pattern: Ints) -> int | None:
-    """Return the index behind the first occurrence of a pattern; None if there is none."""
+    """Return the index after the first occurrence of `pattern`; None if it does not occur."""
     count = len(pattern)
     if count == 0:
         return 0

@@ -17,7 +17,7 @@ def score_prompts(
 
     Args:
         plan: plan of the step.
-        slices: [n, V] logits of the next n of the tokens `plan.scored`; in total all P.
+        slices: logits of the P tokens `plan.scored`, in slices [n, V] of consecutive tokens.
         sampler: has the parameters of the rows of the sequence table.
         table: the sequence table.
     """

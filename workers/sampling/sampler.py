@@ -1,11 +1,13 @@
 """Samples the next tokens of a whole batch at once.
 
-A row of logits belongs to one sequence. Logits are changed in this order, and only in rows that
-need it: logit bias, penalties, and the masks of `token_masks`, which exclude tokens. Then, greedy
-rows choose the largest logit. For other rows, temperature, top-k, top-p, min-p and typical-p are
-applied and noise is added; then the largest logit is chosen. For beams, the same changes apply to
-log probabilities instead of logits (as in `transformers`), and the most likely tokens become
-candidates of the beam search.
+A row of logits belongs to one sequence. Three changes are applied, in this order, and only to rows
+that need them: logit bias, penalties, and the masks of `token_masks`, which exclude tokens.
+
+- Greedy rows: choose the largest logit.
+- Other rows: apply temperature, top-k, top-p, min-p and typical-p, add noise, and choose the
+  largest logit.
+- Beams: apply the three changes to log probabilities instead of logits, as in `transformers`. The
+  most likely tokens become candidates of the beam search.
 """
 
 from dataclasses import dataclass, field
@@ -45,7 +47,7 @@ ROW = np.dtype(
         ("choice", np.int64),
         ("min_tokens", np.int64),
         ("logprobs", np.int64),  # number of most likely tokens to report; -1: no logprobs
-        ("prompt_logprobs", np.int64),  # the same for each prompt token that is scored
+        ("prompt_logprobs", np.int64),  # the same for prompt tokens
         ("penalized", np.bool_),
         ("biased", np.bool_),
         ("modified", np.bool_),  # penalized or biased
@@ -88,7 +90,7 @@ class Sampled:
     candidates: Candidates | None = None  # candidates of the R beam rows
     beam_rows: BeamRows | None = None  # the beams, after the beam search; None: no beams
     finished_searches: list[Key] = field(default_factory=list)  # keys of searches that have ended
-    forced: ForcedTokens = field(default_factory=dict)  # what must follow the tokens of some rows
+    forced: ForcedTokens = field(default_factory=dict)  # tokens that must follow, for some rows
 
 
 class Sampler:
@@ -103,8 +105,8 @@ class Sampler:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._params = np.zeros(num_rows, ROW)
         self.masks = TokenMasks(num_rows, vocab_size)
-        # Per row, on the device: token ids and values of the logit bias. An entry of an earlier
-        # sequence stays when a sequence without bias gets the row; "biased" is then False.
+        # Per row, on the device: token ids and values of the logit bias. If "biased" is False, the
+        # entry is invalid: it may belong to an earlier sequence of the row.
         self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
         self._vocab_size = vocab_size
         self._device = device
@@ -153,8 +155,8 @@ class Sampler:
         """Sample one token per row of logits.
 
         Args:
-            logits: [S, V] float32. Rows of which a parameter changes logits may be modified; rows
-                of beams and, if any row needs log probabilities, all rows stay as they are.
+            logits: [S, V] float32. Rows may be modified in place, except the rows of beams. If any
+                row needs log probabilities, no row is modified.
             rows: [S] sequence-table row of each row of logits.
             indices: [S] index of the token to sample in its answer, from 0.
             history: prompts and answers so far of all rows of the sequence table.
@@ -171,7 +173,7 @@ class Sampler:
             shaped = self._writable(logits, beams, params)
             self._modify_(shaped, rows, params, history, masks)
         if masks is not None:
-            params["temperature"][masks.at[masks.is_single]] = 0.0  # no draw without a choice
+            params["temperature"][masks.at[masks.is_single]] = 0.0  # only one token is allowed
         tokens, finite = self._sample_rows(shaped, finite, params, indices, others)
         entries = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
         forced = NO_FORCED if masks is None else masks.forced
@@ -200,15 +202,16 @@ class Sampler:
     ) -> tuple[Tensor, Tensor, ForcedTokens]:
         """Sample tokens without waiting for the device; requires `can_sample_on_device`.
 
-        The arguments are those of `sample`. Masked rows of the logits are modified in place. The
-        history may lack the tokens of the previous step if no mask reads the log.
+        The arguments are those of `sample`. Masked rows of the logits are modified in place. If no
+        mask reads the log, `history` may lack the tokens of the previous step.
 
-        Return tokens [S] int32, and whether each row is valid, [S] bool, on the device; also the
-        tokens that must follow those of some rows.
+        Returns:
+            On the device: the tokens [S] int32, and [S] bool, True for valid rows. Also the forced
+            tokens, which must follow the tokens of some rows.
         """
         params, masks = self._params[rows], self.masks.take(rows, indices, history)
         if masks is not None:
-            params["temperature"][masks.at[masks.is_single]] = 0.0  # no draw without a choice
+            params["temperature"][masks.at[masks.is_single]] = 0.0  # only one token is allowed
         tensors = self._sampling_tensors(params, indices)
         if masks is None:
             tokens, finite = sample(logits, tensors)
@@ -222,18 +225,18 @@ class Sampler:
     def score(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
     ) -> list[TokenLogprobs | None]:
-        """Return log probabilities of the given tokens [P], from logits [P, V].
+        """Return log probabilities of given tokens [P] under logits [P, V].
 
-        wanted: [P] number of most likely tokens to include; -1: return None for the row.
+        wanted: [P] number of most likely tokens to return as well; -1: return None for the row.
         """
         return self._logprobs(logits, wanted, tokens)
 
     def _writable(
         self, logits: Tensor, beams: npt.NDArray[np.intp], params: npt.NDArray[np.void]
     ) -> Tensor:
-        """Return the scores to modify: `logits`, or a copy if the logits are read again later.
+        """Return scores that may be modified: `logits`, or a copy if logits are read again later.
 
-        In the rows `beams`, log-softmax is applied.
+        Apply log-softmax to the rows `beams` of the copy.
         """
         if len(beams) == len(logits):
             return logits.log_softmax(-1)
@@ -248,7 +251,8 @@ class Sampler:
         counts = counts.clip(max=self._vocab_size)
         shape = len(counts), int(counts.max())
         tokens, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
-        # On ties, topk's choice depends on k. One call per k makes a row independent of the others.
+        # With ties, the result of `topk` depends on k. One call per k makes the result of a row
+        # independent of the other rows.
         for count in np.unique(counts).tolist():
             at = np.flatnonzero(counts == count)
             found = _rows(scores, at).topk(count)
@@ -286,7 +290,7 @@ class Sampler:
     ) -> tuple[Ints, Bools]:
         """Sample tokens for the rows `at`; return tokens [S] and validity [S] of all rows.
 
-        finite: [S] validity of the logits before they were modified; None: they were not.
+        finite: [S] validity of the logits before they were modified; None: they were not modified.
         """
         tokens, bans = np.zeros(len(logits), np.int32), finite is not None
         if finite is None:

@@ -62,9 +62,9 @@ class StepMasks:
 
     at: RowIndices  # [M] indices of the rows that have a mask
     words: Words  # [M, W] their masks
-    is_single: Bools  # [M] whether a grammar allows one token only, so that there is no choice
-    forced: ForcedTokens = field(default_factory=dict)  # what must follow these single tokens
-    # Rows with a processor that is done, and all processors of these rows.
+    is_single: Bools  # [M] True if a grammar allows only one token
+    forced: ForcedTokens = field(default_factory=dict)  # tokens that must follow single tokens
+    # Rows that have a processor with `is_done`, each with all processors of the row.
     done: Sequence[tuple[int, tuple[MaskProcessor, ...]]] = ()
 
 
@@ -82,15 +82,15 @@ class TokenMasks:
     """The mask processors of all rows of the sequence table.
 
     Attributes:
-        max_forced: maximum number of forced tokens that a sequence takes in one step, besides the
-            sampled one. Answers do not depend on it.
+        max_forced: maximum number of forced tokens of a sequence in one step, in addition to the
+            sampled token. Answers do not depend on this limit.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, max_forced: int = MAX_FORCED) -> None:
         self.max_forced = max_forced
         self._rows: list[tuple[MaskProcessor, ...]] = [()] * num_rows
         self._min_tokens = np.zeros(num_rows, np.int64)
-        self._keeps_log = np.zeros(num_rows, np.bool_)  # False: a beam, which may get another log
+        self._keeps_log = np.zeros(num_rows, np.bool_)  # False for beams: their logs are replaced
         self._until = np.zeros(num_rows, np.int64)  # rows may have masks below this index
         self._reads_log_from = np.full(num_rows, NEVER)  # answer indices
         self._can_force = np.zeros(num_rows, np.bool_)
@@ -119,9 +119,9 @@ class TokenMasks:
         return masked
 
     def reads_log(self, rows: Ints, indices: Ints) -> bool:
-        """Return whether the mask of a row depends on its tokens, not only on their number.
+        """Return whether any row's mask depends on the row's tokens, not only on their number.
 
-        indices: [S] the answer index of each row.
+        indices: [S] answer index of the token to sample in each row.
         """
         return bool((indices >= self._reads_log_from[rows]).any())
 
@@ -163,7 +163,7 @@ class TokenMasks:
     def _remove_done(self, masks: StepMasks | None) -> StepMasks | None:
         """Remove the processors that are done from their rows; return `masks`.
 
-        A row without other processors counts as unconstrained again.
+        A row that has no processors left is unconstrained.
         """
         for row, processors in () if masks is None else masks.done:
             if self._keeps_log[row] and self._rows[row] is processors:
@@ -175,8 +175,8 @@ class TokenMasks:
     ) -> Callable[[], StepMasks | None]:
         """Return a function that fills the masks of a step on any thread: see `_fill`.
 
-        It does not read the processors and limits of rows, which `admit` may change meanwhile, nor
-        the lengths of sequences.
+        The function works on copies of the rows' processors and limits and of the sequences'
+        lengths, because `admit` may change these while the function runs.
         """
         processors = [self._rows[row] for row in rows.tolist()]
         lengths = history.num_tokens[rows], history.num_prompt[rows]
@@ -218,9 +218,11 @@ class TokenMasks:
         return StepMasks(np.array(masked, np.intp), words, is_single, forced, done)
 
     def _fill_grammars(self, words: Words, logs: Sequence[_Log]) -> tuple[Bools, ForcedTokens]:
-        """Fill the masks of all grammars at once; a grammar is a row's first processor.
+        """Fill the masks of all grammars at once. A grammar is always a row's first processor.
 
-        Return [M] True for masks that allow a single token, and the tokens that must follow it.
+        Returns:
+            [M] True for masks that allow only one token; and by row, the tokens that must follow
+            this token.
         """
         is_single = np.zeros(len(logs), np.bool_)
         found = [
@@ -246,7 +248,7 @@ class TokenMasks:
         masks = [mask for mask in masks if mask.needs_fill]
         if not masks:
             return
-        # A single thread of an executor would only cost a hand-over from this thread.
+        # With only one thread, an executor has no benefit, but handing over the work costs time.
         if self._executor is None and len(masks) > 1 and _num_threads() > 1:
             self._executor = LLExecutor(_num_threads())
         filled = np.empty((len(masks), self._num_words), np.int32)

@@ -57,7 +57,7 @@ class Admission:
         """Emit the events of an admitted sequence, and count its cached tokens."""
         groups, have = self._groups, int(self._table.num_computed[ticket.row])
         if ticket.is_cancelled and not ticket.forks:
-            # The leader was cancelled while waiting; its forks have just started without it.
+            # The leader was cancelled while it waited. Its forks have started, so it can end.
             self._batch.release_row(ticket)
             groups.choice_ended(ticket)
         else:
@@ -82,8 +82,8 @@ class Admission:
             return None
         kept_free = batch.num_still_needed() + self._limits.watermark * len(batch)
         if len(batch):
-            # Also keep blocks for the forks. If the batch is empty, this is not needed: forks
-            # without enough blocks are preempted.
+            # Also keep blocks free for the forks. If the batch is empty, do not: forks without
+            # enough blocks are preempted.
             shared = ticket.new.num_prompt // size
             kept_free += sum(-(-len(one.tokens) // size) - shared for one in ticket.forks)
         while True:
@@ -97,14 +97,15 @@ class Admission:
                 return None
 
     def _with_begun_block(self, ticket: SequenceState, matched: Ints, unused: int) -> CachedPrefix:
-        """Return `matched`, and the cached block that begins like the rest of `ticket`, if any.
+        """Extend `matched` by a cached block that begins with the next tokens of `ticket`, if any.
 
-        The copy of that block is one of the blocks that `ticket` needs anyway. The block itself is
-        held until then, which needs one of the `unused` available blocks if it has no holder.
+        The block is copied, into a block that `ticket` needs anyway. Until the copy is made, the
+        block is held. If the block has no holder yet, holding it takes one of the `unused`
+        available blocks.
         """
         size = self._limits.block_size
         have = len(matched) * size
-        if ticket.source_len > have:  # the KV transfer begins at the end of a block
+        if ticket.source_len > have:  # a KV transfer must begin at a block boundary
             return CachedPrefix(matched, have)
         parent = ticket.hashes[len(matched) - 1] if len(matched) else ticket.root
         end = min(ticket.num_reusable, have + size - 1)

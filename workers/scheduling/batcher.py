@@ -1,8 +1,8 @@
 """Plans the tokens of each step and updates the sequences after the step (continuous batching).
 
-Prefill and decode are not separate phases. Every running sequence has uncomputed tokens: one
+Prefill and decode are not separate phases. Every running sequence has uncomputed tokens: one token
 (decode) or several (prefill, or recomputation after preemption). Each step computes some of these
-tokens, within one token budget for all sequences.
+tokens; all sequences of a step share one token budget.
 """
 
 from typing import Any
@@ -38,9 +38,9 @@ __all__ = ["Batcher", "SchedulerConfig"]
 class Batcher:
     """Continuous batching over one block pool.
 
-    One step is in flight; with pipeline parallelism, one per stage. Without pipeline parallelism, a
-    second step may be planned if its plan needs no token of the first. Between `plan` and `commit`
-    any method may be called: sequences in flight keep their rows and blocks.
+    Without pipeline parallelism, one step is in flight. A second step may be planned if its plan
+    needs no token of the first. With pipeline parallelism, one step per stage may be in flight.
+    Between `plan` and `commit`, any method may be called: sequences keep their rows and blocks.
     """
 
     def __init__(self, limits: SchedulerConfig) -> None:
@@ -163,7 +163,7 @@ class Batcher:
     ) -> StepOutput:
         """Record the results of the oldest step in flight; return the new tokens.
 
-        The output lacks the tokens of beams and of sequences removed after `plan` was made.
+        The output has no tokens of beams or of sequences that were removed after `plan` was made.
 
         Args:
             plan: the plan of that step.

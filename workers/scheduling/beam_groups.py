@@ -33,12 +33,12 @@ class BeamGroups:
         self._groups = [each for each in self._groups if each is not beams]
 
     def started(self, beams: list[SequenceState]) -> None:
-        """Prepare the rows of a search whose prompt is computed: publish no more blocks."""
+        """Prepare the rows of a search whose prompt is computed: stop publishing their blocks."""
         # Beams exchange blocks, so the blocks of their answers are never published.
         self._table.num_published[[one.row for one in beams]] = NEVER
 
     def align(self, rows: Ints, remaining: Ints, counts: Ints) -> None:
-        """Lower `counts` so that of each search either all beams sample in this step, or none.
+        """Lower `counts` so that either all beams of a search sample in this step, or none.
 
         Args:
             rows: [n] rows of running sequences.
@@ -61,7 +61,7 @@ class BeamGroups:
 
         Args:
             beams: the beams of a step.
-            drawing: [n] rows that still get a token; other beams are ignored.
+            drawing: [n] rows that get a token in this step; beams in other rows are ignored.
         """
         moved = (beams.rows != beams.parents) & np.isin(beams.rows, drawing)
         if not moved.any():

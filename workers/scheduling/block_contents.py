@@ -1,9 +1,9 @@
-"""The tokens of published blocks, to find a block that begins like the rest of a prompt.
+"""The tokens of published blocks, to find blocks that share only their first tokens with a prompt.
 
-A hash chain finds full blocks only. A prompt may also agree with the first tokens of a cached block
-and differ later in the block, or continue a block that its sequence filled only partly; the KV of
-these tokens is reusable if the block is copied. SGLang's radix tree reuses such tokens too, because
-it splits its nodes at any token.
+A hash chain finds only full blocks. A prompt may also agree with the first tokens of a cached block
+and differ later in the block. Or it may continue a cached block that is filled only partly. In both
+cases, the KV of the common tokens can be reused if the block is copied. SGLang's radix tree reuses
+such tokens too, because its nodes can be split at any token.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,11 @@ _TOKEN_BYTES = 4
 
 
 class BlockContents:
-    """Tokens of published blocks by the block before each (its parent) and its first token."""
+    """Tokens of published blocks, indexed by a block's parent (previous block) and first token."""
 
     def __init__(self) -> None:
-        self._tokens_of: dict[bytes, tuple[bytes, bytes]] = {}  # block -> its key here, tokens
+        # By block: its key in `_children`, and its tokens.
+        self._tokens_of: dict[bytes, tuple[bytes, bytes]] = {}
         self._children: dict[bytes, dict[bytes, None]] = {}  # key: parent, then first token
 
     def add(self, digest: bytes, parent: bytes, tokens: bytes) -> None:
@@ -49,7 +50,7 @@ class BlockContents:
             del self._children[found[0]]
 
     def shorter(self, parent: bytes, tokens: bytes) -> list[bytes]:
-        """Return the blocks after `parent` that hold fewer tokens and with which `tokens` begin.
+        """Return the blocks after `parent` whose tokens are a proper prefix of `tokens`.
 
         Args:
             parent: hash of a block, or the root of a sequence.
@@ -64,9 +65,9 @@ class BlockContents:
         ]
 
     def longest_common(self, parent: bytes, tokens: Ints) -> tuple[bytes, int]:
-        """Return the block after `parent` that begins with most of `tokens`, and their number.
+        """Return the block after `parent` with the longest common prefix with `tokens`.
 
-        Return (b"", 0) if there is none.
+        Return (hash of the block, length of the prefix), or (b"", 0) if there is no such block.
 
         Args:
             parent: hash of a block, or the root of a sequence.
@@ -91,7 +92,7 @@ class BlockContents:
         return islice(reversed(siblings), MAX_COMPARED)
 
     def check(self, published: set[bytes]) -> None:
-        """Raise AssertionError if a block is known here that is not `published`."""
+        """Raise AssertionError if this object has a block that is not in `published`."""
         assert self._tokens_of.keys() <= published
         known = {digest for siblings in self._children.values() for digest in siblings}
         assert known == self._tokens_of.keys()

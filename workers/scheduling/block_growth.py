@@ -57,19 +57,20 @@ class BlockGrowth:
         return self._pool.num_copies(self._table.block_table[self._begun_shared_blocks(rows)])
 
     def release_sources(self, copies: Ints) -> None:
-        """Release the sources of copies [C, 2] whose step has been computed."""
-        for source in copies[:, :1]:  # one at a time, because a source may have several copies
+        """Release the source blocks of `copies` [C, 2], after the step with these copies."""
+        for source in copies[:, :1]:  # one at a time: a source may occur several times
             self._pool.release(source, State.USED)
 
     def _copy_on_write(self, rows: Ints) -> Ints:
-        """Give rows their own blocks; return the copies. `release_sources` must follow.
+        """Replace shared blocks of `rows` by their own blocks; return the copies to make.
 
-        A source is held until then. Otherwise it could be evicted and reserved for a KV transfer,
-        which writes it as soon as its data arrives, perhaps before the step makes the copies.
+        The source blocks are held until `release_sources` is called. Otherwise a source could be
+        evicted and reserved for a KV transfer. The transfer could overwrite it before the step has
+        made the copies.
         """
         shared, columns = self._begun_shared_blocks(rows)
         blocks = self._table.block_table[shared, columns]
-        # All destinations are taken before a source is released, so that no block is both.
+        # Take all destinations before releasing a source, so that no source is also a destination.
         own = iter(self._pool.take(self._pool.num_copies(blocks), State.USED))
         copies = []
         for row, column, block in zip(shared, columns, blocks, strict=True):
@@ -77,7 +78,7 @@ class BlockGrowth:
                 copies.append((block, next(own)))
                 self._table.block_table[row, column] = copies[-1][1]
                 self._pool.release(block[None], State.USED)  # the last row to write keeps the block
-            self.shared_rows.discard(int(row))  # no other row holds the block any more
+            self.shared_rows.discard(int(row))  # the row's last block is not shared now
         made = np.array(copies, np.int32).reshape(-1, 2)
         for source in made[:, :1]:
             self._pool.retain(source, State.USED)

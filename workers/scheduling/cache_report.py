@@ -1,7 +1,7 @@
-"""Reports of the blocks that a worker has cached: the changes since the last report, and snapshots.
+"""Reports of the blocks that a worker has cached: changes since the last report, and snapshots.
 
-Changes are numbered from 0 in the order in which a router must apply them; a report has at most
-one. A snapshot has the number of the next change, so that a router knows which changes follow.
+A report contains at most one change. Changes are numbered from 0, and a router must apply them in
+this order. A snapshot contains the number of the first change that it does not include.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ class CacheChange:
 
     number: int
     evicted: Sequence[int]
-    stored: Sequence[int]  # the blocks of all chains
-    parents: Sequence[int]  # per chain: the block before it; 0: none, or not cached
+    stored: Sequence[int]  # the blocks of all chains, one chain after the other
+    parents: Sequence[int]  # per chain: the block before its first block; 0: none, or not cached
     lengths: Sequence[int]  # per chain: number of blocks
 
 

@@ -17,9 +17,11 @@ class SchedulerConfig:
     max_queued: int = 1024  # maximum number of waiting sequences
     lease_fraction: float = 0.5  # largest share of the blocks that leases may hold
     num_stages: int = 1  # pipeline stages; also the maximum number of steps in flight
-    watermark: int = 1  # free blocks to keep per sequence in the batch when another is admitted
-    # Forced tokens make the next step longer for all rows: it is no decode step, so it runs as no
-    # graph. They are taken only if there are this many of them per row that has none.
+    # Admission leaves this many blocks free for each sequence that is already in the batch.
+    watermark: int = 1
+    # With forced tokens, the next step is not a pure decode step, so it cannot run as a graph and
+    # takes longer for all rows. Forced tokens are taken only if their number is at least this
+    # multiple of the number of rows without forced tokens.
     forced_per_other_row: float = 4.0
     static: bool = False  # static batching, as a baseline: admit only when the batch is empty
     hash_key: bytes = field(default=b"", repr=False)  # secret of the cluster: see `root_hash`

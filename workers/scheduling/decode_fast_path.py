@@ -19,8 +19,8 @@ class DecodeFastPath:
         self._table = table
         self._pool = pool
         self.last: StepPlan | None = None  # the newest plan; None if it cannot be continued
-        self._has_snapshot = False  # whether the fields below belong to the rows of `last`
-        self._first = 0  # number of the first plan derived from this snapshot
+        self._has_snapshot = False  # whether the following fields are valid for `last`
+        self._first = 0  # number of the first plan made from these fields
         self._until = 0  # number of the first plan in which a sequence reaches a limit
         self._next_boundary = 0  # number of the next plan in which a sequence enters a new block
         self._filling: set[int] = set()  # numbers of the plans that may fill a block
@@ -83,11 +83,11 @@ class DecodeFastPath:
 
     @property
     def num_until_boundary(self) -> int:
-        """Number of plans from the last one to the next one in which a sequence enters a block."""
+        """Number of plans, after the last, until a sequence enters a new block."""
         return 0 if self.last is None else self._next_boundary - self.last.number
 
     def num_until_limit(self) -> int:
-        """Return the number of plans from the last one to the first that reaches a length limit."""
+        """Return the number of plans, after the last, until a sequence reaches a length limit."""
         if self.last is None:
             return 0
         if not self._has_snapshot:
@@ -166,8 +166,8 @@ class DecodeFastPath:
     def _enter_block(self, last: StepPlan, crossing: Ints, slots: Ints) -> Ints:
         """Move the rows at indices `crossing` into their next block; return block tables [B, M].
 
-        `last.block_tables` is changed in place unless it has too few columns. The step of `last`
-        may still be running, but it reads no columns beyond its own context lengths.
+        `last.block_tables` is changed in place unless it has too few columns. This is safe even
+        while the step of `last` runs, because that step does not read the changed columns.
         """
         table = self._table
         rows, columns = last.rows[crossing], last.context_lens[crossing] // table.block_size

@@ -24,9 +24,9 @@ NO_FORCED: ForcedTokens = {}
 def append_forced(state: SchedulerState, output: StepOutput, forced: ForcedTokens) -> StepOutput:
     """Append forced tokens to the rows of a committed step; return the output with these tokens.
 
-    A row stops where its sequence ends or yields. Leaving out forced tokens is always right: they
-    are then sampled, and nothing else can be sampled. All are left out if they are too few for the
-    rows that gain nothing: see `SchedulerConfig.forced_per_other_row`.
+    Stop at the token with which a sequence ends or yields. It is always correct to append fewer
+    forced tokens, because later steps can sample only the same tokens. Append none at all if there
+    are too few of them: see `SchedulerConfig.forced_per_other_row`.
 
     Args:
         state: the scheduler, after the tokens of `output` were appended. Rows that are in another

@@ -16,7 +16,7 @@ class InFlightSteps:
 
     def __init__(self, batch: RunningBatch) -> None:
         self.plans: list[StepPlan] = []
-        self.released_later: list[SequenceState] = []  # removed while a step in flight has them
+        self.released_later: list[SequenceState] = []  # removed, but still in a step in flight
         self._batch = batch
 
     @property
@@ -58,7 +58,7 @@ class InFlightSteps:
         return True
 
     def still_held(self, rows: Ints) -> Bools:
-        """Return a mask [n]: True for rows whose sequence was not dropped and has not ended."""
+        """Return a mask [n] of `rows`: False if the row's sequence was removed during a step."""
         return ~np.isin(rows, [ticket.row for ticket in self.released_later])
 
     def release_drained(self) -> None:

@@ -19,7 +19,7 @@ from penstock.workers.scheduling.sequence import Ints
 
 
 class State(IntEnum):
-    """State of a block; if a block has several kinds of holders, the lowest number applies."""
+    """State of a block. If a block has holders of several kinds, the state is the lowest number."""
 
     USED = 0
     LEASED = 1
@@ -103,11 +103,13 @@ class BlockPool:
         self._update_states(blocks[left == 0])
 
     def num_copies(self, blocks: Ints) -> int:
-        """Return how many copies these writes need (copy-on-write).
+        """Return how many copies are needed before these writes (copy-on-write).
+
+        If all holders of an unpublished block write, the last one writes to the block itself.
 
         Args:
             blocks: [n] the block that each writer is about to write; a shared block occurs once per
-                writer. If all holders of an unpublished block write, the last writer needs no copy.
+                writer.
         """
         own, writers = np.unique(blocks, return_counts=True)
         sole_holder = (self._holders[:, own].sum(0) == writers) & ~self.published.mask[own]
@@ -124,7 +126,7 @@ class BlockPool:
         parents: Sequence[bytes],
         contents: Sequence[bytes] | None = None,
     ) -> None:
-        """Publish used blocks under their hashes; a hash that is known keeps its first block.
+        """Publish used blocks under their hashes; skip hashes that are published already.
 
         Args:
             blocks: [n] blocks in state USED.
@@ -185,7 +187,7 @@ class BlockPool:
         self.published.check()
 
     def _forget_contained(self, parent: bytes, contents: bytes) -> None:
-        """Unpublish the partly filled blocks that a block with these tokens makes redundant."""
+        """Unpublish partly filled blocks whose tokens are a prefix of a block with `contents`."""
         contained = self.published.contained(parent, contents)
         if contained:
             self.forget(np.array(contained, np.int32))
@@ -207,7 +209,7 @@ class BlockPool:
         """Update states, counts, free stack and LRU order after a change of holders."""
         if not blocks.size:
             return
-        blocks = blocks[::-1]  # so that a block is evicted before the blocks that precede it
+        blocks = blocks[::-1]  # last blocks first: a block is evicted before its predecessors
         old, new = self.state[blocks], self._states(blocks)
         self.state[blocks] = new
         was_cached, is_cached = old == _CACHED, new == _CACHED

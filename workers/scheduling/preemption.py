@@ -59,5 +59,5 @@ class Preemption:
         ticket.tokens = table.tokens[row, : table.num_tokens[row]].copy()
         if (
             ticket.beams
-        ):  # beams exchange the blocks of their answers: keep the prompt's hashes only
+        ):  # keep only the prompt's hashes, because beams exchange the blocks of their answers
             del ticket.hashes[ticket.new.num_prompt // table.block_size :]

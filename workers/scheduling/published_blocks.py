@@ -1,8 +1,8 @@
 """The blocks of a pool that are published under a content hash, and the changes among them.
 
-A full block is published under the hash of its chain (`penstock.common.block_hash`). The last block
-of a sequence is often filled only partly. It is published too, but no hash chain leads to it: only
-`match_begun` finds it, and `hashes` and `changes` do not contain it.
+A full block is published under its hash in the sequence's chain (`penstock.common.block_hash`). The
+last block of a sequence is often only partly filled. Such a block is published too, but hash chains
+contain only full blocks. Only `match_begun` finds it; `hashes` and `changes` do not contain it.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,9 +16,9 @@ from penstock.workers.scheduling.sequence import Ints
 
 
 class BlockChanges:
-    """Net changes of the published blocks since this object was made, by hash, in order.
+    """Net changes of the published full blocks since this object was created, in order.
 
-    A block that is published and unpublished again is in neither dict.
+    Keys are block hashes. A block that was published and unpublished again is in neither dict.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class PublishedBlocks:
         return [digest for digest in self._block_of if digest not in self._partial]
 
     def match(self, hashes: Sequence[bytes]) -> Ints:
-        """Return the blocks of the longest prefix of this hash chain that is published."""
+        """Return the blocks of the longest published prefix of the hash chain `hashes`."""
         blocks = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -76,17 +76,17 @@ class PublishedBlocks:
         return np.array(blocks, np.int32)
 
     def match_begun(self, parent: bytes, tokens: Ints) -> tuple[Ints, int]:
-        """Return the published block that begins with most of `tokens`, and their number.
+        """Return the published block that has the longest common prefix with `tokens`.
 
-        The block may be filled only partly.
+        The block may be only partly filled.
 
         Args:
             parent: hash of the last full block of a sequence, or its root.
             tokens: [n] the sequence's next tokens, fewer than a block has.
 
         Returns:
-            [1] the block, or [0] if none begins with the first token; and the number of tokens that
-            they have in common.
+            The block as an array [1], or an empty array if no block begins with the first token.
+            Also the length of the common prefix, in tokens.
         """
         digest, length = self._contents.longest_common(parent, tokens)
         return np.array([self._block_of[digest]] if length else [], np.int32), length
@@ -123,17 +123,17 @@ class PublishedBlocks:
             return
         digest = block_hash(parent, tokens)
         if digest in self._block_of:
-            return  # its block is not among the newest, to which `longest_common` compares
+            return  # published already; `longest_common` compares only the newest blocks
         self._add(block, digest)
         self._contents.add(digest, parent, tokens.tobytes())
         self._partial.add(digest)
 
     def contained(self, parent: bytes, contents: bytes) -> list[int]:
-        """Return the partly filled blocks whose tokens are the first of a block after `parent`.
+        """Return the partly filled blocks after `parent` whose tokens are a prefix of `contents`.
 
         Args:
-            parent: hash of the block before that block, or the root of its sequence.
-            contents: tokens of that block as bytes of int32.
+            parent: hash of the previous block, or the root of a sequence.
+            contents: tokens of a block after `parent`, as bytes of int32.
         """
         if not self._partial:
             return []

@@ -19,11 +19,11 @@ _arrival = attrgetter("arrival")
 
 
 class CachedPrefix(NamedTuple):
-    """The cached blocks with which a sequence begins.
+    """The cached blocks that hold the KV of a sequence's first tokens.
 
     Attributes:
-        blocks: [n] blocks of the sequence, in order. The last one may agree with the sequence in
-            its first tokens only; it is then copied before the sequence writes to it.
+        blocks: [n] blocks, in the order of the sequence. Only the first tokens of the last block
+            may agree with the sequence; the block is then copied before the sequence writes to it.
         num_tokens: number of leading tokens whose KV these blocks hold.
     """
 
@@ -34,8 +34,9 @@ class CachedPrefix(NamedTuple):
 def split_token_budget(remaining: Ints, decode_lens: Ints, budget: int) -> Ints:
     """Split a token budget: return [B] how many tokens a step computes for each table row.
 
-    Every decoding row gets one token; all of them fit. The rest of `budget` goes to the forced
-    tokens of decoding rows, then to the other rows, each in order.
+    Every decoding row gets one token; the budget always suffices for these. The rest of `budget`
+    goes first to the forced tokens of decoding rows, then to the other rows. Within each of the two
+    groups, earlier rows come first.
 
     Args:
         remaining: [B] number of uncomputed tokens of each row.
@@ -52,7 +53,7 @@ def split_token_budget(remaining: Ints, decode_lens: Ints, budget: int) -> Ints:
 
 
 def _in_order(wanted: Ints, budget: int) -> Ints:
-    """Return [B] how many tokens of `budget` each row gets if the first rows get all they want."""
+    """Distribute `budget`: return [B] tokens per row, at most `wanted`, earlier rows first."""
     before = np.cumsum(wanted) - wanted
     got: Ints = np.minimum(np.maximum(budget - before, 0), wanted)
     return got
@@ -138,7 +139,7 @@ class RunningBatch:
         return True
 
     def with_forks(self, plan: StepPlan) -> StepPlan:
-        """Add the forks that sample their first token in this step, from their leader's logits."""
+        """Add to `plan` the forks whose first token is sampled in this step, from leader logits."""
         if not self.fork_parents:
             return plan
         sampling, table = plan.rows[plan.samples].tolist(), self._table
@@ -152,7 +153,7 @@ class RunningBatch:
         return replace(plan, forks=np.array(forks, np.int32).reshape(-1, 2))
 
     def remove_fork(self, leader: SequenceState, follower: SequenceState) -> None:
-        """Detach a fork that does not need the leader's prompt any more."""
+        """Detach a fork from its leader, because it no longer waits for the leader's prompt."""
         leader.forks.remove(follower)
         if not leader.forks and leader.row >= 0:
             self.fork_parents.remove(leader)

@@ -45,9 +45,9 @@ class Sibling:
 class NewSequence:
     """A sequence to schedule; its KV can always be computed from its tokens alone.
 
-    A sequence with siblings stands for several sequences, whose common prompt is computed once. The
-    beams of a beam search are siblings that get table rows, sample tokens and are removed at the
-    same time.
+    With `siblings`, this record represents several choices, whose common prompt is computed once.
+    The beams of a beam search are siblings too. They get table rows, sample tokens and are removed
+    all at the same time.
     """
 
     key: Key
@@ -65,7 +65,7 @@ class NewSequence:
 
 
 def usable_source(offered: int, num_prompt: int, lengths: Sequence[int]) -> int:
-    """Return `offered` if that many KV positions are usable for all choices, otherwise 0.
+    """Return `offered` if all choices can use that many KV positions, otherwise 0.
 
     Args:
         offered: number of KV positions that the source has.
@@ -85,10 +85,10 @@ NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Plan of one step: a ragged batch of B sequences, T tokens; all arrays have the same order.
+    """Plan of one step: a ragged batch of B sequences with T tokens in total.
 
-    Sequence b owns tokens `[query_starts[b], query_starts[b + 1])`. All `copies` are made at once,
-    before the step writes any KV.
+    Arrays [B] have the order of `rows`. Sequence b owns tokens `[query_starts[b],
+    query_starts[b + 1])`. All `copies` are made at once, before the step writes any KV.
     """
 
     number: int  # step number, from 1
@@ -101,9 +101,9 @@ class StepPlan:
     slots: Ints  # [T] KV slot of each token: block * block_size + offset
     samples: Bools  # [B] whether the step samples a token for the sequence
     copies: Ints = field(default_factory=NO_PAIRS.copy)  # [C, 2] source and destination block
-    # [F, 2] per fork: index of its leader among the rows that sample, and its own table row
+    # [F, 2] per fork: index of its leader in `rows[samples]`, and the fork's own table row
     forks: Ints = field(default_factory=NO_PAIRS.copy)
-    # [P] indices into `tokens`: here the logprob of the next prompt token is requested
+    # [P] indices of tokens after which the logprob of the next prompt token is requested
     scored: Ints = field(default_factory=NO_TOKENS.copy)
     ahead: bool = False  # `tokens` are not known yet: call `fill` before the step runs
 
@@ -140,14 +140,15 @@ class BeamRows:
     """All R beams among the sampling rows of a step, and the beams that they continue."""
 
     rows: Ints  # [R] rows of the sequence table
-    parents: Ints  # [R] rows of the same search; its own row for a beam of an ended search
+    parents: Ints  # [R] row that each beam continues; if its search has ended, its own row
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The S new tokens of a committed step, in the order of the plan's sampling rows.
+    """The S new tokens of a committed step.
 
-    Then come forced tokens, so that a sequence may have several tokens, in their order.
+    First come the sampled tokens, in the order of the plan's sampling rows, then forced tokens. A
+    sequence may thus have several tokens; they are in the order of the answer.
     """
 
     keys: list[Key]

@@ -19,8 +19,8 @@ from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 class SequenceGroups:
     """The choices that wait, receive or run, by the key of their sequence.
 
-    The table row and blocks of a removed choice are released at once or, if it is in steps in
-    flight, with the commit of the last of these steps. `events` has the events that
+    When a choice is removed, its table row and blocks are released at once. If steps in flight have
+    the choice, they are released when the last of these steps commits. `events` has the events that
     `Batcher.events` has not returned yet.
     """
 
@@ -49,7 +49,7 @@ class SequenceGroups:
         """Start the forks whose prompt is computed.
 
         Returns:
-            The table rows of cancelled leaders, which end now because no fork needs them any more.
+            The table rows of cancelled leaders. These end now, because their forks have started.
         """
         batch, rows = self._batch, []
         for leader in [one for one in batch.fork_parents if one.phase is SequencePhase.RUNNING]:
@@ -112,7 +112,7 @@ class SequenceGroups:
         if ticket is None or ticket.beams:
             return
         if ticket.forks:
-            ticket.is_cancelled = True  # kept until its forks no longer need its prompt
+            ticket.is_cancelled = True  # kept while its forks need its prompt
             return
         over = [ticket]
         for leader in group:
@@ -190,7 +190,10 @@ class SequenceGroups:
             self.yield_if_due(key)
 
     def yield_if_due(self, key: Key) -> None:
-        """Yield a sequence and lease its blocks, if it is due and not in a step or KV transfer."""
+        """Yield a sequence and lease its blocks, if it is due to yield and may yield now.
+
+        It may not yield while it is in a step in flight or receives KV.
+        """
         group, table = self._groups[key], self._table
         in_batch = [ticket for ticket in group if ticket.row >= 0]
         if any(

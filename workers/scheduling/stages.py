@@ -8,9 +8,10 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 
 def plan_idle_rows(state: SchedulerState, number: int) -> StepPlan | None:
-    """Plan step `number` for one stage's share of the rows that are in no step in flight.
+    """Plan step `number` for some of the rows that are not in a step in flight.
 
-    Return None if there are no such rows or too few blocks.
+    The plan gets at most 1 / `num_stages` of the running rows. Return None if all rows are in
+    steps in flight, or if there are too few blocks.
     """
     rows, counts = _split_budget_over_idle(state)
     batch, growth = state.batch, state.batch.block_growth

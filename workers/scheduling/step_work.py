@@ -14,8 +14,8 @@ class StepWork(NamedTuple):
         tokens: tokens run through the model.
         sequences: sequences of the step.
         positions: KV positions of all sequences, including those that the step writes.
-        pairs: number of pairs of a prompt token and a position that this token attends to. Only
-            sequences that compute more than one token count.
+        pairs: attention work of prompts: number of (prompt token, attended position) pairs. Covers
+            only sequences that compute more than one token.
     """
 
     tokens: int

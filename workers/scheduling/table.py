@@ -36,7 +36,7 @@ class SequenceTable:
         self.num_computed = column()  # positions whose K and V are in the blocks
         self.num_published = column()  # number of leading blocks that are full and published
         self.prompt_known = column()  # first prompt position that needs logprobs; NEVER: none does
-        self.min_len = column()  # a stop token ends the sequence at this number of tokens or more
+        self.min_len = column()  # number of tokens from which on stop tokens end the sequence
         self.max_len = column()  # number of tokens at which the sequence ends
         self.yield_len = column()  # number of tokens at which the sequence yields
         self.decode_len = column()  # a row with at most this many uncomputed tokens is decoding
@@ -52,9 +52,9 @@ class SequenceTable:
         return len(self._free_rows)
 
     def add(self, new: NewSequence, choice: int, tokens: Ints, yield_len: int) -> int:
-        """Give the sequence a free row and return the row's number; the caller sets the blocks.
+        """Give the sequence a free row and return the row's number.
 
-        At least one row must be free.
+        At least one row must be free. The caller must set the row's blocks.
         """
         row = self._free_rows.pop()
         params = new.params
@@ -62,7 +62,7 @@ class SequenceTable:
         self.num_tokens[row] = len(tokens)
         self.num_prompt[row] = new.num_prompt
         self.num_computed[row] = self.num_published[row] = self.num_blocks[row] = 0
-        # A grammar that is complete ends an answer before `min_tokens`; see `MinTokens`.
+        # With a grammar, an answer may end before `min_tokens`; see `MinTokens`.
         min_tokens = 0 if params.structured_outputs is not None else params.min_tokens
         self.min_len[row] = min(new.num_prompt + min_tokens, self.max_model_len)
         limit = params.answer_limit(new.num_prompt, self.max_model_len)
@@ -122,7 +122,7 @@ class SequenceTable:
         return np.where(stopped, FinishReason.STOP, limited).astype(np.int32)
 
     def scored(self, owners: Ints, positions: Ints) -> Ints:
-        """Return [P] indices of tokens that are followed by a prompt token that needs logprobs.
+        """Return [P] indices of the tokens after which a prompt token with logprobs follows.
 
         Args:
             owners: [T] table row of each token of the step.
@@ -138,7 +138,8 @@ class SequenceTable:
         """Advance `prompt_known` of `rows` after their first `lengths` positions are computed."""
         requested = self.prompt_known[rows] != NEVER
         lengths, rows = lengths[requested], rows[requested]
-        # A sequence that continues elsewhere recomputes positions whose logprobs are known.
+        # Keep the maximum: a preempted or continued sequence may recompute positions whose
+        # logprobs are known already.
         known = np.maximum(lengths + 1, self.prompt_known[rows])
         self.prompt_known[rows] = np.where(known < self.num_prompt[rows], known, NEVER)
 

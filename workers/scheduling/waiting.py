@@ -22,7 +22,7 @@ class SequencePhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """State of one choice of a submitted sequence, except the state in the sequence table."""
+    """State of one choice of a submitted sequence that is not kept in the sequence table."""
 
     new: NewSequence
     arrival: int  # arrival number; a preempted sequence keeps this number and so its place
@@ -31,8 +31,8 @@ class SequenceState:
     source_len: int  # number of KV positions that a transfer may still provide
     phase: SequencePhase = SequencePhase.WAITING
     row: int = -1  # row of the sequence table; -1: none
-    root: bytes = b""  # parent hash of the first block
-    hashes: list[bytes] = field(default_factory=list)  # of the first full blocks, on demand
+    root: bytes = b""  # result of `root_hash`: stands for the parent of the first block
+    hashes: list[bytes] = field(default_factory=list)  # of the first full blocks; grows on demand
     choice: int = 0
     prompt_known: int = NEVER  # first prompt position that needs logprobs; NEVER: none does
     forks: list["SequenceState"] = field(default_factory=list)  # choices that wait for this prompt
@@ -45,7 +45,7 @@ class SequenceState:
 
     @property
     def num_uncomputed(self) -> int:
-        """Number of tokens to compute, with forks, without tokens that the KV source provides."""
+        """Number of tokens to compute, including forks, excluding those that the KV source has."""
         own = sum(len(follower.tokens) - self.new.num_prompt for follower in self.forks)
         return len(self.tokens) - self.source_len + own
 

@@ -24,8 +24,8 @@ class CacheStream:
     def __init__(self, incarnation: str, engine: EngineThread) -> None:
         self._incarnation = incarnation
         self._engine = engine
-        self._awaiting: dict[int, Session] = {}  # get the next snapshot, by session id
-        self._live: dict[int, Session] = {}  # have got a snapshot, and get all changes
+        self._awaiting: dict[int, Session] = {}  # sessions that wait for a snapshot, by id
+        self._live: dict[int, Session] = {}  # sessions that have a snapshot and get changes
 
     def open(self, session: Session) -> None:
         """Subscribe a router if its Hello message requests cache events."""
@@ -33,7 +33,7 @@ class CacheStream:
             self._request_snapshot(session)
 
     def resync(self, session: Session) -> None:
-        """Send a new snapshot to a subscribed router, unless one is requested or queued already."""
+        """Request a new snapshot for a subscribed router, unless one is already on its way."""
         if session.session_id in self._live and not session.has_waiting_snapshot:
             del self._live[session.session_id]
             self._request_snapshot(session)
@@ -45,7 +45,9 @@ class CacheStream:
             self._engine.post(_stop)
 
     def add_change(self, report: CacheReport | None, steps: dict[int, wire.Step]) -> None:
-        """Add a report's change to the Steps of subscribed routers; send it alone if none is due.
+        """Add a report's change to the next Step of each subscribed router.
+
+        A router without a Step in `steps` gets a Step with only the change.
 
         Args:
             report: the report; None: there is nothing to send.
@@ -57,11 +59,11 @@ class CacheStream:
         for number, session in self._live.items():
             if number in steps:
                 steps[number].cache.CopyFrom(message)
-            else:  # without the load, which a router without tokens in this step does not need
+            else:  # no load: a router without tokens in this step does not need it
                 session.put(wire.ToRouter(step=wire.Step(cache=message)))
 
     def send_snapshot(self, report: CacheReport | None) -> None:
-        """Send a report's snapshot to the routers that wait for one; call this after the Steps."""
+        """Send a report's snapshot to the routers that wait for one. Send pending Steps first."""
         if report is None or report.snapshot is None:
             return
         for message in encode_snapshot(report.snapshot, self._incarnation):

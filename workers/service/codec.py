@@ -112,7 +112,7 @@ def new_sequence(
 
 
 def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]]:
-    """Return the answer so far of each unfinished choice, or an empty answer for each beam."""
+    """Return the answer so far of each unfinished choice; for a beam search, [] for each beam."""
     if params.use_beam_search:
         if submit.log:
             raise BadSubmit("the submission has a log, but a beam search begins at its prompt")
@@ -147,7 +147,7 @@ def _params(message: wire.SamplingParams, vocabulary: Vocabulary) -> SamplingPar
 def step_messages(
     result: StepResult, is_held: Callable[[SequenceKey], bool]
 ) -> dict[int, wire.Step]:
-    """Build one Step per session, without its load, for the sequences that `is_held` accepts."""
+    """Build one Step per session, without load; skip sequences for which `is_held` is False."""
     steps: dict[int, wire.Step] = defaultdict(wire.Step)
     output = result.output
     if output is not None:
@@ -190,7 +190,7 @@ def beam_result_message(result: BeamResult) -> wire.Step:
 def _add_prompts(
     steps: dict[int, wire.Step], result: StepResult, is_held: Callable[[SequenceKey], bool]
 ) -> None:
-    """Add the numbers of cached prompt tokens and the prompt logprobs to the steps of sessions."""
+    """Add prompt logprobs and the numbers of cached prompt tokens to `steps` (by session)."""
     for prompt in result.prompts:
         key = sequence_key(prompt.key)
         if is_held(key):
@@ -215,7 +215,7 @@ def _add_tokens(
 ) -> None:
     """Add `rows` of the output to `step`, one column at a time.
 
-    Adding whole columns is fast, so that the engine does not wait long for the GIL.
+    Whole columns are fast to add, so the event loop does not hold the GIL for long.
     """
     keys = [sequence_key(output.keys[row]) for row in rows]
     step.request.extend([key.request for key in keys])
@@ -244,13 +244,13 @@ def step_records_message(records: Sequence[StepRecord]) -> wire.StepRecords:
 
 
 def merge_steps(earlier: wire.Step, later: wire.Step) -> None:
-    """Append `later` to `earlier`, and keep the newest load."""
+    """Append `later` to `earlier`; the merged Step has the newest load."""
     first = len(earlier.token)
     for logprobs in later.logprobs:
         logprobs.row += first
     first_change = earlier.cache.first if earlier.HasField("cache") else later.cache.first
     earlier.MergeFrom(later)
     if later.HasField("load"):
-        earlier.load.CopyFrom(later.load)  # because a merge ignores fields that are now 0
+        earlier.load.CopyFrom(later.load)  # `MergeFrom` would skip fields that became 0
     if earlier.HasField("cache"):
         earlier.cache.first = first_change

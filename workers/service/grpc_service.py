@@ -38,7 +38,7 @@ from penstock.workers.service.worker_port import (
 
 log = logging.getLogger(__name__)
 
-_MAX_MISSED_HEARTBEATS = 10  # heartbeat intervals of silence that end a stream
+_MAX_MISSED_HEARTBEATS = 10  # a stream ends after this many silent heartbeat intervals
 _MAX_MISSED_CANARIES = 3  # NOT_SERVING after this many `canary_seconds` without a step
 _CHECK_SECONDS = 1.0
 
@@ -79,7 +79,7 @@ class WorkerService:
             reader.cancel()
             self._manager.close(session)
             log.info("router %s detached: %s", session.router, session.stream_end)
-        await writer  # a router that reads slowly gets the status after the message before it
+        await writer  # send all queued messages before the status
         if end.code is not grpc.StatusCode.OK:
             await abort(context, CallError(end.code, end.reason))
 

@@ -13,7 +13,7 @@ from penstock.workers.service.codec import SequenceKey, merge_steps
 
 MAX_TOKENS_WAITING = 1 << 15  # maximum number of tokens in a Step that waits for a slow reader
 MAX_MESSAGES_WAITING = 1 << 12
-MAX_CACHE_BYTES_WAITING = 1 << 20  # cache events in a Step that waits; above it, all are dropped
+MAX_CACHE_BYTES_WAITING = 1 << 20  # if a waiting Step's cache events are larger, drop them all
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Session:
         self.stream_end: StreamEnd | None = None
         self.last_load: wire.Load | None = None  # the last load sent to the router
         self._waiting: deque[wire.ToRouter] = deque()
-        self._no_merge = False  # whether to merge nothing into the newest waiting message
+        self._no_merge = False  # True: merge no Step into the newest waiting message
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
         self._num_sent = 0
@@ -59,7 +59,7 @@ class Session:
         return any(message.HasField("cache_snapshot") for message in self._waiting)
 
     def put(self, message: wire.ToRouter, no_merge: bool = False) -> None:
-        """Queue a message. Waiting Steps are merged; a backlog over its limit ends the stream.
+        """Queue a message. Waiting Steps are merged; too large a backlog ends the stream.
 
         Args:
             message: message to send.
@@ -96,7 +96,7 @@ class Session:
         return self.stream_end
 
     async def next(self, seconds: float) -> wire.ToRouter | None:
-        """Return the next message, with its number.
+        """Return the next message to send, numbered in the order of sending.
 
         Return None after `seconds` without a message, or if the stream has ended.
         """
@@ -119,8 +119,8 @@ class Session:
 def _drop_excess_cache_events(step: wire.Step) -> None:
     """Drop the cache events of a Step if they are too large.
 
-    The number of the next change stays. It shows the router that changes are missing, even if no
-    other change follows; the router then requests a snapshot.
+    The Step keeps the number of the next change. From this number, the router detects that changes
+    are missing, even if no other change follows, and requests a snapshot.
     """
     cache = step.cache
     if cache.ByteSize() > MAX_CACHE_BYTES_WAITING:

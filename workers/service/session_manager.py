@@ -191,8 +191,8 @@ class SessionManager:
             reject(session, key, str(error), True)
             return
         log.info("sequence", extra={"fields": _log_fields(submit)})
-        # This attempt replaces earlier attempts. Leases are kept, because one of them may be the KV
-        # source of this attempt.
+        # This attempt replaces earlier attempts of the request. Keep their leases, because one of
+        # the leases may be the KV source of this attempt.
         self._release(session, [other for other in others if not session.held[other].kv_len])
         source = (submit.source.worker, submit.source.incarnation)
         session.held[key] = HeldSequence(source if new.source_len else None)
@@ -223,7 +223,7 @@ class SessionManager:
     # ------------------------------------------------------------ from the engine
 
     def _deliver(self, result: StepResult, load: WorkerLoad) -> None:
-        """Send the results of a step to the routers, tokens before events of the same sequence."""
+        """Send a step's results to the routers; a sequence's tokens are sent before its events."""
         self._record_step(result, load)
         steps = step_messages(result, self._is_held)
         if result.output is None:

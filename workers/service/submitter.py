@@ -33,7 +33,8 @@ class Submitter:
         self._grammars = grammars
         self._most = most
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._waiting: dict[SequenceKey, list[EngineCommand]] = {}  # commands of waiting sequences
+        # Commands for the sequences that wait for their grammars.
+        self._waiting: dict[SequenceKey, list[EngineCommand]] = {}
 
     def submit(self, session: Session, key: SequenceKey, new: NewSequence) -> None:
         """Submit a sequence that `session` holds; reject it if the engine or grammar refuses it.
@@ -72,7 +73,7 @@ class Submitter:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _with_grammar(self, new: NewSequence, wanted: StructuredOutputs) -> NewSequence:
-        """Return the sequence with its grammar; raise ValueError if no grammar can be used."""
+        """Return `new` with its compiled grammar; raise ValueError if the grammar is unusable."""
         grammar = self._grammars.compile(wanted)
         for answer in _answers(new):
             grammar.check_answer(answer)
@@ -105,12 +106,12 @@ class Submitter:
 
 
 def reject(session: Session, key: SequenceKey, reason: str, never: bool) -> None:
-    """Send the router a rejection; `never`: every worker of this model would refuse it too."""
+    """Send the router a rejection. `never`: no worker with this model could accept the request."""
     rejected = wire.Rejected(request=key.request, attempt=key.attempt, reason=reason, never=never)
     session.put(wire.ToRouter(rejected=rejected))
 
 
 def _answers(new: NewSequence) -> list[list[int]]:
-    """Return the answers so far of all choices of a sequence that are not empty."""
+    """Return the non-empty answers so far among all choices of a sequence."""
     logs = [new.tokens, *(sibling.tokens for sibling in new.siblings)]
     return [list(log[new.num_prompt :]) for log in logs if len(log) > new.num_prompt]

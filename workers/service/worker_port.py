@@ -19,13 +19,13 @@ from penstock.workers.service.codec import MAX_MESSAGE_BYTES
 LIMITS = PortLimits(
     max_message_bytes=MAX_MESSAGE_BYTES,
     max_metadata_bytes=16 << 10,
-    # Of routers, other workers and health checks; a router or worker needs one connection.
+    # Clients are routers, other workers and health checks; each needs one connection.
     max_connections=1024,
-    max_calls=64,  # a router has at most two open, a worker one for each connection that it tries
+    max_calls=64,  # a router has at most two open calls; a worker has one per connection attempt
     handshake_seconds=10.0,
     idle_seconds=60.0,
 )
-RECEIVE_SECONDS = 10.0  # for the request of a call that has one
+RECEIVE_SECONDS = 10.0  # time within which the request of a call must arrive
 MAX_HEALTH_WATCHES = 16  # open `Watch` calls of gRPC health from one IP address
 
 _TRANSFER_PATH = f"/{transfer_pb2.DESCRIPTOR.services_by_name['Transfer'].full_name}/"

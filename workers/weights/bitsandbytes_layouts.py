@@ -31,8 +31,8 @@ from penstock.workers.weights.regions import Ranges, Region
 MAX_STATE_BYTES = 4096
 """Largest size of the JSON object of a module; real ones have about 200 bytes."""
 
-_NESTED_BLOCK = 256  # scales that share a second scale
-_ROW_FORMAT = 0  # of `weight_format`: rows; others are layouts of old GPUs
+_NESTED_BLOCK = 256  # number of scales that share one scale of the second level
+_ROW_FORMAT = 0  # value of `weight_format` for plain rows; other values are layouts of old GPUs
 
 
 def state_suffix(table: str) -> str:
@@ -114,7 +114,7 @@ def read_table(
         region: the rank's part of the weights [outputs, inputs].
 
     Raises:
-        BadCheckpoint: The JSON object or the table of values is not the module's.
+        BadCheckpoint: The JSON object or the table of values does not fit the module.
     """
     state = _state(module, tensors)
     kind: Kind = "nf4" if module.scheme.table == "nf4" else "fp4"
@@ -137,7 +137,10 @@ def read_table(
 def _nested_scales(
     tensors: dict[str, Tensor], absmax: Tensor, flat: Region, offset: float
 ) -> Tensor:
-    """Return the float32 scales of the 8-bit scales `absmax` [n], which are `flat` of all."""
+    """Convert 8-bit scales to float32 (double quantization).
+
+    `absmax` [n] are the scales of a rank: the region `flat` of the module's scales.
+    """
     spans = flat[0] if flat and flat[0] is not None else ((0, len(absmax)),)
     numbers = torch.cat([torch.arange(*span, device=absmax.device) for span in spans])
     factors = tensors["weight.nested_absmax"][numbers // _NESTED_BLOCK]

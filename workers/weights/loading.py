@@ -199,7 +199,10 @@ def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
 
 
 def find_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of a checkpoint by name, from a GGUF file, a single file or an index."""
+    """Return all tensors of a checkpoint by name.
+
+    The checkpoint is a GGUF file, a single safetensors file, or several with an index.
+    """
     if is_gguf(folder):
         return find_gguf_tensors(folder)
     if (folder / INDEX).is_file():
@@ -228,7 +231,7 @@ def _sharded(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _named_in_full(entries: dict[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
-    """Add `prefix` to all names if no name has it, as in checkpoints saved without a head."""
+    """Add `prefix` to all names if no name has it: the checkpoint was saved without a head."""
     if any(name.startswith(prefix) for name in entries):
         return entries
     return {prefix + name: replace(entry, name=prefix + name) for name, entry in entries.items()}
@@ -258,7 +261,7 @@ def _match(
 
 
 def _is_unused(spec: ModelSpec, name: str, modules: Mapping[str, QuantizedModule]) -> bool:
-    """Return True if a checkpoint may contain this tensor although the tensor is not loaded."""
+    """Return True if this tensor is not loaded, but a checkpoint may contain it."""
     further = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
     prefixes = tuple(f"{spec.names.layers}.{number}." for number in further)
     if modules and name.rpartition(".")[2] in UNUSED_SUFFIXES:
@@ -292,9 +295,9 @@ def _stream(
     progress: Callable[[int, int], None],
     finish: Callable[[object], None],
 ) -> None:
-    """Load all parameters, one owner after the other; `finish` each owner once it is loaded.
+    """Load all parameters, one owner after the other; call `finish` for each loaded owner.
 
-    Because `finish` may pack weights, at most one owner's weights wait in memory to be packed.
+    `finish` may pack weights. This order bounds the memory: only one owner has unpacked weights.
     """
     total = sum(entries[name].bytes_of(each.num_items) for name, each in parameters.items())
     done = 0
@@ -321,7 +324,7 @@ def _stream(
 
 
 def _whole(parameter: Parameter, region: Region | None) -> Piece:
-    """Return a parameter as one piece; `region` is used if the parameter has none of its own."""
+    """Return a parameter as one piece, with the parameter's own region if set, else `region`."""
     own = parameter.region if parameter.region is not None else region or ()
     return Piece(own, parameter.data, lambda: None)
 
@@ -329,7 +332,7 @@ def _whole(parameter: Parameter, region: Region | None) -> Piece:
 def _by_owner(
     entries: dict[str, TensorEntry], parameters: dict[str, Parameter]
 ) -> Iterable[tuple[object, list[str]]]:
-    """Return each owner with the names of its tensors; tensors are in the order of the files."""
+    """Return each owner with its tensors' names, in the order of the tensors in the files."""
     groups: dict[int, tuple[object, list[str]]] = {}
     for name in sorted(parameters, key=lambda name: (entries[name].path, entries[name].start)):
         owner = parameters[name].owner

@@ -1,9 +1,13 @@
 """The stacks of experts that gpt-oss publishes in MXFP4, and their division among ranks.
 
-A stack NAME is stored as NAME_blocks [experts, out, in / 32, 16] with two e2m1 codes per byte, the
-lower bits first, and NAME_scales [experts, out, in / 32] with e8m0 bytes. NAME_bias is float. The
-outputs of `gate_up_proj` alternate between gate and up, as in the float stacks, which however are
-[experts, in, out].
+A stack NAME is stored as three tensors:
+
+- NAME_blocks [experts, out, in / 32, 16]: two e2m1 codes per byte, the lower bits first.
+- NAME_scales [experts, out, in / 32]: e8m0 bytes.
+- NAME_bias: floats.
+
+The outputs of `gate_up_proj` alternate between gate and up, as in float stacks. (Float stacks have
+another order of dimensions: [experts, in, out].)
 
 Source: the conversion of MXFP4 tensors in `transformers`.
 """
@@ -28,7 +32,7 @@ from penstock.workers.weights.regions import Ranges, Region
 from penstock.workers.weights.sharding import stack_cut
 
 BLOCK = 32
-"""Inputs that share a scale."""
+"""Number of inputs that share a scale."""
 
 _BLOCK_BYTES = BLOCK // 2
 
@@ -37,10 +41,10 @@ _BLOCK_BYTES = BLOCK // 2
 class Mxfp4StackMethod:
     """Experts with e2m1 codes and e8m0 scales; their products are weight-only.
 
-    A rank that needs a part of the inputs loads all blocks of which it needs an input.
+    A rank that needs only some of the inputs loads every block that contains one of these inputs.
     """
 
-    module: QuantizedModule  # one expert's projection in the whole model; named after the stack
+    module: QuantizedModule  # describes one expert's projection, undivided; has the stack's name
     experts: range  # this rank's experts, by their numbers in the checkpoint
     outputs: Ranges | None  # this rank's outputs
     inputs: tuple[int, int] | None  # this rank's inputs

@@ -77,7 +77,10 @@ def _assign_stack(
 def _checked_inputs(
     name: str, num_inputs: int, form: WeightForm, columns: Ranges | None
 ) -> tuple[int, int] | None:
-    """Return the range of a rank's inputs; None for all. Raise if 4-bit codes have no pairs."""
+    """Return the range of a rank's inputs; None for all.
+
+    4-bit codes are stored in pairs: raise UnsupportedModel or BadShape for an odd number of inputs.
+    """
     if form == "int4" and num_inputs % 2:
         raise UnsupportedModel(
             f"{name} has {num_inputs} inputs, an odd number: quantization int4 stores codes in "

@@ -29,13 +29,13 @@ from penstock.workers.weights.quantized_module import (
 from penstock.workers.weights.regions import Ranges, Region
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Column, among eight, that AWQ stores in the i-th lowest four bits of a word."""
+"""Item i: the column (of eight) that AWQ stores in bits 4 i to 4 i + 3 of a word."""
 
 _ROWS_AT_ONCE = 512  # bounds the memory for unpacked codes of AWQ
 
 
 def check_module(module: QuantizedModule) -> None:
-    """Raise `BadCheckpoint` or `UnsupportedModel` if groups or words do not divide the module."""
+    """Raise `BadCheckpoint` or `UnsupportedModel` if groups or words do not fit the sizes."""
     scheme, name = module.scheme, module.name
     size = scheme.group_size
     if scheme.storage.startswith("bitsandbytes") and size > 0 and module.inputs % size:
@@ -146,7 +146,7 @@ def _packed(
 def _by_inputs(
     module: QuantizedModule, rows: Ranges | None, columns: Ranges | None
 ) -> Iterator[StoredTensor]:
-    """Yield the tensors of GPTQ and AWQ, whose first dimension is the inputs or their groups."""
+    """Yield the tensors of GPTQ and AWQ; their first dimension is inputs or groups of inputs."""
     word, groups = module.per_word, group_cut(module, columns)
     row_words = divided(module, rows, word, module.outputs, "outputs")
     if module.scheme.storage == "gptq":
@@ -228,7 +228,7 @@ def _scales(module: QuantizedModule, tensors: Mapping[str, Tensor], outputs: int
 
 
 def _per_row(scheme: WeightScheme, values: Tensor, outputs: int) -> Tensor:
-    """Repeat the values of tensors or blocks, so that each output has its own."""
+    """Repeat the values of a tensor or of blocks of outputs, so that each output has a row."""
     if scheme.per_tensor:
         return values.view(1, 1).repeat(outputs, 1)
     return values.repeat_interleave(scheme.block_rows, 0)[:outputs].contiguous()

@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 class QuantizedMethod:
     """Method of one `Linear` whose modules are quantized in the checkpoint.
 
-    INT8 weights with INT8 activations use the INT8 product, if the device has one; activations
-    then have one scale per token, computed at run time, even if the checkpoint has static ones.
-    All other products are weight-only: activations are not quantized.
+    Checkpoints with INT8 weights and INT8 activations use the INT8 product, if the device has one.
+    Each token then has one activation scale, computed at run time; static scales of the checkpoint
+    are ignored. All other products are weight-only: activations are not quantized.
     """
 
     modules: tuple[QuantizedModule, ...]
-    regions: Mapping[str, Region]  # a rank's part of the weights, by the names of `FloatMethod`
+    regions: Mapping[str, Region]  # regions that this rank holds, by names "MODULE.weight"
     _loaded: list[dict[str, Tensor]] = field(default_factory=list)
 
     @property
@@ -148,7 +148,7 @@ def quantized_modules(
 
 
 def _mxfp4_stacks(spec: QuantizationSpec, whole: Decoder) -> dict[str, QuantizedModule]:
-    """Return the stacks of gpt-oss by name, each as the module of one expert."""
+    """Return the stacks of gpt-oss by name, each as a `QuantizedModule` of one expert."""
     found = {}
     for name, stack in whole.stacks():
         scheme = spec.scheme_of(name)
@@ -166,7 +166,7 @@ def _mxfp4_stacks(spec: QuantizationSpec, whole: Decoder) -> dict[str, Quantized
 def _optional(
     module: str, scheme: WeightScheme, entries: Mapping[str, TensorEntry]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the module's tensors that only some checkpoints have, by suffix."""
+    """Return, by suffix, the shapes of the module's tensors that only some checkpoints have."""
     suffixes = {
         "bitsandbytes int8": "weight_format",
         "bitsandbytes 4 bits": state_suffix(scheme.table),

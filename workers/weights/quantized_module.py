@@ -20,7 +20,7 @@ class QuantizedModule:
     inputs: int
     has_group_table: bool  # the checkpoint has `g_idx`, the group of each input
     optional: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes in the file of tensors that only some checkpoints have, or whose sizes differ."""
+    """Shapes in the file, by suffix, of tensors that are optional or whose sizes vary."""
 
     @property
     def num_groups(self) -> int:
@@ -35,18 +35,21 @@ class QuantizedModule:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a module: its name is the module's, a dot and `suffix`."""
+    """A tensor of a module. Its full name is MODULE.SUFFIX."""
 
     suffix: str
-    shape: tuple[int, ...]  # for the whole model
-    dtype: torch.dtype  # in which it is held until the module is finished
-    accepts: tuple[str, ...]  # dtypes in the file
+    shape: tuple[int, ...]  # shape in the whole model
+    dtype: torch.dtype  # dtype in memory, until the module is finished
+    accepts: tuple[str, ...]  # dtypes that the file may have
     region: Region = ()  # the part that a rank loads
     alternatives: tuple[tuple[int, ...], ...] = ()  # other shapes in the file, of the same items
 
 
 def group_cut(module: QuantizedModule, columns: Ranges | None) -> Ranges | None:
-    """Return a rank's groups; with a table, all groups, because any input may be in any group."""
+    """Return the ranges of a rank's groups of inputs; None: all groups.
+
+    With a group table, the result is None, because any input may be in any group.
+    """
     if module.num_groups == 1 or module.has_group_table:
         return None
     return divided(module, columns, module.scheme.group_size, module.inputs, "inputs")
@@ -56,7 +59,7 @@ def input_range(name: str, columns: Ranges | None, in_pairs: bool) -> tuple[int,
     """Return a rank's inputs of a layer as one range; None: all inputs.
 
     Raises:
-        BadShape: Codes are stored `in_pairs`, and the number of inputs is odd.
+        BadShape: `in_pairs` is set (a byte has two codes), and the number of inputs is odd.
     """
     if columns is None:
         return None
@@ -72,7 +75,9 @@ def input_range(name: str, columns: Ranges | None, in_pairs: bool) -> tuple[int,
 def divided(
     module: QuantizedModule, ranges: Ranges | None, unit: int, size: int, what: str
 ) -> Ranges | None:
-    """Return ranges in units of `unit` items; only the end of the dimension may cut a unit.
+    """Convert ranges of items to ranges of units of `unit` items.
+
+    The last unit of the dimension (`size` items) may be incomplete.
 
     Raises:
         BadShape: A range begins or ends inside a unit.

@@ -6,4 +6,4 @@ Ranges: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges [first, last) of one dimension, concatenated in this order."""
 
 Region: TypeAlias = tuple[Ranges | None, ...]
-"""Selected ranges per dimension; None, or a missing entry at the end, selects all."""
+"""Selected ranges of each dimension; None selects all, as do missing entries at the end."""

@@ -23,7 +23,8 @@ from penstock.workers.weights.tensor_entry import TensorEntry
 
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 8
-MAX_ITEMS = 1 << 48  # of one tensor; bounds the time of arithmetic on numbers from the header
+# Maximum number of items of one tensor; bounds the time of arithmetic on numbers from the header.
+MAX_ITEMS = 1 << 48
 CHUNK_BYTES = 8 << 20
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -206,9 +206,10 @@ class _Cut:
             yield from _outputs(spec.names.qkv[0], self._heads(size) + rows)
 
     def _grouped(self, kept: range) -> Ranges:
-        """Return the rows of KV heads `kept` if heads are grouped: query heads, key, value of each.
+        """Return the rows of the KV heads `kept` in a checkpoint with grouped heads.
 
-        If several ranks hold the same KV head, each of these ranks has some of its query heads.
+        A group has the query heads, the key and the value of one KV head. If several ranks hold the
+        same KV head, each of these ranks has some of the head's query heads.
         """
         spec, size = self._spec, self._spec.head_dim
         group = spec.num_heads // spec.num_kv_heads
@@ -231,7 +232,8 @@ class _Cut:
         """Yield the regions of an MLP.
 
         Args:
-            cut: (intermediate features of all ranks, number of parts, index of this rank's part).
+            cut: (number of intermediate features of all ranks, number of parts, index of this
+                rank's part).
         """
         inner, num, column = cut
         first, last = inner // num * column, inner // num * (column + 1)

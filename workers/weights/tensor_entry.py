@@ -15,8 +15,8 @@ from penstock.workers.weights.regions import Region
 class TensorEntry(ABC):
     """A tensor in a checkpoint: `num_bytes` bytes at offset `start` of the file `path`.
 
-    `name` is the tensor's name in a safetensors checkpoint of the same model. `dtype` is the name
-    that the file format gives to the type of the items. `shape` is the shape after loading.
+    `name` is the tensor's name in a safetensors checkpoint of the same model. `dtype` is the file
+    format's name of the item type. `shape` is the shape after loading.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class TensorEntry(ABC):
         Args:
             target: Contiguous tensor with the shape of the region, of an accepted dtype.
             file: The open file `path`.
-            progress: Called with the number of bytes of each piece; the sum over all pieces is
-                `bytes_of` the number of items in the region.
+            progress: Called with the number of bytes of each piece. The sum over all pieces is
+                `bytes_of(n)`, where n is the number of items in the region.
             region: Part of the tensor to load; empty means all of it.
         """

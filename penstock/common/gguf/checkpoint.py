@@ -21,7 +21,7 @@ def is_gguf(model: Path) -> bool:
 
 
 def model_name(path: Path) -> str:
-    """Return the name of the model in a file: the file name without `.gguf` and the part."""
+    """Return the name of a file's model: the file name without `.gguf` and without part number."""
     split = SPLIT_NAME.fullmatch(path.name)
     return split["model"] if split else path.stem
 

@@ -61,7 +61,7 @@ class _Architecture:
 
 
 def _full_attention(reader: _Reader, values: Values) -> Values:
-    """Return the bias flags of Llama and Qwen; refuse a window shorter than the context."""
+    """Return the bias flags of Llama and Qwen; refuse sliding windows shorter than the context."""
     window = reader.count("attention.sliding_window")
     if 0 < window < values["max_position_embeddings"]:
         key = reader.key("attention.sliding_window")
@@ -152,7 +152,7 @@ def read_config(checkpoint: GgufCheckpoint, eos_tokens: list[int]) -> Values:
 
 
 def _check_neutral(reader: _Reader) -> None:
-    """Refuse entries of features that are not supported, unless their value disables them."""
+    """Raise `UnsupportedModel` if an entry enables a feature that is not supported."""
     for name in ("expert_count", "expert_used_count", "pooling_type"):
         if reader.count(name):
             raise reader.metadata.unsupported(
@@ -204,7 +204,7 @@ def _rope(reader: _Reader, values: Values, partial: bool) -> Values:
     found: Values = {}
     if rotated != head_dim:
         fraction = rotated / head_dim
-        while int(head_dim * fraction) < rotated:  # rounding must not drop a feature
+        while int(head_dim * fraction) < rotated:  # rounding down would lose one rotated feature
             fraction = math.nextafter(fraction, 1.0)
         found["partial_rotary_factor"] = fraction
     scaling = _scaling(reader, values, rotated // 2)
@@ -243,7 +243,7 @@ def _scaling(reader: _Reader, values: Values, num_pairs: int) -> Values:
         "beta_slow": reader.number("rope.scaling.yarn_beta_slow", 1.0),
     }
     extra = reader.number("rope.scaling.attn_factor", 1.0)
-    if extra != 1.0:  # multiplies the factor of YaRN itself
+    if extra != 1.0:  # llama.cpp multiplies this by YaRN's own factor
         found["attention_factor"] = extra * (1.0 + 0.1 * math.log(max(factor, 1.0)))
     return found
 

@@ -1,7 +1,7 @@
 """The JSON files of a checkpoint folder, made from the metadata of a GGUF file.
 
-Everything that reads a checkpoint folder's `config.json`, `generation_config.json`,
-`tokenizer.json` or `tokenizer_config.json` reads the same content from a GGUF file through here.
+Code that reads `config.json`, `generation_config.json`, `tokenizer.json` or
+`tokenizer_config.json` calls this module if the checkpoint is a GGUF file instead of a folder.
 """
 
 from pathlib import Path
@@ -46,7 +46,7 @@ def config_of(path: Path) -> Json:
 
 
 def generation_config_of(path: Path) -> Json:
-    """Return the content of generation_config.json; raise as `config_of`."""
+    """Return the content of generation_config.json. Raises the exceptions of `config_of`."""
     metadata = open_gguf(path).metadata
     found: Json = {}
     for key, name in _SAMPLING.items():
@@ -57,13 +57,13 @@ def generation_config_of(path: Path) -> Json:
 
 
 def tokenizer_of(path: Path) -> Json:
-    """Return the content of tokenizer.json; raise as `config_of`."""
+    """Return the content of tokenizer.json. Raises the exceptions of `config_of`."""
     metadata = open_gguf(path).metadata
     return convert_tokenizer(metadata, read_vocabulary(metadata))
 
 
 def tokenizer_config_of(path: Path) -> Json:
-    """Return the content of tokenizer_config.json; raise as `config_of`."""
+    """Return the content of tokenizer_config.json. Raises the exceptions of `config_of`."""
     metadata = open_gguf(path).metadata
     found: Json = dict(_named_texts(read_vocabulary(metadata)))
     if metadata.get(CHAT_TEMPLATE) is not None:
@@ -72,7 +72,7 @@ def tokenizer_config_of(path: Path) -> Json:
 
 
 def has_chat_template(path: Path) -> bool:
-    """Return whether the file has a chat template; raise as `config_of`."""
+    """Return whether the file has a chat template. Raises the exceptions of `config_of`."""
     metadata: Metadata = open_gguf(path).metadata
     return bool(metadata.text(CHAT_TEMPLATE, ""))
 

@@ -22,9 +22,9 @@ from penstock.common.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorT
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 64 << 20
-MAX_NAME_BYTES = 255  # of a key, and of a tensor's name
+MAX_NAME_BYTES = 255  # longest metadata key or tensor name
 MAX_DIMENSIONS = 4
-MAX_ITEMS = 1 << 44  # of one tensor
+MAX_ITEMS = 1 << 44  # maximum number of items of one tensor
 MAX_ALIGNMENT = 1 << 16
 DEFAULT_ALIGNMENT = 32
 
@@ -37,7 +37,7 @@ _NUMBERS = {
     }.items()
 }
 _UINT32, _UINT64 = _NUMBERS[4], _NUMBERS[10]
-_LEAST_ENTRY_BYTES = _UINT64.size + 1 + _UINT32.size + 1  # a key of one byte, a value of one byte
+_LEAST_ENTRY_BYTES = _UINT64.size + 1 + _UINT32.size + 1  # key and value: 1 byte each
 _LEAST_TENSOR_BYTES = 2 * _UINT64.size + 1 + 2 * _UINT32.size + _UINT64.size
 
 
@@ -120,7 +120,8 @@ def read_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             begin = file.read(len(MAGIC) + _UINT32.size)
             _check_magic(path, begin)
-            # Not closed here: arrays are decoded later. It is closed with the last reference.
+            # The map is not closed here, because arrays are decoded later. Python closes the map
+            # when the last reference is gone.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise BadCheckpoint(f"{path} is missing: copy or download it again") from None

@@ -12,7 +12,7 @@ MAX_SIZE = 1 << 24  # largest valid value of a size, for example of a dimension
 
 
 def shortest(value: float) -> float:
-    """Return the decimal of 7 digits that float32 rounds to `value`; if none does, `value`."""
+    """Return `value` rounded to 7 digits if both are the same float32, otherwise `value`."""
     short = float(f"{value:.7g}")
     try:
         return short if unpack("<f", pack("<f", short)) == (value,) else value
@@ -21,7 +21,7 @@ def shortest(value: float) -> float:
 
 
 class Metadata:
-    """Metadata by key; remembers which keys were read, so that the others can be refused."""
+    """Metadata by key; records the keys that were read, so that unread keys can be refused."""
 
     def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
         self.path = path
@@ -72,7 +72,10 @@ class Metadata:
         return value
 
     def uniform_size(self, key: str, default: int | None = None) -> int:
-        """Return a size: one number, or a list with the same number for every layer."""
+        """Return a size that the file gives as one number, or as an array of equal numbers.
+
+        Such an array has one number per layer. If the numbers differ, raise `UnsupportedModel`.
+        """
         value = self.get(key)
         if not isinstance(value, GgufArray):
             return self.size(key, default)
@@ -87,8 +90,8 @@ class Metadata:
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive, finite number.
 
-        Files have most numbers in float32: a number that float32 rounds to the same value is
-        returned in its shortest decimal form, as config.json has it.
+        Most numbers in files are float32. The result is rounded to 7 digits if this does not change
+        the float32, so that 0.1 is returned as in config.json; see `shortest`.
         """
         value = self.get(key)
         value = default if value is None else value
@@ -117,7 +120,7 @@ class Metadata:
         Such a key may change the model's answers.
 
         Args:
-            neutral: Keys that change no answer.
+            neutral: Keys that may stay unread, because they do not change answers.
         """
         known = self._read.union(neutral)
         for key in self._values:

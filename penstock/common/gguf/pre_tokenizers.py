@@ -1,7 +1,7 @@
-"""Normalizers and pre-tokenizers of byte-level BPE, by `tokenizer.ggml.pre`.
+"""Normalizers and pre-tokenizers of byte-level BPE, by the value of `tokenizer.ggml.pre`.
 
-Each entry is that of the `tokenizer.json` of the named models; llama.cpp has the same
-expressions in `llama-vocab.cpp`.
+Each entry is copied from the `tokenizer.json` of the models that it names. llama.cpp has the same
+regular expressions in `llama-vocab.cpp`.
 """
 
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class TensorType(NamedTuple):
-    """A storage type. A row is a sequence of blocks of `block_items` items in `block_bytes`."""
+    """A storage type. A row is a sequence of blocks: `block_items` items in `block_bytes` bytes."""
 
     name: str
     block_items: int

@@ -15,7 +15,7 @@ from penstock.common.gguf.vocabulary import (
 
 Json: TypeAlias = dict[str, Any]
 
-SPACE = "\u2581"  # SentencePiece's sign for a space
+SPACE = "\u2581"  # SentencePiece writes this character for a space
 MAX_PIECE_CHARS = 512  # bounds the time to find the merges of SentencePiece tokens
 
 NEUTRAL = {
@@ -109,7 +109,7 @@ def _post_processor(metadata: Metadata, vocabulary: Vocabulary, add_bos: bool) -
 
 
 def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, bool]:
-    """Return the entries of tokenizer.json for byte-level BPE, and the default for BOS."""
+    """Return the entries of tokenizer.json for byte-level BPE, and whether BOS is the default."""
     name = metadata.text("tokenizer.ggml.pre")
     kind = PRE_TOKENIZERS.get(name)
     if kind is None:
@@ -218,7 +218,7 @@ def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, b
 def _merges(
     metadata: Metadata, vocabulary: Vocabulary, scores: list[int | float]
 ) -> list[list[str]]:
-    """Return the pairs of tokens that join to a token, sorted by its score, highest first."""
+    """Return all pairs of tokens whose concatenation is a token, highest score of it first."""
     joined = {
         text: scores[token]
         for token, text in enumerate(vocabulary.tokens)

@@ -35,7 +35,7 @@ class Vocabulary:
     Attributes:
         tokens: Text of each token, by id.
         kinds: Kind of each token, by id.
-        named: Ids of the tokens in `NAMES` that the file gives, by name.
+        named: Ids of special tokens by name; only names from `NAMES` that the file sets.
         ends: Ids of the tokens that end an answer.
     """
 

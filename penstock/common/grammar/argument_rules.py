@@ -1,7 +1,7 @@
-"""Rules of a grammar for the arguments of calls, in the notation of a family of models.
+"""Grammar rules for the arguments of tool calls, in the notation of a model family.
 
-Where a notation cannot write all values of a schema, the grammar allows a part of them. Properties
-that an object's schema does not list are written only if it lists none.
+If a notation cannot express all values that a schema allows, the grammar allows a subset. An object
+may have unlisted properties only if its schema lists no properties.
 """
 
 import json
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 SCHEMA_OPTIONS: "JsonCompileOptions" = {
-    # Allow one space after a comma or colon, as most models write. If all white space were
-    # allowed, a model could write spaces without end.
+    # Allow one space after a comma or colon, because most models write one. If any white space
+    # were allowed, a model could generate spaces forever.
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
     "lenient": False,  # refuse keywords that are not supported
 }
 
-MAX_RULE_CHARS = 1 << 20  # of one function
+MAX_RULE_CHARS = 1 << 20  # maximum total length of the rules of one function
 
 ANY_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
     "x-guidance": {"whitespace_flexible": True},
 }
-"""The schema of the arguments of a function that is not strict."""
+"""Schema for the arguments of a function that is not strict: any JSON object."""
 
 
 class ArgumentRules:
@@ -65,8 +65,8 @@ class ArgumentRules:
         """Add a rule of a given name.
 
         Raises:
-            UnsupportedSchemaError: the rules are too long, as each value in JSON has a copy of the
-                schemas that it can refer to.
+            UnsupportedSchemaError: the rules are too long. (Each JSON value contains a copy of all
+                schemas that it may refer to.)
         """
         self._num_chars += len(expansion)
         if self._num_chars > MAX_RULE_CHARS:
@@ -88,7 +88,7 @@ class ArgumentRules:
         return self.rule(f"%json {json.dumps({**own, 'x-guidance': dict(SCHEMA_OPTIONS)})}")
 
     def string(self, terminal: str) -> str:
-        """Return the expansion for a string with the marker at its end."""
+        """Return the expansion for a string and the end marker `notation.end` after it."""
         notation = self.notation
         if notation.end_token:
             return f"{self.rule(terminal, is_terminal=True)} {notation.end_token}"
@@ -101,7 +101,7 @@ class ArgumentRules:
             members: expansions, and whether each is required.
             separator: expansion between two members.
         """
-        rest, first = "", ""  # after another member, and at the start
+        rest, first = "", ""  # expansions after a previous member, and at the start
         for expansion, is_required in reversed(members):
             member = self.rule(expansion)
             starts = [f"{member} {rest}"]
@@ -131,11 +131,11 @@ def object_members(schema: Any, path: str) -> Iterable[tuple[str, Any, bool]]:
 
 
 def checked_root(schema: Any) -> tuple[Mapping[str, Any], str]:
-    """Return the schema of all arguments behind its references, and its path.
+    """Return the schema of the arguments with its `$ref` followed, and the schema's path.
 
     Raises:
-        UnsupportedSchemaError: it is not the schema of an object, or has keywords that only an
-            object in JSON can have.
+        UnsupportedSchemaError: the schema does not describe an object, or has keywords that are
+            supported only for JSON.
     """
     path = ""
     found = target(schema, schema)
@@ -160,7 +160,7 @@ def _check_root(schema: Mapping[str, Any], path: str, known: set[str]) -> None:
 
 
 def check_key(key: str, allowed: re.Pattern[str], path: str) -> None:
-    """Refuse a name of a property that a notation cannot write."""
+    """Raise `UnsupportedSchemaError` if the notation cannot write a property's name."""
     if not allowed.fullmatch(key):
         raise UnsupportedSchemaError(
             f"{path}/properties/{escaped(key)}", "this format of calls cannot write the name"
@@ -168,7 +168,7 @@ def check_key(key: str, allowed: re.Pattern[str], path: str) -> None:
 
 
 def _choice(expansions: Sequence[str]) -> str:
-    """Return an expansion with alternatives, of which one may be empty."""
+    """Return an expansion that matches any of `expansions`; one of them may be empty."""
     texts = [each.strip() for each in expansions if each.strip()]
     found = f"( {' | '.join(texts)} )"
     return found if len(texts) == len(expansions) else f"{found}?"

@@ -81,7 +81,11 @@ def _write_tagged(rules: ArgumentRules) -> None:
 
 
 def _tagged_value(rules: ArgumentRules, key: str, schema: Any, path: str) -> str:
-    """Return the expansion for a value and the tag after it, as the parser reads its type."""
+    """Return the expansion for a value and the tag after it.
+
+    A parameter that may only be a string or null is written as plain text, others as JSON: the
+    parser of calls decides by the same types.
+    """
     types = parameter_types(rules.schema, key)
     if "string" not in types or not types <= TEXT_OR_NULL:
         return _json_text(rules, schema)
@@ -120,7 +124,7 @@ def _write_keywords(rules: ArgumentRules) -> None:
 
 
 def python_texts(schema: Any) -> list[str]:
-    """Return expansions for values of a schema that Python does not write as JSON does."""
+    """Return expansions for those values of a schema whose Python literals differ from JSON."""
     if not isinstance(schema, dict):
         return []
     keys = schema.keys() - ANNOTATIONS
@@ -137,7 +141,7 @@ def python_texts(schema: Any) -> list[str]:
 
 
 def _differs(value: Any) -> bool:
-    """Return whether Python has a literal of its own for a value."""
+    """Return whether a value has an expansion for a Python literal that differs from JSON."""
     if isinstance(value, str):
         return SAFE_TEXT.fullmatch(value) is not None
     return value is None or isinstance(value, bool)

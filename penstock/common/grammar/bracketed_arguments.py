@@ -1,7 +1,7 @@
-"""Rules of arguments that are written like JSON, with keys and strings in a notation of their own.
+"""Grammar rules for arguments like JSON, except that keys and strings are written differently.
 
-For example `{name:<escape>Ada<escape>,born:1815}`, as FunctionGemma writes it. Only numbers,
-`true`, `false` and `null` are written as in JSON.
+For example, FunctionGemma writes `{name:<escape>Ada<escape>,born:1815}`. Numbers, `true`, `false`
+and `null` are written as in JSON.
 """
 
 import re
@@ -105,7 +105,7 @@ class _Values:
         return f'{self._quote} {quoted(name)} {self._quote} ":"'
 
     def _others(self, schema: Any, path: str) -> list[str]:
-        """Return the alternatives for values that are no strings."""
+        """Return the alternatives for all values that are not strings."""
         if schema is False:
             return []
         if schema is True:
@@ -131,7 +131,7 @@ class _Values:
         return [self._typed(schema, each, path) for each in sorted(types)]
 
     def _check_siblings(self, schema: Mapping[str, Any], key: str, path: str, *others: str) -> None:
-        """Refuse keywords beside one that replaces them."""
+        """Raise `UnsupportedSchemaError` if `schema` has keywords that `key` would override."""
         for other in schema:
             if other not in ANNOTATIONS and other not in (key, *others):
                 raise UnsupportedSchemaError(
@@ -193,7 +193,7 @@ class _Values:
         return f'"[" ( {following} ){"" if least else "?"} "]"'
 
     def _literal(self, value: Any, path: str) -> str:
-        """Return the expansion for one value."""
+        """Return the expansion that matches exactly `value`."""
         match value:
             case bool() | None:
                 return quoted({True: "true", False: "false", None: "null"}[value])

@@ -1,7 +1,7 @@
-"""Converts the text of a constraint to a grammar of llguidance, or refuses it with a reason.
+"""Converts the text of a constraint to an llguidance grammar, or refuses it with a reason.
 
-A router checks constraints here, in a helper process; a worker compiles them. The limits bound the
-work of the compiler and of each mask; a constraint that exceeds them is refused.
+A router calls this module in a helper process, to check constraints. A worker compiles them. Limits
+bound the time to compile a grammar and to compute a mask; constraints beyond them are refused.
 """
 
 import json
@@ -22,10 +22,10 @@ from penstock.common.structured_outputs import UNPAIRED, StructuredOutputs, inva
 MAX_CHOICES = 4096
 
 NAMES: Mapping[str, str] = {"json": "JSON Schema", "tool_calls": "schema of strict tools"}
-"""Names for error messages, of the kinds whose own name is not used there."""
+"""Names of kinds in error messages; other kinds appear under their own names."""
 
 MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
-"""Errors of writing the rules of a schema whose keywords have values of wrong types."""
+"""Exceptions that may occur if the keywords of a schema have values of wrong types."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -42,12 +42,12 @@ def grammar_text(wanted: StructuredOutputs) -> str:
     """Return a constraint as a grammar for `LLMatcher`.
 
     Raises:
-        InvalidParameterError: the text is not of the form that its kind demands.
+        InvalidParameterError: the text is not valid for the kind of constraint.
     """
     wanted.validate()
     try:
         return _CONVERTERS[wanted.kind](wanted.text)
-    except UnicodeEncodeError as error:  # from an escape in JSON
+    except UnicodeEncodeError as error:  # an escaped lone surrogate in JSON
         raise invalid(UNPAIRED) from error
 
 
@@ -55,8 +55,8 @@ def check_structured_outputs(wanted: StructuredOutputs) -> None:
     """Check that a constraint is valid and supported.
 
     Raises:
-        InvalidParameterError: it is not. The message names the keyword of a schema and its path,
-            or the line of a grammar.
+        InvalidParameterError: the constraint is invalid or not supported. The message names the
+            keyword of the schema and its path, or the line of the grammar.
     """
     grammar = grammar_text(wanted)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
@@ -73,7 +73,7 @@ def refusal(wanted: StructuredOutputs, message: str) -> InvalidParameterError:
 
 
 def _quoted_path(wanted: StructuredOutputs, problem: str) -> str:
-    """Return where a schema has the keyword that a message quotes; "" if it is not found."""
+    """Return the path in the schema of the keyword that `problem` quotes; "" if not found."""
     if wanted.kind == "json":
         return first_path(wanted.text, problem)
     if wanted.kind == "tool_calls":
@@ -127,7 +127,7 @@ def _structural_tag(text: str) -> str:
 
 
 def _tool_calls(text: str) -> str:
-    """Return the grammar of the router for calls of strict functions, with their arguments."""
+    """Return the grammar for calls of strict functions: the router's, and rules for arguments."""
     content = _parsed(text, (dict,), "a JSON object")
     given = content["notation"]
     notation = ArgumentNotation(**{**given, "markers": tuple(given["markers"])})

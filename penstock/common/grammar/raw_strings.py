@@ -22,10 +22,10 @@ NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum
 ARRAYS = frozenset(("items", "minItems", "maxItems"))
 OBJECTS = frozenset(("properties", "required", "additionalProperties"))
 KNOWN = ANNOTATIONS | COMBINED | STRINGS | NUMBERS | ARRAYS | OBJECTS
-"""Keywords of values that are not written in JSON."""
+"""Keywords that are supported for values that are not written in JSON."""
 
 MAX_DEPTH = 32
-MAX_SCHEMAS = 1000  # of one function: references can repeat a schema exponentially often
+MAX_SCHEMAS = 1000  # per function, because references can repeat a schema exponentially often
 
 _DAY = (
     r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
@@ -46,10 +46,10 @@ FORMATS: Mapping[str, str] = {
 
 
 class RawStrings:
-    """Writes terminals for the strings that schemas allow.
+    """Writes Lark terminals for the strings that schemas allow.
 
     Args:
-        root: schema that references refer to.
+        root: schema that `$ref` keywords refer to.
         markers: texts that no string may contain.
     """
 
@@ -61,16 +61,16 @@ class RawStrings:
         self.any = f"/(?s:.*)/ & ~( /(?s:.*)/ ( {choices} ) /(?s:.*)/ )"
 
     def terminal(self, schema: Any, path: str) -> str:
-        """Return the terminal of a schema's strings; empty: it allows no string.
+        """Return the terminal of the strings that a schema allows; empty if it allows no string.
 
         Raises:
-            UnsupportedSchemaError: a keyword has no such form.
+            UnsupportedSchemaError: a keyword cannot be expressed as a terminal.
         """
         found = self._of(schema, path, MAX_DEPTH)
         return "" if found is None else f"( {' & '.join((self.any, *found))} )"
 
     def _of(self, schema: Any, path: str, depth: int) -> list[str] | None:
-        """Return terminals that a string must match; None: it is no string."""
+        """Return terminals that a string must all match; None if the schema allows no string."""
         self._num_visited += 1
         if self._num_visited > MAX_SCHEMAS:
             raise UnsupportedSchemaError(path, f"the strings have more than {MAX_SCHEMAS} schemas")
@@ -100,7 +100,7 @@ class RawStrings:
     def _branches(
         self, schema: Mapping[str, Any], path: str
     ) -> list[tuple[str, list[tuple[str, Any]]]]:
-        """Return lists of schemas, of each of which a string must fit at least one."""
+        """Return lists of schemas; a string must match at least one schema of every list."""
         found: list[tuple[str, list[tuple[str, Any]]]] = []
         if "$ref" in schema:
             reference = schema["$ref"]
@@ -114,7 +114,7 @@ class RawStrings:
         return found
 
     def _own(self, schema: Mapping[str, Any], path: str) -> list[str]:
-        """Return the terminals of the keywords of a schema itself."""
+        """Return the terminals of a schema's own keywords, without `$ref` and combined schemas."""
         found = []
         for key in ("enum", "const"):
             if key in schema:
@@ -149,7 +149,7 @@ class RawStrings:
 
 
 def check_keywords(schema: Mapping[str, Any], path: str) -> None:
-    """Refuse keywords that only values in JSON can have, and a malformed `type`."""
+    """Raise `UnsupportedSchemaError` for a keyword not in `KNOWN`, or a malformed `type`."""
     types = schema.get("type", [])
     if not all(isinstance(each, str) for each in (types if isinstance(types, list) else [types])):
         raise UnsupportedSchemaError(f"{path}/type", "a type is a string or a list of strings")
@@ -169,5 +169,5 @@ def resolved(root: Any, reference: Any, path: str) -> Any:
 
 
 def quoted(text: str) -> str:
-    """Return a text as a literal of a grammar."""
+    """Return a text as a string literal of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)

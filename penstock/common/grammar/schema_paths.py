@@ -19,7 +19,7 @@ _QUOTED_VALUES = (
 
 
 def first_path(text: str, message: str) -> str:
-    """Return " at /path" for the first place in a schema that a message quotes; "" for none.
+    """Return " at /path" of the first place in a schema that `message` quotes, or "" if none.
 
     Args:
         text: the schema, valid JSON.

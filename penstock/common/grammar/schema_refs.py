@@ -11,7 +11,7 @@ NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dep
 
 
 def moved(schema: Any, base: str) -> Any:
-    """Return a schema whose references to its root refer to `base`."""
+    """Return a copy of `schema` in which references to the root `#` refer to `base` instead."""
     if isinstance(schema, list):
         return [moved(each, base) for each in schema]
     if not isinstance(schema, Mapping):
@@ -28,9 +28,9 @@ def moved(schema: Any, base: str) -> Any:
 
 
 def part(root: Any, schema: Any) -> Any:
-    """Return a schema below `root` as a document of its own."""
+    """Return `schema`, a part of `root`, as a self-contained schema."""
     base = "#/$defs/root"
     copy = moved(schema, base)
-    if copy == schema or not isinstance(copy, dict):  # it has no references
+    if copy == schema or not isinstance(copy, dict):  # `schema` has no references
         return schema
     return {**copy, "$defs": {**copy.get("$defs", {}), "root": moved(root, base)}}

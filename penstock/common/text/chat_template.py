@@ -17,11 +17,11 @@ from penstock.common.text.content_forms import content_forms
 from penstock.common.text.template_messages import to_json, with_form
 
 _PRIVATE_USE = range(0x100000, 0x10FFFE)
-"""Supplementary Private Use Area-B; `control_tokens` uses Area-A."""
+"""Private-use characters of Unicode (Area-B, because `control_tokens` uses Area-A)."""
 
 
 class Generation(jinja2.ext.Extension):
-    """Renders the body of the tag `{% generation %}`, which has a meaning only in training."""
+    """Renders the body of `{% generation %}` and ignores the tag, which only training needs."""
 
     tags = {"generation"}  # noqa: RUF012 (declared so by Jinja)
 
@@ -115,7 +115,7 @@ class ChatTemplate:
 
 
 def _unused_character(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a character without a meaning in Unicode that occurs nowhere in `messages`."""
+    """Return a private-use character of Unicode that does not occur in `messages`."""
     used = set(json.dumps(messages, ensure_ascii=False))
     return next(chr(code) for code in _PRIVATE_USE if chr(code) not in used)
 

@@ -20,7 +20,7 @@ class ContentForms(NamedTuple):
         string: the content of a message may be a string.
         lists: the content may be a list of parts.
         none: the content may be None.
-        reasoning_names: the members of a message that are its reasoning.
+        reasoning_names: the names of the members from which the template reads the reasoning.
     """
 
     string: bool
@@ -49,7 +49,7 @@ def content_forms(template: nodes.Template) -> ContentForms:
 
 
 def _aliases(template: nodes.Template, name: str) -> set[str]:
-    """Return a variable's name and all names that are assigned from it, filtered or sliced."""
+    """Return `name` and the variables assigned from it, directly or through filters or slices."""
     found = {name}
     assignments = [
         (each.target.name, each.node)
@@ -71,7 +71,7 @@ def _loop_variables(template: nodes.Template, lists: set[str]) -> Iterator[str]:
 
 
 def _reads_content(node: nodes.Node, messages: set[str]) -> bool:
-    """Return whether an expression is the content of one of the variables `messages`."""
+    """Return whether an expression reads `content` of a variable in `messages` (their names)."""
     match _unwrapped(node):
         case nodes.Getattr(node=owner, attr="content"):
             return _variable(owner) in messages

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
-"""Characters without a meaning in Unicode (Supplementary Private Use Area-A)."""
+"""Placeholder characters: private-use characters of Unicode (Supplementary Private Use Area-A)."""
 
 
 class Segment(NamedTuple):

@@ -56,17 +56,17 @@ class ModelTokenizer:
         return tokens
 
     def encode_without_control(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`, in which control tokens are ordinary text."""
+        """Return the token ids of `text`; encode the text of control tokens as ordinary text."""
         if not self._control.occur_in(text):
             return self.encode(text, add_special_tokens)
         (tokens,) = _encode_all(self._plain_tokenizer(), [text], add_special_tokens)
         return tokens
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return the token sequences of each word at the start of a text and after a space.
+        """Return one or two token sequences per word: at the start of a text, and after a space.
 
-        As in vLLM, the sequence after a space is included only if both sequences have the same
-        length and different first tokens. It is then the word's form inside a sentence.
+        As in vLLM, the second sequence is included only if both sequences have the same length and
+        different first tokens. The second sequence is then the word's form inside a sentence.
         """
         texts = [lead + word.lstrip() for word in words for lead in ("", " ")]
         encoded = _encode_all(self.tokenizer, texts, False)
@@ -80,7 +80,7 @@ class ModelTokenizer:
     def has_control_tokens(self, value: object) -> bool:
         """Return whether a string of `value` contains the text of a control token.
 
-        To encode such text takes longer the first time, since it needs a second tokenizer.
+        The first time that such a text is encoded, a second tokenizer is created, which is slow.
 
         Args:
             value: a string, or lists and mappings of values.
@@ -101,7 +101,7 @@ class ModelTokenizer:
         if self._plain is None:
             plain = Tokenizer.from_str(self.tokenizer.to_str())
             plain.encode_special_tokens = True
-            self._plain = plain  # complete, since other threads may use it from here on
+            self._plain = plain  # assign last: other threads may use it at once
         return self._plain
 
     def detokenizer(self, options: StopOptions) -> IncrementalDetokenizer:

@@ -79,7 +79,8 @@ class Outcome:
 class Piece:
     """Order to a rank: send or receive the bytes of one message.
 
-    `blocks` are the rank's blocks that hold the shard; `unit` is the number of positions per unit.
+    `blocks` are this rank's block numbers for the shard. `unit` is the number of positions per unit
+    (see `shards`).
     """
 
     epoch: int
@@ -102,7 +103,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class TransferRoutes:
-    """Routes of blocks from the source's ranks to the destination's ranks, and their unit."""
+    """Routes from the source's ranks to the destination's ranks, and the unit of transfer."""
 
     routes: Sequence[Route]
-    unit: BlockShape  # smallest part of a block that is sent; divides the block sizes of both sides
+    unit: BlockShape  # positions are sent in multiples of it; divides both block sizes

@@ -1,8 +1,9 @@
-"""The connections of a worker to destinations of KV transfers, and which to make early. No I/O.
+"""The connections of a worker to destinations of KV transfers: which to open and close. No I/O.
 
-Routers list the workers to which this worker will probably send (`ConnectPeers`). A connection to
-each of them is made before the first transfer, in free slots only. A transfer to another worker
-connects when it needs to, and may take the slot of an idle connection.
+Routers list the workers to which this worker will probably send (`ConnectPeers`). The worker
+connects to the listed workers before the first transfer ("early"), as long as there are free slots.
+For a transfer to any other worker, it connects on demand, and may close an idle connection to get a
+slot.
 
 A listed peer that cannot be reached is tried again, after delays that double up to a minute.
 """
@@ -17,11 +18,11 @@ MAX_EARLY_PEERS = MAX_PEERS // 2
 """Maximum number of peers to which connections are made early. Routers list at most as many."""
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
-"""Delays after the first failure of a connection, and the longest delay after later ones."""
+"""Delay before the first new attempt after a failure, and maximum delay after repeated failures."""
 
 
 class Connection(Protocol):
-    """State of a connection to a peer, which may still be in the making."""
+    """State of a connection to a peer; the connection may not be established yet."""
 
     @property
     def peer(self) -> Peer: ...
@@ -55,10 +56,10 @@ class Failure:
 
 @dataclass(slots=True)
 class Due(Generic[C]):
-    """What to do now: close, then open, then call `PeerTable.due` again at `next_check`."""
+    """Actions that are due: close, then open, then call `PeerTable.due` again at `next_check`."""
 
-    closing: list[tuple[C, str]] = field(default_factory=list)  # with reasons
-    opening: list[Peer] = field(default_factory=list)  # to be passed to `add` when opened
+    closing: list[tuple[C, str]] = field(default_factory=list)  # connection, reason
+    opening: list[Peer] = field(default_factory=list)  # call `add` with each opened connection
     failures: list[Failure] = field(default_factory=list)  # to be logged
     next_check: float | None = None
 
@@ -88,7 +89,7 @@ class PeerTable(Generic[C]):
     # ------------------------------------------------------------ for transfers
 
     def use(self, peer: Peer) -> C | None:
-        """Return the connection to `peer`, made or in the making, and note that it is used."""
+        """Return the connection to `peer`, established or not, and mark it as recently used."""
         connection = self._connections.get(peer.worker)
         if connection is None or connection.broken or connection.peer != peer:
             return None
@@ -100,8 +101,8 @@ class PeerTable(Generic[C]):
         """Find a slot for a new connection to `peer`, which `use` did not find.
 
         Returns:
-            Whether there is a slot, and a connection that must be closed first, if any: an outdated
-            one to the same worker, or the least recently used idle one.
+            Whether there is a slot, and a connection that the caller must close first (or None).
+            This is an outdated connection to the same worker, or the least recently used idle one.
         """
         outdated = self._connections.pop(peer.worker, None)
         if outdated is not None:
@@ -133,7 +134,7 @@ class PeerTable(Generic[C]):
         self._lists.pop(stream, None)
 
     def wanted(self) -> list[Peer]:
-        """Return the peers to connect to early; of two incarnations, the one that came last."""
+        """Return the peers to connect to early; only the newest incarnation of each worker."""
         found: dict[str, Peer] = {}
         for peers in self._lists.values():
             found |= {peer.worker: peer for peer in peers}
@@ -190,7 +191,7 @@ class PeerTable(Generic[C]):
             due.opening.append(peer)
 
     def _remove_broken(self) -> list[C]:
-        """Remove and return the broken connections of which no operation is left."""
+        """Remove and return the broken connections that have no operations in progress."""
         broken = [each for each in self._connections.values() if each.broken and each.idle]
         for connection in broken:
             del self._connections[connection.peer.worker]

@@ -81,7 +81,7 @@ class ReceivePiece:
 
 @dataclass(frozen=True, slots=True)
 class DrainRank:
-    """Make a rank write nothing more of `epoch`, and report when it does not write any more."""
+    """Make a rank stop writing blocks of `epoch`; the rank reports when it has stopped."""
 
     rank: int
     epoch: int
@@ -96,7 +96,7 @@ class CloseSource:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Report the result of a transfer, whose blocks no rank writes any more. Once per epoch."""
+    """Report the result of a transfer after all ranks have stopped writing. Once per epoch."""
 
     result: TransferResult
 
@@ -113,7 +113,7 @@ class IncomingPeer:
 
     source: WorkerId
     generation: int
-    unit: BlockShape  # smallest part of a block that is sent; divides the block sizes of both sides
+    unit: BlockShape  # positions are sent in multiples of it; divides both block sizes
     pairs: frozenset[PairKey]
 
 
@@ -242,8 +242,8 @@ class ReceiveProtocol:
     ) -> IncomingPeer | None:
         """Accept a connection of a source; return None if there is no slot for it.
 
-        An earlier connection of the same worker is closed. If there are too many sources, an idle
-        one, from which no open transfer expects data, is closed; but not for an `early` connection.
+        An earlier connection of the same worker is closed. If all slots are taken, a source is
+        closed from which no open transfer expects data; but not for an `early` connection.
         """
         earlier = [each for each in self._peers.values() if each.source[0] == source[0]]
         has_slot = bool(earlier) or len(self._peers) < MAX_PEERS
@@ -260,7 +260,7 @@ class ReceiveProtocol:
         return peer
 
     def disconnect(self, generation: int, reason: str) -> None:
-        """Close a source's connection, if it is open, because it broke."""
+        """Close the connection to a source, if it is still open, for the given reason."""
         peer = self._peers.get(generation)
         if peer is not None:
             self._drop_peer(peer, reason)
@@ -325,7 +325,7 @@ class ReceiveProtocol:
             return None
         if transfer.peer is None:
             transfer.begin(peer, self._rectangles, self._max_bytes)
-        self._peers[peer.generation] = self._peers.pop(peer.generation)  # now the last one used
+        self._peers[peer.generation] = self._peers.pop(peer.generation)  # most recently used
         return transfer if transfer.peer is peer else None
 
     def _on_end(self, end: End, peer: IncomingPeer) -> None:
@@ -360,7 +360,7 @@ class ReceiveProtocol:
                 self._finish(moved.epoch, "")
 
     def on_drained(self, rank: int, epoch: int) -> None:
-        """Record that `rank` does not write blocks of `epoch` any more."""
+        """Record that `rank` has stopped writing blocks of `epoch`."""
         draining = self._draining.get(epoch)
         if draining is None:
             return

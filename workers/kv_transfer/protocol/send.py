@@ -79,14 +79,14 @@ class CloseChannel:
 
 @dataclass(frozen=True, slots=True)
 class Unpin:
-    """Release the blocks of a transfer, which no rank reads any more. Once per transfer."""
+    """Release a transfer's blocks, after all ranks have stopped reading. Once per transfer."""
 
     transfer: OutgoingTransfer
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The transfer has ended at the source. Emitted once per transfer, after `Unpin`.
+    """Report that a transfer has ended at the source. Emitted once per transfer, after `Unpin`.
 
     If `broken` is not empty, the channel broke, and the destination may still expect the transfer.
     """
@@ -107,7 +107,7 @@ class _Sending:
 
     outgoing: OutgoingTransfer
     message_bytes: int
-    deadline: float  # for the credits after the last announcement
+    deadline: float  # by which the next credit must arrive
     messages: deque[tuple[PairKey, Shard]] = field(default_factory=deque)  # not announced yet
     num_announced: int = 0
     num_pending: int = 0  # announced, but neither sent nor discarded
@@ -160,7 +160,7 @@ class SendProtocol:
         self._open_epochs: set[int] = set()  # epochs without an Outcome from the destination
         self._windows: dict[PairKey, _Window] = {}
         self._announced: dict[tuple[int, int], _Message] = {}  # by epoch and index
-        self._sending: dict[tuple[int, int], _Message] = {}  # ordered to a rank, not yet reported
+        self._sending: dict[tuple[int, int], _Message] = {}  # ordered to a rank, but not reported
         self._commands: list[SendCommand] = []
 
     def commands(self) -> list[SendCommand]:
@@ -181,7 +181,9 @@ class SendProtocol:
     # ------------------------------------------------------------ this worker
 
     def send(self, outgoing: OutgoingTransfer, message_bytes: int, now: float) -> None:
-        """Send a transfer as soon as the channel is connected; an aborted one just ends.
+        """Send a transfer as soon as the channel is connected.
+
+        An aborted transfer sends no data; it only announces its end.
 
         Args:
             message_bytes: Maximum size of a message.
@@ -250,7 +252,7 @@ class SendProtocol:
     # ------------------------------------------------------------ reports of the ranks
 
     def on_moved(self, moved: Moved, now: float) -> None:
-        """Handle the report about a piece that was to be sent: its blocks are no longer read."""
+        """Handle a rank's report about a piece: it was sent or failed; its blocks are free now."""
         message = self._sending.pop((moved.epoch, moved.index), None)
         if moved.broken:
             self.close(moved.broken)
@@ -260,7 +262,7 @@ class SendProtocol:
     # ------------------------------------------------------------ progress of the transfers
 
     def check_deadlines(self, now: float) -> float | None:
-        """Close the channel if it did not connect, or the destination did not answer, in time.
+        """Close the channel if connecting, or an answer of the destination, takes too long.
 
         Returns:
             Time of the next check, or None if nothing is awaited.
@@ -278,7 +280,8 @@ class SendProtocol:
         return min(deadlines)
 
     def _begin(self, transfer: _Sending, found: TransferRoutes, now: float) -> None:
-        # A transfer that does not start with a unit has no messages, so it is aborted.
+        # A transfer that starts inside a unit cannot be sent. It gets no messages, and `_end`
+        # reports it as aborted.
         outgoing = transfer.outgoing
         if not outgoing.aborted and outgoing.start % found.unit.block_size == 0:
             messages = _messages(found, outgoing, transfer.message_bytes)
@@ -290,7 +293,7 @@ class SendProtocol:
         """Announce messages until a window is full; end the transfer if nothing is left.
 
         Args:
-            is_first: The transfer may announce before the transfers that wait for the window.
+            is_first: Let this transfer announce ahead of those that wait for the window.
         """
         while not transfer.stopped:
             window = self._windows[transfer.messages[0][0]]
@@ -319,7 +322,7 @@ class SendProtocol:
         self._commands.append(Write(header))
 
     def _settle(self, message: _Message, now: float) -> None:
-        """Record that the blocks of a message are no longer read; let waiting transfers go on."""
+        """Record that a message's blocks are no longer read; resume transfers that wait for it."""
         transfer, window = message.transfer, self._windows[message.pair]
         transfer.num_pending -= 1
         window.num_pending -= 1
@@ -341,7 +344,7 @@ class SendProtocol:
                 waiting.remove(transfer)
 
     def _end(self, transfer: _Sending) -> None:
-        """End a transfer of which no message is pending."""
+        """End a transfer that has no pending message."""
         outgoing = transfer.outgoing
         del self._transfers[outgoing.epoch]
         self._commands.append(Unpin(outgoing))

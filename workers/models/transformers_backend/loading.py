@@ -84,11 +84,11 @@ def _their_config(architecture: str, folder: Path) -> Any:
         raise Unsupported("it keeps other state than keys and values")
     if not kind._supports_attention_backend:
         raise Unsupported("its attention does not use the attention interface of transformers")
-    return found.get_text_config(decoder=True)  # `found` itself for text-only models
+    return found.get_text_config(decoder=True)  # for text-only models, this returns `found` itself
 
 
 def _only_attends(theirs: Any) -> bool:
-    """Return whether all layers of a model with `_is_stateful` are attention layers."""
+    """Return whether the configuration has attention layers only, despite `_is_stateful`."""
     kinds = getattr(theirs, "layer_types", None) or [None]
     return set(kinds) <= {"attention", "full_attention", "sliding_attention"}
 
@@ -100,7 +100,8 @@ def _first_line(error: Exception) -> str:
 def _positions(theirs: Any, max_model_len: int | None) -> int:
     """Return the maximum number of positions of a sequence.
 
-    Raise `Unsupported` if the rotary embedding depends on the longest sequence of a batch.
+    Raise `Unsupported` if a sequence's rotary embedding would depend on the longest sequence in
+    the batch.
     """
     longest = getattr(theirs, "max_position_embeddings", None)
     if type(longest) is not int or longest < 4:
@@ -176,7 +177,7 @@ def _layers_kept(theirs: Any) -> list[Any]:
 
 
 def _check_windows(calls: list[AttentionCall], kept: list[Any], longest: int) -> None:
-    """Raise `Unsupported` if windows of the model's own cache differ from those of its masks."""
+    """Raise `Unsupported` if a layer has different windows in the model's own cache and masks."""
     for layer, call in zip(kept, calls, strict=True):
         window = getattr(layer, "sliding_window", 0)
         if window != call.window and 0 < window < longest:
@@ -184,7 +185,7 @@ def _check_windows(calls: list[AttentionCall], kept: list[Any], longest: int) ->
 
 
 def _check_head(model: TransformersModel) -> int:
-    """Return the vocabulary size; raise `Unsupported` if the head cannot run without the body."""
+    """Return the vocabulary size; raise `Unsupported` if the head needs more than hidden states."""
     tokens = torch.arange(3, 6, device=model.device)
     with use_handler(RecordingAttention(0, check_masks=False)):
         expected = model.whole(tokens, position_ids=tokens[None])

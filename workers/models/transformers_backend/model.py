@@ -56,7 +56,7 @@ class _StubBody(nn.Module):
         self._body = [body]  # in a list, so that the body is not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
-        """Read the attribute from the body; other modules read its embeddings, for example."""
+        """Return an attribute of the body; other modules read its embeddings, for example."""
         try:
             return super().__getattr__(name)
         except AttributeError:

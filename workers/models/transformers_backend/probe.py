@@ -23,7 +23,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.1}
 
 
 class Unsupported(Exception):
-    """The model cannot be served. The message is the rest of a sentence after the model's name."""
+    """The model cannot be served. The message completes "ARCHITECTURE is not supported: "."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class MaskProbe:
     window: int
 
     def __getattr__(self, name: str) -> object:
-        """Raise `Unsupported`, because a model that reads tensor attributes computes with masks."""
+        """Raise `Unsupported`: a model that reads attributes of a mask computes with the mask."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise Unsupported("its own code computes with attention masks")
@@ -54,7 +54,7 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class RecordingAttention:
-    """Handler that records the calls; in its attention, each token attends only to itself."""
+    """Handler that records attention calls; each token attends only to itself."""
 
     max_model_len: int
     check_masks: bool  # check masks and record calls; only possible in runs of a single token
@@ -66,8 +66,8 @@ class RecordingAttention:
     def attend(self, module: Any, heads: Qkv, mask: object, options: dict[str, Any]) -> Tensor:
         if self.check_masks:
             self._record(module, heads, mask, options)
-        # Query and keys are added, so that wrong positions change the result. They are bounded by
-        # tanh, so that no layer dominates the other layers.
+        # Add terms of query and keys to the values, so that wrong positions change the result.
+        # `tanh` bounds these terms, so that no layer dominates the other layers.
         group = heads.query.shape[1] // heads.keys.shape[1]
         keys, values = (x.repeat_interleave(group, 1) for x in (heads.keys, heads.values))
         mixed = (heads.query + keys).tanh().mean(-1, keepdim=True)
@@ -154,10 +154,10 @@ def probe_model(
 ) -> list[AttentionCall]:
     """Return each layer's attention call; raise `Unsupported` if the model cannot be served.
 
-    Three tokens run one by one, and then in one batch. This is done twice: with the positions of
-    tokens of three sequences, and with consecutive positions. If the batch changes the results,
-    tokens interact outside of attention (in a convolution, a recurrence, ...), or the model ignores
-    the given positions.
+    The model runs three tokens one by one, and then in one batch: first as tokens of three
+    sequences, then as consecutive tokens of one sequence. If the results differ, tokens interact
+    outside of attention (in a convolution, a recurrence, ...), or the model ignores the given
+    positions.
     """
     last = max_model_len - 1
     for positions in ([last, 0, last // 2], [last - 2, last - 1, last]):

@@ -1,4 +1,4 @@
-"""Converts K-quants of GGUF to float32: blocks of 256 items in groups with scales of their own.
+"""Converts K-quants of GGUF to float32: blocks of 256 items, in groups that each have a scale.
 
 The layouts of the blocks are those of the structs in ggml-common.h. Except for Q6_K and Q3_K, an
 item is scale * q - minimum. Scale and minimum are products of a float16 number of the block and an
@@ -17,7 +17,7 @@ def as_float(pairs: Tensor) -> Tensor:
 def bits(packed: Tensor, width: int, count: int) -> Tensor:
     """Unpack `count` numbers of `width` bits from each byte: [..., k] uint8 to [..., count, k].
 
-    Bit `j * width` of a byte is the lowest bit of its number j.
+    Number j of a byte begins at bit `j * width`; bit 0 is the lowest.
     """
     shifts = torch.arange(0, count * width, width, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-2) >> shifts.unsqueeze(-1)) & ((1 << width) - 1)

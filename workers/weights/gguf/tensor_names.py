@@ -10,7 +10,7 @@ NOT_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 
 
 def checkpoint_names(spec: ModelSpec) -> dict[str, str]:
-    """Map the name of each of a model's tensors in a GGUF file to that in a safetensors checkpoint.
+    """Return a dict from the tensor names of a GGUF file to those of a safetensors checkpoint.
 
     A head that is tied to the embeddings is left out.
     """

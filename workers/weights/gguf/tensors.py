@@ -21,7 +21,8 @@ from penstock.workers.weights.tensor_entry import TensorEntry
 
 log = logging.getLogger(__name__)
 
-CHUNK_ITEMS = 1 << 20  # items that are dequantized at a time, unless a head's rows have more
+# Number of items that are dequantized at a time; more if the rows of one head have more.
+CHUNK_ITEMS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,9 @@ class GgufEntry(TensorEntry):
 
     Attributes:
         own_name: Name in the file.
-        head_rows: Number of rows per head, for Llama's queries and keys, whose rows llama.cpp's
-            converter has reordered; 0 for other tensors.
-        offset: Number added to each item; -1 for Gemma's norms, which are stored plus one.
+        head_rows: Number of rows per head if llama.cpp's converter has reordered the rows of heads
+            (queries and keys of Llama); 0 for other tensors.
+        offset: Number added to each item; -1 for Gemma's norms, which files store plus one.
     """
 
     own_name: str = ""
@@ -44,7 +45,7 @@ class GgufEntry(TensorEntry):
         return self.own_name
 
     def loadable_dtypes(self, accepted: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(DEQUANTIZE)  # all become floats
+        return tuple(DEQUANTIZE)  # every type is dequantized to floats
 
     def bytes_of(self, num_items: int) -> int:
         kind = BY_NAME[self.dtype]
@@ -81,7 +82,7 @@ class GgufEntry(TensorEntry):
         return ((0, self.shape[0]),) if rows is None else rows, columns
 
     def _chunks(self, ranges: Ranges) -> Iterable[tuple[int, int]]:
-        """Yield (first row, number of rows) of each chunk; heads are not divided."""
+        """Yield (first row, number of rows) of each chunk; do not split a head's rows."""
         unit = self.head_rows or 1
         step = max(1, CHUNK_ITEMS // (self._row_items * unit)) * unit
         for first, last in ranges:
@@ -122,7 +123,7 @@ def find_gguf_tensors(path: Path) -> dict[str, TensorEntry]:
 
     Raises:
         BadCheckpoint: A tensor is missing, is not one of the model's, or has an invalid shape.
-        UnsupportedModel: As `read_spec`.
+        UnsupportedModel: For the same reasons as in `read_spec`.
     """
     checkpoint, spec = open_gguf(path), read_spec(path)
     names = checkpoint_names(spec)
@@ -168,7 +169,7 @@ def _entry(spec: ModelSpec, name: str, tensor: GgufTensor, is_paired: bool) -> G
 
 
 def log_loading(checkpoint: GgufCheckpoint, dtype: torch.dtype, quantization: str) -> None:
-    """Log in one line which types of weights are loaded as which dtype, with both sizes.
+    """Log one line: the types of the file's weights, the dtype in memory, and both sizes.
 
     The line is a warning if the file is quantized, because the weights then need more memory than
     the file's size suggests.
