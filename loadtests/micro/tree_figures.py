@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import psutil
 
+from penstock.cli import role
+from penstock.cli.status import NoStatus
 from penstock.loadtests.bench.client_grpc import GrpcClient
 from penstock.loadtests.bench.clients import Client, Target
 from penstock.loadtests.bench.load import Load
@@ -47,6 +49,7 @@ _WORKER = re.compile(r"ray::WorkerActor|penstock: \w+ worker")
 """Start of the process title of a worker: while Ray calls the actor, and otherwise."""
 _TRANSFERRED_BYTES = re.compile(r"^penstock_(?:kv_transfer|handover)_bytes\S* (\S+)$", re.MULTILINE)
 """Metric of the router: the current name, and the name in older commits."""
+_PREFILL_WORKER = "prefill-0"
 _WARMUP_TOKENS = 20
 _TRANSFER_ANSWER = 4  # tokens; with two or more, the decode worker continues the answer
 
@@ -148,7 +151,11 @@ async def _transfer(server: Running, client: Client, prompts: Prompts, amounts: 
     The requests are sent twice. The first time, they end at the prefill worker after one token, and
     the prefix cache keeps their blocks. The measured second time, the prefill worker therefore
     computes only a few tokens of each prompt, and the decode worker gets all its blocks.
+
+    Routers of newer commits let a prefill worker generate answers if that is faster, but not if an
+    operator assigned its role. The role is therefore assigned first, in both trees.
     """
+    await assign_prefill_role(server)
     numbers = range(10**5, 10**5 + amounts.transfers)
     at_once, length = amounts.transfers_at_once, amounts.transfer_prompt
     cached = [Planned(number, 0.0, length, 1) for number in numbers]
@@ -164,6 +171,14 @@ async def _transfer(server: Running, client: Client, prompts: Prompts, amounts: 
     if not num_bytes:
         raise MeasurementFailed("no KV blocks were transferred")
     return 1e3 * seconds / (num_bytes / 1e6)
+
+
+async def assign_prefill_role(server: Running) -> None:
+    """Make the prefill worker one by an operator's order. Raises MeasurementFailed if refused."""
+    try:
+        await asyncio.to_thread(role.change, server.metrics_address, "", _PREFILL_WORKER, "prefill")
+    except NoStatus as error:
+        raise MeasurementFailed(f"the prefill worker's role was not assigned: {error}") from None
 
 
 async def _transferred_bytes(server: Running) -> float:
