@@ -66,6 +66,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"router": {"httpPort": 65536}}, "/router/httpPort': maximum"),
     ({"router": {"replicas": 65}}, "/router/replicas': maximum"),
     ({"router": {"routing": "random"}}, "/router/routing': value must be one of"),
+    (
+        {"router": {"httpRoute": {"timeouts": {"request": "60"}}}},
+        "/router/httpRoute/timeouts/request': '60' does not",
+    ),
+    (
+        {"router": {"httpRoute": {"parentRefs": [{"namespace": "gateway"}]}}},
+        "/router/httpRoute/parentRefs/0': missing property 'name'",
+    ),
+    (
+        {"router": {"httpRoute": {"enabled": True}}},
+        "router.httpRoute: parentRefs is empty, so no gateway would use the route",
+    ),
     ({"cluster": {"mode": "kubray"}}, "/cluster/mode': value must be one of"),
     ({"probes": {"startupSeconds": 5}}, "/probes/startupSeconds': minimum"),
     ({"monitoring": {"serviceMonitor": {"interval": "15"}}}, "/serviceMonitor/interval': '15'"),

@@ -49,6 +49,7 @@ def test_custom_resources_have_schemas() -> None:
         ("ServiceMonitor", "monitoring.coreos.com/v1"),
         ("PodMonitor", "monitoring.coreos.com/v1"),
         ("PrometheusRule", "monitoring.coreos.com/v1"),
+        ("HTTPRoute", "gateway.networking.k8s.io/v1"),
     ]:
         assert chart.custom_validators(kind, api), kind
 
@@ -83,6 +84,43 @@ def test_pod_monitor_scrapes_the_router_pods() -> None:
     # Alerts and the dashboard select series by this label.
     assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "rel-penstock"}]
     assert endpoint["authorization"]["credentials"]["name"] == "penstock-scraper"
+
+
+def test_gateways_route_to_the_http_port_of_the_service() -> None:
+    route = {
+        "enabled": True,
+        "parentRefs": [{"name": "public", "namespace": "gateway", "sectionName": "https"}],
+        "hostnames": ["llm.example", "*.llm.example"],
+        "timeouts": {"request": "600s"},
+        "annotations": {"a": "b"},
+    }
+    found = chart.objects(chart.render({"router": {"httpRoute": route, "httpPort": 8100}}))
+    assert chart.problems(found) == []
+    rendered = chart.one(found, "HTTPRoute")
+    assert rendered["metadata"]["annotations"] == {"a": "b"}
+    spec = rendered["spec"]
+    assert [spec["parentRefs"], spec["hostnames"]] == [route["parentRefs"], route["hostnames"]]
+    (rule,) = spec["rules"]
+    assert rule["timeouts"] == {"request": "600s"}
+    (backend,) = rule["backendRefs"]
+    service = chart.one(found, "Service", backend["name"])
+    names = {each["port"]: each["name"] for each in service["spec"]["ports"]}
+    assert names[backend["port"]] == "http"
+
+
+def test_route_with_an_unknown_field_or_a_bad_timeout_is_a_problem() -> None:
+    refs = {"enabled": True, "parentRefs": [{"name": "public"}], "timeouts": {"request": "1m"}}
+    found = chart.objects(chart.render({"router": {"httpRoute": refs}}))
+    spec = chart.one(found, "HTTPRoute")["spec"]
+    spec["parentRefs"][0]["gateway"] = "public"
+    spec["rules"][0]["timeouts"]["request"] = "60"
+    lines = chart.problems(found)
+    assert len(lines) == 2 * 2 * len(chart.KUBERNETES)  # by the schemas of two versions
+    assert all("'gateway' was unexpected" in each or "'60' does not" in each for each in lines)
+
+
+def test_there_is_no_route_by_default() -> None:
+    assert "HTTPRoute" not in {each["kind"] for each in chart.objects(chart.render({}))}
 
 
 def test_chart_passes_strict_lint() -> None:

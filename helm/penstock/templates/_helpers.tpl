@@ -153,6 +153,9 @@ podCpus and podGpus. */ -}}
 {{- if not (or .Values.router.apiKeysSecret.name .Values.router.keys .Values.router.allowAnonymous) -}}
 {{- fail "router: there are no API keys: set apiKeysSecret.name or keys, or allowAnonymous to serve all who can reach the Service" -}}
 {{- end -}}
+{{- if and .Values.router.httpRoute.enabled (not .Values.router.httpRoute.parentRefs) -}}
+{{- fail "router.httpRoute: parentRefs is empty, so no gateway would use the route: name a Gateway there" -}}
+{{- end -}}
 {{- if and (ne .Values.standalone.autoscaler "none") .Values.networkPolicy.enabled (not .Values.networkPolicy.monitoring) -}}
 {{- fail (printf "standalone.autoscaler: %s follows a metric of the routers, but networkPolicy.monitoring is empty, so Prometheus could not connect to adminPort: name its pods there, or disable networkPolicy" .Values.standalone.autoscaler) -}}
 {{- end -}}
