@@ -74,9 +74,10 @@ async def measure(program: Program, work: Work) -> dict[str, Any]:
     for name, figures in merged.items():
         print(describe(name, figures))
     if program.against:
-        pairs = zip(runs["then"], runs["now"], strict=True)
-        ratios = [_median_wall(then) / _median_wall(now) for then, now in pairs]
-        print(f"then / now, time of a transfer: {Quantiles.of(ratios)}")
+        for clock, kind in (("wall", "time"), ("cpu", "CPU time")):
+            pairs = zip(runs["then"], runs["now"], strict=True)
+            ratios = [_median(then, clock) / _median(now, clock) for then, now in pairs]
+            print(f"then / now, {kind} of a transfer: {Quantiles.of(ratios)}")
     print(f"load average: {', '.join(f'{each:.1f}' for each in os.getloadavg())}")
     return {"figures": merged, "load_average": os.getloadavg()}
 
@@ -116,8 +117,8 @@ def describe(name: str, figures: Figures) -> str:
     )
 
 
-def _median_wall(figures: Figures) -> float:
-    return Quantiles.of(figures["transfer"]["wall"]).median
+def _median(figures: Figures, clock: str) -> float:
+    return Quantiles.of(figures["transfer"][clock]).median
 
 
 def _merged(runs: Sequence[Figures]) -> Figures:

@@ -60,7 +60,7 @@ def fingerprints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     async def measured(tree: SourceTree, work: host.Work) -> dict[str, Any]:
         seconds = 2.0 if tree.root == ROOT else 5.0
-        times = {"wall": [seconds] * work.rounds, "cpu": [1.0] * work.rounds}
+        times = {"wall": [seconds] * work.rounds, "cpu": [seconds - 1] * work.rounds}
         kinds = {"transfer": times, "bare": times}
         return {"bytes": work.num_bytes, "fingerprint": ahead.pop(0), **kinds}
 
@@ -76,7 +76,9 @@ def test_trees_are_compared_if_they_moved_the_same_bytes(
     fingerprints += ["a"] * 4
     assert transfer.main(flags) == 0
     assert fingerprints == []
-    assert "then / now, time of a transfer: 2.5 (80% of 2: 2.5 to 2.5)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "then / now, time of a transfer: 2.5 (80% of 2: 2.5 to 2.5)" in printed
+    assert "then / now, CPU time of a transfer: 4 (80% of 2: 4 to 4)" in printed
     fingerprints += ["a", "a", "a", "b"]
     assert transfer.main(flags) == 1
     assert "different bytes" in capsys.readouterr().err
