@@ -22,7 +22,7 @@ import penstock
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.micro.ab_runner import MeasurementFailed, Quantiles, run
 from penstock.loadtests.micro.source_tree import SourceTree
-from penstock.loadtests.micro.transfer.adapters import host
+from penstock.loadtests.micro.transfer.adapters.host import PROGRAM as SIDE
 from penstock.loadtests.micro.transfer.adapters.host import Work
 
 PROGRAM = "python -m penstock.loadtests.micro.transfer"
@@ -84,7 +84,7 @@ async def measure(program: Program, work: Work) -> dict[str, Any]:
 
 async def measure_tree(tree: SourceTree, work: Work) -> Figures:
     """Measure a tree once, in new processes. Raises ProgramFailed."""
-    figures: Figures = await tree.run(host.__file__, json.dumps(dataclasses.asdict(work)))
+    figures: Figures = await tree.run(str(SIDE), json.dumps(dataclasses.asdict(work)))
     return figures
 
 

@@ -1,6 +1,6 @@
 """The source or the destination process of the measured KV transfers.
 
-Runs as `python -P host.py WORK [FOLDER]`, where WORK is a `Work` as JSON. Without FOLDER, the
+Runs as `python -P tuned.py WORK [FOLDER]`, where WORK is a `Work` as JSON. Without FOLDER, the
 process is the source: it starts the destination and prints the figures as one line of JSON. The
 process imports Penstock from the tree on PYTHONPATH, which may be an older commit. It uses only
 modules that all these commits have, and one adapter, a module in this folder with
@@ -35,6 +35,7 @@ import penstock
 from penstock.protos import transfer_pb2_grpc
 from penstock.workers.parallel.communicator import Communicator, connect
 
+PROGRAM = Path(__file__).with_name("tuned.py")
 SECONDS = 60.0  # timeout of the processes when they wait for each other
 BARE_BYTES = 32 << 20  # size of a bare message
 HOST = "127.0.0.1"
@@ -143,7 +144,7 @@ class DestinationProcess:
 
     @classmethod
     async def start(cls, work: Work, folder: Path) -> "DestinationProcess":
-        arguments = ["-P", __file__, json.dumps(dataclasses.asdict(work)), str(folder)]
+        arguments = ["-P", str(PROGRAM), json.dumps(dataclasses.asdict(work)), str(folder)]
         pipe = asyncio.subprocess.PIPE
         return cls(
             await asyncio.create_subprocess_exec(
