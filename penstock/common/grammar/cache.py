@@ -46,7 +46,7 @@ class GrammarCache:
 
         Raises:
             InvalidParameterError: the constraint is invalid, not supported or too large.
-            ValueError: the model's tokenizer is not supported.
+            ValueError: the model has no end token.
         """
         with self._compiling:
             found = self.find(wanted)

@@ -1,11 +1,14 @@
 """Matchers allow exactly the tokens that continue towards an answer of the wanted form."""
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from tokenizers import AddedToken
 
 from penstock.common.grammar.cache import GrammarCache
 from penstock.common.grammar.compiler import grammar_text
@@ -19,6 +22,7 @@ from penstock.common.grammar.matcher import (
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import StructuredOutputs, choice, json_schema
 from penstock.common.text.tokenizer import ModelTokenizer
+from tests.support.tokenizers import KINDS, id_of, write_folder
 
 TOKENIZER = ModelTokenizer(Path(__file__).parents[3] / "penstock" / "models" / "demo")
 END, VOCAB_SIZE = 2, 2100  # more logits than tokens
@@ -196,3 +200,51 @@ def test_masks_of_broken_matchers_allow_no_token() -> None:
     for executor in (None, LLExecutor(1)):
         fill_masks(matchers, words, executor)
         assert not words.any()
+
+
+def random_masks(vocabularies: Sequence[GrammarVocabulary], wanted: StructuredOutputs) -> list[Any]:
+    """Follow a random answer; return the tokens that each vocabulary allows at each place."""
+    numbers, found = random.Random(3), list[Any]()
+    matchers = [each.compile(wanted).matcher() for each in vocabularies]
+    while len(found) < 60:
+        found.append([allowed(each) for each in matchers])
+        token = numbers.choice(found[-1][0])
+        if matchers[0].is_complete or not all([each.advance([token]) for each in matchers]):
+            break
+    return found
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_masks_are_those_of_the_librarys_own_reading(tmp_path: Path, kind: str) -> None:
+    written = write_folder(tmp_path / "model", KINDS[kind]())
+    tokenizer = ModelTokenizer(written)
+    ours = GrammarVocabulary(tokenizer, tokenizer.vocab_size, [END])
+    theirs = GrammarVocabulary(tokenizer, tokenizer.vocab_size, [END])
+    theirs.tokens = LLTokenizer(
+        tokenizer.tokenizer.to_str(), n_vocab=tokenizer.vocab_size, eos_token=[END]
+    )
+    for schema in (SCHEMA, choice(["the quick brown fox", "the <quick> end", "\u65e5\u672c 12"])):
+        masks = random_masks((ours, theirs), schema)
+        assert len(masks) > 3
+        for own, other in masks:
+            # The library takes the added token `<tool>`, which is text, for a control token.
+            assert [
+                each for each in own if tokenizer.token_bytes.bytes_of(each) != b"<tool>"
+            ] == other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_added_tokens_that_are_text_are_allowed_in_text(tmp_path: Path, kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
+    tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
+    text, control = (id_of(tokenizer, name) for name in ("<tool_call>", "<|im_end|>"))
+    model = ModelTokenizer(write_folder(tmp_path / "model", tokenizer))
+    vocabulary = GrammarVocabulary(model, model.vocab_size, [END])
+    found = allowed(vocabulary.compile(StructuredOutputs("regex", "(.|\n)*")).matcher())
+    assert text in found
+    assert control not in found
+    # A forced text has the tokens that the model has learned.
+    forced = vocabulary.compile(StructuredOutputs("choice", '["a<tool_call>b"]')).matcher()
+    assert forced.advance(model.encode("a", add_special_tokens=False)[-1:])
+    assert allowed(forced) == [text]
