@@ -45,10 +45,16 @@ def harmony_grammar(grammar: CallGrammar, prompt_end: str) -> str:
         f"channel_call: {channel} CALLING {called(content_type)}",
         'CALLING: "analysis" | "commentary"',
         f"role_call: {called(f'{channel} CALLING {content_type}')}",
-        "message: plain | channel_call | role_call",
+        "called: channel_call | role_call",
         f"ended: {end} | {final} | {call}",
-        f'next: ended {start} "{ROLE}" message',
+        f'next: ended {start} "{ROLE}"',
     )
     is_header = prompt_end.rstrip().endswith(START + ROLE)
-    first = "message" if is_header else "TEXT"
-    return "\n".join((*rules, f"start: {first} next* ended?")) + "\n"
+    if grammar.is_parallel:
+        first = "( plain | called )" if is_header else "TEXT"
+        answer = f"{first} ( next ( plain | called ) )*"
+    else:
+        first = "plain" if is_header else "TEXT"
+        answer = f"{first} ( next plain )* ( next called )?"
+        answer = f"( {answer} | called )" if is_header else answer
+    return "\n".join((*rules, *grammar.rules, f"start: {answer} ended?")) + "\n"

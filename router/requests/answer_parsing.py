@@ -121,8 +121,15 @@ class ModelParsers:
                 "tools",
             )
 
-    def strict_form(self, prompt: Sequence[int], calls: bytes) -> StructuredOutputs:
-        """Return the form of answers to a prompt with strict functions (see `strict_calls`).
+    def strict_form(
+        self, prompt: Sequence[int], calls: bytes, is_parallel: bool = True
+    ) -> StructuredOutputs:
+        """Return the form of answers to a prompt with strict functions.
+
+        Args:
+            prompt: token ids of the prompt.
+            calls: the functions, from `strict_calls`.
+            is_parallel: whether an answer may have several calls; if not, it ends after one call.
 
         Raises:
             ServingError: INVALID if the model's format of calls has no grammar.
@@ -135,7 +142,8 @@ class ModelParsers:
             return token if token in token_bytes.special else None
 
         def grammar_of(names: Sequence[str]) -> CallsGrammar | None:
-            grammar = CallGrammar(names, special_id, sorted(token_bytes.special))
+            special = sorted(token_bytes.special)
+            grammar = CallGrammar(names, special_id, special, is_parallel)
             return self._parsers.grammar(end, grammar)
 
         form = strict_form(calls, grammar_of)

@@ -30,9 +30,24 @@ FUNCTIONS: Sequence[Mapping[str, Any]] = [
 
 
 class Model:
-    """A tokenizer, its vocabulary for grammars, and the parsers of one format."""
+    """A tokenizer, its vocabulary for grammars, and the parsers of one format.
 
-    def __init__(self, folder: Path, name: str, is_special: bool, reasoning: str = "none") -> None:
+    Args:
+        folder: an empty folder for the files of the tokenizer.
+        name: name of the format.
+        is_special: whether its markers are special tokens.
+        reasoning: name of the parser of reasoning.
+        is_added: whether its markers are added tokens that are not special.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        is_special: bool,
+        reasoning: str = "none",
+        is_added: bool = False,
+    ) -> None:
         tokenizer = byte_level()
         tags = REASONING_TAGS.get(reasoning)
         markers = [*markers_of(name), *((tags.start, tags.end) if tags else ())]
@@ -40,6 +55,8 @@ class Model:
             tokenizer.add_special_tokens(
                 [AddedToken(each, special=True, normalized=False) for each in markers]
             )
+        elif is_added:
+            tokenizer.add_tokens([AddedToken(each, normalized=False) for each in markers])
         written = write_folder(folder / "model", tokenizer)
         self.tokenizer = ModelTokenizer(written)
         config = RouterConfig(written, "stub", tool_call_parser=name, reasoning_parser=reasoning)
@@ -48,10 +65,13 @@ class Model:
         self.vocabulary = GrammarVocabulary(self.tokenizer, vocab_size, [END])
 
     def matcher(
-        self, prompt: str = "hello", functions: Sequence[Mapping[str, Any]] = FUNCTIONS
+        self,
+        prompt: str = "hello",
+        functions: Sequence[Mapping[str, Any]] = FUNCTIONS,
+        is_parallel: bool = True,
     ) -> Matcher:
         tokens = self.tokenizer.encode(prompt, add_special_tokens=False)
-        form = self.parsers.strict_form(tokens, strict_calls(functions))
+        form = self.parsers.strict_form(tokens, strict_calls(functions), is_parallel)
         return self.vocabulary.compile(form).matcher()
 
     def accepted(
@@ -59,9 +79,10 @@ class Model:
         text: str,
         prompt: str = "hello",
         functions: Sequence[Mapping[str, Any]] = FUNCTIONS,
+        is_parallel: bool = True,
     ) -> str:
         """Return the start of a text that the grammar allows."""
-        matcher = self.matcher(prompt, functions)
+        matcher = self.matcher(prompt, functions, is_parallel)
         tokens = self.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
         for index, token in enumerate(tokens):
             if not matcher.advance([token]):

@@ -143,7 +143,8 @@ class GenerationCalls:
             self._parsers.check_tools()
         # The form of the whole answer, if there is one, excludes calls.
         if chat.strict_calls and sampling.structured_outputs is None:
-            form = self._parsers.strict_form(prompt, chat.strict_calls)
+            is_parallel = body.parsing_options(chat).is_parallel
+            form = self._parsers.strict_form(prompt, chat.strict_calls, is_parallel)
             sampling = replace(sampling, structured_outputs=form)
         return prompt, sampling
 

@@ -59,6 +59,10 @@ class CallGrammar:
         names: names of the functions, in the order of the rules of their arguments.
         special_id: returns the id of the special token with a text; None: it is ordinary text.
         special_ids: all special tokens.
+        is_parallel: whether an answer may have several calls; if not, it ends after one call.
+
+    Attributes:
+        rules: the rules that the returned expansions use.
     """
 
     def __init__(
@@ -66,7 +70,10 @@ class CallGrammar:
         names: Sequence[str],
         special_id: Callable[[str], int | None],
         special_ids: Sequence[int],
+        is_parallel: bool = True,
     ) -> None:
+        self.is_parallel = is_parallel
+        self.rules: list[str] = []
         self._names = names
         self._special_id = special_id
         self._special_ids = special_ids
@@ -79,9 +86,18 @@ class CallGrammar:
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     def each(self, form: Callable[[str, str], str]) -> str:
-        """Return the alternatives of all functions; `form` gets a name and its arguments' rule."""
+        """Return a rule with the alternatives of all functions.
+
+        `form` gets a name and the rule of its arguments.
+        """
+        rule = f"each_{len(self.rules)}"
         forms = [form(name, f"arguments_{index}") for index, name in enumerate(self._names)]
-        return f"( {' | '.join(forms)} )"
+        self.rules.append(f"{rule}: {' | '.join(forms)}")
+        return rule
+
+    def more(self, expansion: str) -> str:
+        """Return an expansion that may be repeated; empty if only one call is allowed."""
+        return f"( {expansion} )*" if self.is_parallel else ""
 
     def firsts(self, trigger: Callable[[str], str], rest: str) -> list[CallForm]:
         """Return a form for each function whose call begins an answer.
@@ -122,7 +138,8 @@ class CallGrammar:
     def calls(self, key: str = "arguments") -> str:
         """Return calls as JSON objects with commas between them."""
         call = self.call(key)
-        return f'{call} ( {SPACE} "," {SPACE} {call} )* {SPACE}'
+        others = self.more(f'{SPACE} "," {SPACE} {call}')
+        return f"{call} {others} {SPACE}"
 
     # ------------------------------------------------------------ the whole grammar
 
@@ -155,7 +172,7 @@ class CallGrammar:
                 start += f" | {self._after_first(forms, known, special, body)}"
         head = ("%llguidance {}", "TEXT: /(.|\\n)*/", f"{SPACE}: /[ \\t\\r\\n]{{0,{MAX_SPACES}}}/")
         first = f"{FIRST}: /[ \\t\\r\\n]*[^ \\t\\r\\n](.|\\n)*|[ \\t\\r\\n]{{9,}}/"
-        return "\n".join((*head, first, *rules, f"start: {start}")) + "\n"
+        return "\n".join((*head, first, *self.rules, *rules, f"start: {start}")) + "\n"
 
     def _after_first(
         self, forms: Sequence[CallForm], known: Sequence[str], special: str, body: str
@@ -172,7 +189,11 @@ class CallGrammar:
         firsts = [f"first_calls_{i}" for i, _ in enumerate(forms)]
         loose = [name for name, form in zip(firsts, forms, strict=True) if not form.only_first]
         only = [name for name, form in zip(firsts, forms, strict=True) if form.only_first]
-        return " | ".join((f"( {' | '.join((*loose, texts))} ) {body}", *only, FIRST, SPACE))
+        if self.is_parallel:
+            begun = [f"( {' | '.join((*loose, texts))} ) {body}"]
+        else:
+            begun = [f"( {texts} ) {body}", f"( {' | '.join(loose)} ) {SPACE}"]
+        return " | ".join((*begun, *only, FIRST, SPACE))
 
     def _body(self, forms: Sequence[CallForm], name: str, text: str) -> str:
         """Return the expansion for text with calls.
@@ -185,7 +206,10 @@ class CallGrammar:
         names = [f"{name}_{index}" for index, _ in enumerate(forms)]
         firsts = [each for each, form in zip(names, forms, strict=True) if form.only_first]
         others = [each for each, form in zip(names, forms, strict=True) if not form.only_first]
-        body = f"( {' | '.join((text, *others))} )* TEXT"
+        if self.is_parallel:
+            body = f"( {' | '.join((text, *others))} )* TEXT"
+        else:
+            body = f"( {text} )* ( TEXT | ( {' | '.join(others)} ) {SPACE} )"
         return f"( {' | '.join((*firsts, body))} )" if firsts else body
 
     def _calls(self, forms: Sequence[CallForm], name: str, lead: str) -> list[str]:

@@ -30,8 +30,9 @@ class DeepSeekV31Parser(Reader):
         begin, end = grammar.marker(cls.call_begin), grammar.marker(cls.call_end)
         separator = grammar.marker(cls.separator)
         call = grammar.each(lambda name, arguments: cls._call_form(separator, name, arguments))
-        many = f"( SPACE {begin} {call} SPACE {end} )+ SPACE {grammar.marker(cls.calls_end)}"
-        return [CallForm(cls.calls_begin, many)]
+        one = f"SPACE {begin} {call} SPACE {end}"
+        calls = f"{one} {grammar.more(one)} SPACE {grammar.marker(cls.calls_end)}"
+        return [CallForm(cls.calls_begin, calls)]
 
     @classmethod
     def _call_form(cls, separator: str, name: str, arguments: str) -> str:

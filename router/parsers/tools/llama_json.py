@@ -28,7 +28,7 @@ class LlamaJsonParser(JsonReader):
     @classmethod
     def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
         call = grammar.call("parameters")
-        others = f'( SPACE ( ";" | "," )? SPACE {call} )* SPACE'
+        others = grammar.more(f'SPACE ( ";" | "," )? SPACE {call}') + " SPACE"
         # The start of an answer is a call if its first member is the name.
         members = grammar.members("parameters", has_name=True)
         first = CallForm(FIRST_MEMBER, f'{members} SPACE "}}" {others}', only_first=True)

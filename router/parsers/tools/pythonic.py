@@ -32,7 +32,7 @@ class PythonicParser(Reader):
     @classmethod
     def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
         call = grammar.each(lambda name, arguments: f'"{name}(" {arguments} ")"')
-        others = f'( /, ?/ {call} )* "]"'
+        others = grammar.more(f"/, ?/ {call}") + ' "]"'
         end = f"( {grammar.marker(END)} )?"
         tagged = CallForm(BEGIN, f'SPACE "[" {call} {others} {end}')
         return [tagged, *grammar.firsts(lambda name: f"[{name}(", f'")" {others} {end}')]
