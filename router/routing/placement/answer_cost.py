@@ -30,10 +30,11 @@ MAX_GROWTH = 2.0
 class StepTimeModel:
     """Linear model of a decode step's duration by number of sequences, fitted by least squares."""
 
-    __slots__ = ("_count", "_line", "_products", "_seconds", "_sizes", "_squares")
+    __slots__ = ("_count", "_line", "_products", "_seconds", "_sizes", "_squares", "is_calibrated")
 
     def __init__(self) -> None:
         self._count = self._sizes = self._seconds = self._squares = self._products = 0.0
+        self.is_calibrated = False  # whether there are enough measurements for an estimate
         self._line: tuple[float, float] | None = (0.0, 0.0)  # None: `line` fits it again
 
     def add(self, num_sequences: int, seconds: float) -> None:
@@ -44,11 +45,7 @@ class StepTimeModel:
         self._squares = DECAY * self._squares + num_sequences * num_sequences
         self._products = DECAY * self._products + num_sequences * seconds
         self._line = None
-
-    @property
-    def is_calibrated(self) -> bool:
-        """Whether there are enough measurements for an estimate."""
-        return self._count > CALIBRATED_STEPS - 0.5
+        self.is_calibrated = self._count > CALIBRATED_STEPS - 0.5
 
     @property
     def mean_size(self) -> float:
@@ -134,11 +131,14 @@ class AnswerRate:
 
         If this model has too few measurements, the result is the other model.
         """
-        models = (self._with_others, self._sole) if is_shared else (self._sole, self._with_others)
-        return models[0] if models[0].is_calibrated else models[1]
+        if is_shared:
+            return self._with_others if self._with_others.is_calibrated else self._sole
+        return self._sole if self._sole.is_calibrated else self._with_others
 
     def prompt_fraction(self, now: float) -> float:
         """Return the recent fraction of time in which the worker computed prompts."""
+        if not self._busy:
+            return 0.0
         kept = exp(-max(now - self._updated_at, 0.0) / BUSY_MEMORY_SECONDS)
         return min(kept * self._busy, MAX_PROMPT_FRACTION)
 

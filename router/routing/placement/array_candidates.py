@@ -1,6 +1,6 @@
 """Array operations that compare the workers among which a request is placed by cost."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -24,6 +24,7 @@ from penstock.router.routing.worker_view import PENALTY_SECONDS, WorkerView
 
 FEW_WORKERS = 8
 """Up to this many workers, their elements of an array are set one by one."""
+_by_utilization = attrgetter("by_utilization")
 
 
 class ArrayCandidates:
@@ -65,7 +66,9 @@ class ArrayCandidates:
         costs = loads.queued + read_cost_of(self._demand) * loads.reads
         if self._cached is not None:
             most = self._demand.num_tokens - 1
-            costs -= PROMPT_WEIGHT * np.minimum(self._tokens(those, self._cached), most)
+            costs -= self._by_cached(
+                those, self._cached, lambda tokens: PROMPT_WEIGHT * min(tokens, most)
+            )
         if self._penalty is not None:
             costs += PENALTY_TOKENS * self._of(those, self._penalty)
         return self._least(those, costs, (loads.ties, those.ranks), needs_capacity)
@@ -80,7 +83,7 @@ class ArrayCandidates:
         if layout is not None:
             used = np.where(those.layouts == layout, used, np.inf)
         if used is loads.utilization and len(used) <= MAX_LIST_WORKERS:
-            best = min(those.views, key=attrgetter("by_utilization"), default=None)
+            best = min(those.views, key=_by_utilization, default=None)
         if best is None or not self._fits(best):
             best = self._least(those, used, (loads.filled, loads.num_assigned, those.ranks))
         if best is None or self._cached is None:
@@ -120,21 +123,32 @@ class ArrayCandidates:
     def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
         num_tokens, those = self._demand.num_tokens, self._groups["answer"]
         if not costs.mean_rate:
-            return self._least(those, np.zeros(len(those.views)), (those.ranks,))
+            return self._cheapest(those, np.zeros(len(those.views)))
         loads, speeds = those.loads, self._of(those, self._fleet.speeds)
         uncached: Floats | int = num_tokens
         if self._cached is not None:
-            uncached = np.maximum(num_tokens - self._tokens(those, self._cached), 1)
+            uncached = self._by_cached(
+                those, self._cached, lambda tokens: max(num_tokens - tokens, 1)
+            )
         elif self._demand.cached_tokens is None:
             uncached = num_tokens * loads.uncached
-        seconds = loads.queued / speeds + uncached / speeds * (loads.busy + 1.0)
-        return self._least(those, seconds, (those.ranks,))
+        return self._cheapest(
+            those, loads.queued / speeds + uncached / speeds * (loads.busy + 1.0)
+        )
 
     def kept_worker(self) -> WorkerView | None:
         those = self._groups["kept"]
-        return self._least(those, those.loads.busy, (those.ranks,))
+        return self._cheapest(those, those.loads.busy)
 
     # -------------------------------------------------------------- search
+
+    def _cheapest(self, group: WorkerGroup[WorkerView], costs: Floats) -> WorkerView | None:
+        """Return the worker of lowest cost that has room, or None; the first by name of several."""
+        if group.is_by_name:  # `argmin` finds the first of several
+            view = group.views[costs.argmin()]
+            if self._fits(view):
+                return view
+        return self._least(group, costs, (group.ranks,))
 
     def _least(
         self,
@@ -164,24 +178,28 @@ class ArrayCandidates:
         """Return the elements of a group's rows."""
         return values[group.start : group.start + len(group.views)]
 
-    def _tokens(self, group: WorkerGroup[WorkerView], cached: CachedPrefix) -> Floats:
-        """Return the cached tokens of a group's workers [n]."""
-        rows, start = self._fleet.use_slots(cached.slots), group.start
-        tokens = np.zeros(len(group.views))
+    def _by_cached(
+        self,
+        group: WorkerGroup[WorkerView],
+        cached: CachedPrefix,
+        value: Callable[[int], float],
+    ) -> Floats:
+        """Return a function of the cached tokens for each of a group's workers [n]."""
+        rows, start, num = self._fleet.use_slots(cached.slots), group.start, len(group.views)
+        values = np.empty(num)
+        values.fill(value(0))
         for depth, holders in cached.levels:
-            those = holders & group.mask
-            if those.bit_count() == len(
-                group.views
-            ):  # not `group.mask`: it lacks workers without blocks
-                tokens.fill(depth * cached.unit)
+            those, one = holders & group.mask, value(depth * cached.unit)
+            if those.bit_count() == num:  # not `group.mask`: it lacks workers without blocks
+                values.fill(one)
             elif those.bit_count() <= FEW_WORKERS:
                 for slot in bits(those):
-                    tokens[rows[slot] - start] = depth * cached.unit
+                    values[rows[slot] - start] = one
             else:
                 packed = np.frombuffer(those.to_bytes(-(-len(rows) // 8), "little"), np.uint8)
                 has = np.unpackbits(packed, count=len(rows), bitorder="little")
-                tokens[np.array(rows)[has.view(np.bool_)] - start] = depth * cached.unit
-        return tokens
+                values[np.array(rows)[has.view(np.bool_)] - start] = one
+        return values
 
     def _has_capacity(self, group: WorkerGroup[WorkerView]) -> npt.NDArray[np.bool_]:
         """Return `WorkerView.has_capacity` of a group's workers, but ignore back-offs."""
@@ -197,4 +215,8 @@ class ArrayCandidates:
 
     def _fits(self, view: WorkerView) -> bool:
         demand = self._demand
-        return view.has_capacity(demand.num_tokens, demand.num_sequences) and self._is_live(view)
+        return (
+            view.has_capacity(demand.num_tokens, demand.num_sequences)
+            and view.is_usable
+            and not (demand.unfit_workers and view.name in demand.unfit_workers)
+        )

@@ -44,16 +44,8 @@ class CachedPrefix(Mapping[str, int]):
             self._tokens = found
         return self._tokens
 
-    def of_slot(self, slot: int) -> int:
-        """Return the number of tokens of the worker with a slot; 0 if it has none."""
-        for depth, workers in reversed(self.levels):
-            if workers >> slot & 1:
-                return depth * self.unit
-        return 0
-
     def __getitem__(self, worker: str) -> int:
-        slot = self.slots.find(worker)
-        num_tokens = 0 if slot is None else self.of_slot(slot)
+        num_tokens: int = self.get(worker, 0)
         if not num_tokens:
             raise KeyError(worker)
         return num_tokens
@@ -61,7 +53,11 @@ class CachedPrefix(Mapping[str, int]):
     def get(self, worker: str, default: Any = None) -> Any:
         """Return the number of tokens of a worker, or `default`."""
         slot = self.slots.find(worker)
-        return (0 if slot is None else self.of_slot(slot)) or default
+        if slot is not None:
+            for depth, workers in reversed(self.levels):
+                if workers >> slot & 1:
+                    return depth * self.unit
+        return default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.as_dict())

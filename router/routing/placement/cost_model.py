@@ -71,6 +71,7 @@ class TransferCostModel:
         "_seconds",
         "_squares",
         "fixed_seconds",
+        "is_calibrated",
         "seconds_per_token",
     )
 
@@ -79,6 +80,7 @@ class TransferCostModel:
         self._bytes = 0.0
         self.seconds_per_token = 0.0  # slope of the model; 0 before the first transfer
         self.fixed_seconds = 0.0  # intercept of the model; 0 before the first transfer
+        self.is_calibrated = False  # whether there are enough measurements for an estimate
 
     def add(self, num_tokens: int, num_bytes: int, seconds: float) -> None:
         """Add a completed KV transfer; `seconds` is the time from Submit or Ready to Received."""
@@ -91,11 +93,8 @@ class TransferCostModel:
         self.seconds_per_token = self._fitted_slope()
         rest = self._seconds - self.seconds_per_token * self._lengths
         self.fixed_seconds = max(rest / self._count, 0.0)
-
-    @property
-    def is_calibrated(self) -> bool:
         # Subtract 0.5 because the weights of older transfers are slightly below 1.
-        return self._count > CALIBRATED_TRANSFERS - 0.5 and self._lengths > 0
+        self.is_calibrated = self._count > CALIBRATED_TRANSFERS - 0.5 and self._lengths > 0
 
     def _fitted_slope(self) -> float:
         if not self._lengths:

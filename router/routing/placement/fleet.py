@@ -89,6 +89,7 @@ class WorkerGroup(Generic[V]):
         views: the workers.
         loads: their loads.
         ranks: their positions in order of their names.
+        is_by_name: whether there are workers, and their rows are in order of their names.
         layouts: the layouts of their KV blocks.
         block_sizes: tokens of their blocks.
         mask: the slots of the workers, of `Fleet.use_slots`.
@@ -99,6 +100,7 @@ class WorkerGroup(Generic[V]):
         self.views = fleet.by_row[start:stop]
         self.loads = fleet.loads.rows(slice(start, stop))
         self.ranks = fleet.ranks[start:stop]
+        self.is_by_name = start < stop and bool((np.diff(self.ranks) > 0).all())
         self.layouts = np.array([view.info.layout for view in self.views])
         self.block_sizes = np.array([view.info.block_size for view in self.views], np.float64)
         self.mask: Workers = 0

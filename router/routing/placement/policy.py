@@ -113,15 +113,15 @@ class RolePolicy:
         now: float,
     ) -> Placement | None:
         """Choose among prefill and decode workers; `first`: a prefill worker with room, or None."""
-        if not candidates.has("prefill"):
-            return None
-        second = candidates.answer_worker("answer")
-        if second is None:
+        if first is None and not candidates.has("prefill"):
             return None
         whole = candidates.colocated_worker(disaggregation)
-        if whole is None:
+        if whole is None:  # workers with room for the answer may have too many prompts
+            second = None if first is None else candidates.answer_worker("answer")
+            if first is None or second is None:
+                return None
             decision = PrefillDecision(True, Reason.DECODE_QUEUE)
-            return None if first is None else Placement(first.name, second.name, decision)
+            return Placement(first.name, second.name, decision)
         busy = first or candidates.prompt_worker("prefill", needs_capacity=False)
         assert busy is not None
         line = float(demand.router_queue_tokens)
@@ -140,10 +140,12 @@ class RolePolicy:
             return Placement(whole.name, None, decision)
         if first is None:
             return None
-        if second.info.layout != first.info.layout:  # `second` cannot use its blocks
+        second = candidates.answer_worker("answer")
+        if second is not None and second.info.layout != first.info.layout:
+            # `second` cannot use the blocks of `first`.
             second = candidates.answer_worker("answer", first.info.layout)
-            if second is None:
-                return Placement(whole.name)
+        if second is None:
+            return Placement(whole.name)
         return Placement(first.name, second.name, decision)
 
     def _choose_kept(

@@ -163,7 +163,7 @@ def test_cached_tokens_are_those_of_each_worker(
     candidates = array_candidates.ArrayCandidates(Demand(1, 20, 1, 8), fleet, NOW)
     for group in fleet.groups.values():
         expected = [cached.get(view.name, 0) for view in group.views]
-        assert candidates._tokens(group, cached).tolist() == expected
+        assert candidates._by_cached(group, cached, float).tolist() == expected
 
 
 @given(workers=st.lists(states, min_size=1, max_size=10), is_mixed=st.booleans())
