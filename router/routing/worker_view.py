@@ -238,7 +238,7 @@ class WorkerView:
         table.queued[row] = queued
         table.reads[row] = reads
         table.cost[row] = queued + KV_READ_COST * MAX_READS * reads
-        table.busy[row] = busy
+        table.delayed[row] = busy + 1
         table.ties[row] = busy * TIE_SCALE + assigned
         table.utilization[row], table.filled[row], table.num_assigned[row], _ = self.by_utilization
         if self.num_sequences:

@@ -132,13 +132,11 @@ class ArrayCandidates:
             )
         elif self._demand.cached_tokens is None:
             uncached = num_tokens * loads.uncached
-        return self._cheapest(
-            those, loads.queued / speeds + uncached / speeds * (loads.busy + 1.0)
-        )
+        return self._cheapest(those, (loads.queued + uncached * loads.delayed) / speeds)
 
     def kept_worker(self) -> WorkerView | None:
         those = self._groups["kept"]
-        return self._cheapest(those, those.loads.busy)
+        return self._cheapest(those, those.loads.delayed)
 
     # -------------------------------------------------------------- search
 

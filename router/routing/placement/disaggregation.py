@@ -239,22 +239,27 @@ class DisaggregationPolicy:
         """Return the cost in seconds of a prompt on `decode`; 0 if no prefill rate is known."""
         if not self._mean_rate:
             return 0.0
-        wait, compute = self._prompt_cost(num_tokens, decode)
-        return wait + compute * (1 + decode.num_busy)
+        speed, uncached = self._speed(num_tokens, decode)
+        return (decode.backlog_tokens + uncached * (1 + decode.num_busy)) / speed
 
     def _prompt_cost(
         self, num_tokens: int, view: WorkerView, router_queue_tokens: float = 0.0
     ) -> tuple[float, float]:
         """Return the seconds that a prompt waits for a worker, and then takes to compute there."""
+        speed, uncached = self._speed(num_tokens, view)
+        queued: float = view.backlog_tokens
+        if router_queue_tokens:  # includes cached tokens, which the workers' backlogs exclude
+            queued += router_queue_tokens * view.prefill_rate.uncached_fraction
+        return queued / speed, uncached / speed
+
+    def _speed(self, num_tokens: int, view: WorkerView) -> tuple[float, float]:
+        """Return a worker's prompt tokens per second, and the uncached tokens of a prompt."""
         rate = view.prefill_rate
         speed = rate.tokens_per_second if rate.is_calibrated else self._mean_rate
-        # The workers' backlogs exclude cached tokens; the router's queue includes cached tokens.
-        uncached = rate.uncached_fraction
-        wait = (view.backlog_tokens + router_queue_tokens * uncached) / speed
-        num_uncached = num_tokens * uncached
-        if self._cached_tokens is not None:
-            num_uncached = max(num_tokens - self._cached_tokens.get(view.name, 0), 1)
-        return wait, num_uncached / speed
+        if self._cached_tokens is None:
+            return speed, num_tokens * rate.uncached_fraction
+        uncached = num_tokens - self._cached_tokens.get(view.name, 0)
+        return speed, uncached if uncached > 1 else 1
 
     def _answer_seconds(self, view: WorkerView, now: float) -> float:
         """Return the seconds per token that one more answer costs on a worker."""

@@ -41,7 +41,7 @@ class LoadTable:
         self.cost = columns[
             2
         ]  # `queued` plus `reads` of `MAX_READS` decode steps, in prompt tokens
-        self.busy = columns[3]  # sequences
+        self.delayed = columns[3]  # sequences that a new prompt delays, and its own
         # Orders workers of equal cost: by sequences, then by assigned tokens.
         self.ties = columns[4]
         self.utilization = columns[5]  # fraction of the sequences

@@ -175,7 +175,7 @@ def test_arrays_hold_what_the_views_say(workers: list[dict[str, Any]], is_mixed:
     for row, view in enumerate(fleet.by_row):
         loads = fleet.loads
         assert loads.queued[row] == view.backlog_tokens
-        assert loads.busy[row] == view.num_busy
+        assert loads.delayed[row] == view.num_busy + 1
         assert loads.utilization[row] == view.by_utilization[0]
         rate = view.prefill_rate
         assert loads.speed[row] == (rate.tokens_per_second if rate.is_calibrated else 0)
