@@ -44,8 +44,6 @@ from penstock.workers.scheduling.config import SchedulerConfig
 Kind = Literal["static", "penstock", "queue", "cpu", "clairvoyant"]
 KINDS: Sequence[Kind] = ("static", "penstock", "queue", "cpu", "clairvoyant")
 SLOT_SECONDS = 5.0
-BLOCK_SIZE = 64
-"""In tokens; larger than in a real engine, to make the simulation faster."""
 
 
 class WrongOptions(ValueError):
@@ -64,6 +62,7 @@ class Arriving:
     input_len: str = option("lognormal:256-4096", "prompt tokens, as for penstock bench")
     output_len: str = option("lognormal:16-512", "answer tokens")
     copies: float = option(1.0, "multiply the users of the trace by this")
+    own_prompts: bool = option(False, "no copy of the trace shares blocks of prompts with another")
     speed: float = option(1.0, "multiply the speed of the trace by this")
     seconds: float = option(1200.0, "seconds during which requests arrive")
     seed: int = option(0, "the same seed gives the same run")
@@ -87,6 +86,7 @@ class Serving:
     max_batched_tokens: int = option(2048, "most tokens per step")
     promised: float = option(0.0, "time-to-first-token SLO of the router, seconds; 0: none")
     kv_tokens: int = option(400_000, "KV cache of a worker, in tokens")
+    block_size: int = option(64, "tokens per KV block; more than in an engine, to save time")
     cells: int = option(1, "routers, each with an equal part of the workers, in a process each")
     single_steps: bool = option(False, "simulate each step as an event: slower, same result")
     page: Path | None = option(None, "write charts to this file, as one HTML page")  # noqa: RUF009
@@ -121,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check(arriving: Arriving, serving: Serving) -> None:
     for record, names in (
         (arriving, ("low", "high", "period", "copies", "speed", "seconds")),
-        (serving, ("most", "busy", "max_sequences", "max_batched_tokens", "kv_tokens")),
+        (serving, ("most", "busy", "max_sequences", "max_batched_tokens")),
+        (serving, ("kv_tokens", "block_size")),
     ):
         for name in names:
             if not 0 < getattr(record, name) < math.inf:
@@ -154,7 +155,8 @@ def load_of(arriving: Arriving) -> list[Planned]:
     """Return the requests of the simulation. Raises WrongOptions, BadTrace and OSError."""
     if arriving.trace is not None:
         rows = from_trace(arriving.trace, arriving.seconds, arriving.speed, 10**6, 10**6)
-        load = rows if arriving.copies == 1 else replicated(rows, arriving.copies, arriving.seed)
+        copies, own = arriving.copies, arriving.own_prompts
+        load = rows if copies == 1 else replicated(rows, copies, arriving.seed, own)
     else:
         try:
             inputs, outputs = Lengths.parse(arriving.input_len), Lengths.parse(arriving.output_len)
@@ -174,9 +176,9 @@ def plan_of(arriving: Arriving, serving: Serving) -> ClusterPlan:
     timing = Timing() if serving.timing is None else read_timing(serving.timing)
     try:
         limits = SchedulerConfig(
-            num_blocks=max(1, serving.kv_tokens // BLOCK_SIZE),
+            num_blocks=max(1, serving.kv_tokens // serving.block_size),
             max_model_len=min(serving.kv_tokens, 1 << 18),
-            block_size=BLOCK_SIZE,
+            block_size=serving.block_size,
             max_sequences=serving.max_sequences,
             max_batched_tokens=serving.max_batched_tokens,
             max_queued=10**6,

@@ -1,6 +1,7 @@
 """Generates arrivals over time: from traces, in steps, or in waves."""
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -25,20 +26,37 @@ def from_trace(
     return traced_load(rows, [row.at / speed for row in rows])
 
 
-def replicated(plan: Sequence[Planned], copies: float, seed: int) -> list[Planned]:
+def replicated(
+    plan: Sequence[Planned], copies: float, seed: int, own_blocks: bool = False
+) -> list[Planned]:
     """Return `copies` times as many requests: copies of each request, delayed by up to 5 s.
 
     This models more users, not faster users: bursts keep their lengths.
+
+    Args:
+        plan: the requests to copy.
+        copies: number of copies; the fraction is the probability of one more.
+        seed: the same seed gives the same delays.
+        own_blocks: each copy of the plan has blocks of its own, which it shares as the plan does,
+            but not with another copy. False: all copies of a prompt are equal.
     """
     random = np.random.Generator(np.random.Philox(key=[seed, 1]))
-    drawn: list[tuple[float, Planned]] = []
+    stride = own_blocks * (1 + max((block for one in plan for block in one.blocks), default=0))
+    drawn: list[tuple[float, int, Planned]] = []
     for one in plan:
         count = int(copies) + (random.random() < copies - int(copies))
-        drawn.extend((one.due + later, one) for later in random.uniform(0.0, 5.0, count))
-    drawn.sort(key=lambda pair: pair[0])
+        delays = random.uniform(0.0, 5.0, count)
+        drawn.extend((one.due + later, copy, one) for copy, later in enumerate(delays))
+    drawn.sort(key=lambda row: row[0])
     return [
-        Planned(number, float(due), one.input_len, one.output_len, one.blocks)
-        for number, (due, one) in enumerate(drawn)
+        Planned(
+            number,
+            float(due),
+            one.input_len,
+            one.output_len,
+            tuple(block + copy * stride for block in one.blocks),
+        )
+        for number, (due, copy, one) in enumerate(drawn)
     ]
 
 
@@ -74,10 +92,12 @@ def varying(
     ]
 
 
-def prompt_of(planned: Planned) -> list[int]:
-    """Return prompt tokens; two prompts share a prefix as far as their blocks are equal."""
+def prompt_of(planned: Planned) -> "array[int]":
+    """Return prompt tokens; two prompts share a prefix as far as their blocks are equal.
+
+    The tokens of traces are many. Batchers and hashes read them from an array without a loop.
+    """
     if not planned.blocks:
-        return [planned.number] * planned.input_len
-    ids = np.array(planned.blocks, np.int64) % (2**31 - 1)
-    tokens: list[int] = ids.repeat(TRACE_BLOCK)[: planned.input_len].tolist()
-    return tokens
+        return array("i", (planned.number,)) * planned.input_len
+    ids = (np.array(planned.blocks, np.int64) % (2**31 - 1)).astype(np.int32)
+    return array("i", ids.repeat(TRACE_BLOCK)[: planned.input_len].tobytes())

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -231,8 +231,9 @@ class Router:
         self.post(ev.RequestArrived(request))
 
     def _hashes(self, request: ev.Request) -> Mapping[int, Sequence[int]]:
-        root, tokens = root_hash(self.hash_key, request.salt), np.array(request.prompt, np.int32)
-        return {size: short_prefix_hashes(root, tokens, size) for size in self.block_sizes}
+        root = root_hash(self.hash_key, request.salt)
+        tokens = np.array(request.prompt, np.int32).tobytes()
+        return {size: _short_hashes(root, tokens, size) for size in self.block_sizes}
 
     def cancel(self, request: int) -> None:
         """Cancel a request whose client disconnected."""
@@ -306,3 +307,9 @@ class Router:
     def _tick(self) -> None:
         self.post(ev.Tick())
         self.process.after(TICK_SECONDS, self._tick)
+
+
+@lru_cache(maxsize=256)
+def _short_hashes(root: bytes, tokens: bytes, block_size: int) -> Sequence[int]:
+    """Return `short_prefix_hashes` of int32 tokens, from memory for the copies of a prompt."""
+    return short_prefix_hashes(root, np.frombuffer(tokens, np.int32), block_size)

@@ -1,5 +1,8 @@
 """Converts submissions of routers into sequences of the batcher, like `workers/service/codec`."""
 
+from array import array
+from collections.abc import Sequence
+
 from penstock.loadtests.simulator.world.session import Key
 from penstock.router.routing.events import Submit, WorkerInfo
 from penstock.workers.scheduling import sequence as seq
@@ -12,7 +15,7 @@ def new_sequence(key: Key, submit: Submit, worker: WorkerInfo) -> seq.NewSequenc
     """
     request, source = submit.request, submit.source
     first, *others = [
-        seq.Sibling(choice, [*request.prompt, *answer])
+        seq.Sibling(choice, _joined(request.prompt, answer))
         for choice, answer in enumerate(submit.log)
         if not submit.finished[choice]
     ]
@@ -33,3 +36,10 @@ def new_sequence(key: Key, submit: Submit, worker: WorkerInfo) -> seq.NewSequenc
         source_len=source_len,
         siblings=tuple(others),
     )
+
+
+def _joined(prompt: Sequence[int], answer: Sequence[int]) -> Sequence[int]:
+    """Return the tokens of both; an array remains one, because long lists take long to read."""
+    if isinstance(prompt, array):
+        return prompt + array("i", answer)
+    return [*prompt, *answer]

@@ -1,6 +1,7 @@
 """`penstock simulate load`: results, scalers, load shapes, pages and invalid input."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -108,6 +109,12 @@ def test_load_shapes_replication_and_prompts() -> None:
     assert 2.4 < len(more) / len(load) < 2.6
     assert [one.due for one in more] == sorted(one.due for one in more)
     assert [one.number for one in more] == list(range(len(more)))
+    turns = [Planned(n, float(n), 1200, 1, (7, 8, 9 + n)) for n in range(2)]
+    for own in (False, True):
+        copies = replicated(turns, 3.0, seed=1, own_blocks=own)
+        firsts = Counter(one.blocks[:2] for one in copies)
+        assert list(firsts.values()) == ([2, 2, 2] if own else [6])  # turns of a copy share blocks
+        assert len({one.blocks for one in copies}) == (6 if own else 2)
     shared = [prompt_of(Planned(n, 0.0, 1200, 1, (7, 8, 9 + n))) for n in range(2)]
     assert shared[0][:1024] == shared[1][:1024]
     assert shared[0][1024:] != shared[1][1024:]
