@@ -153,7 +153,7 @@ async def measure(options: Options) -> dict[str, Any]:
         write_model(model)
         workers = await stack.enter_async_context(stub_workers(1, FanIn(step_ms=1, processes=1)))
         router = await stack.enter_async_context(standalone_router(model, workers))
-        await until_ready(router, 1)
+        await until_ready(router.admin, 1)
         for name in REQUESTS:
             row = await _measure_kind(router.http, router.process.pid, name, options)
             rows[name] = row

@@ -115,11 +115,14 @@ async def stub_workers(count: int, fan: FanIn) -> AsyncIterator[dict[str, str]]:
             await process.wait()
 
 
-async def until_ready(router: StandaloneRouter, count: int) -> float:
-    """Wait until all workers are ready at the router; return the seconds of waiting."""
+async def until_ready(admin: str, count: int) -> float:
+    """Wait until all workers are ready at the router with this port for operators.
+
+    Return the seconds of waiting.
+    """
     began = time.perf_counter()
     while time.perf_counter() - began < _READY_SECONDS:
-        status = await asyncio.to_thread(fetch, router.admin, None)
+        status = await asyncio.to_thread(fetch, admin, None)
         if sum(each["state"] == "ready" for each in status["workers"]) == count:
             return time.perf_counter() - began
         await asyncio.sleep(0.2)
@@ -165,7 +168,7 @@ async def measure_one(count: int, fan: FanIn) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         workers = await stack.enter_async_context(stub_workers(count, fan))
         router = await stack.enter_async_context(standalone_router(_MODEL, workers))
-        connecting = await until_ready(router, count)
+        connecting = await until_ready(router.admin, count)
         await load(router, fan, 2.0)  # warm-up
         watch = CpuUsage(psutil.Process(router.process.pid))
         watch.start()

@@ -1,10 +1,16 @@
-"""Measures the CPU time of a router per streamed token.
+"""Measures the CPU time of a router per streamed token, and what it consists of.
 
 `python -m penstock.loadtests.micro.router_cpu` runs one real router process, one stub worker
 without a model and 64 concurrent streams, alternating between HTTP and gRPC. In every round, a bare
 grpc.aio server without Penstock's code also sends the same replies at the same rate. The router's
-CPU time over gRPC is reported as a multiple of the bare server's CPU time. CPU time of the server
-process is used, so that other load on the machine matters little.
+CPU time over gRPC is reported as a multiple of the bare server's CPU time. With `--against FOLDER`,
+the router of another source tree takes turns with this one.
+
+CPU time of the server process and its helper processes is used, so that other load on the machine
+matters little. A round has three loads with different numbers of requests, steps and tokens. From
+these follows the CPU time of each request (from the connection to the first token, and its end), of
+each step of the worker (with everything else that a router does in that time) and of each further
+token.
 """
 
 import asyncio
@@ -12,25 +18,30 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import psutil
-import uvloop
+import numpy as np
 
 import penstock
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.micro.ab_runner import MeasurementFailed, run
+from penstock.loadtests.micro.bare_grpc import bare_server
+from penstock.loadtests.micro.cpu_time import cpu_seconds
 from penstock.loadtests.micro.router import FanIn, stub_workers, until_ready
-from penstock.loadtests.micro.standalone_router import standalone_router
+from penstock.loadtests.micro.source_tree import STANDALONE_ROUTER, SourceTree
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
 
+_ROOT = Path(penstock.__file__).parent.parent
 _MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
 _PROMPT = "Tell me a story."
+_PARTS = ("request", "step", "token")
+_STREAMS_OF_FEW = 16  # the load for the cost of a step has one stream for this many of the others
+_BURSTS = 8  # of the load for the cost of a request
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +52,46 @@ class Options:
     output_len: int = option(200, "tokens per stream")
     step_ms: float = option(20.0, "step time of the stub worker in milliseconds")
     rounds: int = option(3, "rounds")
+    against: str = option("", "folder of another source tree, measured in turns with this one")
     save_json: str = option("", "write the results to this file")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """Streams that begin together, repeated after they have ended."""
+
+    streams: int
+    output_len: int
+    repeats: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.repeats * self.streams * self.output_len
+
+    @property
+    def amounts(self) -> tuple[int, int, int]:
+        """Numbers of requests, steps and tokens; a first token belongs to its request."""
+        steps = self.repeats * (self.output_len - 1)
+        return self.repeats * self.streams, steps, self.streams * steps
+
+
+def loads_of(options: Options) -> tuple[Load, ...]:
+    """Return the load whose CPU time per token is reported, and two more for the parts."""
+    streams, few = options.streams, max(options.streams // _STREAMS_OF_FEW, 1)
+    return (
+        Load(streams, options.output_len),
+        Load(few, options.output_len),
+        Load(streams, 2, _BURSTS),
+    )
+
+
+def parts_of(loads: Sequence[Load], seconds: Sequence[float]) -> Mapping[str, float]:
+    """Return the CPU µs of a request, a step and a token, from the CPU seconds of three loads."""
+    solved = np.linalg.solve(np.array([load.amounts for load in loads], float), np.array(seconds))
+    return {name: 1e6 * float(value) for name, value in zip(_PARTS, solved, strict=True)}
+
+
+# ------------------------------------------------------------ clients
 
 
 async def http_load(address: str, streams: int, output_len: int) -> int:
@@ -79,114 +129,104 @@ async def grpc_load(address: str, streams: int, output_len: int) -> int:
         return sum(await asyncio.gather(*(one() for _ in range(streams))))
 
 
-class _BareServer(inference_pb2_grpc.InferenceServicer):
-    """A bare gRPC server that sends one token per tick to each stream."""
-
-    def __init__(self, step_seconds: float) -> None:
-        self._tick = asyncio.Event()
-        self._step_seconds = step_seconds
-
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(self._step_seconds)
-            self._tick.set()
-            self._tick = asyncio.Event()
-
-    async def Generate(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> None:
-        last = request.sampling.max_tokens - 1
-        for position in range(last + 1):
-            await self._tick.wait()
-            reply = pb.GenerateReply(position=position, tokens=(300 + position,), text=" token")
-            reply.request_id = "gen-17d0c2f1a5b3e000"
-            reply.seed = 1
-            if position == last:
-                reply.finish_reason = "length"
-                reply.usage.completion_tokens = last + 1
-            await context.write(reply)
+# ------------------------------------------------------------ measurement
 
 
-async def _serve_bare(step_seconds: float) -> None:
-    servicer, server = _BareServer(step_seconds), grpc.aio.server()
-    inference_pb2_grpc.add_InferenceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    ticking = asyncio.create_task(servicer.run())
-    print(f"127.0.0.1:{port}", flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    ticking.cancel()
-    await server.stop(None)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is measured, over one API."""
+
+    pid: int
+    address: str
+    load: Callable[[str, int, int], Awaitable[int]]
+
+    async def seconds(self, load: Load) -> float:
+        """Return the CPU seconds that a load takes.
+
+        Raises MeasurementFailed if too many tokens were merged into one event or reply.
+        """
+        before = cpu_seconds(self.pid)
+        count = 0
+        for _ in range(load.repeats):
+            count += await self.load(self.address, load.streams, load.output_len)
+        if count < load.num_tokens // 2:
+            raise MeasurementFailed(
+                f"{count} replies came for {load.num_tokens} tokens: too many were merged"
+            )
+        return cpu_seconds(self.pid) - before
 
 
-@asynccontextmanager
-async def bare_server(step_ms: float) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """Run the bare server in its own process; yield the process and the server's address."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.loadtests.micro.router_cpu", "serve-bare", str(step_ms)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield process, (await process.stdout.readline()).decode().strip()
-    finally:
-        process.stdin.close()
-        await process.wait()
+async def _start(stack: AsyncExitStack, options: Options) -> Mapping[str, Server]:
+    """Start all servers; return them by name, with "http" and "grpc" of this tree."""
+    fan = FanIn(step_ms=options.step_ms, processes=1)
+    workers = await stack.enter_async_context(stub_workers(1, fan))
+    trees = {"": SourceTree.at(_ROOT)}
+    if options.against:
+        trees["against_"] = SourceTree.at(Path(options.against))
+    servers: dict[str, Server] = {}
+    for prefix, tree in trees.items():
+        config = {"model": str(_MODEL), "workers": workers}
+        router = tree.running(tree.module(STANDALONE_ROUTER), config=config)
+        pid, addresses = await stack.enter_async_context(router)
+        await until_ready(addresses["admin"], 1)
+        for api, load in (("http", http_load), ("grpc", grpc_load)):
+            servers[prefix + api] = Server(pid, addresses[api], load)
+    bare, address = await stack.enter_async_context(bare_server(options.step_ms))
+    servers["bare"] = Server(bare.pid, address, grpc_load)
+    return dict(sorted(servers.items(), key=lambda item: item[0].endswith("grpc")))
 
 
-async def _cpu_per_token(pid: int, load: Awaitable[int], expected: int) -> float:
-    """Run `load`; return the CPU seconds per token that the process used in that time."""
-    process = psutil.Process(pid)
-    before = process.cpu_times()
-    count = await load
-    after = process.cpu_times()
-    if count < expected // 2:
-        raise MeasurementFailed(f"{count} replies came for {expected} tokens: too many were merged")
-    return (after.user + after.system - before.user - before.system) / expected
+def _ratios(row: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the quotients of a round's figures."""
+    found = {"ratio": row["grpc"] / row["bare"]}
+    if "against_http" in row:
+        found |= {f"{api}_ratio": row[api] / row[f"against_{api}"] for api in ("http", "grpc")}
+    return found
+
+
+def _median(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 async def measure(options: Options) -> dict[str, Any]:
-    """Measure HTTP, gRPC and the bare server alternately, and print a row of results per round."""
-    num_tokens = options.streams * options.output_len
-    fan = FanIn(step_ms=options.step_ms, processes=1)
+    """Measure all servers alternately, and print a row of results per round."""
+    loads = loads_of(options)
     rows: list[dict[str, float]] = []
     async with AsyncExitStack() as stack:
-        workers = await stack.enter_async_context(stub_workers(1, fan))
-        router = await stack.enter_async_context(standalone_router(_MODEL, workers))
-        bare, bare_address = await stack.enter_async_context(bare_server(options.step_ms))
-        await until_ready(router, 1)
-        loads = {
-            "http": (router.process.pid, http_load, router.http),
-            "grpc": (router.process.pid, grpc_load, router.grpc),
-            "bare": (bare.pid, grpc_load, bare_address),
-        }
-        for _, load, address in loads.values():
-            await load(address, options.streams, 20)  # warm-up
-        print("CPU µs per token:  HTTP  gRPC  bare gRPC  gRPC / bare")
+        servers = await _start(stack, options)
+        for server in servers.values():
+            await server.seconds(Load(options.streams, 20))  # warm-up
+        parts: dict[str, list[Mapping[str, float]]] = {name: [] for name in servers}
+        print("CPU µs per token; ratio: gRPC / bare gRPC")
         for _ in range(options.rounds):
-            row = {
-                name: 1e6
-                * await _cpu_per_token(
-                    pid, load(address, options.streams, options.output_len), num_tokens
-                )
-                for name, (pid, load, address) in loads.items()
-            }
-            row["ratio"] = row["grpc"] / row["bare"]
+            row: dict[str, float] = {}
+            seconds: dict[str, list[float]] = {name: [] for name in servers}
+            for load in loads:
+                for name, server in servers.items():
+                    seconds[name].append(await server.seconds(load))
+            for name, found in seconds.items():
+                row[name] = 1e6 * found[0] / loads[0].num_tokens
+                parts[name].append(parts_of(loads, found))
+            row |= _ratios(row)
             rows.append(row)
             print("  ".join(f"{name} {value:.2f}" for name, value in row.items()), flush=True)
-    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    return {"rounds": rows, "median": medians}
+    medians = _median(rows)
+    print("median:", "  ".join(f"{name} {value:.2f}" for name, value in medians.items()))
+    print("CPU µs of each request, each step and each further token (medians):")
+    for name, of_server in parts.items():
+        shown = "  ".join(f"{part} {value:.1f}" for part, value in _median(of_server).items())
+        print(f"{name}: {shown}")
+    return {
+        "rounds": rows,
+        "median": medians,
+        "parts": {
+            name: {"rounds": found, "median": _median(found)} for name, found in parts.items()
+        },
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurement; print and save its results; return the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["serve-bare"]:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve_bare(float(arguments[1]) / 1000))
-        return 0
     program, about = "python -m penstock.loadtests.micro.router_cpu", "Router CPU per token."
     (options,) = read_flags(program, about, (Options,), arguments)
     return run(lambda: measure(options), dataclasses.asdict(options), options.save_json)

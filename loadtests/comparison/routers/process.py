@@ -61,7 +61,7 @@ def process_tree(pid: int) -> list[psutil.Process]:
 async def penstock_router(router: Router, worker: str) -> AsyncIterator[Target]:
     """Run Penstock's router with the stub worker at this address."""
     async with standalone_router(_MODEL, {WORKER_NAME: worker}) as running:
-        await until_ready(running, 1)
+        await until_ready(running.admin, 1)
         yield Target(router.name, router.title, running.http, running.process.pid, {})
 
 
