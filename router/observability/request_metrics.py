@@ -48,7 +48,7 @@ class Histogram:
 
 
 class DeliveredTokens:
-    """Number of delivered tokens of one choice, and their times."""
+    """Number of delivered tokens of one choice, and their times; `OpenRequests` records them."""
 
     __slots__ = ("finish", "first", "first_position", "last", "position")
 
@@ -58,19 +58,6 @@ class DeliveredTokens:
         self.first_position = 0  # token index of the first delivery; above 0 if resumed
         self.position = -1  # token index of the newest delivery
         self.finish = 0  # `Finish` of the newest token
-
-    def add(self, position: int, finish: int, now: float) -> float | None:
-        """Record a token; return the time of the token before it, or None for the first one.
-
-        This runs for every token: keep it fast.
-        """
-        last = self.last
-        if last is None:
-            self.first, self.first_position = now, position
-        self.last = now
-        self.position = position
-        self.finish = finish
-        return last
 
     @property
     def num_tokens(self) -> int:

@@ -67,8 +67,11 @@ class OpenRequests:
             output = outputs.get(request)
             if output is None:
                 continue
-            last = output.choices[choice].add(position, finish, now)
+            one = output.choices[choice]
+            last, one.last = one.last, now
+            one.position, one.finish = position, finish
             if last is None:
+                one.first, one.first_position = now, position
                 self._metrics.first_token_delivered(request, now)
             else:
                 counts[last] = counts.get(last, 0) + 1

@@ -79,7 +79,10 @@ class RequestState(Submissions):
         finish: int,
         out: list[Command],
     ) -> AppendResult:
-        """Append a token if it is the next one of its choice and not from an old attempt."""
+        """Append a token if it is the next one of its choice and not from an old attempt.
+
+        This runs for every token: keep it fast.
+        """
         here = self.running
         if here is None or attempt != here.attempt or here.worker != worker:
             ignored = self._start_pending(worker, attempt, out)
@@ -87,18 +90,22 @@ class RequestState(Submissions):
                 return ignored
             result = self.append(worker, attempt, choice, position, token, finish, out)
             return AppendResult.MOVED if result is AppendResult.DUPLICATE else result
-        result = self.token_log.append(choice, position, token, finish)
-        if here.started and not finish:
-            return result
-        if result is AppendResult.APPENDED:
-            here.started = True
-            return AppendResult.STATE_CHANGED
-        if result is AppendResult.STATE_CHANGED:
-            here.started = True
-            if self.token_log.is_complete:
+        log = self.token_log
+        answers, finished = log.answers, log.finished
+        if choice >= len(answers) or finished[choice] or position != len(answers[choice]):
+            return log.refusal(choice, position)
+        answers[choice].append(token)
+        if finish:
+            finished[choice] = True
+            if log.is_complete:
+                here.started = True
                 self.running = None  # no Drop: the worker releases a finished request by itself
                 self.end(Status.OK, "", out)
-        return result
+                return AppendResult.STATE_CHANGED
+        elif here.started:
+            return AppendResult.APPENDED
+        here.started = True
+        return AppendResult.STATE_CHANGED
 
     def _start_pending(self, worker: str, attempt: int, out: list[Command]) -> AppendResult | None:
         """Let the pending worker run the request, because its first token has arrived.

@@ -37,19 +37,12 @@ class TokenLog:
         for choice, ended in enumerate(request.ended):
             self.finished[choice] |= ended
 
-    def append(self, choice: int, position: int, token: int, finish: int) -> AppendResult:
-        """Append a token if it is the next one of its choice."""
+    def refusal(self, choice: int, position: int) -> AppendResult:
+        """Return why a token cannot be appended: a gap before it, or it is a duplicate."""
         if choice >= len(self.answers):
             return AppendResult.GAP
-        answer = self.answers[choice]
-        if position != len(answer) or self.finished[choice]:
-            missing = position > len(answer) and not self.finished[choice]
-            return AppendResult.GAP if missing else AppendResult.DUPLICATE
-        answer.append(token)
-        if not finish:
-            return AppendResult.APPENDED
-        self.finished[choice] = True
-        return AppendResult.STATE_CHANGED
+        missing = position > len(self.answers[choice]) and not self.finished[choice]
+        return AppendResult.GAP if missing else AppendResult.DUPLICATE
 
     def append_prompt_logprobs(self, scored: ScoredPrompt, out: list[Command]) -> AppendResult:
         """Append the prompt logprobs that are not yet known, and deliver them to the client."""

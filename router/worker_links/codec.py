@@ -75,22 +75,15 @@ def slices_of(step: ev.Stepped, max_tokens: int) -> Iterator[ev.Stepped]:
 
 
 def _decode_tokens(step: pb.Step) -> ev.TokenColumns:
-    finishes = step.finish[:]  # a slice of a repeated field is a list
-    tokens = ev.TokenColumns(
-        step.request[:],
-        step.attempt[:],
-        step.choice[:],
-        step.position[:],
-        step.token[:],
-        finishes,
-        {entry.row: entry for entry in step.logprobs} if step.logprobs else {},
-    )
-    columns = (tokens.requests, tokens.attempts, tokens.choices, tokens.positions, tokens.tokens)
-    if any(len(column) != len(finishes) for column in columns):
+    # A slice of a repeated field is a list.
+    requests, attempts, choices = step.request[:], step.attempt[:], step.choice[:]
+    positions, tokens, finishes = step.position[:], step.token[:], step.finish[:]
+    if len(set(map(len, (requests, attempts, choices, positions, tokens, finishes)))) > 1:
         raise ValueError("the arrays of a step differ in length")
     if not FINISHES.issuperset(finishes):
         raise ValueError(f"a step has an unknown finish: {sorted(set(finishes) - FINISHES)}")
-    return tokens
+    logprobs = {entry.row: entry for entry in step.logprobs} if step.logprobs else {}
+    return ev.TokenColumns(requests, attempts, choices, positions, tokens, finishes, logprobs)
 
 
 def decode_cache_events(worker: str, message: pb.CacheEvents) -> CacheEvents:

@@ -71,10 +71,12 @@ class IncrementalDetokenizer:
         "_options",
         "_token_bytes",
         "_utf8",
+        "_whole_texts",
     )
 
     def __init__(self, token_bytes: TokenBytes, options: StopOptions) -> None:
         self._token_bytes = token_bytes
+        self._whole_texts = token_bytes.whole_texts
         self._options = options
         self._hidden = token_bytes.special if options.skip_special_tokens else frozenset()
         if options.shown_tokens:
@@ -94,15 +96,11 @@ class IncrementalDetokenizer:
 
         Return the text that the token adds. This does the same as `feed`, but faster.
         """
-        if self._holds_bytes:
-            text = self._utf8.decode(self._visible_bytes(token))
-        elif token in self._hidden:
-            return ""
-        else:
-            whole = self._token_bytes.whole_text_of(token)
+        if not self._holds_bytes and token not in self._hidden:
+            whole = self._whole_texts[token]
             if whole is not None:
                 return whole
-            text = self._utf8.decode(self._token_bytes.bytes_of(token))
+        text = self._utf8.decode(self._visible_bytes(token))
         self._holds_bytes = self._utf8.getstate() != EMPTY
         return text
 

@@ -111,6 +111,28 @@ def _step(decoder: dict[str, Any]) -> Step:
     )
 
 
+class _WholeTexts(dict[int, str | None]):
+    """The text of each token that is valid UTF-8 by itself, None for other tokens.
+
+    A dict that computes missing texts, because a lookup takes less time than a call.
+
+    Args:
+        bytes_of: returns the bytes of a token.
+    """
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._bytes_of = bytes_of
+
+    def __missing__(self, token: int) -> str | None:
+        try:
+            text = self._bytes_of(token).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token] = text
+        return text
+
+
 class TokenBytes:
     """The bytes of every token of a vocabulary, computed on first use and cached.
 
@@ -128,7 +150,7 @@ class TokenBytes:
         added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token for token, entry in added.items() if entry.special)
         self._known: dict[int, bytes] = {}
-        self._whole_texts: dict[int, str | None] = {}
+        self.whole_texts = _WholeTexts(self.bytes_of)
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token that is not a text's first token; b"" for an unknown id."""
@@ -136,19 +158,6 @@ class TokenBytes:
         if piece is None:
             piece = self._known[token] = self._run(self._token_bytes(token))
         return piece
-
-    def whole_text_of(self, token: int) -> str | None:
-        """Return the text of a token that is valid UTF-8 by itself; None for other tokens."""
-        try:
-            return self._whole_texts[token]
-        except KeyError:
-            pass
-        try:
-            text = self.bytes_of(token).decode()
-        except UnicodeDecodeError:
-            text = None
-        self._whole_texts[token] = text
-        return text
 
     def text_of(self, token: int) -> str:
         """Return a single token as a string, as shown next to the token's logprob."""

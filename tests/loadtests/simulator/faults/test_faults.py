@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from penstock.loadtests.simulator.faults.shrink import command_of, failure_of, s
 from penstock.loadtests.simulator.world import network, rank_pairs
 from penstock.loadtests.simulator.world.session import Session
 from penstock.loadtests.simulator.world.worker import Worker
-from penstock.router.routing import token_log
+from penstock.router.routing import request_state, token_log
 from penstock.router.routing.prefix_cache.cache_events import CacheEvents, ResyncCache
 from penstock.router.routing.prefix_cache.cache_feed import CacheFeed
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
@@ -105,15 +106,21 @@ def test_only_some_schedules_have_constraints() -> None:
 def deliver_duplicates(patch: pytest.MonkeyPatch) -> None:
     """Inject a bug: streams accept duplicate messages, and the token log accepts any position."""
 
+    append = request_state.RequestState.append
+
     def take(
-        self: token_log.TokenLog, choice: int, position: int, token: int, finish: int
+        self: request_state.RequestState,
+        worker: str,
+        attempt: int,
+        choice: int,
+        position: int,
+        *rest: Any,
     ) -> token_log.AppendResult:
-        self.answers[0].append(token)
-        self.finished[0] = bool(finish)
-        return token_log.AppendResult.STATE_CHANGED if finish else token_log.AppendResult.APPENDED
+        length = len(self.token_log.answers[choice])
+        return append(self, worker, attempt, choice, length, *rest)
 
     patch.setattr(network.Pipe, "is_next", lambda pipe, number: True)
-    patch.setattr(token_log.TokenLog, "append", take)
+    patch.setattr(request_state.RequestState, "append", take)
 
 
 def ignore_epochs(patch: pytest.MonkeyPatch) -> None:
