@@ -36,26 +36,37 @@ While reading is paused, the router does not notice that the client has disconne
 """
 
 
-class BodyWriter:
-    """Writes parts of a chunked response body without a task switch, unlike `send` of ASGI.
+MAX_COLLECTED = 64 << 10
+"""Collected bytes of a response above which they are written at once."""
 
-    Usable once the response has started and its first part was sent with `send`.
+
+class BodyWriter:
+    """Collects what a response writes, and writes it in the next iteration of the event loop.
+
+    Takes the place of the transport in uvicorn's state of the request. Status, headers and first
+    events therefore take one system call together, as do the last event and the end of the body.
+    `write_part` adds parts of a chunked body without a task switch, unlike `send` of ASGI.
 
     Args:
         cycle: uvicorn's state of the request.
+        transport: the connection.
         batch: calls `flush` in the next iteration of the event loop after a `write`.
 
     Attributes:
         cycle: see above.
         flow: while its `write_paused` is set, the client reads too slowly, and `send` waits.
+        is_closing: as of an asyncio transport.
     """
 
-    __slots__ = ("_batch", "_on_disconnect", "_transport", "_unsent", "cycle", "flow")
+    __slots__ = ("_batch", "_on_disconnect", "_transport", "_unsent", "cycle", "flow", "is_closing")
 
-    def __init__(self, cycle: RequestResponseCycle, batch: WriteBatch) -> None:
+    def __init__(
+        self, cycle: RequestResponseCycle, transport: asyncio.Transport, batch: WriteBatch
+    ) -> None:
         self.cycle = cycle
         self.flow = cycle.flow
-        self._transport = cycle.transport
+        self.is_closing = transport.is_closing
+        self._transport = transport
         self._batch = batch
         self._unsent = b""
         self._on_disconnect: Callable[[], None] | None = None
@@ -76,7 +87,7 @@ class BodyWriter:
         self._on_disconnect = None
 
     def disconnected(self) -> None:
-        """Drop the collected parts, since the client has disconnected."""
+        """Drop what is collected, since the client has disconnected."""
         self._unsent = b""
         cycle, on_disconnect = self.cycle, self._on_disconnect
         if cycle.response_complete:
@@ -86,20 +97,33 @@ class BodyWriter:
         if on_disconnect is not None:
             on_disconnect()
 
-    def write(self, part: bytes) -> None:
-        """Collect a part of the body, which is written in the event loop's next iteration."""
+    def write_part(self, part: bytes) -> None:
+        """Write a part of the body. Usable once the response has started.
+
+        This runs for every token: keep it fast.
+        """
         if not self._unsent:
             self._batch.add(self.flush)
         self._unsent += b"%x\r\n%b\r\n" % (len(part), part)
 
-    def flush(self) -> None:
-        """Write the collected parts, or drop them if the client has disconnected.
+    def write(self, data: bytes) -> None:
+        """Write bytes of the response: as of an asyncio transport."""
+        if not self._unsent:
+            self._batch.add(self.flush)
+        self._unsent += data
+        if len(self._unsent) > MAX_COLLECTED:
+            self.flush()
 
-        Call this before `send`, so that the parts keep their order.
-        """
+    def flush(self) -> None:
+        """Write what is collected, or drop it if the client has disconnected."""
         unsent, self._unsent = self._unsent, b""
         if unsent and not self._transport.is_closing():
             self._transport.write(unsent)
+
+    def close(self) -> None:
+        """Close the connection after what is collected: as of an asyncio transport."""
+        self.flush()
+        self._transport.close()
 
 
 class ConnectionLimits:
@@ -222,7 +246,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_timer()
         super().on_headers_complete()
-        self.scope["extensions"] = {BODY_WRITER: BodyWriter(self.cycle, self.limits.batch)}  # type: ignore[dict-item]
+        body = BodyWriter(self.cycle, self.transport, self.limits.batch)
+        self.cycle.transport = body  # type: ignore[assignment]
+        self.scope["extensions"] = {BODY_WRITER: body}  # type: ignore[dict-item]
         if 0 < len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()  # uvicorn has paused reading: it would miss a disconnect
 
@@ -237,6 +263,8 @@ class BoundedConnection(HttpToolsProtocol):
             self._close()
 
     def on_response_complete(self) -> None:
+        if self._running is not None:
+            self._running.flush()  # before the response to the next request
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's timer, which an empty line would stop
         if self.transport.is_closing():
@@ -271,7 +299,6 @@ class BoundedConnection(HttpToolsProtocol):
             if is_early:
                 headers = [*message.get("headers", ()), (b"connection", b"close")]
                 message = {**message, "headers": headers}
-            body.flush()
             await send(message)
             if is_early:
                 cycle.keep_alive = True  # else uvicorn closes at once: see `on_response_complete`
@@ -308,6 +335,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._close()
 
     def _close(self) -> None:
+        if self._running is not None:
+            self._running.flush()
         self._stop_timer()
         self.transport.close()
         self._watch_unsent()

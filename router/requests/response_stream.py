@@ -155,6 +155,11 @@ class ResponseStream:
         """Whether the call has ended early: by an error, or because the client disconnected."""
         return self._error is not None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all answers were read completely and without an error."""
+        return not (self._unread or self._open_requests or self._error)
+
     def add_request(self, request: int, seed: int) -> None:
         """Add a request of the call; requests must be added in order of their index."""
         self._open_requests.add(request)

@@ -181,14 +181,21 @@ class GenerationResponse(Response):
         self._deltas.writer = writer.write
         last: Iterable[str]
         try:
-            while True:
-                delta = await self._next_delta(send, writer)
+            delta = await self._next_delta(send, writer)
+            while not self._deltas.has_ended:
                 await send_event(send, self._formatter.chunk(delta), slices)
+                delta = await self._next_delta(send, writer)
+            last = self._ending(delta)
         except StopAsyncIteration:
             last = (self._formatter.end_of_stream(),)
         except ServingError as error:
             last = self._formatter.error_events(error)
         await send_event(send, last, slices, is_last=True)
+
+    def _ending(self, last: Delta) -> Iterator[str]:
+        """Yield the events of the last delta and of the end of a stream."""
+        yield from self._formatter.chunk(last)
+        yield self._formatter.end_of_stream()
 
 
 class _EventWriter:
@@ -221,7 +228,7 @@ class _EventWriter:
             if chunk is None:
                 return False
             if chunk:  # an empty chunk would end the body
-                body.write(chunk)
+                body.write_part(chunk)
                 self.num_written += 1
         except Exception as error:  # an error here must end this call, not the worker's stream
             self._deltas.fail(error)

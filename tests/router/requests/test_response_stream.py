@@ -68,6 +68,21 @@ async def test_call_ends_if_too_many_tokens_are_unread() -> None:
         await anext(stream)
 
 
+async def test_stream_has_ended_when_the_last_delta_is_read_and_all_requests_have_ended() -> None:
+    stream = ResponseStream(100, lambda requests: None)
+    stream.add_request(1, 0)
+    stream.push(delta(0))
+    await anext(stream)
+    assert not stream.has_ended  # the request has not
+    stream.push(delta(1))
+    stream.request_ended(1, None)
+    assert not stream.has_ended  # a delta is unread
+    await anext(stream)
+    assert stream.has_ended
+    stream.close()
+    assert not stream.has_ended
+
+
 async def test_closing_cancels_the_requests_once() -> None:
     cancelled: list[int] = []
     stream = ResponseStream(10, cancelled.extend)
