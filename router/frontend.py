@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.1
 
+READINESS_EVENTS = (ev.WorkerUp, ev.WorkerLost, ev.RoleChanged, ev.Tick)
+"""Events after which the router may be ready, or no longer ready."""
+
 
 class Frontend:
     """The connection between client calls, the dispatcher and the worker links.
@@ -212,7 +215,7 @@ class Frontend:
                 commands = self._dispatcher.handle(event, now)
                 for command in commands:
                     self._execute(command, now)
-                if isinstance(event, ev.WorkerUp | ev.WorkerLost | ev.RoleChanged | ev.Tick):
+                if isinstance(event, READINESS_EVENTS):
                     self._readiness_listeners.report(self.why_not_ready())
                     log_worker(event)
         finally:

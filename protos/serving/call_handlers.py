@@ -85,29 +85,36 @@ class CallHandlers:
     async def _first(
         self, kind: type[Message], requests: AsyncIterator[bytes], context: Context
     ) -> Message:
-        async for request in self._all(kind, requests, context):
-            return request
-        name = kind.DESCRIPTOR.full_name
-        raise CallError(grpc.StatusCode.INVALID_ARGUMENT, f"the call has no message: send a {name}")
+        message = await self._next(kind, aiter(requests), context)
+        if message is None:
+            details = f"the call has no message: send a {kind.DESCRIPTOR.full_name}"
+            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, details)
+        return message
 
     async def _all(
         self, kind: type[Message], requests: AsyncIterator[bytes], context: Context
     ) -> AsyncIterator[Message]:
         incoming = aiter(requests)
-        while True:
-            try:
-                async with asyncio.timeout(self._receive_seconds):
-                    data = await anext(incoming)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                raise CallError(
-                    grpc.StatusCode.DEADLINE_EXCEEDED,
-                    f"no message arrived within {self._receive_seconds:g} s",
-                ) from None
-            if self._inspect is not None:
-                data = await self._inspect(kind, data, context)
-            yield _parse(kind, data)
+        while (message := await self._next(kind, incoming, context)) is not None:
+            yield message
+
+    async def _next(
+        self, kind: type[Message], incoming: AsyncIterator[bytes], context: Context
+    ) -> Message | None:
+        """Return the next message; None if the client has sent all."""
+        try:
+            async with asyncio.timeout(self._receive_seconds):
+                data = await anext(incoming)
+        except StopAsyncIteration:
+            return None
+        except TimeoutError:
+            raise CallError(
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"no message arrived within {self._receive_seconds:g} s",
+            ) from None
+        if self._inspect is not None:
+            data = await self._inspect(kind, data, context)
+        return _parse(kind, data)
 
     async def _end(self, context: Context, error: Exception) -> NoReturn:
         """End the call with the status that corresponds to an exception.

@@ -39,6 +39,8 @@ FORWARD_SECONDS = 2.0
 UNSPECIFIED = ("0.0.0.0", "[::]")
 CHANNEL_OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
 
 class Explainer:
     """Finds explanations, at this router or at the one that served the request.
@@ -240,4 +242,4 @@ def short_form(router: str, explained: ExplainedRequest, now: float) -> str:
         "migrations": explained.num_migrations,
         "preemptions": explained.num_preemptions,
     }
-    return json.dumps({name: fact for name, fact in facts.items() if fact}, separators=(",", ":"))
+    return _encode({name: fact for name, fact in facts.items() if fact})

@@ -9,6 +9,7 @@ import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2
 
+from penstock.common.sampling_params import SamplingParams
 from penstock.protos import inference_pb2 as pb
 from penstock.protos.serving.authorization import (
     AuthInterceptor,
@@ -131,24 +132,19 @@ class InferenceApi:
         """Stream replies to the client as tokens are generated."""
         self._frontend.check_model(request.model)
         tenant = self._tenant(context)
-        self._check_cost(request)
-        bad_words = await self._frontend.prompts.encode_bad_words(
-            request.sampling.bad_words, tenant
-        )
+        sampling = self._sampling(request)
+        if words := request.sampling.bad_words:
+            encoded = await self._frontend.prompts.encode_bad_words(words, tenant)
+            sampling = replace(sampling, bad_words_token_ids=tuple(map(tuple, encoded)))
         prompt = await self._prompt(request, tenant)
-        generation_request = to_generation_request(
-            request,
-            prompt,
-            bad_words,
-            context.time_remaining(),
-            tenant,
-            self._frontend.defaults,
-        )
         if request.sampling.HasField("thinking_token_budget"):
             budget = request.sampling.thinking_token_budget
             limited = self._parsers.thinking_budget(budget, prompt)
-            sampling = replace(generation_request.sampling, thinking_budget=limited)
-            generation_request = replace(generation_request, sampling=sampling)
+            sampling = replace(sampling, thinking_budget=limited)
+        default = self._frontend.defaults.default_max_tokens()
+        generation_request = to_generation_request(
+            request, prompt, sampling, default, context.time_remaining(), tenant
+        )
         answers = await self._frontend.submit([generation_request])
         try:
             echo = request.echo_prompt_tokens
@@ -256,12 +252,17 @@ class InferenceApi:
     def _caller(self, context: Context) -> Caller:
         return self._keys.authenticate(authorization_of(context.invocation_metadata()))
 
-    def _check_cost(self, request: pb.GenerateRequest) -> None:
-        """Refuse a request that is too large or too expensive, before its lists are read."""
+    def _sampling(self, request: pb.GenerateRequest) -> SamplingParams:
+        """Return the sampling parameters of a request, without its bad words.
+
+        Raises:
+            ServingError: the request is too large or too expensive; its lists are not read.
+        """
         bounds, model = self._frontend.config.bounds, self._frontend.model
         check_generate(request, bounds, model)
-        sampling = sampling_params(request, (), self._frontend.defaults)
+        sampling = sampling_params(request, self._frontend.defaults)
         check_least_cost(sampling, 1, model, bounds)
+        return sampling
 
 
 async def _tokenize_reply(tokens: list[int], max_model_len: int) -> bytes:

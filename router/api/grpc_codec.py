@@ -45,14 +45,10 @@ EARLY_STOPPING: Mapping[int, bool | str] = {
 }
 
 
-def sampling_params(
-    request: pb.GenerateRequest,
-    bad_words: Sequence[Sequence[int]],
-    defaults: GenerationDefaults,
-) -> SamplingParams:
-    """Return the sampling parameters of a request; absent fields get the `defaults`.
+def sampling_params(request: pb.GenerateRequest, defaults: GenerationDefaults) -> SamplingParams:
+    """Return the sampling parameters of a request, without its bad words.
 
-    `bad_words` are the request's bad words as token ids.
+    Absent fields get the `defaults`.
     """
     wire = request.sampling
     given: dict[str, Any] = {
@@ -62,7 +58,6 @@ def sampling_params(
         "early_stopping": EARLY_STOPPING.get(wire.early_stopping, "unknown"),
         "stop_token_ids": tuple(wire.stop_tokens),
         "logit_bias": dict(wire.logit_bias),
-        "bad_words_token_ids": tuple(map(tuple, bad_words)),
         "allowed_token_ids": tuple(wire.allowed_tokens) or None,
         "stop": tuple(request.stop),
         "include_stop_str_in_output": request.include_stop,
@@ -103,10 +98,10 @@ def call_sizes(request: pb.GenerateRequest) -> CallSizes:
 def to_generation_request(
     request: pb.GenerateRequest,
     prompt: Sequence[int],
-    bad_words: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    default_max_tokens: int | None,
     time_left: float | None,
     tenant: str,
-    defaults: GenerationDefaults,
 ) -> GenerationRequest:
     """Decode a `GenerateRequest`; `time_left`: seconds until the call's deadline, if any."""
     bounds = [] if time_left is None else [max(time_left, 0.001)]
@@ -114,8 +109,8 @@ def to_generation_request(
         bounds.append(request.timeout_seconds)
     return GenerationRequest(
         prompt,
-        sampling_params(request, bad_words, defaults),
-        default_max_tokens=defaults.default_max_tokens(),
+        sampling,
+        default_max_tokens=default_max_tokens,
         timeout=min(bounds) if bounds else None,
         tenant=tenant,
         priority=request.priority,

@@ -8,11 +8,11 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.common.api_key import Role
@@ -51,6 +51,17 @@ ERROR_TYPES: Mapping[Code, str] = {
 PORT = re.compile(r":\d*$")
 NO_ROLES: Mapping[str, frozenset[Role]] = {}
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+def header_of(scope: Scope, name: bytes) -> str | None:
+    """Return the first header of a request with a name in lower case, or None if it has none.
+
+    Starlette's `Headers` do the same in ten times the time, and each request needs several headers.
+    """
+    for known, value in scope["headers"]:
+        if known == name:
+            return str(value, "latin-1")
+    return None
 
 
 def json_response(
@@ -100,6 +111,7 @@ def openai_error(scope: Scope, error: ServingError, status: int | None = None) -
     return error_response(error, status)
 
 
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 ErrorHandlers: TypeAlias = dict[Any, Callable[[Request, Exception], Awaitable[Response]]]
 
 
@@ -150,7 +162,7 @@ class CommonHeadersMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                request_id = safe_request_id(Headers(scope=scope).get("x-request-id", ""))
+                request_id = safe_request_id(header_of(scope, b"x-request-id") or "")
                 headers = list(message.get("headers", ()))
                 add_common_headers(headers, request_id)
                 message = {**message, "headers": headers}
@@ -181,6 +193,43 @@ class CorsMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_client_path = scope["type"] == "http" and scope["path"].startswith("/v1/")
         await (self._with_cors if is_client_path else self._app)(scope, receive, send)
+
+
+class DirectRoutes:
+    """Middleware that calls the handlers of POST requests without Starlette's router.
+
+    The router and its handling of exceptions wrap each message of a response three times. Other
+    requests, and paths with parameters, go on to the router.
+
+    Args:
+        app: the application.
+        routes: the routes of the application.
+        handlers: Starlette's exception handlers of the application.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route], handlers: ErrorHandlers) -> None:
+        self._app = app
+        self._endpoints: Mapping[str, Endpoint] = {
+            route.path: route.endpoint
+            for route in routes
+            if route.methods == {"POST"} and not route.param_convertors
+        }
+        self._handlers = {kind: handlers[kind] for kind in handlers if kind is not Exception}
+        self._handled = tuple(self._handlers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = self._endpoints.get(scope["path"]) if is_post else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await endpoint(request)
+        except self._handled as error:
+            kind = next(each for each in self._handled if isinstance(error, each))
+            response = await self._handlers[kind](request, error)
+        await response(scope, receive, send)
 
 
 class AuthMiddleware:
@@ -224,8 +273,7 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        name = PORT.sub("", headers.get("host", ""))
+        name = PORT.sub("", header_of(scope, b"host") or "")
         if self._names is not None and name.lower() not in self._names:
             raise ServingError(
                 Code.FORBIDDEN, "this server is bound to loopback: call it as localhost"
@@ -233,7 +281,7 @@ class AuthMiddleware:
         if scope["path"] not in self._public:
             roles = self._roles.get(scope["path"], self._other_roles)
             is_loopback = self._names is not None
-            caller = self._keys.authenticate(_authorization(headers), roles, is_loopback)
+            caller = self._keys.authenticate(_authorization(scope), roles, is_loopback)
             scope.setdefault("state", {}).update(
                 tenant=caller.tenant,
                 key_name=caller.name,
@@ -241,28 +289,40 @@ class AuthMiddleware:
             )
 
 
-def _authorization(headers: Headers) -> str | None:
+def _authorization(scope: Scope) -> str | None:
     """Return the Authorization header, or the header that stands for it in Anthropic's clients."""
-    given, key = headers.get("authorization"), headers.get("x-api-key")
+    given, key = header_of(scope, b"authorization"), header_of(scope, b"x-api-key")
     return f"Bearer {key}" if given is None and key is not None else given
 
 
-async def read_body(request: Request, bounds: RequestBounds) -> bytes:
+async def read_body(request: Request, bounds: RequestBounds, has_arrived: bool = False) -> bytes:
     """Return the body of a request with content type JSON.
+
+    Args:
+        request: the request.
+        bounds: limits on the size of the body and on the time until it is complete.
+        has_arrived: the whole body has been received, so that no time limit is needed.
 
     Raises:
         ServingError: TOO_LARGE if the body is too large; INVALID if the content type is not JSON,
             or if the body is incomplete or late.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = (header_of(request.scope, b"content-type") or "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise invalid("send JSON, with the header 'Content-Type: application/json'")
     too_large = ServingError(
         Code.TOO_LARGE, f"the body is larger than {bounds.max_body_bytes} bytes"
     )
-    length = request.headers.get("content-length", "0")
+    length = header_of(request.scope, b"content-length") or "0"
     if not length.isdecimal() or int(length[:20]) > bounds.max_body_bytes:
         raise too_large
+    if has_arrived:
+        message = await request.receive()
+        if message["type"] != "http.request" or message["more_body"]:
+            raise invalid("the body is not complete")
+        if len(message["body"]) > bounds.max_body_bytes:
+            raise too_large
+        return bytes(message["body"])
     chunks: list[bytes] = []
     size = 0
     try:

@@ -224,7 +224,7 @@ class Dispatcher:
         leaving = [view for view in self._registry.views() if view.draining or view.is_shedding]
         for view in (*suspects, *leaving):
             self._migrator.evacuate(view, out, now)
-        for state in list(self._placer.states.values()):
+        for state in [one for one in self._placer.states.values() if one.pending is not None]:
             if state.check_source(out):
                 self._placer.reconcile(state, out, now)
         self._migrator.rebalance(out, now)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.router.api.connection import BODY_WRITER
 from penstock.router.api.generation.parsed_body import (
     BODY_KIND,
     INLINE_BYTES,
@@ -15,7 +16,7 @@ from penstock.router.api.generation.parsed_body import (
     parse_body,
     read_parsed,
 )
-from penstock.router.api.http import read_body
+from penstock.router.api.http import header_of, read_body
 from penstock.router.frontend import Frontend
 from penstock.router.requests.prompt_encoder import INLINE_CHARS
 from penstock.router.requests.response_stream import ClientDisconnectedError
@@ -32,7 +33,9 @@ async def read_request(name: str, request: Request, frontend: Frontend) -> Parse
         ClientDisconnectedError: the client has disconnected.
     """
     bounds, model = frontend.config.bounds, frontend.model
-    data = await read_body(request, bounds)
+    writer = request.scope.get("extensions", {}).get(BODY_WRITER)
+    has_arrived = writer is not None and not writer.cycle.more_body
+    data = await read_body(request, bounds, has_arrived)
     if len(data) <= INLINE_BYTES:
         return parse_body(name, data, bounds, model)
     job = job_items(name, data, model)
@@ -47,7 +50,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientDisconnectedError: the client disconnected; `work` was cancelled.
     """
-    length = request.headers.get("content-length", "")
+    length = header_of(request.scope, b"content-length") or ""
     if length.isdecimal() and int(length) <= INLINE_CHARS:
         return await work  # takes no longer than the two tasks below
     working = asyncio.create_task(work)

@@ -12,6 +12,7 @@ from penstock.common.structured_outputs import StructuredOutputs
 from penstock.router.api.generation.bodies import while_connected
 from penstock.router.api.generation.chat_body import AnsweredChat
 from penstock.router.api.generation.parsed_body import ParsedBody
+from penstock.router.api.http import header_of
 from penstock.router.errors import ServingError, invalid, renamed
 from penstock.router.frontend import Frontend
 from penstock.router.parsers.answer_parser import ParsingOptions
@@ -160,7 +161,8 @@ class GenerationCalls:
         Raises:
             ServingError: the call is refused; the error has the client's names of fields.
         """
-        request_id = safe_request_id(request.headers.get("x-request-id", "")) or options.name
+        given = header_of(request.scope, b"x-request-id") or ""
+        request_id = safe_request_id(given) or options.name
         parsing = options.parsing
         shown = self._parsers.shown_tokens(parsing) if parsing is not None else frozenset()
         requests = [

@@ -26,7 +26,13 @@ from penstock.router.api.generation.bodies import on_disconnect, read_request, w
 from penstock.router.api.generation.calls import CallOptions, GenerationCalls
 from penstock.router.api.generation.parsed_body import ParsedBody
 from penstock.router.api.generation.response import GenerationResponse, ResponseFormatter
-from penstock.router.api.http import AuthMiddleware, Json, error_handlers, json_response
+from penstock.router.api.http import (
+    AuthMiddleware,
+    DirectRoutes,
+    Json,
+    error_handlers,
+    json_response,
+)
 from penstock.router.api.openai.parsed_chat import ParsedChatFormatter
 from penstock.router.api.openai.response import ChatFormatter, CompletionFormatter
 from penstock.router.api.openai.response_context import ResponseContext
@@ -80,7 +86,8 @@ def openai_app(frontend: Frontend) -> Starlette:
         respond=error_of_path,
     )
     handlers = {**HTTP_HANDLERS, **error_handlers(error_of_path)}
-    return Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
+    direct = Middleware(DirectRoutes, routes=routes, handlers=handlers)
+    return Starlette(routes=routes, middleware=[guard, direct], exception_handlers=handlers)
 
 
 class OpenAiApi:
