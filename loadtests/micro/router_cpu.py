@@ -39,7 +39,7 @@ from penstock.protos import inference_pb2_grpc
 _ROOT = Path(penstock.__file__).parent.parent
 _MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
 _PROMPT = "Tell me a story."
-_PARTS = ("request", "step", "token")
+_TERMS = ("request", "step", "token")
 _STREAMS_OF_FEW = 16  # the load for the cost of a step has one stream for this many of the others
 _BURSTS = 8  # of the load for the cost of a request
 
@@ -76,7 +76,7 @@ class Load:
 
 
 def loads_of(options: Options) -> tuple[Load, ...]:
-    """Return the load whose CPU time per token is reported, and two more for the parts."""
+    """Return the load whose CPU time per token is reported, and two more for the terms."""
     streams, few = options.streams, max(options.streams // _STREAMS_OF_FEW, 1)
     return (
         Load(streams, options.output_len),
@@ -85,10 +85,10 @@ def loads_of(options: Options) -> tuple[Load, ...]:
     )
 
 
-def parts_of(loads: Sequence[Load], seconds: Sequence[float]) -> Mapping[str, float]:
+def terms_of(loads: Sequence[Load], seconds: Sequence[float]) -> Mapping[str, float]:
     """Return the CPU µs of a request, a step and a token, from the CPU seconds of three loads."""
     solved = np.linalg.solve(np.array([load.amounts for load in loads], float), np.array(seconds))
-    return {name: 1e6 * float(value) for name, value in zip(_PARTS, solved, strict=True)}
+    return {name: 1e6 * float(value) for name, value in zip(_TERMS, solved, strict=True)}
 
 
 # ------------------------------------------------------------ clients
@@ -196,7 +196,7 @@ async def measure(options: Options) -> dict[str, Any]:
         servers = await _start(stack, options)
         for server in servers.values():
             await server.seconds(Load(options.streams, 20))  # warm-up
-        parts: dict[str, list[Mapping[str, float]]] = {name: [] for name in servers}
+        terms: dict[str, list[Mapping[str, float]]] = {name: [] for name in servers}
         print("CPU µs per token; ratio: gRPC / bare gRPC")
         for _ in range(options.rounds):
             row: dict[str, float] = {}
@@ -206,21 +206,21 @@ async def measure(options: Options) -> dict[str, Any]:
                     seconds[name].append(await server.seconds(load))
             for name, found in seconds.items():
                 row[name] = 1e6 * found[0] / loads[0].num_tokens
-                parts[name].append(parts_of(loads, found))
+                terms[name].append(terms_of(loads, found))
             row |= _ratios(row)
             rows.append(row)
             print("  ".join(f"{name} {value:.2f}" for name, value in row.items()), flush=True)
     medians = _median(rows)
     print("median:", "  ".join(f"{name} {value:.2f}" for name, value in medians.items()))
     print("CPU µs of each request, each step and each further token (medians):")
-    for name, of_server in parts.items():
-        shown = "  ".join(f"{part} {value:.1f}" for part, value in _median(of_server).items())
+    for name, of_server in terms.items():
+        shown = "  ".join(f"{term} {value:.1f}" for term, value in _median(of_server).items())
         print(f"{name}: {shown}")
     return {
         "rounds": rows,
         "median": medians,
-        "parts": {
-            name: {"rounds": found, "median": _median(found)} for name, found in parts.items()
+        "terms": {
+            name: {"rounds": found, "median": _median(found)} for name, found in terms.items()
         },
     }
 

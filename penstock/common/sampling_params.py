@@ -8,7 +8,6 @@ Names and defaults are vLLM's, except that `max_tokens` defaults to the space le
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter, le
 from typing import Any, Self
 
 from penstock.common.invalid_parameter import InvalidParameterError as InvalidParameterError
@@ -35,9 +34,6 @@ RANGES: Mapping[str, tuple[float, float]] = {
 }
 """Inclusive ranges; NaN and infinities are outside every range. All bounds are float32 values, so
 that a value within its range is still in range after rounding to float32."""
-
-_LOWS, _HIGHS = zip(*RANGES.values(), strict=True)
-_ranged_values = attrgetter(*RANGES)
 
 MAX_LOGIT_BIAS = 100.0
 MAX_LENGTH_PENALTY = 5.0
@@ -206,7 +202,7 @@ class SamplingParams:
         seed: int,
         default_max_tokens: int | None = None,
     ) -> Self:
-        """Return the parameters with `max_tokens` and `seed` filled in; call `validate` first.
+        """Return a copy with `max_tokens` and `seed` filled in; call `validate` first.
 
         Args:
             num_prompt: tokens of the prompt, less than `max_model_len`.
@@ -233,8 +229,6 @@ class SamplingParams:
             )
         _check_count("min_tokens", self.min_tokens, 0, max_tokens)
         seed = (seed if self.seed is None else self.seed) & UINT64_MAX
-        if (max_tokens, seed) == (self.max_tokens, self.seed):
-            return self
         return replace(self, max_tokens=max_tokens, seed=seed)
 
     def for_worker(self) -> Self:
@@ -294,9 +288,9 @@ def _check_count(name: str, value: int, low: int, high: int) -> None:
 
 
 def _check_ranges(params: SamplingParams, limits: SamplingLimits) -> None:
-    values = _ranged_values(params)
-    if not (all(map(le, _LOWS, values)) and all(map(le, values, _HIGHS))):
-        _refuse_range(params)
+    for name, (low, high) in RANGES.items():
+        if not low <= getattr(params, name) <= high:
+            raise InvalidParameterError(f"{name} must be a number from {low:g} to {high:g}", name)
     _check_count("top_k", params.top_k, -1, 2**31 - 1)
     _check_count("n", params.n, 1, limits.max_choices)
     if params.best_of is not None:
@@ -307,13 +301,6 @@ def _check_ranges(params: SamplingParams, limits: SamplingLimits) -> None:
         _check_count("logprobs", params.logprobs, 0, limits.max_logprobs)
     if params.prompt_logprobs is not None:
         _check_count("prompt_logprobs", params.prompt_logprobs, 0, limits.max_logprobs)
-
-
-def _refuse_range(params: SamplingParams) -> None:
-    """Raise the error of the first parameter outside its range."""
-    for name, (low, high) in RANGES.items():
-        if not low <= getattr(params, name) <= high:
-            raise InvalidParameterError(f"{name} must be a number from {low:g} to {high:g}", name)
 
 
 def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_size: int) -> None:

@@ -45,7 +45,7 @@ class BodyWriter:
 
     Takes the place of the transport in uvicorn's state of the request. Status, headers and first
     events therefore take one system call together, as do the last event and the end of the body.
-    `write_part` adds parts of a chunked body without a task switch, unlike `send` of ASGI.
+    `write_chunk` adds parts of a chunked body without a task switch, unlike `send` of ASGI.
 
     Args:
         cycle: uvicorn's state of the request.
@@ -97,7 +97,7 @@ class BodyWriter:
         if on_disconnect is not None:
             on_disconnect()
 
-    def write_part(self, part: bytes) -> None:
+    def write_chunk(self, part: bytes) -> None:
         """Write a part of the body. Usable once the response has started.
 
         This runs for every token: keep it fast.

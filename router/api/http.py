@@ -56,7 +56,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 def header_of(scope: Scope, name: bytes) -> str | None:
     """Return the first header of a request with a name in lower case, or None if it has none.
 
-    Starlette's `Headers` do the same in ten times the time, and each request needs several headers.
+    Starlette's `Headers` do the same in three times the time; each request needs eight headers.
     """
     for known, value in scope["headers"]:
         if known == name:

@@ -79,10 +79,7 @@ class RequestState(Submissions):
         finish: int,
         out: list[Command],
     ) -> AppendResult:
-        """Append a token if it is the next one of its choice and not from an old attempt.
-
-        This runs for every token: keep it fast.
-        """
+        """Append a token if it is the next one of its choice and not from an old attempt."""
         here = self.running
         if here is None or attempt != here.attempt or here.worker != worker:
             ignored = self._start_pending(worker, attempt, out)
@@ -95,16 +92,12 @@ class RequestState(Submissions):
         if choice >= len(answers) or finished[choice] or position != len(answers[choice]):
             return log.refusal(choice, position)
         answers[choice].append(token)
-        if finish:
-            finished[choice] = True
-            if log.is_complete:
-                here.started = True
-                self.running = None  # no Drop: the worker releases a finished request by itself
-                self.end(Status.OK, "", out)
-                return AppendResult.STATE_CHANGED
-        elif here.started:
+        if here.started and not finish:
             return AppendResult.APPENDED
-        here.started = True
+        here.started, finished[choice] = True, bool(finish)
+        if log.is_complete:
+            self.running = None  # no Drop: the worker releases a finished request by itself
+            self.end(Status.OK, "", out)
         return AppendResult.STATE_CHANGED
 
     def _start_pending(self, worker: str, attempt: int, out: list[Command]) -> AppendResult | None:

@@ -78,7 +78,8 @@ def _decode_tokens(step: pb.Step) -> ev.TokenColumns:
     # A slice of a repeated field is a list.
     requests, attempts, choices = step.request[:], step.attempt[:], step.choice[:]
     positions, tokens, finishes = step.position[:], step.token[:], step.finish[:]
-    if len(set(map(len, (requests, attempts, choices, positions, tokens, finishes)))) > 1:
+    columns = (requests, attempts, choices, positions, tokens, finishes)
+    if len({len(column) for column in columns}) > 1:
         raise ValueError("the arrays of a step differ in length")
     if not FINISHES.issuperset(finishes):
         raise ValueError(f"a step has an unknown finish: {sorted(set(finishes) - FINISHES)}")

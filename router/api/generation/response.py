@@ -228,7 +228,7 @@ class _EventWriter:
             if chunk is None:
                 return False
             if chunk:  # an empty chunk would end the body
-                body.write_part(chunk)
+                body.write_chunk(chunk)
                 self.num_written += 1
         except Exception as error:  # an error here must end this call, not the worker's stream
             self._deltas.fail(error)

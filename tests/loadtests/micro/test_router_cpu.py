@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 
 from penstock.loadtests.micro import router_cpu
-from penstock.loadtests.micro.router_cpu import Load, Options, loads_of, parts_of
+from penstock.loadtests.micro.router_cpu import Load, Options, loads_of, terms_of
 
 
 def test_parts_are_recovered_from_the_seconds_of_the_loads() -> None:
     loads = loads_of(Options(streams=64, output_len=200))
-    parts = {"request": 1400.0, "step": 350.0, "token": 9.0}
+    terms = {"request": 1400.0, "step": 350.0, "token": 9.0}
     seconds = [
-        sum(amount * part / 1e6 for amount, part in zip(load.amounts, parts.values(), strict=True))
+        sum(amount * term / 1e6 for amount, term in zip(load.amounts, terms.values(), strict=True))
         for load in loads
     ]
-    assert parts_of(loads, seconds) == pytest.approx(parts)
+    assert terms_of(loads, seconds) == pytest.approx(terms)
 
 
 def test_first_tokens_belong_to_requests_and_not_to_steps() -> None:
@@ -39,5 +39,5 @@ def test_a_short_run_measures_both_trees_and_the_bare_server(
     assert row["ratio"] == pytest.approx(row["grpc"] / row["bare"])
     assert row["http_ratio"] == pytest.approx(row["http"] / row["against_http"])
     assert result["median"] == row
-    assert result["parts"].keys() == {"http", "grpc", "against_http", "against_grpc", "bare"}
+    assert result["terms"].keys() == {"http", "grpc", "against_http", "against_grpc", "bare"}
     assert "CPU µs per token" in capsys.readouterr().out

@@ -145,11 +145,11 @@ async def test_parts_of_one_iteration_are_written_together_and_before_later_send
         for parts in ((b"1", b"2", b"3"), (b"4", b"5")):
             counts.append(transport.num_writes)
             for part in parts:
-                body.write_part(part)
+                body.write_chunk(part)
             assert transport.num_writes == counts[-1]
             await asyncio.sleep(0)
         counts.append(transport.num_writes)
-        body.write_part(b"6")
+        body.write_chunk(b"6")
         await send({"type": "http.response.body", "body": b"7"})
 
     connection, transport = connect(app)
@@ -185,7 +185,7 @@ async def test_nothing_is_written_for_a_client_that_has_disconnected() -> None:
         await send(START)
         await send({"type": "http.response.body", "body": b"0", "more_body": True})
         await until(lambda: transport.written)
-        scope["extensions"][BODY_WRITER].write_part(b"late")
+        scope["extensions"][BODY_WRITER].write_chunk(b"late")
         connection.connection_lost(None)
         await asyncio.Event().wait()
 
