@@ -22,7 +22,7 @@ class ClusterSecrets:
     """
 
     token: str = field(repr=False)  # workers accept only routers that send this token
-    hash_key: bytes = field(repr=False)  # keys the hashes of cached blocks: see `root_hash`
+    hash_key: bytes = field(repr=False)  # secret key of the block hashes: see `root_hash`
 
     @classmethod
     def new(cls) -> Self:

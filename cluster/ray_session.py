@@ -25,7 +25,7 @@ from penstock.cluster.processes.process_tree import DescendantTracker, is_alive
 from penstock.workers.rank.core_sharing import marks_path, remove_unused_marks
 
 OBJECT_STORE_BYTES = 80 * 2**20  # about Ray's minimum; Penstock stores no objects
-LONGEST_TEMP = 40  # characters; socket paths in this folder must stay under 107
+LONGEST_TEMP = 40  # characters, so that socket paths in the folder stay under 107
 VITAL_PROCESSES = ("gcs_server", "raylet")
 UNUSED_PROCESSES = ("start_api_server", "start_log_monitor", "start_monitor")
 """Methods of Ray's `Node` that start processes which a local Ray does not need: the dashboard, the
@@ -149,7 +149,7 @@ class RaySession:
 
 
 def _start_nothing(node: ray_node.Node, **_: object) -> None:
-    """Replace a method of `UNUSED_PROCESSES`."""
+    """Do nothing; used in place of the methods in `UNUSED_PROCESSES`."""
 
 
 def free_nodes() -> list[Node]:

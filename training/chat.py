@@ -28,7 +28,8 @@ SYSTEM = "<|system|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 SPECIAL_TOKENS = (PAD, BEGIN, END, SYSTEM, USER, ASSISTANT)
-# After the space, the first word of a result has the same tokens as after a word of an answer.
+# The trailing space gives the first word of a result the same tokens as this word has within an
+# answer.
 RESULT = "Result: "
 
 TEMPLATE = (

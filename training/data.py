@@ -16,7 +16,8 @@ from training.tasks import FAMILIES, Example, Message, Task
 from training.tasks.tools import FORCED_STARTS, training_conversation
 
 # Tokens of user messages also count in the loss, with a small weight: predicting them trains
-# features that answers need. Only a random part is used; no logits are computed for the others.
+# features that answers need. Only a random part of these tokens is used; no logits are computed for
+# the rest.
 PROMPT_WEIGHT = 0.25
 _PROMPT_FRACTION = 0.25
 _FULL_LENGTH = 16

@@ -1,7 +1,7 @@
 """Measures how many held-out questions of each family a model answers exactly.
 
-`python -m training.evaluate FOLDER` runs the model in `transformers`, or with `--engine` and one of
-the values of `--quantization` in Penstock's own engine. `measure` accepts any function that answers
+`python -m training.evaluate FOLDER` runs the model in `transformers`; with `--engine QUANTIZATION`,
+it runs the model in Penstock's own engine. `measure` accepts any function that answers
 conversations, for example a client of a running server.
 """
 

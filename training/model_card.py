@@ -84,7 +84,7 @@ The column "before" has the scores on the same questions before the training cou
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The course about tools: its progress, and the scores before it."""
+    """The training course with tools: its progress, and the scores before it."""
 
     progress: Progress
     before: tuple[Score, ...]
@@ -95,9 +95,9 @@ class Run:
     """Data of a finished training run for its model card.
 
     Attributes:
-        progress: progress of all courses but the one about tools.
-        course: the course about tools, if the model had it.
-        note: further lines of the section about training.
+        progress: progress of all training courses except the one with tools.
+        course: the training course with tools; None if the model was trained without tools.
+        note: more lines for the card's section about training.
     """
 
     name: str
@@ -160,7 +160,7 @@ def _note(run: Run) -> str:
 
 
 def _table(run: Run) -> str:
-    """Return the table of scores; after a course about tools, with the scores before it."""
+    """Return the table of scores; add the scores before the course with tools, if there was one."""
     if run.course is None:
         head = ["| family | what it asks | exact match | claimed |", "|---|---|--:|---|"]
         return "\n".join([*head, *(_row(score, "") for score in run.scores)])

@@ -42,7 +42,8 @@ def train(seed: int, num_examples: int = 40_000) -> Tokenizer:
 
 
 def _text(rng: Random, num_examples: int) -> Iterator[str]:
-    # Without the families with tools, whose course continues the training of existing weights.
+    # Leave out the families with tools: their course continues from a model that already has a
+    # tokenizer.
     families = [family for family in FAMILIES.values() if not family.tools]
     for _ in range(num_examples):
         example = rng.choice(families).training_example(rng)

@@ -81,8 +81,8 @@ _TOOLS = replace(
     checkpoint_every=700,
     tools=0.45,
 )
-# The second and third parts repair what the first one harmed: families with `weights` had more
-# errors after it.
+# The first part with tools raises the errors in some other families. The second and third parts
+# train these families with higher `weights`.
 _REPAIR = replace(
     _TOOLS,
     course=4,
@@ -240,7 +240,8 @@ def _make_small(maker: Maker, teacher: Llama) -> None:
 def _teach_tools(maker: Maker, model: Llama, progress: Progress) -> None:
     """Continue the training of the demo model with conversations that offer tools.
 
-    The small model is not taught: it is distilled before.
+    The small model does not learn tools, because it is distilled from the demo model before this
+    course.
     """
     course = Progress()
     ends: list[Llama] = []

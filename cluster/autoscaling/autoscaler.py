@@ -6,9 +6,9 @@ Pure code: the caller passes loads and the time, and starts or drains workers. F
 
 - Prefill, queue term: queued tokens / (a worker's tokens per second * allowed wait).
 - Prefill, occupancy term: arriving tokens per second / (a worker's tokens per second * target share
-  of busy time), as in TokenScale (arXiv 2512.03416). A burst ends before a worker started for it
-  serves. The term therefore also covers the largest recent burst, plus `headroom` times its excess
-  over the average rate. If workers start slowly, bursts are remembered longer.
+  of busy time), as in TokenScale (arXiv 2512.03416). A new worker is ready only after the burst for
+  which it was started. The term therefore also covers the largest recent burst, plus `headroom`
+  times its excess over the average rate. If workers start slowly, bursts are remembered longer.
 - Prefill with a TTFT SLO: in place of the largest burst, the smallest size that would have computed
   nearly all recent prompts in time (`late_work`), or a decreasing share of the initial size.
 - Decode, queue term: (running + waiting sequences) / sequences that a worker can run at once.
@@ -62,11 +62,11 @@ class ScalingPolicy:
     down: float = 120.0  # a pool shrinks after fewer workers were enough for this long
     down_step: float = 15.0  # minimum time between the drains of two workers
     headroom: float = 0.25  # the largest burst's excess over the average is multiplied by this
-    hedge: float = 0.0  # share of the initial size that is kept at first; 0: use `headroom`
+    hedge: float = 0.0  # initial size's share to keep at first; falls to 0; if 0, use `headroom`
     late: float = 0.0  # if `hedge` is set: share of the work that may be late
 
     def memory(self, cold_start: float) -> float:
-        """Return the seconds that a burst counts: 20 cold starts, within 2.5 to 15 times `down`."""
+        """Return how many seconds a burst counts: 20 cold starts, within [2.5, 15] times `down`."""
         return min(max(MEMORY_COLD_STARTS * cold_start, 2.5 * self.down), 15 * self.down)
 
 
@@ -248,7 +248,7 @@ class Autoscaler:
             provided = (burst + self._policy.headroom * max(burst - rates.average, 0.0)) / rate
             kept = self._policy.memory(state.cold_start)
             why = f", {burst:.0f} in the largest burst of the last {kept:.0f} s"
-        # A past burst does not keep the last worker: an idle pool may drain its last worker.
+        # A past burst alone does not keep an idle pool's last worker from being drained.
         if provided > max(queue, occupancy, 1.0):
             reason += why
             occupancy = provided

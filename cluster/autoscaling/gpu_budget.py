@@ -17,8 +17,8 @@ class GrowthRequest:
 def grant(requests: Sequence[GrowthRequest], budget: int) -> list[int]:
     """Return the number of workers that each pool may have, at most its desired number.
 
-    Pools never lose workers for the budget; only their growth is limited. New workers are granted
-    one at a time, to the pool with the largest ratio of desired to granted workers.
+    The budget limits only the growth of pools; it never takes workers from a pool. New workers are
+    granted one at a time, to the pool with the largest ratio of desired to granted workers.
     """
     granted = [min(each.desired, each.count) for each in requests]
     held = sum(

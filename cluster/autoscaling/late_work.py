@@ -1,10 +1,10 @@
 """Estimates how much of the observed work a pool of each size would have computed too late.
 
 Pure code: times are arguments. The backlog of every pool size is simulated in parallel. Work that
-would wait for longer than `max_wait` is late and is removed from the backlog, because with a TTFT
-SLO late work is queued behind all work that can still be in time, and so delays no other work.
-Late work counts only if the backlog was empty less than a cold start ago: if the load lasts longer,
-the autoscaler starts more workers anyway.
+would wait for longer than `max_wait` is late and is removed from the backlog, because it delays no
+other work: with a TTFT SLO, routers queue late work behind all work that can still be in time. Late
+work counts only if the backlog was empty less than a cold start ago: if the load lasts longer, the
+autoscaler starts more workers anyway.
 """
 
 from math import exp
@@ -51,8 +51,8 @@ class LateWorkModel:
     def smallest_size(self, max_late_fraction: float) -> int:
         """Return the smallest size for which at most `max_late_fraction` of all work is late.
 
-        The total work is extrapolated to a history much longer than `MEMORY_SECONDS`. The added
-        work counts as in time.
+        The total work is extrapolated to a history much longer than `MEMORY_SECONDS`. The work that
+        the extrapolation adds counts as in time.
         """
         passed = self._now - self._started_at if self._started_at is not None else 0.0
         if not passed:

@@ -49,7 +49,7 @@ class PlacementRequest:
 
     @property
     def may_wait(self) -> bool:
-        """True if the worker is not an initial one: only the autoscaler may start it."""
+        """True if only the autoscaler may start the worker; False for an initial worker."""
         return self.index >= self.pool.replicas
 
 
@@ -143,12 +143,12 @@ class _TopologySearch:
         self._values = sorted(self._free, key=lambda v: (-self._free[v][0], -self._free[v][1], v))
 
     def on_one_value(self, goal: Sequence[PlacementRequest]) -> PackingResult | None:
-        """Pack all workers, those of `goal` on nodes with one label value; None on failure."""
+        """Pack all workers; use nodes with one label value for `goal`. Return None on failure."""
         attempts = (self._attempt(goal, (value,)) for value in self._values)
         return next((found for found in attempts if found is not None), None)
 
     def on_fewest_values(self, goal: Sequence[PlacementRequest]) -> PackingResult | None:
-        """Variant of `on_one_value` for the fewest values, 2 or more but not all of them."""
+        """Variant of `on_one_value` with as few values as possible: 2 or more, but not all."""
         # Bisect: more nodes hold more workers, with rare exceptions due to greedy packing. The set
         # of all values is excluded, because it would give no locality.
         numbers = range(2, len(self._values))
@@ -160,7 +160,7 @@ class _TopologySearch:
     def _attempt(
         self, goal: Sequence[PlacementRequest], values: Sequence[str]
     ) -> PackingResult | None:
-        """Pack all workers, those of `goal` on nodes with one of `values`; None on failure."""
+        """Pack all workers; use nodes with one of `values` for `goal`. Return None on failure."""
         if not self._may_do(goal, values):
             return None
         packing = _Packing(
@@ -214,7 +214,10 @@ class _Packing:
         self._near = {role: list(filter(is_near, those)) for role, those in self._open.items()}
 
     def _order(self, request: PlacementRequest) -> tuple[bool, float, float, int]:
-        """Return the sort key: initial workers first, then larger ones, then fewer matching nodes.
+        """Return the sort key of a worker.
+
+        Initial workers come first, then workers with more GPUs, more CPUs, and fewer matching
+        nodes.
 
         The sort is stable: workers with equal keys keep their order.
         """
@@ -224,7 +227,7 @@ class _Packing:
     def result(
         self, requests: Sequence[PlacementRequest], near: Collection[PlacementRequest] = ()
     ) -> PackingResult | None:
-        """Pack all requests that fit; return None if one of `near` does not fit on near nodes."""
+        """Pack all requests that fit; return None if a request of `near` needs other nodes."""
         needed = set(near)
         found = PackingResult({})
         for request in sorted(requests, key=self._order):
@@ -239,7 +242,7 @@ class _Packing:
 
 
 def _lowest_even_cpus(nodes: Iterable[NodeCapacity]) -> float:
-    """Return the least CPUs of a rank where ranks divide a node's CPUs evenly; else `MIN_CPUS`."""
+    """Return the smallest even share of CPUs of a rank on any node; `MIN_CPUS` if there is none."""
     return min((node.even_cpus for node in nodes if node.num_even_ranks), default=MIN_CPUS)
 
 

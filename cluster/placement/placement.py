@@ -57,7 +57,7 @@ class WorkerPlacement:
     waits_for_node: bool = False  # may wait for a node that does not exist yet
     labels: Mapping[str, str] = field(default_factory=dict)  # required labels of the worker's nodes
     near: Mapping[str, str] = field(default_factory=dict)  # preferred labels, for locality
-    max_threads: int | None = None  # per rank, for times when the node's other workers are idle
+    max_threads: int | None = None  # `threads` while the node's other workers are idle
 
     @property
     def name(self) -> str:
@@ -181,7 +181,8 @@ def _to_placement(
     bundle = {"CPU": cpus * request.ranks} | dict(more)
     if request.gpus:
         bundle["GPU"] = float(request.gpus * request.ranks)
-    # Count the routers' CPUs, which are rarely used: one worker on two cores gets two threads.
+    # Threads may also use the routers' CPUs, which are mostly idle: a worker that is alone on two
+    # cores gets two threads.
     usable = cpus if request.cpus is not None else cpus + spare + 1e-9
     pool = request.pool
     threads = pool.threads or max(1, int(usable))

@@ -24,7 +24,7 @@ SECONDS_NEAR = 20  # wait this long for nodes near other workers, then accept an
 
 
 class Reservation:
-    """The placement group of one worker, used by one process of the worker after another.
+    """The placement group of one worker; successive processes of the worker reuse the group.
 
     When a node dies, Ray places the group again by itself, with the same labels. Ray treats the
     preferred labels as required and would wait forever if those nodes are full. `acquire` therefore

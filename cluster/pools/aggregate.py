@@ -69,7 +69,7 @@ def _prefill_decisions(states: Sequence[ClusterState]) -> dict[str, int]:
 
 
 def _workers(states: Sequence[ClusterState]) -> list[WorkerState]:
-    """Return the workers sorted by name; the first router with a worker's numbers describes it."""
+    """Return the workers sorted by name, each as the first router with its `numbers` sees it."""
     found: dict[str, WorkerState] = {}
     requests: dict[str, int] = {}
     for state in states:

@@ -16,7 +16,7 @@ from penstock.router.observability.snapshot import ClusterState, RouterState, Sc
 
 
 class ManagedRouter:
-    """A router, with the worker addresses and roles that are sent to each new process of it.
+    """A router, and the worker addresses and roles to send to each new process of the router.
 
     Args:
         config: configuration of the router's first process.
@@ -36,7 +36,7 @@ class ManagedRouter:
     ) -> None:
         self.title = config.name.replace("-", " ")
         self.config = config
-        self.with_events = with_events  # read by the router and its workers
+        self.with_events = with_events  # also applies to the router's workers
         self.given_up = False
         self._resources = {"router": 1} if own_node else {}
         self.ready = asyncio.Event()
@@ -131,7 +131,7 @@ class ManagedRouter:
             await self.actor.call("worker_died", name)
 
     async def _send_workers(self) -> None:
-        await self._send_roles()  # roles first, because they decide how workers are used
+        await self._send_roles()  # first, because roles decide how workers are used
         if self.actor is not None and self.actor.up:
             await self.actor.call("set_workers", dict(self._worker_addresses))
 

@@ -80,7 +80,7 @@ class _ProcessActor:
     """
 
     def __init__(self, title: str, with_events: bool = False) -> None:
-        os.environ.update(OFFLINE)  # on a running Ray cluster, the node's environment lacks it
+        os.environ.update(OFFLINE)  # not set by the nodes of a running Ray cluster
         self._title = f"penstock: {title}"
         self._level = logging.INFO if with_events else logging.WARNING
         setproctitle(self._title)
@@ -110,7 +110,7 @@ class _ProcessActor:
         return self._events
 
     async def _keep_title(self) -> None:
-        # Ray renames the process at every call, so set the title again and again.
+        # Ray sets its own title at every actor call, so restore ours periodically.
         while True:
             setproctitle(self._title)
             await asyncio.sleep(0.5)
@@ -296,7 +296,7 @@ class RouterActor(_ProcessActor):
         return self._running.frontend.take_snapshot()
 
     async def set_roles(self, assignments: "dict[str, Assignment]") -> None:
-        """Apply all roles that the supervisor has recorded; confirms roles set at this router."""
+        """Apply all roles that the supervisor has recorded, including roles set at this router."""
         self._running.frontend.set_roles(assignments)
 
     async def show_cluster(self, scaling: "Scaling", routers: "list[RouterState]") -> None:

@@ -30,7 +30,8 @@ def child_environment(
 
     Args:
         wanted: the environment with which Ray would start the process.
-        inherited: the environment of this process. What Ray has added or changed is kept.
+        inherited: the environment of this process. Variables that Ray has added or changed are
+            kept.
         pass_env: names of further variables to pass on.
         secret: names of variables with API keys, which are never passed on.
     """

@@ -8,8 +8,8 @@ from math import inf
 
 from penstock.cluster.status.status_events import LogLine, ProcessEvent, Progress
 
-MAX_QUEUED_EVENTS = 4096  # not yet fetched by the driver; above this, the oldest are dropped
-MAX_LIMITED_MESSAGES = 1024  # different log messages for which a count of records is kept
+MAX_QUEUED_EVENTS = 4096  # beyond this number, the oldest unread events are dropped
+MAX_LIMITED_MESSAGES = 1024  # number of different log messages that are counted
 
 
 class ActorFailed(RuntimeError):
@@ -75,13 +75,13 @@ class RepeatLimit:
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def admit(self, record: logging.LogRecord, now: float) -> int | None:
-        """Return None if the record is to be left out, else the number left out before it."""
+        """Return None to leave the record out; otherwise the number of records left out before."""
         key = (record.name, str(record.msg))
         start, number = self._seen.get(key, (-inf, 0))
         if now - start < self._seconds:
             self._seen[key] = (start, number + 1)
             return 0 if number < self._count else None
-        self._seen.pop(key, None)  # so that the order of the keys is that of their periods
+        self._seen.pop(key, None)  # inserted again below: keys stay in order of periods
         if len(self._seen) == MAX_LIMITED_MESSAGES:
             del self._seen[next(iter(self._seen))]
         self._seen[key] = (now, 1)

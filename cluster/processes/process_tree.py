@@ -37,7 +37,7 @@ class DescendantTracker:
             time.sleep(0.02)
 
     def kill(self, seconds: float) -> None:
-        """Kill all descendants, old and new, for up to `seconds`; then stop adopting orphans."""
+        """Kill all descendants within `seconds`, if possible; then stop adopting orphans."""
         deadline = time.monotonic() + seconds
         while (processes := self.alive()) and time.monotonic() < deadline:
             for process in processes:

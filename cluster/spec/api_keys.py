@@ -1,4 +1,4 @@
-"""Reads a cluster's API keys, and checks that a cluster without keys serves only its machine."""
+"""Reads a cluster's API keys; a cluster without keys may serve only local clients."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

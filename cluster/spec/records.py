@@ -67,7 +67,7 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
             records.
         content: values by field name; a missing field keeps its default.
         where: dotted path of `content`, for error messages; empty at the top.
-        moved: dotted path used in older files to the text of what to write instead.
+        moved: dotted path of a setting in older files to the text that says what to write instead.
 
     Raises:
         SpecError: one line that names the path of the first mistake.

@@ -43,7 +43,7 @@ def _yaml_mistake(error: yaml.YAMLError) -> str:
     mark, problem = error.problem_mark, error.problem or "it cannot be read"
     for quoted in QUOTED.finditer(problem):
         text = quoted[1] or quoted[2] or ""
-        if len(text) > 1 and not re.fullmatch("<[a-z ]+>", text):  # not the name of a token
+        if len(text) > 1 and not re.fullmatch("<[a-z ]+>", text):  # keep names of YAML tokens
             problem = problem[: quoted.start()].rstrip(":")
             break
     return f"{problem}, line {mark.line + 1}, column {mark.column + 1}"

@@ -70,7 +70,7 @@ class Serving:
     http: str
     grpc: str
     admin: str  # HTTP, for operators
-    others: Sequence[tuple[str, str, str]] = ()  # the same of the other routers
+    others: Sequence[tuple[str, str, str]] = ()  # (http, grpc, admin) of each other router
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Stuck:
     """A router reports that a worker responds but makes no progress."""
 
     worker: str
-    address: str  # of the stuck process; a newer process may have the same name
+    address: str  # identifies the process: its successor has the same name
     reason: str
 
 

@@ -64,7 +64,7 @@ def exp(x: Floats, powers: Ints) -> None:
     factors = powers.view(np.float32)
     for i in range(len(x)):
         t = x[i] * _LOG2_E
-        if t < _f32(-127):  # not max(): for a NaN it could return -127
+        if t < _f32(-127):  # max() could return -127 for a NaN
             t = _f32(-127)
         n = np.floor(t + _f32(0.5))
         f = t - n

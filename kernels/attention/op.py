@@ -44,7 +44,7 @@ MIN_SHARED_TOKENS = 8
 
 
 class BackendPlan(Protocol):
-    """Plan of one backend; `GatheredPlan` and `TiledPlan` are ours, see also `backends`."""
+    """Plan of one backend: `GatheredPlan`, `TiledPlan`, or a plan of an external backend."""
 
     def attend(self, query: Tensor, layer: Tensor, scores: ScoreMod) -> Tensor:
         """Return the attention output [T, Hq, D]; the arguments are those of `paged_attention`."""

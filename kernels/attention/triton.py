@@ -11,9 +11,9 @@ values.
 
 If an item has all positions of its rows, it writes the result. Otherwise, it writes a partial
 result, and `merge_kernel` merges the partial results of a sequence in the order of positions. The
-merge is a second launch. If the last program to finish merged instead, then its counters would have
-to be zero before each replay of a CUDA graph, every program would need registers for the merge, and
-its memory order could not be tested without a GPU. The order of sums would be the same.
+merge is a second launch. The last program to finish could do the merge instead, with the same order
+of sums. But this would need counters that are zero before each replay of a CUDA graph and registers
+for the merge in every program, and its memory order could not be tested without a GPU.
 
 With SPLIT, an item computes all positions of its rows, in partitions of SPLIT positions, each with
 its own accumulators. It merges their results in the order that `merge_kernel` uses with
@@ -33,9 +33,9 @@ from penstock.kernels.triton_common.launch import jit, tl
 
 @jit
 def _as_floats(x, dtype: tl.constexpr):
-    """Convert elements of the cache to `dtype`; bits of float8_e4m3fn (uint8) give 2^-8 of a value.
+    """Convert elements of the cache to `dtype`; values of FP8 bits (uint8) are divided by 2^8.
 
-    2^-8 of a float8_e4m3fn is a float16 with the same bits for exponent and mantissa.
+    A float8_e4m3fn divided by 2^8 is a float16 with the same bits of exponent and mantissa.
     """
     if x.dtype == tl.uint8:
         bits = x.to(tl.uint16)
@@ -162,7 +162,7 @@ def _attend_item(  # noqa: C901
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         # There are three stretches of positions: the window's edge (masked), the positions that
         # every row attends to (no mask), and the causal edge (masked). Short ranges use only one
-        # masked stretch. MLA does as well, because its wide tiles use too many registers.
+        # masked stretch. MLA also uses only one, because its wide tiles need many registers.
         for stretch in tl.static_range(2 if SHORT else (0 if WINDOW else 1), 3):
             if SPLIT:
                 start = tl.maximum(begin, (first_partition + partition) * SPLIT)
@@ -189,7 +189,7 @@ def _attend_item(  # noqa: C901
                 else:
                     inside = (columns >= low) & (columns < high)
                 loaded = inside[:, None] & wide[None, :]
-                if scales is None:  # one product: fewer registers than with a page
+                if scales is None:  # without `page`, this needs fewer registers
                     kv_at = ((block * H + head) * S + columns % S) * (D + TAIL)
                 else:
                     page = (block * H + head) * PAGE
@@ -284,7 +284,7 @@ def attend_kernel(
     D: tl.constexpr,
     TAIL: tl.constexpr,  # features of a key after its value (MLA); 0: keys and values are separate
     PAGE: tl.constexpr,  # elements of the keys (or values) of one block and KV head
-    # Codes as `_as_floats` returns them, times UNIT, are codes. GAIN scales the weights of values.
+    # A result of `_as_floats` times UNIT is the code. GAIN: see `KvCacheFormat.value_gain`.
     UNIT: tl.constexpr,
     GAIN: tl.constexpr,
     WINDOW: tl.constexpr,  # number of positions that a token attends to; 0: all

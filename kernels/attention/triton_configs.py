@@ -55,7 +55,7 @@ def _chip_family(chip: DeviceInfo) -> str:
 
 
 def _mla_tiles(chip: DeviceInfo, rows: int) -> Tiles:
-    """Return the tiles for rows of more than 256 features, which only MLA caches.
+    """Return the tiles for cache rows of more than 256 features, which occur only with MLA.
 
     A tile has at most `rows` rows.
     """
@@ -117,7 +117,7 @@ def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cach
     columns = 32 if _chip_family(chip) == "little" and width > 64 else 64
     if width > 128:
         columns //= 2
-    if cached == 1 and width <= 128:  # codes: twice the columns have the same number of bytes
+    if cached == 1 and width <= 128:  # 8-bit codes: twice the columns, same bytes
         columns *= 2
     return Tiles(rows, columns, 4, 3)
 

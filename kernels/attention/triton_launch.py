@@ -58,7 +58,7 @@ class Layout:
     work: DeviceWork
     in_order: bool  # see `StepWork`
     merge_tokens: int
-    num_partial_rows: int  # of the sequences' own partitions; in a graph, the most of any step
+    num_partial_rows: int  # without the prefix; in a graph, maximum of all steps
     prefix: Prefix | None
 
 
@@ -92,7 +92,8 @@ class AttentionCall:
         num_tokens, num_heads, head_dim = self.out.shape
         prefix, work = layout.prefix, layout.work
         num_shared = prefix.num_partitions if prefix else 0
-        # At least one row: kernels whose items are all final are compiled for the same arguments.
+        # Allocate at least one row, so that a step without partial results uses the same compiled
+        # kernel.
         size = max(1, layout.num_partial_rows + num_shared * num_tokens)
         device = self.query.device
         partials = Partials(
@@ -127,7 +128,7 @@ class AttentionCall:
         if not len(items):
             return
         form, layer = format_of(self.layer.dtype), self.layer
-        # Chips without this dtype get its bits.
+        # On a chip without conversions of float8_e4m3fn, the kernel reads the codes as uint8.
         soft = layer.dtype == E4M3 and not device_info(layer).converts_e4m3
         scores, persistent = self.scores, worker_starts is not None
         num_programs = len(items) if worker_starts is None else len(worker_starts) - 1

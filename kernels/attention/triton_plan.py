@@ -47,8 +47,8 @@ RESIDENT_WARPS = 8
 persistent grid has as many programs as fit with this number of warps."""
 
 CHUNK_WAVES = 2
-"""Programs of split chunks, in multiples of those that run at a time: with one wave only, the last
-programs would often start a second one."""
+"""Number of programs of split chunks, divided by the number that run at a time. With a ratio of 1,
+the last programs would often start a second wave."""
 
 
 class Lengths(NamedTuple):
@@ -185,13 +185,13 @@ class TiledPlanner:
         self.one_path = one_path
         self.lengths: Lengths | None = None
         self._is_captured = False
-        # (rows, longest context, window) -> a plan with the buffers
+        # (rows, longest context, window) -> plan that owns the buffers of these captured steps
         self._captured: dict[tuple[int, int, int], TiledPlan] = {}
 
     def prepare(self, query_starts: Ints, context_lens: Ints, is_captured: bool) -> None:
         """Store the lengths of the next step; fill the work items of graphs that may compute it.
 
-        is_captured: a CUDA graph of as many rows as the step computes it.
+        is_captured: True if a CUDA graph for the step's number of rows computes the step.
         """
         self.lengths, self._is_captured = Lengths(query_starts, context_lens), is_captured
         if not is_captured:
@@ -202,7 +202,9 @@ class TiledPlanner:
                     plan.fill(layout, self.lengths)
 
     def plan(self, batch: Batch, max_context: int, window: int) -> TiledPlan:
-        """Plan the prepared step; only launches kernels if a captured step is planned again.
+        """Plan the prepared step; a captured step reuses the buffers of earlier steps of its graph.
+
+        In that case, the method only launches kernels.
 
         max_context: longest context of all steps that a captured graph will compute.
         """

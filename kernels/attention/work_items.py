@@ -35,8 +35,9 @@ CHUNK_SPLIT = 1024
 """Without `one_path`, the partitions of chunks are multiples of this; a multiple of SPLIT."""
 
 MAX_PARTIAL_BYTES = 64 << 20
-"""Most bytes of partial sums of chunks. The memory profile measures no step with split chunks, but
-a step with the largest number of tokens, whose other tensors are larger."""
+"""Maximum bytes of the partial sums of chunks. The memory profile does not measure a step with
+split chunks. It measures a step with the largest number of tokens, whose other tensors are
+larger."""
 
 ALL = np.iinfo(np.int32).max
 """End of an item that has all positions of its rows."""
@@ -48,9 +49,9 @@ class WorkShape(NamedTuple):
     num_kv_heads: int
     group: int  # query heads per KV head
     few_rows: int  # rows of a tile for sequences with few query rows
-    chunk_rows: int  # rows of a tile for chunks; with `one_path`, as many as `few_rows`
+    chunk_rows: int  # rows of a tile for chunks; equal to `few_rows` with `one_path`
     few_programs: int  # programs of the persistent grid
-    chunk_programs: int  # number of programs that fills the device with chunks
+    chunk_programs: int  # number of chunk programs that fill the device
     row_bytes: int  # bytes of a token's partial sums
 
     @property
@@ -149,7 +150,7 @@ def shared_prefix_items(num_tokens: int, prefix: int, first_row: int, shape: Wor
 def decode_capacity(
     num_rows: int, max_context: int, window: int, one_path: bool, shape: WorkShape
 ) -> tuple[int, int]:
-    """Return the most items and the most partial rows of any decode step of `num_rows` sequences.
+    """Return the maximum items and partial rows of a decode step of `num_rows` sequences.
 
     Without `one_path`, they do not depend on the contexts.
     """
@@ -193,7 +194,11 @@ class _Pieces(NamedTuple):
 def _splits_in_order(
     lengths: Ints, low: Ints, high: Ints, is_chunk: npt.NDArray[np.bool_], shape: WorkShape
 ) -> bool:
-    """Return whether chunks are split with `one_path`: too few row tiles, and enough memory."""
+    """Return whether to split chunks with `one_path`.
+
+    They are split if there are too few row tiles to fill the device, a context has more than one
+    partition, and the partial results have at most MAX_PARTIAL_BYTES.
+    """
     tiles = -(-lengths * shape.group // shape.few_rows) * is_chunk
     counts = (-(-high // SPLIT) - low // SPLIT) * is_chunk
     fills = int(tiles.sum()) * shape.num_kv_heads >= shape.few_programs
@@ -207,7 +212,10 @@ def _uncut(chosen: npt.NDArray[np.bool_]) -> _Pieces:
 
 
 def _cut(low: Ints, high: Ints, chosen: npt.NDArray[np.bool_], size: int) -> _Pieces:
-    """Cut the range [low, high) of each chosen sequence, from the last multiple of SPLIT on."""
+    """Cut the ranges [low, high) of the chosen sequences into pieces of `size` positions.
+
+    The first piece of a sequence begins at a multiple of SPLIT, at or before `low`.
+    """
     first = low // SPLIT * SPLIT
     counts = -(-(high - first) // size) * chosen
     sequence = np.repeat(np.arange(len(counts)), counts)
@@ -217,9 +225,10 @@ def _cut(low: Ints, high: Ints, chosen: npt.NDArray[np.bool_], size: int) -> _Pi
 
 
 def _cut_evenly(low: Ints, high: Ints, tiles: Ints, num_workers: int) -> _Pieces:
-    """Cut the ranges [low, high) of all sequences where one worker's share ends.
+    """Cut the ranges [low, high) of all sequences at the ends of the workers' equal shares.
 
-    `tiles` has the row tiles of each sequence, all equal, or 0 if it is left out.
+    `tiles` is the number of row tiles of each sequence. It is 0 for sequences to leave out, and
+    equal for all others.
     """
     first = low // QUANTUM
     counts = (-(-high // QUANTUM) - first) * (tiles > 0)
@@ -236,7 +245,7 @@ def _cut_evenly(low: Ints, high: Ints, tiles: Ints, num_workers: int) -> _Pieces
 def _partial_rows(
     pieces: _Pieces, lengths: Ints, first_row: int, all_merged: bool
 ) -> tuple[Ints, Ints, int]:
-    """Return each piece's first partial row (-1: none), the merges [B, 2], and the next free row.
+    """Return each piece's first partial row (-1: none), `StepWork.merges`, and the next free row.
 
     Sequences with one piece have no partial rows, unless `all_merged`.
     """
@@ -263,7 +272,7 @@ def _items(pieces: _Pieces, rows: Ints, tiles: Ints) -> Ints32:
 def _worker_starts(costs: Ints, num_workers: int) -> Ints32:
     """Return the first item of each worker, then the number of items: [W + 1].
 
-    Workers get contiguous items whose costs start within equal shares of the total cost.
+    The total cost is divided into equal shares. A worker gets the items that start in its share.
     """
     ends = np.cumsum(costs)
     quota = max(1, -(-int(ends[-1]) // num_workers)) if len(costs) else 1

@@ -64,7 +64,7 @@ class LateLibrary(codegen.JITCodeLibrary):
 
     def _defines(self, name: str) -> bool:
         if self._assembled:
-            return True  # numba's own lookup checks the name later
+            return True  # the lookup of numba itself checks the name
         return any(each.name == name for each in self.get_defined_functions())
 
     def _assemble(self) -> None:
@@ -92,7 +92,7 @@ def _are_equal(flags: TargetConfig, other: object) -> Any:
 
 
 def _speed_up_flags() -> None:
-    """Speed up dictionary lookups by compiler flags, of which numba makes thousands per function.
+    """Speed up dictionary lookups with compiler flags as keys: numba makes thousands per function.
 
     numba's own hash collects and sorts the names of all options at each call.
     """

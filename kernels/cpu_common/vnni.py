@@ -1,7 +1,8 @@
 """Numba intrinsics for products of 8-bit integers with AVX-512 VNNI.
 
 One instruction (VPDPBUSD) adds to each of 16 int32 sums the four products of unsigned and signed
-bytes in the same 32-bit word. Overflow wraps around, so the sums are exact.
+bytes in the same 32-bit word. The instruction does not saturate, so sums that fit in int32 are
+exact.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -19,7 +20,7 @@ TILE_K, TILES_ACROSS = 64, 4
 
 _BYTE, _WORD, _NUMBER = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _SUMS = ir.VectorType(_WORD, 16)
-_QUADS = TILE_K // 4  # words of four inputs per step
+_QUADS = TILE_K // 4  # words (of four inputs each) per step
 _TILE_BYTES = _QUADS * 64
 _STEP_BYTES = TILES_ACROSS * _TILE_BYTES
 
@@ -28,7 +29,7 @@ def multiply_rows(num_rows: int, ahead: int):
     """Return an intrinsic that multiplies `num_rows` rows by one block of 64 outputs.
 
     Args:
-        num_rows: 1 to 6. All sums of 6 rows, with the weights, fill 28 of the 32 registers.
+        num_rows: 1 to 6. With 6 rows, sums and weights fill 28 of the 32 registers.
         ahead: number of bytes from the weights in use to those that are prefetched; 0: none.
     """
 

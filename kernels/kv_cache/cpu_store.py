@@ -65,7 +65,7 @@ def scale_bits(head: Floats, per_code: Any) -> Any:
 
 @inner()
 def inverse_of_half(bits: Any) -> Any:
-    """Return 1 / x of the float16 with these bits, but 0 if x is 0."""
+    """Return 1 / x as float32, where x is the float16 with these bits; 0 if x is 0."""
     if bits == 0 or bits == _HALF_INF:
         return np.float32(0)
     if bits > _HALF_INF:

@@ -31,7 +31,7 @@ class KvCacheFormat:
     """How a KV cache stores a feature, and how many bytes it needs."""
 
     name: str  # value of `kv_cache_dtype`
-    dtype: torch.dtype  # of the cache's elements; it identifies the format
+    dtype: torch.dtype  # dtype of the cache's elements; identifies the format
     array_dtype: str = ""  # numpy's dtype of `flat_array`; empty: no CPU loop supports the format
     max_code: float = 0.0  # largest code; 0 for floats, which have no scales
 
@@ -41,10 +41,10 @@ class KvCacheFormat:
 
     @property
     def value_gain(self) -> float:
-        """Return the smallest power of two above `max_code`.
+        """Return the smallest power of two >= `max_code`; 1 for a format without scales.
 
-        Kernels multiply the scales of values by it, and divide the sum by it at the end. Weights of
-        float16 would otherwise underflow.
+        Kernels multiply the scales of values by this gain, so that float16 softmax weights do not
+        underflow, and divide the final sum by it.
         """
         return 2.0 ** math.ceil(math.log2(self.max_code)) if self.has_scales else 1.0
 

@@ -1,3 +1,3 @@
-"""Numbers of the kinds of codes in compiled kernels; see `quantized.Kind`."""
+"""Integers that stand for the kinds of codes (`quantized.Kind`) in compiled kernels."""
 
 INT4, INT8, FP8, E2M1, NF4, FP4 = range(6)

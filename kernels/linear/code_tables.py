@@ -1,4 +1,4 @@
-"""Values of 4-bit codes that are not integers; bit 3 of e2m1 and FP4 codes is the sign.
+"""Float values of the 4-bit codes e2m1, NF4 and FP4; bit 3 of e2m1 and FP4 is the sign.
 
 Sources: the OCP Microscaling Formats specification 1.0 (e2m1), and the QLoRA paper with the code of
 bitsandbytes (NF4, and FP4, which is not e2m1).

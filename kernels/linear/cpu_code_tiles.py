@@ -41,7 +41,7 @@ class _Packing:
 
     @property
     def row_bytes(self) -> int:
-        """Return the size of one unit of all outputs of a panel."""
+        """Return the number of bytes of one unit for each output of a panel."""
         return PANEL * int(self.unit.width) // 8
 
 
@@ -119,7 +119,7 @@ def _tile_intrinsic(kind: int, emit: Callable[[Any, int, int, _Tile], None]):
 
 
 def _by_rows(builder, tile: _Tile, emit: Callable[[int], None], index: int = 0) -> None:
-    """Emit code that selects the smallest of `_ROWS`, from `index` on, that covers the tile."""
+    """Emit code that runs `emit` for the smallest of `_ROWS[index:]` that is >= `tile.count`."""
     num_rows = _ROWS[index]
     if num_rows == TILE_ROWS:
         emit(num_rows)
@@ -201,7 +201,7 @@ def _emit_scattered(builder, kind: int, num_rows: int, tile: _Tile) -> None:
 
 
 def _value(builder, kind: int, word, position: int, zeros: dict[int, Any], table):
-    """Emit the values of the codes at a position of units; FP8: divided by 2^8."""
+    """Emit code number `position` of each unit, minus its zero point; FP8: divided by 2^8."""
     if kind == FP8:
         return _e4m3(builder, word, position)
     bits = _packing(kind).bits
@@ -223,7 +223,7 @@ def _with_power(builder, code, at: int):
 
 
 def _e4m3(builder, word, position: int):
-    """Emit the conversion of the lower (position 0) or upper byte of 16 bits from e4m3.
+    """Emit the conversion from e4m3 of the lower (position 0) or upper byte of 16 bits.
 
     The bits of an e4m3 number, with one more bit of exponent, are a float16 number that is 2^8
     times smaller. Subnormal numbers are exact too. NaN is not supported.
@@ -247,7 +247,7 @@ def _permuted(builder, table, indices):
 
 
 def _zeros(builder, kind: int, tile: _Tile, group, bits: Sequence[int]) -> list[dict[int, Any]]:
-    """Emit 2^(23 - at) + zero point for each `at` of `bits`, for each vector of outputs."""
+    """For each vector of outputs and each `at` of `bits`, emit 2^(23 - at) + zero point."""
     if kind not in (INT4, INT8):
         return [{} for _ in _COLUMNS]
     found = []

@@ -4,11 +4,11 @@ A tile is 1, 2, 4, 6 or 8 rows of x and one panel of outputs. `cpu_code_tiles` c
 registers and multiplies each converted vector by all rows of the tile, so the codes are read once,
 and are converted once per eight rows, at the same time as the multiplications.
 
-An output element starts as its bias. The inputs are divided into blocks of `BLOCK_K`, and these
-into runs: inputs of one group, whose products are summed in order and multiplied by the scale once,
-and inputs of short groups (act-order), whose weights are multiplied by their scales. The sums of
-the runs are added one after another. The division depends on the groups only, so an element is
-bitwise identical for any number of rows, columns and threads.
+An output element starts as its bias. The inputs are divided into blocks of `BLOCK_K`, and each
+block into runs. In a run of inputs of one group, products are summed in order, and the sum is
+multiplied by the scale. In a run of several short groups (act-order), each weight is multiplied by
+its scale first. The sums of the runs are added one after another. The division into runs depends
+only on the groups, so an element is bitwise identical for any number of rows, columns and threads.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -50,7 +50,7 @@ def _tile_loop(kind: int) -> Any:
 
     @inner()
     def end_of_group(groups: Ints, k: int, end: int) -> int:
-        """Return the end of the whole steps from input k on, up to `end`, that are in one group."""
+        """Return the end of the whole steps, from input k to `end`, that are in the group of k."""
         stop = int(groups[len(groups) // 2 + k])
         return (stop if stop < end else end) // step * step
 

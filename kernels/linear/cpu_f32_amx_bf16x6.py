@@ -122,7 +122,7 @@ def _step_on(at: Any) -> Any:
 
 
 _PIECES = 8
-"""Pieces of a step's multiplications. After each, a piece of the next step's columns is split."""
+"""Pieces of a step's multiplications. After each piece, part of the next columns is split."""
 
 
 def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
@@ -144,7 +144,10 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
     def meanwhile(
         panels: Floats, at: Any, b: Floats, to: int, later: Any, prefetch_next: bool, piece: int
     ) -> None:
-        """Split piece `piece` of the strips at `at`; optionally prefetch that piece at `later`."""
+        """Split piece number `piece` of the strips at `at`.
+
+        With `prefetch_next`, also prefetch the same piece of the strips at `later`.
+        """
         first, last = piece * words, (piece + 1) * words
         for c in range(num_columns):
             _split_columns(panels, at[c], b, to + c * _SPLIT, first, last)

@@ -83,7 +83,7 @@ def _sum_four_chunks(
     x: Floats, begin: int, end: int, panels: Floats, at: int, step: int, before: Floats, y: Floats,
     column: int,
 ) -> None:  # fmt: skip
-    """Run `sum_chunk` for four panels, `step` apart; four read streams use memory better."""
+    """Run `sum_chunk` for four panels, `step` apart; four read streams get more bandwidth."""
     s0 = s1 = s2 = s3 = _zero_sums()
     for k in range(begin, end):
         value, v = broadcast_load(x, k), at + k * PANEL

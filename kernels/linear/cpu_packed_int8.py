@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float32]
 _TILE_K, _BLOCK_COLUMNS = (
     64,
     64,
-)  # inputs per tile and output columns per block, with the values of `linear/cpu_int8_amx`
+)  # inputs per tile and output columns per block; equal to those of `linear/cpu_int8_amx`
 
 
 def supports_int8_tiles(weight: Tensor) -> bool:

@@ -228,13 +228,13 @@ def _has_vnni() -> bool:
 
 
 def pack_int8_matrix(matrix: QuantizedMatrix, bias: Tensor | None) -> PackedLinear:
-    """Pack an `int8` matrix with one scale per output and zero points 128; changes its codes."""
+    """Pack an `int8` matrix with one scale per output and zero points 128, in place."""
     codes = matrix.codes.bitwise_xor_(128).view(torch.int8)
     return pack_int8_codes(codes, matrix.scales.flatten(), bias)
 
 
 def int8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, qmax: int) -> Tensor:
-    """Reference implementation of `pack_int8` in float64; `qmax` is that of `activation_qmax`."""
+    """Reference implementation of `pack_int8` in float64; for `qmax` see `activation_qmax`."""
     largest = x.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     rows = (x / largest * qmax).round().double()
     matrix = quantize_weight(weight, "int8")

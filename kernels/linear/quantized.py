@@ -39,7 +39,7 @@ from penstock.kernels.triton_common.launch import runs_kernels, use_triton
 Kind = Literal["int4", "int8", "fp8", "e2m1", "nf4", "fp4"]
 
 TILE_WEIGHTS = 1 << 20
-"""Maximum number of weights that `TiledLinear` holds as floats at a time, or one row."""
+"""Maximum number of weights that `TiledLinear` holds as floats, unless one row has more."""
 
 KIND_NUMBERS: dict[Kind, int] = {
     "int4": code_kinds.INT4,
@@ -98,12 +98,12 @@ class QuantizedMatrix:
         return codes.to(torch.float32).sub_(self.zeros[rows][:, groups]).mul_(scales)
 
     def take_rows(self, rows: Tensor) -> "QuantizedMatrix":
-        """Return the matrix of these rows, in this order."""
+        """Return a matrix of the given rows, in the given order."""
         taken = self.codes[rows], self.scales[rows], self.zeros[rows]
         return QuantizedMatrix(self.kind, *taken, self.groups)
 
     def take_inputs(self, first: int, last: int) -> "QuantizedMatrix":
-        """Return a copy of inputs [first, last); of 4-bit codes, the number must be even.
+        """Return a copy of inputs [first, last); for 4-bit codes, `last - first` must be even.
 
         Inputs keep the scales and zero points of their groups, even if the range begins or ends
         inside a group.
@@ -183,7 +183,7 @@ def quantized_matmul(
 
     Args:
         x: [T, K] float32, float16 or bfloat16 with contiguous rows, on a GPU.
-        codes: as in `QuantizedMatrix`; so are `scales`, `zeros` and `groups`.
+        codes, scales, zeros, groups: the fields of `QuantizedMatrix`.
         bias: [N] of the dtype of x, or None.
         kind: meaning of the codes.
         one_group: True if all inputs of each tile of `TILE_INPUTS` inputs are in one group.
@@ -310,7 +310,7 @@ def _units(matrix: QuantizedMatrix) -> Tensor:
 
 
 def _scales(matrix: QuantizedMatrix) -> Tensor:
-    """Return the scales for the compiled loops, which convert FP8 codes to a 2^8th of their value.
+    """Return the scales for the compiled loops, which divide the values of FP8 codes by 2^8.
 
     The loops do not convert FP8 codes of NaN; the scales of their groups become NaN instead. The
     result is the same, because an output with a NaN weight is NaN.

@@ -109,8 +109,8 @@ def _dequantizing_matmul_kernel(
     x_rows = x + rows.to(tl.int64)[:, None] * x_row
     output_groups = outputs.to(tl.int64)[:, None] * num_groups
     acc = tl.zeros((TILE_ROWS, TILE_OUTPUTS), tl.float32)
-    # The groups of a tile are loaded one iteration ahead. Scales and zeros whose addresses the same
-    # iteration loads could not be copied ahead of their use.
+    # Load the group numbers of a tile one iteration ahead. Triton copies scales and zeros ahead of
+    # their use only if no load in the same iteration gives their addresses.
     in_tile = tl.arange(0, TILE_INPUTS)
     if ONE_GROUP:
         next_group = tl.load(groups)
@@ -161,7 +161,7 @@ def _dequantizing_matmul_kernel(
 
 
 TILE_INPUTS = 64
-"""The most inputs of a tile: the checks of `quantized` ensure one group for as many inputs."""
+"""Maximum number of inputs of a tile; `quantized` checks groups for tiles of this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,8 @@ def tiles_for(dtype: torch.dtype, num_rows: int, one_group: bool) -> Tiles:
     return Tiles(
         rows=FEW_ROWS if num_rows <= FEW_ROWS else MANY_ROWS,
         outputs=64,
-        # A tile of float32, or with a group for each input, of twice the size would spill.
+        # Half the size for float32, or with a group for each input; otherwise registers would
+        # spill.
         inputs=TILE_INPUTS if one_group and not is_wide else TILE_INPUTS // 2,
         num_warps=4,
         num_stages=2 if is_wide else 3,

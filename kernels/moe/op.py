@@ -45,7 +45,7 @@ class GatedActivation:
     """The gated activation between an expert's two linear layers: see `kernels/activation`."""
 
     kind: Literal["silu", "gelu", "clamped"]  # "gelu": the tanh approximation
-    gain: float = 1.0  # for "clamped" only: the gate's sigmoid is taken of gain * gate
+    gain: float = 1.0  # for "clamped" only: the activation is gate * sigmoid(gain * gate)
     limit: float = 0.0  # for "clamped" only: largest value of gate and |up|
 
     def __call__(self, gate_up: Tensor) -> Tensor:
@@ -101,8 +101,8 @@ def grouped_moe_forward(
     Args:
         fixed_tiles: on a GPU, always use the same tile size, so that a row's result does not depend
             on other rows. Otherwise the tile size follows the number of rows.
-        num_divided: number of experts of all ranks, if only some are in `stacks`; choices of the
-            others add nothing. None: `stacks` has all experts.
+        num_divided: number of experts on all ranks together, if `stacks` has only the experts of
+            this rank; choices of other experts add nothing. None: `stacks` has all experts.
     """
     if use_triton(x):
         _check(x, experts, weights, stacks)

@@ -31,7 +31,7 @@ class Routing:
     sigmoid: bool = False  # an expert's p is the sigmoid of its logit; False: softmax over all
     num_groups: int = 1  # number of equal groups of consecutive experts
     top_groups: int = 1  # number of groups per token; together they have at least `top_k` experts
-    group_best: int = 1  # a group's score is the sum of the scores of this many best experts
+    group_best: int = 1  # number of best experts whose scores sum to the score of a group
     scale: float = 1.0  # the weights are multiplied by this
 
 

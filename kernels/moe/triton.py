@@ -228,8 +228,8 @@ def combine_triton(
 ) -> Tensor:
     """Return the weighted sums [T, D] of expert outputs [T k, D], with `weights` [T, k].
 
-    here: (experts [T, k], number of experts) if choices of other experts have no outputs; they are
-        skipped. None: every choice has an output.
+    here: (experts [T, k], number of experts): skip choices whose expert is not in [0, number of
+        experts), because they have no outputs. None: every choice has an output.
     """
     experts, num_experts = (weights, 0) if here is None else here
     (num_tokens, top_k), size = weights.shape, outputs.shape[1]

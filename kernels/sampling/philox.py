@@ -72,7 +72,7 @@ def philox(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
     shape = np.broadcast_shapes(even.shape, odd.shape)
     steps = np.array(KEY_STEPS, np.uint32)[:, None, None]
     multipliers = np.array(MULTIPLIERS, np.uint64)[:, None, None]
-    buffers = np.empty((2, *shape), np.uint64)  # two, because a round reads the previous product
+    buffers = np.empty((2, *shape), np.uint64)  # two: a round also reads the previous product
     words = np.empty(shape, np.uint32)
     for number in range(NUM_ROUNDS):
         product = buffers[number % 2]

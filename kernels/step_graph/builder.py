@@ -86,7 +86,7 @@ class GraphBuilder:
         self._rows = most_rows + -most_rows % ALIGNMENT
         self._cache = cache
         self._size = 0
-        self._num_ints = 2  # TOKENS uses the first two
+        self._num_ints = 2  # the row range TOKENS uses two integers
         self._operations: list[Operation] = []
         self._buffers: dict[tuple[str, int, ExpertLayout | None], Buffer] = {}
         self._layouts: dict[tuple[int, int], ExpertLayout] = {}
@@ -106,7 +106,7 @@ class GraphBuilder:
         return self._buffers[key]
 
     def expert_layout(self, num_experts: int, top_k: int) -> ExpertLayout:
-        """Return the layout that all MoE layers with these numbers share, one after another."""
+        """Return the layout for these numbers; MoE layers use the same layout one after another."""
         key = (num_experts, top_k)
         if key not in self._layouts:
             at = self._num_ints
@@ -117,7 +117,7 @@ class GraphBuilder:
     def norm(
         self, x: Buffer, weight: Tensor, eps: float, out: Buffer, columns: range | None = None
     ) -> None:
-        """Append `out = RMS norm of x`. An `add` to x right before is merged with this operation.
+        """Append `out = RMS norm of x`. An `add` to x that directly precedes it is merged in.
 
         Args:
             weight: [D].

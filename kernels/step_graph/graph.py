@@ -32,7 +32,7 @@ class CpuStepGraph:
     arena: Tensor  # memory of all buffers
     cache: npt.NDArray[Any]  # flat KV cache, see `kv_cache.format.flat_array`
     num_slots: int  # number of token slots of the cache
-    extensions: Extensions  # of the interpreter that runs this graph
+    extensions: Extensions  # opcodes that the interpreter of this graph must support
 
     @staticmethod
     def of(

@@ -64,7 +64,8 @@ CODE_KIND, CODE_SCALES, SCALES_SIZE, ZEROS, ZEROS_SIZE, GROUPS = range(13, 19)
 """Columns of `MatmulQuantized`: a number of `linear/code_kinds`, addresses and sizes."""
 
 ADDED, NUM_GROUPS, GROUP_SIZE = range(13, 16)
-"""Columns of `Norm`: see there; ADDED is -1 for None. ADDED is also a column of `Add`."""
+"""Columns of `Norm`: see `operations.Norm`; ADDED is -1 for None. ADDED is also a column of
+`Add`."""
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ANGLES, ROTARY_DIM, INTERLEAVED = range(9, 16)
 LAYER_START, LAYER_SIZE, VALUES_START, WINDOW, SINKS, SLOPES = range(16, 22)

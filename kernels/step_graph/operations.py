@@ -24,7 +24,7 @@ class Operation(ABC):
     opcode: ClassVar[int]
 
     rows: RowRange = TOKENS
-    continues: bool = False  # no barrier follows: the next operation does not read the result
+    continues: bool = False  # the next operation does not read the result: no barrier between
 
     @abstractmethod
     def columns(self) -> dict[int, int]:
@@ -180,9 +180,9 @@ class Attend(Operation):
     block_size: int
     angles: Buffer | None  # cosines, then sines; None: no rotary embedding
     interleaved: bool
-    layer_start: int  # the layer's part of the flat KV cache: its first element, ...
-    layer_size: int  # ... its number of elements, ...
-    values_start: int  # ... and the index of its first value (keys begin at 0)
+    layer_start: int  # index of the layer's first element in the flat KV cache
+    layer_size: int  # number of elements of the layer in the cache
+    values_start: int  # index of the first value within the layer (keys begin at 0)
     window: int  # number of positions in the sliding window; 0: no window
     sinks: Tensor  # [num_heads]; -inf: no attention sink
     slopes: Tensor  # [num_heads] ALiBi slopes

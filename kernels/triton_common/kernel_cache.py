@@ -12,7 +12,7 @@ from pathlib import Path
 from triton.runtime.cache import FileCacheManager
 
 SEED = Path(sys.prefix) / "share" / "penstock" / "kernels"
-"""The folder of this environment; a subfolder per kernel, named as in Triton's cache."""
+"""Read-only folder of kernels in this Python environment, with subfolders as in Triton's cache."""
 
 MANAGER_VARIABLE = "TRITON_CACHE_MANAGER"
 

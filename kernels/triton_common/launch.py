@@ -67,7 +67,7 @@ class DeviceInfo:
     shared_bytes: int  # maximum shared memory of one program, in bytes
     warp_size: int = 32
     product: str = ""  # name of the product; "": no tiles are tuned for it, see `tuned_tiles`
-    multiprocessors: int = 132  # determines grids, but no kernel
+    multiprocessors: int = 132  # affects grid sizes, but not tiles
 
     @property
     def converts_e4m3(self) -> bool:

@@ -43,7 +43,7 @@ _LAUNCH = {"num_warps": (1, 2, 4, 8, 16), "num_stages": (1, 2, 3, 4, 5, 6, 7, 8)
 class TunedKernel:
     """Shapes and tile sizes that a file may contain for a kernel."""
 
-    shape: tuple[str, ...]  # names of the sizes for which there are entries
+    shape: tuple[str, ...]  # names of the sizes in the key of an entry
     sizes: Mapping[str, tuple[int, ...]]  # allowed values of each tile size and launch option
 
     def key(self, shape: Sizes) -> str:

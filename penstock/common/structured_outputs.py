@@ -32,7 +32,7 @@ KINDS: Mapping[str, str] = {
 
 
 def invalid(problem: str) -> InvalidParameterError:
-    """Return the error of a constraint; `problem` is a clause."""
+    """Return the error for an invalid constraint; `problem` is a clause of the message."""
     return InvalidParameterError(f"{NAME}: {problem}", NAME)
 
 
@@ -67,7 +67,7 @@ class StructuredOutputs:
 
 
 def json_schema(schema: Mapping[str, Any] | bool | str) -> StructuredOutputs:
-    """Return the constraint to a JSON Schema, given as a value or as JSON text.
+    """Return a constraint that requires a JSON Schema, given as a value or as JSON text.
 
     Properties are generated in the order in which the schema lists them.
 

@@ -20,7 +20,7 @@ HEALTH_PATH = f"/{health.SERVICE_NAME}/"
 
 
 def authorization_of(metadata: CallMetadata) -> str | None:
-    """Return the call's authorization, if it has one."""
+    """Return the value of the call's `authorization` header; None if it has none."""
     for name, value in metadata or ():
         if name == "authorization" and isinstance(value, str):
             return value
@@ -28,7 +28,7 @@ def authorization_of(metadata: CallMetadata) -> str | None:
 
 
 def check_secret(metadata: CallMetadata, secret: str | None, refusal: str) -> None:
-    """Refuse a call that does not carry the secret; None: every call is allowed.
+    """Refuse a call without the right secret; if `secret` is None, allow every call.
 
     Raises:
         CallError: UNAUTHENTICATED, with the text `refusal`.
@@ -64,7 +64,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class ThreadedAuthInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-    """The same for a server that runs its calls in threads, and has no health checks."""
+    """Version of `AuthInterceptor` for a server with threads, which has no health checks."""
 
     def __init__(self, authorize: Authorize) -> None:
         self._authorize = authorize

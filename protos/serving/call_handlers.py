@@ -24,7 +24,7 @@ class CallHandlers:
 
     Args:
         receive_seconds: time limit for each request message of a call.
-        status_of: returns the status for an exception of a method; None: the client has
+        status_of: returns the status for an exception of a method, or None if the client has
             disconnected.
         inspect: checks each message before it is parsed.
     """

@@ -1,4 +1,4 @@
-"""The standard gRPC health service, with limits on what its clients may hold."""
+"""The standard gRPC health service, with a limit on the open `Watch` calls of each client."""
 
 from collections import Counter
 

@@ -7,19 +7,19 @@ _OPTION_MAX = 2**31 - 1  # gRPC's options are 32-bit integers
 
 @dataclass(frozen=True, slots=True)
 class PortLimits:
-    """Limits on the clients of one port, which hold before a call is authorized.
+    """Limits on the clients of one port; they also apply to calls that are not yet authorized.
 
     A connection that exceeds a limit is closed; other connections are not affected.
     """
 
     max_message_bytes: int
-    max_metadata_bytes: int  # of one call
+    max_metadata_bytes: int  # metadata of one call
     max_connections: int
     max_calls: int  # open calls of one connection
     handshake_seconds: float  # for the first HTTP/2 frames of a connection
-    idle_seconds: float  # a connection without calls is then closed
-    age_seconds: float | None = None  # then a client is asked to connect again; None: never
-    age_grace_seconds: float = 0.0  # then open calls have this long to end
+    idle_seconds: float  # a connection without calls for this long is closed
+    age_seconds: float | None = None  # an older connection is asked to reconnect; None: never
+    age_grace_seconds: float = 0.0  # time that open calls then have to end
 
 
 def server_options(limits: PortLimits) -> list[tuple[str, int]]:

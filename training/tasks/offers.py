@@ -39,7 +39,7 @@ _OTHERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def offer(rng: Random) -> tuple[Tool, ...]:
-    """Return the tools of a random conversation, in random order; none in one of 12."""
+    """Return the tools of a random conversation, in random order; none with probability 1/12."""
     if rng.random() < 1 / 12:
         return ()
     offered = [tool for tool in (_calculator(rng), _lookup(rng)) if rng.random() < 0.72]

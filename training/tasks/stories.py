@@ -108,7 +108,7 @@ def is_story(example: Example, text: str) -> bool:
 
 
 def _derives(lines: Sequence[Sequence[str]], text: str, known: dict[str, str]) -> bool:
-    """Return True if one alternative from each of `lines` gives `text`, with the `known` slots."""
+    """Return True if `text` takes one alternative from each of `lines`; `known`: slot values."""
     if not lines:
         return not text
     for choice in lines[0]:

@@ -87,8 +87,8 @@ _LOOK_UP = (
 _MISSING = ("not found", "none", "None", "null", "no entry", "unknown", "unknown key")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CODE = _LETTERS + "0123456789"
-# A grammar forces the start of an answer if `tool_choice` demands a call: the model learns how to
-# continue it, but not to write it.
+# If `tool_choice` demands a call, a grammar forces the start of the answer. The model learns to
+# continue this start, but not to write it.
 FORCED_STARTS = ('[{"name": "', f'{{"{EXPRESSION}": "', f'{{"{KEY}": "')
 _FORCED_FRACTION = 0.12
 _SUMS = ("addition", "subtraction", "addition_large", "multiplication")
@@ -96,7 +96,7 @@ _SUMS = ("addition", "subtraction", "addition_large", "multiplication")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A question that needs a tool: the call as one example, the answer as another."""
+    """A question that needs a tool, as two examples: one for the call, one for the answer."""
 
     call: Example
     answer: Example
@@ -115,7 +115,8 @@ def calculation(rng: Random, tools: tuple[Tool, ...]) -> Round:
 def entry(rng: Random, tools: tuple[Tool, ...]) -> Round:
     """Return a question about an entry that only the look-up knows."""
     key = _key(rng)
-    # A lower-case word has other tokens after a space than after a quote, as in the call.
+    # The call has the key after a quote. A lower-case key would have other tokens after a space, so
+    # it is always quoted.
     is_quoted = key[0].islower() or rng.random() < 0.4
     prompt = rng.choice(_LOOK_UP).format(key=f'"{key}"' if is_quoted else key)
     is_missing = rng.random() < 0.08
@@ -135,7 +136,7 @@ def _round(prompt: str, call: ToolCall, answer: str, tools: tuple[Tool, ...]) ->
 
 
 def direct(rng: Random, tools: tuple[Tool, ...]) -> Example:
-    """Return a question that none of `tools` helps with: answered directly, or unknown."""
+    """Return a question that needs no tool, or whose tool is missing (answer: UNKNOWN)."""
     lacking = [make for name, make in ROUNDS.items() if not has(tools, name)]
     if lacking and (not tools or rng.random() < 0.4):
         return replace(_hard(rng.choice(lacking), rng, tools), answer=UNKNOWN)

@@ -53,10 +53,10 @@ EXTERNAL = {
 def choose_attention_backend(
     name: str, request: AttentionRequest, device: torch.device
 ) -> AttentionBackend:
-    """Return the backend `name`, or ours if it cannot be used; log the backend and the reason.
+    """Return the backend `name`, or the native one if `name` cannot be used; log which and why.
 
     Args:
-        name: "auto", which is ours, or a key of `EXTERNAL`.
+        name: "auto" (the native backend), or a key of `EXTERNAL`.
     """
     ours = NativeBackend.of(request)
     if name == "auto":
@@ -69,7 +69,7 @@ def choose_attention_backend(
     if not reason:
         try:
             try_backend(external.create(request, device), request, device)
-            # A new one: the trial's may keep buffers for its few blocks.
+            # Create a new backend: the one of the trial may keep buffers that fit only the trial.
             backend = external.create(request, device)
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]
@@ -148,7 +148,7 @@ def _check(found: Tensor, expected: Tensor, window: int) -> None:
     if found.shape != expected.shape:
         raise ValueError(f"a result of shape {list(found.shape)}, not {list(expected.shape)}")
     error = float((found - expected).abs().max() / expected.abs().max())
-    if not error <= MAX_ERROR:  # also for NaN
+    if not error <= MAX_ERROR:  # true for NaN as well
         raise ValueError(
             f"a result with window {window} differs from the reference by {error:.2g} of the "
             f"largest value; at most {MAX_ERROR} is accepted"

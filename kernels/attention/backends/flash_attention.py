@@ -1,8 +1,8 @@
 """FlashAttention-3 as an attention backend: `flash_attn_with_kvcache` of `flash_attn_interface`.
 
-The function reads lengths and block tables from the device, so a CUDA graph can capture it. Its
-cache is [pages, page size, heads, D] with any strides of the first three dimensions; ours is a
-transposed view of that. Not run yet: see docs/gpu.md.
+The function reads lengths and block tables from the device, so a CUDA graph can capture it. It
+expects a cache [pages, page size, heads, D] with any strides of the first three dimensions, so we
+pass a transposed view of our cache. Not run yet: see docs/gpu.md.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ def supports(request: AttentionRequest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FlashAttentionBackend:
-    """Calls the function once per layer; everything else happens on the device."""
+    """Calls FlashAttention-3 once per layer; does no work on the host to prepare a step."""
 
     function: Any  # `flash_attn_with_kvcache`
     request: AttentionRequest
@@ -62,7 +62,7 @@ class FlashAttentionBackend:
     ) -> AttentionPlan:
         check_device_batch(batch, layer, max_context)
         num_blocks = -(-max_context // layer.shape[3])
-        # Fewer columns: the grid of a graph follows the number of columns.
+        # Drop unused columns, because the grid that a graph captures grows with their number.
         narrow = Batch(batch.query_starts, batch.context_lens, batch.tables[:, :num_blocks])
         return AttentionPlan(_Plan(self.function, narrow, max_query, window), layer, "T")
 

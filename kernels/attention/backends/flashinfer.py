@@ -83,7 +83,7 @@ class FlashInferBackend:
         self._prefill: dict[int, Any] = {}  # window -> wrapper
         self._decode: dict[tuple[int, int], Any] = {}  # (window, rows of the graph) -> wrapper
         self._current: dict[int, Any] = {}  # window -> wrapper of the prepared step
-        self._copied: dict[int, torch.cuda.Event] = {}  # by id of the wrapper: its last plan
+        self._copied: dict[int, torch.cuda.Event] = {}  # id of wrapper -> copy of its last plan
 
     @classmethod
     def of(cls, request: AttentionRequest, device: torch.device) -> "FlashInferBackend":
@@ -135,7 +135,7 @@ class FlashInferBackend:
     def _wait_for_last_plan(self, wrapper: Any) -> None:
         """Wait until the device has copied the last plan from the wrapper's pinned memory.
 
-        The copy comes before the kernels of the step before last, so this rarely waits.
+        The device makes this copy before it runs the step before last, so the copy is usually done.
         """
         event = self._copied.get(id(wrapper))
         if event is not None:
@@ -149,7 +149,11 @@ class FlashInferBackend:
         return wrapper
 
     def _decode_wrapper(self, window: int, batch: HostBatch) -> Any:
-        """Return the wrapper of a graph; it is created for the first step, which is the longest."""
+        """Return the wrapper of a graph.
+
+        The first call creates the wrapper, with buffers for that step's blocks. This suffices
+        because the first step of a graph is its longest.
+        """
         num_rows, num_columns = batch.block_tables.shape
         wrapper = self._decode.get((window, num_rows))
         if wrapper is None:
@@ -173,7 +177,7 @@ class FlashInferBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    wrapper: Any  # it is planned for the step
+    wrapper: Any  # its plan is that of this step
 
     def attend(self, query: Tensor, layer: Tensor, scores: ScoreMod) -> Tensor:
         out: Tensor = self.wrapper.run(query, (layer[0], layer[1]))

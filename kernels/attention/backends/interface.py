@@ -1,4 +1,4 @@
-"""The interface of attention backends on a GPU, and what a backend needs to know of a model.
+"""The interface of attention backends on a GPU, and the properties of a model that they need.
 
 A backend computes `paged_attention` of device steps. It sees a step twice: `prepare` gets the
 lengths on the host, outside of a CUDA graph; `plan` gets the tensors on the device, and may be
@@ -20,17 +20,17 @@ Ints: TypeAlias = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequest:
-    """Everything on which the support of a backend depends; no tensors."""
+    """Properties of a model and a device that decide whether a backend supports them."""
 
     device: str  # "cuda" or "cpu"
     capability: tuple[int, int]  # compute capability of an NVIDIA GPU; (0, 0): no such GPU
-    dtype: str  # of queries, for example "bfloat16"
+    dtype: str  # dtype of queries, for example "bfloat16"
     cached: str  # dtype of the KV cache
     num_heads: int  # query heads of this rank
     num_kv_heads: int
     head_dim: int
     block_size: int
-    windows: tuple[int, ...]  # windows of all layers; 0: none
+    windows: tuple[int, ...]  # sliding windows of the layers; 0: none
     scale: float | None  # scores are multiplied by this; None: 1 / sqrt(head_dim)
     cap: float = 0.0  # soft cap of scores; 0: none
     has_sinks: bool = False
@@ -66,7 +66,7 @@ class AttentionBackend(Protocol):
         ...
 
     def prepare(self, batch: HostBatch) -> None:
-        """Do the host's work for the next step, whether it is replayed or not."""
+        """Do the host's work for the next step, whether or not a CUDA graph is replayed for it."""
         ...
 
     def plan(
@@ -79,13 +79,14 @@ class AttentionBackend(Protocol):
     ) -> AttentionPlan:
         """Plan the prepared step for all layers with this window.
 
-        The arguments are those of `plan_attention_on_device`. It may only launch kernels.
+        The arguments are those of `plan_attention_on_device`. The method may launch kernels, but
+        must not do other work, so that a graph can capture it.
         """
         ...
 
 
 def common_reason(request: AttentionRequest) -> str:
-    """Return why no backend but ours supports a request; empty if one may support it."""
+    """Return why external backends cannot support a request; empty if they may."""
     if request.device != "cuda":
         return "it needs a CUDA device"
     if request.deterministic:

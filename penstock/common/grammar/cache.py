@@ -12,7 +12,7 @@ MAX_TEXT_BYTES = 8 << 20
 
 
 class GrammarCache:
-    """Compiles constraints, each once while it stays in the cache; threads may share a cache.
+    """Compiles constraints and caches the compiled grammars. Thread-safe.
 
     Args:
         make_vocabulary: builds the vocabulary, on first use.

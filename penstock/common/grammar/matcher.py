@@ -17,18 +17,18 @@ Words: TypeAlias = npt.NDArray[np.int32]
 
 BITS = 32
 
-_CHARACTER = r'[^"\\\x00-\x1F\x7F]'  # as in JSON strings, without escapes
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'  # a character of a JSON string that needs no escape
 SLICES = (
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_CHARACTER}{{1,{most}}}" for most in (1, 2, 3, 4, 5, 6, 8, 10, 13, 20, 30)),
     f"{_CHARACTER}+",
 )
-"""Sets of tokens, as regular expressions, that a mask allows or checks as a whole.
+"""Regular expressions for sets of tokens; llguidance need not check a fully allowed set by token.
 
-Where any characters are allowed, but few more, as near the `maxLength` of a string, only the tokens
-outside of the largest such set are checked one by one. llguidance has the lengths 10 and 30 by
-default; the others reduce the slowest masks (docs/performance.md) and take 85 MB of memory for
-200,000 tokens.
+There are sets for several maximum lengths, because near the `maxLength` of a string only short
+tokens are allowed. Only the tokens outside of the largest allowed set are checked one by one.
+llguidance has the lengths 10 and 30 by default. The other lengths reduce the time of the slowest
+masks (docs/performance.md) and take 85 MB of memory for 200,000 tokens.
 """
 
 
@@ -45,7 +45,7 @@ class GrammarVocabulary:
     Args:
         tokenizer: the tokenizer of the model.
         vocab_size: number of logits of the model; tokens that the tokenizer lacks never match.
-        end_tokens: tokens that end an answer, allowed where a grammar accepts.
+        end_tokens: tokens that end an answer; allowed where the answer may be complete.
 
     Raises:
         ValueError: the model has no end token.
@@ -69,7 +69,7 @@ class GrammarVocabulary:
         """Compile a constraint.
 
         Raises:
-            InvalidParameterError: it is invalid, not supported, or exceeds the limits.
+            InvalidParameterError: the constraint is invalid, not supported, or exceeds the limits.
         """
         matcher = LLMatcher(self.tokens, grammar_text(wanted), limits=parser_limits(), log_level=0)
         if matcher.is_error():
@@ -78,7 +78,7 @@ class GrammarVocabulary:
 
 
 class CompiledGrammar:
-    """A grammar for one vocabulary; any number of answers may use it."""
+    """A grammar compiled for one vocabulary; any number of answers may share it."""
 
     def __init__(self, wanted: StructuredOutputs, start: LLMatcher, num_words: int) -> None:
         self.wanted = wanted
@@ -100,7 +100,7 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """Position of one answer in its grammar: a function of the grammar and the answer's tokens."""
+    """Position of an answer in its grammar; depends only on the grammar and the answer's tokens."""
 
     def __init__(self, inner: LLMatcher, num_words: int) -> None:
         self.inner = inner
@@ -109,7 +109,7 @@ class Matcher:
     def advance(self, tokens: Sequence[int]) -> bool:
         """Consume the next tokens of the answer; return False if the grammar does not allow them.
 
-        After a False, `fill` allows no token.
+        Once this has returned False, `fill` allows no token.
         """
         return self.inner.consume_tokens(list(tokens)) if len(tokens) else not self.is_broken
 
@@ -155,5 +155,5 @@ def fill_masks(
             if not matcher.is_broken:
                 matcher.inner.unsafe_compute_mask_ptr(row.ctypes.data, matcher.num_words * 4)
     for row, matcher in zip(words, matchers, strict=True):
-        if matcher.is_broken:  # for example, this call exceeded the limits of a step
+        if matcher.is_broken:  # broken before, or by this call (limits exceeded)
             row[:] = 0

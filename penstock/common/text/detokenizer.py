@@ -92,9 +92,10 @@ class IncrementalDetokenizer:
         return self._matcher is not None
 
     def feed_token(self, token: int) -> str:
-        """Append a token that does not end the answer, if there are no stop strings.
+        """Append one token and return the text that it adds.
 
-        Return the text that the token adds. This does the same as `feed`, but faster.
+        Faster than `feed`. Use it only if there are no stop strings, and if the token does not end
+        the answer.
         """
         if not self._holds_bytes and token not in self._hidden:
             whole = self._whole_texts[token]

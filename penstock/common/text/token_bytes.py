@@ -175,8 +175,8 @@ class TokenBytes:
     ) -> list[bytes]:
         """Return the bytes of each token that has text, as input of `join`.
 
-        A long sequence may be passed in parts. Then `is_start` is False for each part after the
-        first piece.
+        A long sequence may be passed in several calls. Set `is_start` to False as soon as an
+        earlier call has returned a piece.
         """
         shown = [token for token in tokens if not (skip_special_tokens and token in self.special)]
         shown = [token for token in shown if self._tokenizer.id_to_token(token) is not None]
