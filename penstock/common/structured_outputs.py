@@ -14,7 +14,7 @@ from penstock.common.invalid_parameter import InvalidParameterError
 NAME = "structured_outputs"
 """Name of the parameter in errors, as in vLLM's API."""
 
-MAX_BYTES = 64 << 10
+MAX_BYTES = 128 << 10
 """Maximum size of a constraint's text, in UTF-8."""
 
 UNPAIRED = "the text contains an unpaired surrogate, which is not a character: remove it"

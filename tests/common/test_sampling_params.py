@@ -87,7 +87,7 @@ INVALID: list[tuple[SamplingParams, str, str]] = [
     (formed("yaml", "x"), "structured_outputs", "unknown kind 'yaml': expected one of json, "),
     (formed("regex", ""), "structured_outputs", "regex must be a regular expression"),
     (formed("json_object", "x"), "structured_outputs", "must be an empty text, not 'x'"),
-    (formed("regex", "é" * (1 << 15) + "x"), "structured_outputs", "65537 bytes; at most 65536"),
+    (formed("regex", "é" * (1 << 16) + "x"), "structured_outputs", "131073 bytes; at most 131072"),
     (replace(formed("regex", "x"), ignore_eos=True), "ignore_eos", "cannot be combined"),
     (
         replace(BEAMS, structured_outputs=StructuredOutputs("json_object")),

@@ -102,7 +102,7 @@ async def test_forced_calls_exclude_another_form_of_the_answer(model: Model) -> 
 
 
 async def test_schema_that_is_too_long_is_refused(model: Model) -> None:
-    parameters = {"type": "object", "description": "x" * (65 << 10)}
+    parameters = {"type": "object", "description": "x" * (129 << 10)}
     tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
     with pytest.raises(openai.BadRequestError, match="the schema of the tool calls") as refusal:
         await model(SUM, **{**NAMED, "tools": [tool]})

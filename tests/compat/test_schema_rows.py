@@ -65,6 +65,9 @@ async def test_every_choice_of_a_chat_follows_the_form(client: Any) -> None:
 
 
 JSON_OBJECT = {"type": "json_object"}
+BOMB = {"allOf": [{"type": "string", "pattern": f"^.*a.{{{i % 40}}}b"} for i in range(1200)]}
+"""A schema whose check would take minutes."""
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": JSON_OBJECT, "guided_regex": "a"},
@@ -90,6 +93,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
         "response_format",
         "json_schema.strict must be true or false",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": BOMB}}},
+        "response_format",
+        "processor time",
     ),
     ({"response_format": {"type": "structural_tag"}}, "response_format", "structures"),
     (
