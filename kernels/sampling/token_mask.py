@@ -6,6 +6,8 @@ Token t is allowed if bit t % 32 of word t // 32 of a mask is set. llguidance us
 from functools import cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -40,6 +42,21 @@ def apply_token_mask_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     else:
         record_fallback("apply_token_mask_", logits.device, "no kernel for this device")
         logits.copy_(apply_token_mask_reference(logits, rows, words))
+
+
+def apply_host_masks_(
+    logits: Tensor, rows: npt.NDArray[np.int64], words: npt.NDArray[np.int32]
+) -> None:
+    """Do `apply_token_mask_` on a CPU with masks in arrays, which takes fewer calls.
+
+    The compiled loop refuses arrays of other types with TypeError.
+    """
+    if not (has_numba() and logits.is_contiguous()):
+        apply_token_mask_(logits, torch.from_numpy(rows), torch.from_numpy(words))
+        return
+    if words.shape[1] * BITS < logits.shape[1] or len(words) != len(rows):
+        raise ValueError(f"words: {len(rows)} masks for {logits.shape[1]} tokens expected")
+    _cpu_kernels().apply_token_mask(logits.numpy(), rows, words)
 
 
 def apply_token_mask_reference(logits: Tensor, rows: Tensor, words: Tensor) -> Tensor:

@@ -113,6 +113,7 @@ class GrammarMask:
         self._num_seen = 0  # tokens of the answer that the matcher has consumed
         self._ahead: list[int] = []  # consumed tokens that are not yet in the answer
         self._mask: Words | None = None  # [W] mask of the matcher's position, if it is known
+        self._only: int | None = None  # the only token that the mask allows
 
     def is_active(self, index: int) -> bool:
         return True
@@ -133,12 +134,21 @@ class GrammarMask:
         if num_ahead < 0:
             self.matcher.advance(log[num_ahead:].tolist())
             self._num_seen -= num_ahead
-            self._mask = None
+            self._mask = self._only = None
         self._ahead = self._ahead[len(self._ahead) - num_ahead :] if num_ahead > 0 else []
 
-    def keep(self, mask: Words) -> None:
-        """Keep a copy of the mask [W] of the matcher's position."""
-        self._mask = mask.copy()
+    def keep(self, mask: Words, only: int | None) -> None:
+        """Keep the mask [W] of the matcher's position, which nobody may change any more.
+
+        only: the only token that it allows; None: it allows none or several.
+        """
+        self._mask = mask
+        self._only = only
+
+    @property
+    def single(self) -> int | None:
+        """The only token that may come next; None if there are none or several."""
+        return self._ahead[0] if self._ahead else self._only
 
     def allowed(self, words: Words) -> None:
         """Set the bits of the tokens that may come next; clear all others."""
@@ -154,30 +164,33 @@ class GrammarMask:
         Return False, and do nothing, if the mask allows several tokens, or only a token that ends
         the answer.
         """
-        token = self.forced_token
-        if token is None or token in self._stops or not self.matcher.advance([token]):
+        token = self._only
+        if (
+            self._mask is None
+            or token is None
+            or token in self._stops
+            or not self.matcher.advance([token])
+        ):
             return False
         self._ahead.append(token)
         self._num_seen += 1
-        self._mask = None
+        self._mask = self._only = None
         return True
-
-    @property
-    def forced_token(self) -> int | None:
-        """The only token that the kept mask allows; None if it allows several or is not known."""
-        return None if self._mask is None else only_token(self._mask)
 
     def forced(self) -> list[int]:
         """Return the known forced tokens, and the end token if only it may follow them."""
-        end = self.forced_token if self.matcher.is_complete else None
+        if not self._ahead and self._only is None:
+            return []
+        end = self._only if self.matcher.is_complete else None
         return self._ahead if end is None else [*self._ahead, end]
 
     def exclude(self, words: Words, log: Ints, num_prompt: int) -> None:
         self.advance(log, num_prompt)
         allowed = np.zeros_like(words)
         if self.needs_fill:
-            self.matcher.fill(allowed)
-            self.keep(allowed)
+            filled = np.zeros_like(words)
+            self.matcher.fill(filled)
+            self.keep(filled, only_tokens(filled[None])[0])
         self.allowed(allowed)
         words &= allowed
 
@@ -274,13 +287,16 @@ def can_force(params: SamplingParams, processors: Sequence[MaskProcessor]) -> bo
     )
 
 
-def only_token(mask: Words) -> int | None:
-    """Return the token whose bit is set; None unless exactly one bit is set."""
-    (found,) = mask.nonzero()
-    if len(found) != 1:
-        return None
-    word = int(mask[found[0]]) & 0xFFFFFFFF
-    return int(found[0]) * BITS + word.bit_length() - 1 if word & (word - 1) == 0 else None
+def only_tokens(masks: Words) -> list[int | None]:
+    """Return for each mask [M, W] the token of its only bit; None if none or several are set."""
+    found: list[int | None] = [None] * len(masks)
+    counts = np.count_nonzero(masks, axis=1)
+    for index in (counts == 1).nonzero()[0].tolist():
+        at = int(masks[index].nonzero()[0][0])
+        word = int(masks[index, at]) & 0xFFFFFFFF
+        if word & (word - 1) == 0:
+            found[index] = at * BITS + word.bit_length() - 1
+    return found
 
 
 def _end_of_first(answer: Ints, pattern: Ints) -> int | None:

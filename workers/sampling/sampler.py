@@ -22,7 +22,7 @@ from penstock.common.sampling_params import UINT64_MAX, SamplingParams
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import SamplingTensors, finite_rows, greedy, sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
-from penstock.kernels.sampling.token_mask import apply_token_mask_
+from penstock.kernels.sampling.token_mask import apply_host_masks_, apply_token_mask_
 from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.gpu.pinned import put
 from penstock.workers.sampling.beam_search import Candidates
@@ -168,11 +168,14 @@ class Sampler:
         beams, others = np.flatnonzero(is_beam), np.flatnonzero(~is_beam)
         masks = self.masks.take(rows, indices, history)
         shaped, finite = logits, None
-        if masks is not None or len(beams) or params["modified"].any():
+        is_modified = params["modified"].any()
+        if masks is not None or len(beams) or is_modified:
             finite = finite_rows(logits).cpu().numpy()
             shaped = self._writable(logits, beams, params)
-            self._modify_(shaped, rows, params, history, masks)
+            if is_modified:
+                self._modify_(shaped, rows, params, history)
         if masks is not None:
+            _apply_masks_(shaped, masks)
             params["temperature"][masks.at[masks.is_single]] = 0.0  # only one token is allowed
         tokens, finite = self._sample_rows(shaped, finite, params, indices, others)
         entries = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
@@ -266,9 +269,8 @@ class Sampler:
         rows: Ints,
         params: npt.NDArray[np.void],
         history: History,
-        masks: StepMasks | None,
     ) -> None:
-        """Apply biases, penalties and masks to the rows that have them, in place."""
+        """Apply biases and penalties to the rows that have them, in place."""
         biased = np.flatnonzero(params["biased"])
         if len(biased):
             tokens, values = zip(*(self._biases[row] for row in rows[biased]), strict=True)
@@ -277,8 +279,6 @@ class Sampler:
         penalized = np.flatnonzero(params["penalized"])
         if len(penalized):
             _penalize_(logits, rows[penalized], params[penalized], penalized, history)
-        if masks is not None:
-            _apply_masks_(logits, masks)
 
     def _sample_rows(
         self,
@@ -337,6 +337,9 @@ class Sampler:
 
 def _apply_masks_(logits: Tensor, masks: StepMasks) -> None:
     """Exclude tokens from the masked rows of logits, in place."""
+    if logits.device.type == "cpu":
+        apply_host_masks_(logits, masks.at, masks.words)
+        return
     at, words = put(masks.at, logits.device), put(masks.words, logits.device)
     apply_token_mask_(logits, at, words)
 

@@ -29,9 +29,9 @@ from penstock.workers.sampling.mask_processors import (
     MaskProcessor,
     can_force,
     mask_processors,
-    only_token,
+    only_tokens,
 )
-from penstock.workers.scheduling.forced_tokens import ForcedTokens
+from penstock.workers.scheduling.forced_tokens import NO_FORCED, ForcedTokens
 from penstock.workers.scheduling.sequence import Bools, Ints
 
 RowIndices: TypeAlias = npt.NDArray[np.intp]
@@ -206,8 +206,7 @@ class TokenMasks:
                 logs.append(_Log(row, processors[at], index, text, num_prompt))
         if not masked:
             return None
-        words = np.full((len(logs), self._num_words), -1, np.int32)
-        is_single, forced = self._fill_grammars(words, logs)
+        words, is_single, forced = self._fill_grammars(logs)
         done = list[tuple[int, tuple[MaskProcessor, ...]]]()
         for mask, log in zip(words, logs, strict=True):
             for processor in log.processors:
@@ -217,12 +216,11 @@ class TokenMasks:
                         done.append((log.row, log.processors))
         return StepMasks(np.array(masked, np.intp), words, is_single, forced, done)
 
-    def _fill_grammars(self, words: Words, logs: Sequence[_Log]) -> tuple[Bools, ForcedTokens]:
-        """Fill the masks of all grammars at once. A grammar is always a row's first processor.
+    def _fill_grammars(self, logs: Sequence[_Log]) -> tuple[Words, Bools, ForcedTokens]:
+        """Fill the masks of all grammars at once; a grammar is a row's first processor.
 
-        Returns:
-            [M] True for masks that allow only one token; and by row, the tokens that must follow
-            this token.
+        Return the masks [M, W], in which rows without a grammar allow all tokens, [M] True for
+        masks that allow a single token, and the tokens that must follow it.
         """
         is_single = np.zeros(len(logs), np.bool_)
         found = [
@@ -232,22 +230,29 @@ class TokenMasks:
         ]
         for _, mask, log in found:
             mask.advance(log.tokens, log.num_prompt)
-        self._fill_unknown([mask for _, mask, _ in found])
-        self._consume_forced([mask for _, mask, log in found if self._can_force[log.row]])
+        filled = self._fill_unknown([mask for _, mask, _ in found])
+        singles = [(at, mask, log) for at, mask, log in found if mask.single is not None]
+        if filled is not None and len(filled) == len(logs) and _may_share(logs, singles):
+            return filled, is_single, NO_FORCED  # nobody changes these masks
+        if self.max_forced:
+            able = self._can_force
+            self._consume_forced([mask for _, mask, log in singles if able[log.row]])
+        words = np.full((len(logs), self._num_words), -1, np.int32)
         forced: dict[int, Sequence[int]] = {}
-        for at, mask, log in found:
+        for at, mask, _ in found:
             mask.allowed(words[at])
-            is_single[at] = only_token(words[at]) is not None
+        for at, mask, log in singles:
+            is_single[at] = True
             known = mask.forced() if self.max_forced and self._can_force[log.row] else []
             if len(known) > 1:
                 forced[log.row] = known[1 : self.max_forced + 1]
-        return is_single, forced
+        return words, is_single, forced
 
-    def _fill_unknown(self, masks: Sequence[GrammarMask]) -> None:
-        """Fill the masks of the matchers' positions where they are not known."""
+    def _fill_unknown(self, masks: Sequence[GrammarMask]) -> Words | None:
+        """Fill and return the masks of the matchers' positions where they are not known."""
         masks = [mask for mask in masks if mask.needs_fill]
         if not masks:
-            return
+            return None
         # With only one thread, an executor has no benefit, but handing over the work costs time.
         if self._executor is None and len(masks) > 1 and _num_threads() > 1:
             self._executor = LLExecutor(_num_threads())
@@ -257,14 +262,22 @@ class TokenMasks:
         word, bit = divmod(self._vocab_size, BITS)
         filled[:, word : word + 1] &= (1 << bit) - 1
         filled[:, word + 1 :] = 0
-        for mask, words in zip(masks, filled, strict=True):
-            mask.keep(words)
+        for mask, words, only in zip(masks, filled, only_tokens(filled), strict=True):
+            mask.keep(words, only)
+        return filled
 
     def _consume_forced(self, masks: Sequence[GrammarMask]) -> None:
         """Consume the tokens that must come next, and fill the masks behind them."""
-        for _ in range(self.max_forced + 1 if self.max_forced else 0):
+        for _ in range(self.max_forced + 1):
+            if not masks:
+                return
             masks = [mask for mask in masks if mask.consume_forced()]
             self._fill_unknown(masks)
+
+
+def _may_share(logs: Sequence[_Log], singles: Sequence[object]) -> bool:
+    """Return whether no processor changes the masks of the grammars, and none is forced."""
+    return not singles and all(len(log.processors) == 1 for log in logs)
 
 
 @cache

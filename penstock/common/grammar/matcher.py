@@ -142,18 +142,20 @@ def fill_masks(
         words: [M, W] int32, contiguous; overwritten.
         executor: threads that share the work; None: the calling thread does all of it.
     """
-    if any(len(row) < matcher.num_words for row, matcher in zip(words, matchers, strict=True)):
+    if any(words.shape[1] < matcher.num_words for matcher in matchers):
         raise ValueError(f"a mask of {words.shape[1]} words is too short for the vocabulary")
     words[:] = 0
+    row_bytes = words.shape[1] * 4
     if executor is not None and len(matchers) > 1:
         pairs = [(each.inner, i) for i, each in enumerate(matchers) if not each.is_broken]
         if pairs:  # llguidance raises ValueError for an empty list
-            row_bytes = words.shape[1] * 4
             executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, row_bytes, len(words))
     else:
-        for row, matcher in zip(words, matchers, strict=True):
+        place = words.ctypes.data
+        for index, matcher in enumerate(matchers):
             if not matcher.is_broken:
-                matcher.inner.unsafe_compute_mask_ptr(row.ctypes.data, matcher.num_words * 4)
-    for row, matcher in zip(words, matchers, strict=True):
+                address = place + index * row_bytes
+                matcher.inner.unsafe_compute_mask_ptr(address, matcher.num_words * 4)
+    for index, matcher in enumerate(matchers):
         if matcher.is_broken:  # broken before, or by this call (limits exceeded)
-            row[:] = 0
+            words[index] = 0

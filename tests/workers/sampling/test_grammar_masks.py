@@ -11,7 +11,7 @@ from penstock.common.structured_outputs import choice
 from penstock.loadtests.simulator.constraints.random_constraints import draw_constraint
 from penstock.loadtests.simulator.constraints.vocabulary import END, VOCAB_SIZE, grammars
 from penstock.workers.sampling import sampler as sampler_module
-from penstock.workers.sampling.mask_processors import only_token
+from penstock.workers.sampling.mask_processors import only_tokens
 from penstock.workers.sampling.sampler import Sampler
 from penstock.workers.sampling.token_masks import StepMasks, TokenMasks
 from tests.support.token_tables import one_row_table
@@ -90,10 +90,10 @@ def test_only_token_is_found_in_every_word() -> None:
     for token in (0, 31, 32, 95):
         words = np.zeros(3, np.int32)
         words.view(np.uint32)[token // 32] = 1 << token % 32
-        assert only_token(words) == token
-        words.view(np.uint32)[1] |= 1 << 7
-        assert only_token(words) is None
-    assert only_token(np.zeros(3, np.int32)) is None
+        several = words.copy()
+        several.view(np.uint32)[1] |= 1 << 7
+        masks = np.stack([several, words, np.zeros(3, np.int32)])
+        assert only_tokens(masks) == [None, token, None]
 
 
 def test_row_without_a_choice_takes_no_random_draw(monkeypatch: pytest.MonkeyPatch) -> None:
