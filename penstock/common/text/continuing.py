@@ -1,0 +1,34 @@
+"""A tokenizer of text that continues another text."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import Tokenizer
+
+NO_PREFIX: Mapping[str, Mapping[str, Any]] = {
+    "Metaspace": {"prepend_scheme": "never"},
+    "ByteLevel": {"add_prefix_space": False},
+}
+"""Fields of the steps that may add a space before a text."""
+
+
+def continuing(tokenizer: Tokenizer) -> Tokenizer:
+    """Return a tokenizer of text that is not at the start, and contains no control tokens."""
+    spec = json.loads(tokenizer.to_str())
+    for part in ("normalizer", "pre_tokenizer"):
+        spec[part] = _without_prefix(spec[part])
+    found = Tokenizer.from_str(json.dumps(spec))
+    found.encode_special_tokens = True
+    return found
+
+
+def _without_prefix(step: Any) -> Any:
+    """Return a step of `tokenizer.json` that adds no space before a text; None: nothing is left."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    if step["type"] == "Sequence":
+        (key,) = step.keys() - {"type"}
+        kept = [each for each in map(_without_prefix, step[key]) if each is not None]
+        return {**step, key: kept}
+    return {**step, **NO_PREFIX.get(step["type"], {})}
