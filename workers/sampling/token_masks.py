@@ -232,7 +232,7 @@ class TokenMasks:
             mask.advance(log.tokens, log.num_prompt)
         filled = self._fill_unknown([mask for _, mask, _ in found])
         singles = [(at, mask, log) for at, mask, log in found if mask.single is not None]
-        if filled is not None and len(filled) == len(logs) and _may_share(logs, singles):
+        if filled is not None and len(filled) == len(logs) and _are_final(logs, singles):
             return filled, is_single, NO_FORCED  # nobody changes these masks
         if self.max_forced:
             able = self._can_force
@@ -275,7 +275,7 @@ class TokenMasks:
             self._fill_unknown(masks)
 
 
-def _may_share(logs: Sequence[_Log], singles: Sequence[object]) -> bool:
+def _are_final(logs: Sequence[_Log], singles: Sequence[object]) -> bool:
     """Return whether no processor changes the masks of the grammars, and none is forced."""
     return not singles and all(len(log.processors) == 1 for log in logs)
 

@@ -151,10 +151,10 @@ def fill_masks(
         if pairs:  # llguidance raises ValueError for an empty list
             executor.unsafe_compute_mask_ptr(pairs, words.ctypes.data, row_bytes, len(words))
     else:
-        place = words.ctypes.data
+        first = words.ctypes.data
         for index, matcher in enumerate(matchers):
             if not matcher.is_broken:
-                address = place + index * row_bytes
+                address = first + index * row_bytes
                 matcher.inner.unsafe_compute_mask_ptr(address, matcher.num_words * 4)
     for index, matcher in enumerate(matchers):
         if matcher.is_broken:  # broken before, or by this call (limits exceeded)
