@@ -198,7 +198,7 @@ class CorsMiddleware:
 class DirectRoutes:
     """Middleware that calls the handlers of POST requests without Starlette's router.
 
-    The router and its handling of exceptions wrap each message of a response three times. Other
+    The router and its handling of exceptions wrap each message of a response twice. Other
     requests, and paths with parameters, go on to the router.
 
     Args:
@@ -226,10 +226,11 @@ class DirectRoutes:
         request = Request(scope, receive, send)
         try:
             response = await endpoint(request)
+            await response(scope, receive, send)
         except self._handled as error:
             kind = next(each for each in self._handled if isinstance(error, each))
-            response = await self._handlers[kind](request, error)
-        await response(scope, receive, send)
+            refusal = await self._handlers[kind](request, error)
+            await refusal(scope, receive, send)
 
 
 class AuthMiddleware:
