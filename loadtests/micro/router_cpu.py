@@ -4,7 +4,8 @@
 without a model and 64 concurrent streams, alternating between HTTP and gRPC. In every round, a bare
 grpc.aio server without Penstock's code also sends the same replies at the same rate. The router's
 CPU time over gRPC is reported as a multiple of the bare server's CPU time. With `--against FOLDER`,
-the router of another source tree takes turns with this one.
+the router of another source tree takes turns with this one; every second round has the reverse
+order.
 
 CPU time of the server process and its helper processes is used, so that other load on the machine
 matters little. A round has three loads with different numbers of requests, steps and tokens. From
@@ -198,11 +199,12 @@ async def measure(options: Options) -> dict[str, Any]:
             await server.seconds(Load(options.streams, 20))  # warm-up
         terms: dict[str, list[Mapping[str, float]]] = {name: [] for name in servers}
         print("CPU µs per token; ratio: gRPC / bare gRPC")
-        for _ in range(options.rounds):
+        for number in range(options.rounds):
+            order = list(servers.items())[:: -1 if number % 2 else 1]
             row: dict[str, float] = {}
             seconds: dict[str, list[float]] = {name: [] for name in servers}
             for load in loads:
-                for name, server in servers.items():
+                for name, server in order:
                     seconds[name].append(await server.seconds(load))
             for name, found in seconds.items():
                 row[name] = 1e6 * found[0] / loads[0].num_tokens
