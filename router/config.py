@@ -21,33 +21,33 @@ class RequestBounds(SamplingLimits):
         30.0  # for a request's head or body, a gRPC connection's start or message
     )
     max_prompts: int = 1024  # prompts per call; each prompt becomes a separate request
-    max_request_cost: int = 1_000_000  # of one call: see `requests.cost`
+    max_request_cost: int = 1_000_000  # maximum cost of one call: see `requests.cost`
     max_messages: int = 4096  # of a chat
     max_content_pieces: int = 4096  # content parts of all messages of a chat
-    max_tool_calls: int = 4096  # of all messages of a chat
+    max_tool_calls: int = 4096  # tool calls of all messages of a chat
     max_tools: int = 512
     max_tools_bytes: int = 512 << 10  # largest size of all tools, in bytes of JSON
     max_documents: int = 1024
-    max_json_depth: int = 64  # of tools and documents
+    max_json_depth: int = 64  # nesting of tools and documents
     max_template_kwargs: int = 16 << 10  # largest size of chat_template_kwargs, in bytes of JSON
     max_detokenize_contexts: int = 64  # tokens per call to Detokenize, in contexts of the model
     max_encoding_chars: int = 64 << 20  # characters of all texts that wait to be tokenized
-    max_helper_bytes: int = 64 << 20  # of all bodies and chats that wait for a helper process
+    max_helper_bytes: int = 64 << 20  # bytes of all bodies and chats that wait for a helper process
     max_unread_tokens: int = 8192  # generated tokens that a slow client has not read
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionBounds:
-    """Limits on clients' connections; a connection beyond a limit is closed, and no other one."""
+    """Limits on clients' connections; only a connection that exceeds a limit is closed."""
 
     max_connections: int = 8192  # open HTTP connections, and open gRPC connections
     max_connections_per_address: int = 4096  # open HTTP connections from one IP address
-    idle_seconds: float = 75.0  # from a response to the next request of an HTTP connection
-    write_seconds: float = 60.0  # for a client that reads nothing
-    linger_seconds: float = 2.0  # for the rest of a request that was answered before its end
+    idle_seconds: float = 75.0  # from a response to the next request on an HTTP connection
+    write_seconds: float = 60.0  # while the client reads nothing
+    linger_seconds: float = 2.0  # for the rest of a request that was answered early
     max_grpc_calls: int = 1024  # open calls of one gRPC connection
     max_health_watches: int = 16  # open `Watch` calls of gRPC health from one IP address
-    grpc_idle_seconds: float = 300.0  # a gRPC connection without calls is then closed
+    grpc_idle_seconds: float = 300.0  # then a gRPC connection without calls is closed
     grpc_age_seconds: float = 3600.0  # then a gRPC client is asked to connect again
 
 
@@ -77,29 +77,29 @@ class RouterConfig:
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 9000
-    admin_host: str = "127.0.0.1"  # for /metrics, /status, /steps and /role
+    admin_host: str = "127.0.0.1"  # serves /metrics, /status, /steps and /role
     admin_port: int = 0
     api_keys: tuple[ApiKey, ...] = ()  # empty: no key is needed
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may call /v1/; "*": all
+    allowed_origins: tuple[str, ...] = ()  # web origins that may call /v1/; "*": all
     worker_token: str | None = field(default=None, repr=False)
     # Secret of the cluster that keys the hashes of cached blocks.
     hash_key: bytes = field(default_factory=new_hash_key, repr=False)
     max_model_len: int | None = None
-    no_special_in_completions: bool = False  # prompts given as text contain no control tokens
-    generation_config: Literal["auto", "none"] = "auto"  # whether to use the model's defaults
-    tool_call_parser: str = "auto"  # see `parsers.parser_names`; auto: by the chat template
+    no_special_in_completions: bool = False  # encode no control tokens in text prompts
+    generation_config: Literal["auto", "none"] = "auto"  # auto: use the model's sampling defaults
+    tool_call_parser: str = "auto"  # see `parsers.parser_names`; auto: derived from the template
     reasoning_parser: str = "auto"
     timeout: float = 600.0  # seconds
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 << 20  # prompt tokens
     max_queued_cost: int = 32 << 20  # prompt and answer tokens of all sequences
     routing: str = "cost"  # see `placement.routing_strategies`
-    max_wait_seconds: float = 60.0  # in the queue; 0: only the timeout applies
+    max_wait_seconds: float = 60.0  # maximum time in the queue; 0: only the timeout applies
     ttft_slo_seconds: float = 0.0  # see `queue.slo_order`; 0: prompts are ordered by arrival
     tpot_slo_seconds: float = 0.0  # bound of the time per token of running answers; 0: none
     vllm_metrics: bool = False  # also export metrics under vLLM's names
-    waits_for_both: bool = False  # prefill and decode pool always have workers: see `readiness`
-    wakes_workers: bool = False  # pools may be empty: queued requests start workers
+    waits_for_both: bool = False  # wait for prefill and decode workers: see `readiness`
+    wakes_workers: bool = False  # queued requests start workers, because pools may be empty
     worker_timeout_seconds: float = 10.0  # a worker silent for longer is lost
     step_timeout_seconds: float = 30.0  # a worker's time limit per step: see `stuck_seconds`
     bounds: RequestBounds = field(default_factory=RequestBounds)
@@ -121,7 +121,7 @@ class RouterConfig:
         """Seconds without a completed step after which a busy worker counts as stuck.
 
         This limit is longer than the step timeout, so that the worker's own watchdog fires first
-        and writes a crash dump. It is also longer than the 5 s for which a KV transfer may be
-        silent: a transfer for another router, unknown to this router, can block the worker.
+        and writes a crash dump. It is also longer than 5 s, for which a KV transfer may make no
+        progress. Such a transfer can block the worker, and this router may not know about it.
         """
         return max(1.5 * self.step_timeout_seconds, 8.0)

@@ -55,7 +55,7 @@ def renamed(error: ServingError, names: Mapping[str, str]) -> ServingError:
     if error.param is None or error.param not in names:
         return error
     own, name = error.param, names[error.param]
-    # In prose, the word "prompt" is not the name of a field.
+    # In messages, "prompt" is an ordinary word, so it is not replaced.
     message = error.message if own == "prompt" else re.sub(rf"\b{own}\b", name, error.message)
     return ServingError(error.code, message, name, error.retry_after, error.reason)
 

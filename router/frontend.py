@@ -75,9 +75,9 @@ class Frontend:
         self.prompts = PromptEncoder(tokenizer, config, lambda: self.model, helpers)
         self.metrics = RequestMetrics(tenants)
         self.is_draining = self.is_stopped = False
-        self.scaling = snapshot.Scaling()  # as last reported by the supervisor
+        self.scaling = snapshot.Scaling()  # last report of the supervisor
         self.roles = RoleRecorder(lambda worker, role: self.post(ev.RoleChanged(worker, role)))
-        self.routers: Sequence[snapshot.RouterState] = ()  # all, as reported by the supervisor
+        self.routers: Sequence[snapshot.RouterState] = ()  # all routers, from the supervisor
         self.node = ""  # IP address of the router's node; "" if the process has not set it
         # Called with the name and the address of a stuck worker, and the reason.
         self.on_stuck_worker: Callable[[str, str, str], None] = lambda worker, address, reason: None
@@ -160,7 +160,7 @@ class Frontend:
         )
 
     def on_readiness(self, listener: Callable[[str], None]) -> None:
-        """Call `listener` with the result of `why_not_ready`, now and after each change."""
+        """Call `listener` with the result of `why_not_ready`, now and after each change of it."""
         self._readiness_listeners.add(listener)
 
     # ------------------------------------------------------------ client calls
@@ -183,7 +183,7 @@ class Frontend:
         slices = Slices()
         try:
             for request, output in admitted:
-                if answers.has_failed:  # an earlier request of the call was refused by the queue
+                if answers.has_failed:  # the queue refused an earlier request of the call
                     break
                 self._requests.open(request, output, now)
                 output.deliver_finished_before()

@@ -40,7 +40,7 @@ from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.placement.routing_strategies import policy_of
 from penstock.router.routing.worker_registry import LivenessBounds
 
-NO_WORKER_TIMEOUT_SECONDS = 60.0  # without a worker; then requests end with UNAVAILABLE
+NO_WORKER_TIMEOUT_SECONDS = 60.0  # time without a worker after which requests end with UNAVAILABLE
 UNBOUNDED = 2**31 - 1
 """Context length if the model's configuration has none; the workers' limit then applies."""
 
@@ -122,7 +122,7 @@ async def serve_router(
     with contextlib.ExitStack() as undo:
         if own is not None:
             undo.callback(own.close)
-        forks.start()  # it loads its libraries while the tokenizer is loaded
+        forks.start()  # loads its libraries while this process loads the tokenizer
         text = ModelTokenizer(config.model)
         limits, defaults = read_model_limits(config, text), GenerationDefaults()
         if config.generation_config == "auto":
@@ -138,7 +138,7 @@ async def serve_router(
                 max_wait_seconds=config.max_wait_seconds or inf,
                 ttft_slo_seconds=config.ttft_slo_seconds,
                 tpot_slo_seconds=config.tpot_slo_seconds,
-                # If queued requests start workers, only a request's deadline limits its wait.
+                # Queued requests may start workers: only a request's deadline then limits its wait.
                 no_worker_timeout_seconds=inf
                 if config.wakes_workers
                 else NO_WORKER_TIMEOUT_SECONDS,
@@ -199,7 +199,7 @@ def read_model_limits(config: RouterConfig, tokenizer: ModelTokenizer) -> ModelL
     model = config.model
     own = config_of(model) if is_gguf(model) else _read_json(model / "config.json")
     inner = own.get("text_config")
-    if isinstance(inner, dict):  # multimodal models have these fields in text_config
+    if isinstance(inner, dict):  # multimodal models nest these fields
         own = {**own, **inner}
     lengths = [own.get("max_position_embeddings"), own.get("n_positions"), config.max_model_len]
     known = [length for length in lengths if isinstance(length, int)]

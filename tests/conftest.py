@@ -8,15 +8,16 @@ import pytest
 
 from penstock.cluster.processes.descriptors import reserve_descriptors
 
-# Imports and collection create millions of objects that last until the end. Looking for garbage
-# among them takes a third of the time of collection; see `pytest_collection_finish`.
+# Imports and test collection create millions of objects that live until the end of the run. Garbage
+# collection over these objects takes a third of the time of test collection; see
+# `pytest_collection_finish`.
 gc.disable()
 
 # Grow the table of file descriptors, because workers and routers also serve in this process.
 reserve_descriptors()
 
-# Small matrix products gain nothing from threads, and on a busy machine, threads that wait for each
-# other make them ten times slower. Set before torch is imported anywhere.
+# Small matrix products gain nothing from threads. On a busy machine, threads that wait for each
+# other make these products ten times slower. Must be set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Each xdist process uses its own range of ports. Otherwise another process could take a port that
@@ -67,6 +68,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector start, without the objects that exist by now."""
+    """Enable garbage collection, but exclude the objects that exist by now."""
     gc.freeze()
     gc.enable()

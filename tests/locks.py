@@ -59,7 +59,8 @@ def resolve(requirements: Sequence[str]) -> dict[str, Any]:
     """Return pip's report of the installation of `requirements` into an empty environment."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
     command += ["--only-binary", ":all:", "--constraint", str(ROOT / "constraints.txt")]
-    # Not the wheels of a folder or of another index of this machine, such as a CPU build of torch.
+    # Ignore the folders and indexes configured on this machine, which may have a CPU build of
+    # torch.
     local = {"PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"}
     environment = {key: value for key, value in os.environ.items() if key not in local}
     environment["PIP_CONFIG_FILE"] = os.devnull

@@ -1,4 +1,4 @@
-"""Two routers know what two workers with models have cached, also after a restart."""
+"""Two routers know the cached blocks of two workers with models, also after a restart."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack

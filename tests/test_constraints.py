@@ -86,7 +86,7 @@ def test_lock_has_one_version_and_hash_of_each_package_and_its_dependencies(name
 
 
 def installed_requirements(package: str) -> list[str]:
-    """Return what an installed package requires; nothing if it is not installed here."""
+    """Return the requirements of an installed package, or none if it is not installed here."""
     try:
         return metadata.requires(package) or []
     except metadata.PackageNotFoundError:

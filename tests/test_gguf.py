@@ -40,7 +40,8 @@ def test_greedy_answers_are_those_of_the_safetensors_checkpoint(
 ) -> None:
     make_checkpoint(tmp_path / "m", family)
     round_weights(tmp_path / "m")
-    if family.startswith("gemma"):  # a file cannot express another scale of the scores
+    # A GGUF file cannot express a non-default scale of attention scores.
+    if family.startswith("gemma"):
         path = tmp_path / "m" / "config.json"
         config = json.loads(path.read_text())
         path.write_text(json.dumps(config | {"query_pre_attn_scalar": config["head_dim"]}))

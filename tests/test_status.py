@@ -48,7 +48,7 @@ BUSY = pb.Load(
 
 @pytest_asyncio.fixture
 async def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Served]:
-    """A router with a busy prefill and a dead decode worker; the variable has a key for it."""
+    """A router with a busy prefill and a dead decode worker; PENSTOCK_API_KEY holds a key."""
     monkeypatch.setenv("PENSTOCK_API_KEY", METRICS)
     config = RouterConfig(model_folder(tmp_path), "stub", api_keys=EVERY_ROLE)
     names = {"prefill-worker-0-on-a-long-name": "prefill", "decode-worker-0": "decode"}

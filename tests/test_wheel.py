@@ -1,4 +1,4 @@
-"""The wheel contains the product, `penstock bench` and `penstock simulate`, no other load tests."""
+"""The wheel contains the product, and of the load tests only `bench` and `simulate`."""
 
 import os
 import subprocess

@@ -18,7 +18,7 @@ from penstock.loadtests.bench.clients import (
 
 _TIMEOUT_SECONDS = 10.0
 
-# The chat API accepts only text. Short words are one or a few tokens long in every vocabulary.
+# The chat API accepts only text. Each of these short words is at most a few tokens long.
 _TEXT = (
     "the of and to in is you that it he was for on are as with his they at be"
     " this have from or one had by word but not what all were we when your can said there use"

@@ -164,7 +164,7 @@ def _check_fit(plan: Sequence[workload.Planned], served: Served) -> None:
 async def _warm_up(
     client: Client, prompts: workload.Prompts, like: workload.Planned, count: int
 ) -> float:
-    """Send `count` requests as long as `like`, one by one; return the seconds of the last.
+    """Send `count` warm-up requests as long as `like`, one by one; return the last one's seconds.
 
     Raises:
         ServerUnusable: a request failed.
@@ -219,7 +219,7 @@ def _notes(load: Load, measured: Figures) -> Iterator[str]:
 
 
 def _config(options: Options, served: Served) -> dict[str, Any]:
-    """Return the options as JSON values; these have no API key."""
+    """Return the options as JSON values, without the API key."""
     config = dataclasses.asdict(options)
     config["served"] = served._asdict()
     text = json.dumps(config, default=str).replace("Infinity", '"inf"')

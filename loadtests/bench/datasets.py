@@ -1,8 +1,8 @@
 """Reads conversations in ShareGPT's format: a JSON list of `{"conversations": [{from, value}]}`.
 
-The load has the first message of each conversation as a prompt, and an answer that is as long as
-the reply to it. There is no tokenizer, so four characters are counted as one token. The results
-contain the numbers of prompt tokens that the server counted.
+The prompts of the load are the first messages of the conversations. Each answer is as long as the
+reply in the conversation. There is no tokenizer, so four characters are counted as one token. The
+results contain the number of prompt tokens as counted by the server.
 """
 
 import json

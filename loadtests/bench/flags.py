@@ -49,7 +49,7 @@ def read_flags(
 
 
 def _value(default: Any, given: Any) -> Any:
-    """Return the value of a field: `given`, or a tuple in place of the list of a repeated flag."""
+    """Return the value of a field; the list of a repeated flag is converted to a tuple."""
     if not isinstance(default, tuple):
         return given
     return default if given is None else tuple(given)

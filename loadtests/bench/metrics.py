@@ -153,7 +153,7 @@ def peak_output(done: Sequence[Outcome]) -> float:
     first = min(outcome.start for outcome in done)
     arrivals = np.concatenate([outcome.arrivals for outcome in done])
     tokens = np.concatenate([outcome.tokens_per_message() for outcome in done])
-    # Only seconds with arrivals are counted: a load may take days.
+    # `np.unique` counts only seconds with arrivals, because a load may take days.
     _, second = np.unique(np.floor(arrivals - first), return_inverse=True)
     return float(np.bincount(second, weights=tokens).max())
 

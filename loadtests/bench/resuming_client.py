@@ -15,7 +15,7 @@ import grpc
 
 from penstock.protos import inference_pb2 as pb
 
-PAUSE_SECONDS = 0.2  # once all routers have failed: delay before each further attempt
+PAUSE_SECONDS = 0.2  # delay before each further attempt, once every router has failed
 
 
 class BadAnswer(Exception):
@@ -34,7 +34,7 @@ class Progress:
         num_choices = sampling.n or 1
         self.tokens: list[list[int]] = [[] for _ in range(num_choices)]
         self.finishes = [""] * num_choices
-        self._past = [""] * num_choices  # finish reasons from the caller's own `resume_from`
+        self._past = [""] * num_choices  # finish reasons in the caller's `resume_from`
         for known in request.resume_from:
             self.tokens[known.choice] = list(known.tokens)
             self._past[known.choice] = known.finish_reason
@@ -78,7 +78,7 @@ class Progress:
         rest.CopyFrom(self._request)
         if not self._has_begun or self._comes_whole:
             return rest
-        rest.sampling.ClearField("prompt_logprobs")  # received together with the first token
+        rest.sampling.ClearField("prompt_logprobs")  # already received with the first token
         del rest.resume_from[:]
         for choice, tokens in enumerate(self.tokens):
             finish = self.finishes[choice] or self._past[choice]

@@ -14,7 +14,7 @@ TRACE_BLOCK = 512
 MAX_BLOCK_ID = 2**32 - 1
 
 _CENTRAL_95 = 1.959964  # half-width of the central 95% of a normal, in standard deviations
-_LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES, _PREFIXES = range(5)  # one random stream each
+_LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES, _PREFIXES = range(5)  # numbers of the random streams
 
 
 class Prefix(NamedTuple):
@@ -32,8 +32,8 @@ class Planned:
     due: float  # time of sending, seconds after the start of the load
     input_len: int  # number of prompt tokens
     output_len: int  # number of answer tokens
-    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; (): not from a trace with blocks
-    prefix: Prefix | None = None  # its tokens are counted in input_len
+    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; (): the trace has none
+    prefix: Prefix | None = None  # `input_len` includes its tokens
     text: str = ""  # the prompt, if it comes from a dataset; input_len is then an estimate
 
 
@@ -85,7 +85,7 @@ class TraceRow(NamedTuple):
 
 
 def _generator(seed: int, stream: int, item: int = 0) -> np.random.Generator:
-    """Return a random generator that is independent for each (seed, stream, item)."""
+    """Return a random generator; each (seed, stream, item) has an independent one."""
     return np.random.Generator(np.random.Philox(key=[seed, stream << 40 | item]))
 
 
@@ -136,7 +136,7 @@ def traced_load(rows: Sequence[TraceRow], times: Sequence[float]) -> list[Planne
 
 
 def capped(row: TraceRow, max_input: int | None, max_output: int | None) -> TraceRow:
-    """Limit the lengths of a trace request; the rest of the prompt keeps its shared blocks."""
+    """Limit the lengths of a trace request; keep only the block ids of the remaining prompt."""
     input_len = min(row.input_len, max_input or row.input_len)
     output_len = min(row.output_len, max_output or row.output_len)
     blocks = row.blocks[: -(-input_len // TRACE_BLOCK)]

@@ -42,7 +42,7 @@ from penstock.loadtests.chaos.faults import plan_faults
 from penstock.loadtests.chaos.outcome import by_kind, by_moment, effects_of, errors_of, table
 from penstock.loadtests.chaos.request_mix import make_requests
 
-REST_SECONDS = 120.0  # limit for all workers to serve again, then for blocks to be released
+REST_SECONDS = 120.0  # limit for all workers to serve again, and then for all blocks to be released
 BEST = 20  # number of top log probabilities requested for a near-tie check
 
 
@@ -96,7 +96,7 @@ class Served:
             models={
                 self.folder.name: ModelSpec(
                     deterministic=self.deterministic,
-                    tool_call_parser="hermes",  # the bundled model's template shows no format
+                    tool_call_parser="hermes",  # not detectable in the bundled model's template
                 )
             },
             router=RouterSpec(

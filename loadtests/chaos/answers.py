@@ -75,7 +75,7 @@ class Choice:
         self.finish = chunk.get("finish_reason") or ""
 
     def restart(self) -> None:
-        """Prepare for a retry of the request; the retry must return the known tokens again."""
+        """Reset the state of the call for a retry, which must repeat the tokens that are known."""
         self.scores, self.text, self.finish, self.num_received = [], "", "", 0
         self.calls = {}
 
@@ -141,9 +141,9 @@ def compare(stream: Stream, right: Stream, exact: bool) -> tuple[list[str], list
     """Compare a complete answer with its reference.
 
     Args:
-        exact: the answer must be bitwise identical; if False, only the tokens before the first
-            difference are compared, and of a constrained answer only its form is checked: at a near
-            tie, one of the two tokens often lacks a log probability.
+        exact: the answer must be bitwise identical. If False, only the tokens before the first
+            difference are compared. For a constrained answer only the form is then checked, because
+            at a near tie one of the two tokens often lacks a log probability.
 
     Returns:
         The errors, and (unless `exact`) the first different token of each choice.
@@ -192,7 +192,7 @@ def _difference(choice: Choice, known: Choice, exact: bool) -> str | None:
 
 
 def _without_ids(choice: Choice) -> Sequence[tuple[int, str, str]]:
-    """Return the tool calls of a choice; their ids depend on the id of the request."""
+    """Return the tool calls of a choice without their ids, which depend on the request's id."""
     return [(index, each.name, each.arguments) for index, each in choice.calls.items()]
 
 

@@ -36,7 +36,7 @@ class Clients:
     def __init__(
         self, grpc_address: str, http_address: str, may_retry: Callable[[float], bool]
     ) -> None:
-        self.streams: list[Stream] = []  # in the order of their start
+        self.streams: list[Stream] = []  # in order of their starts
         self._may_retry = may_retry
         self._channel = grpc.aio.insecure_channel(grpc_address, options=_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]

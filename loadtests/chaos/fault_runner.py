@@ -12,9 +12,11 @@ from penstock.loadtests.chaos.cluster import POLL_SECONDS, Cluster, pids_of
 from penstock.loadtests.chaos.faults import Fault, InjectedFault
 from penstock.router.observability.snapshot import WorkerState
 
-MOMENT_SECONDS = 4.0  # after this wait, any situation of a busy worker is accepted
-REDUNDANCY_SECONDS = 60.0  # after this wait, an idle worker is accepted
-SEARCH_SECONDS = 20.0  # skip the fault after this; e.g. mixed workers have no KV transfers
+MOMENT_SECONDS = 4.0  # after this wait, accept a busy worker in any situation
+REDUNDANCY_SECONDS = 60.0  # after this wait, also accept an idle worker
+# After this wait, skip the fault: its situation may be impossible, such as a KV transfer with mixed
+# workers.
+SEARCH_SECONDS = 20.0
 AFTER_SECONDS = 0.25  # delay between an "at once" fault and the previous fault
 BACK_SECONDS = 3.0  # a worker counts as "back" for this many seconds after it became ready
 

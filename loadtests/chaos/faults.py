@@ -46,7 +46,7 @@ class InjectedFault:
 
     @property
     def kills(self) -> bool:
-        """True if the process will not continue (a frozen process is killed and replaced)."""
+        """True if the process ends; a frozen process is killed and replaced."""
         return self.fault.kind in ("kill", "ray kill", "freeze", "kill router")
 
     @property

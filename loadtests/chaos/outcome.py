@@ -37,11 +37,12 @@ class FaultEffect:
 
     injected: InjectedFault
     streams: list[Stream] = field(default_factory=list)  # streams that needed the faulty process
-    recoveries: list[float] = field(default_factory=list)  # from the fault to a stream's next token
+    # seconds from the fault to the next token of each stream
+    recoveries: list[float] = field(default_factory=list)
 
 
 class PlacementHistory:
-    """All placements of each request: show which workers a request needed, and when."""
+    """All placements of each request, which show the workers that a request needed at any time."""
 
     def __init__(self, placements: Sequence[Placement]) -> None:
         self._of: dict[str, list[Placement]] = defaultdict(list)
@@ -96,7 +97,7 @@ def effects_of(
 def _recovery(
     stream: Stream, injection: InjectedFault, holders: PlacementHistory
 ) -> Iterator[float]:
-    """Yield the seconds from the fault to the stream's first token computed afterwards.
+    """Yield the seconds from the fault to the first token that was computed after the fault.
 
     Yield nothing if all tokens of the stream had already been computed.
     """

@@ -70,7 +70,7 @@ class ChaosRequest:
 
     @property
     def is_constrained(self) -> bool:
-        """True if the answer must have a form."""
+        """True if the answer must have a certain form: tool calls, a JSON schema or a regex."""
         return self.kind in TOOL_CHOICES or not {"json_schema", "regex"}.isdisjoint(self.sampling)
 
     def body(self) -> dict[str, Any]:
@@ -112,7 +112,8 @@ def _make_request(rng: Random, number: int, kind: str, lengths: tuple[int, int])
     own = {"seed": rng.getrandbits(63), "max_tokens": rng.randint(*lengths)}
     stop = rng.choice(STOPS) if kind == "stop strings" else ()
     request = ChaosRequest(number, kind, prompt, {**KINDS[kind], **own}, stop)
-    if request.is_constrained:  # its end tokens end the answer, often within twice the length
+    # A constrained answer ends at its end token, often within twice the length.
+    if request.is_constrained:
         own["max_tokens"] *= 2
         return replace(request, sampling={**request.sampling, **own})
     return replace(request, sampling={**request.sampling, "ignore_eos": True})

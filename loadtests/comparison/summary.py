@@ -72,7 +72,7 @@ def limit(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
 
 
 def reached(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
-    """Return the fraction of the machine's limit that the run reached; 1 means all of it."""
+    """Return the fraction of the machine's limit that the run reached; 1 is the limit itself."""
     got, most = value(run, work, phase), limit(run, work, cost, phase)
     return got / most if phase == "throughput" else most / got
 

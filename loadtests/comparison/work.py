@@ -86,7 +86,7 @@ def note_limits(limits: EngineProcess) -> dict[str, float]:
 
 
 def warm_up(engine: EngineProcess, work: Work, vocab_size: int) -> None:
-    """Run each kind of work once, with short answers, and prompts that are not measured later."""
+    """Run each kind of work once with short answers, on prompts that no measurement uses."""
     batch = work.prompts(vocab_size, 0, 100, work.requests, work.input_len)
     engine.generate(batch, min(4, work.output_len))
     engine.generate(batch[:1], min(4, work.stream_len))

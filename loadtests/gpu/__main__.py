@@ -5,12 +5,13 @@ run the kernel tests and a KV transfer between two processes. They also time eve
 other implementations, time decode steps of the engine, replay loads against the engine and a plain
 torch engine, measure the cost of deterministic mode, and run an engine on two GPUs.
 
-The sections form stages, each of which takes less than eight minutes: `make gpu ARGS=1` runs the
-first. Without arguments, all stages run. The results are one JSON file, and an archive with that
-file, the report and the files that the sections wrote. With `--keep`, a run adds its sections to
-the results of earlier ones.
+The sections are grouped in stages, each of which takes less than eight minutes: `make gpu ARGS=1`
+runs the first. Without arguments, all stages run. A run writes one JSON file with its results, and
+an archive with that file, the report and the files of the sections. With `--keep`, a run adds its
+sections to the results of earlier runs.
 
-Sections that run after "tuning" use the tuned tiles, also those of an earlier run with `--keep`.
+Sections that run after "tuning" use the tuned tiles. With `--keep`, these may be from an earlier
+run.
 
 The run fails if a section fails, or if a fallback was used instead of a kernel. A missed
 performance goal is not a failure.
@@ -38,9 +39,9 @@ from penstock.loadtests.gpu import kernel_tests, tuning
 from penstock.loadtests.gpu.sections import Outcome, Section, read_figures, run_section
 from penstock.loadtests.gpu.table import report
 
-STAGE_SECONDS = 465.0  # so that a stage, with the start of its processes, takes eight minutes
+STAGE_SECONDS = 465.0  # leaves time for process starts within eight minutes per stage
 REPORT = "report.txt"
-CPU_FACTOR = 3.0  # time limits on a CPU, where the command is only tested, relative to a GPU
+CPU_FACTOR = 3.0  # factor of time limits on a CPU, which only tests the command
 BOUNDS, TUNING = "bounds", "tuning"
 LINE_FILES = {
     "smoke": "smoke-*.jsonl",
@@ -88,7 +89,7 @@ def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
 
 
 def chosen_sections(wanted: Sequence[str], by_stage: dict[str, list[Section]]) -> list[Section]:
-    """Return the sections whose stage or start of name is in `wanted`; all if it is empty.
+    """Return the sections that `wanted` names, by stage or by the start of the name; [] means all.
 
     The bounds section is always chosen, because other sections use its results.
     """
@@ -129,7 +130,7 @@ def run(wanted: Sequence[str], device: str, small: bool, folder: Path) -> Iterat
 
 
 def _has_tiles(file: Path) -> bool:
-    """Return True if a file of tuned tiles has an entry: no candidate may have been faster."""
+    """Return True if a file of tuned tiles has an entry; it has none if no candidate was faster."""
     return bool(read_figures(file).get("tiles"))
 
 
@@ -196,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _kept(path: Path, on: dict[str, Any], archive: Path, folder: Path) -> dict[str, Outcome]:
-    """Return the outcomes of an earlier run, and extract its files to `folder`; {}: there is none.
+    """Return an earlier run's outcomes, and extract its files to `folder`; {} if there is no run.
 
     Raises:
         ValueError: the earlier run was on another device, or with other software.
@@ -225,7 +226,7 @@ def _kept(path: Path, on: dict[str, Any], archive: Path, folder: Path) -> dict[s
 
 
 def _write_archive(path: Path, folder: Path, figures: Path) -> None:
-    """Write an archive of the files in `folder` and of the figures, in place of an older one."""
+    """Write an archive of the files in `folder` and of `figures`; replace an older archive."""
     part = path.with_suffix(".part")
     with tarfile.open(part, "w:gz") as archive:
         archive.add(figures, figures.name)
@@ -247,7 +248,7 @@ def _save(path: Path, on: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     }
     part = path.with_suffix(".json.part")
     part.write_text(json.dumps({"about": on, "sections": found}, indent=1) + "\n")
-    part.replace(path)  # a run that is killed here leaves the file of the sections before
+    part.replace(path)  # a run that is killed here still leaves the results of the sections before
 
 
 if __name__ == "__main__":

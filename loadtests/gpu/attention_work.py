@@ -20,7 +20,7 @@ WORKSPACE_BYTES = 1 << 28  # FlashInfer's workspace buffer
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Shape of a batch of sequences of equal length: all decode, or all prefill whole prompts."""
+    """Shape of a batch of equally long sequences: one decode step, or prefill of whole prompts."""
 
     batch: int
     context: int  # number of positions per sequence

@@ -2,12 +2,12 @@
 
 - prefill: prompts of one length, one after another
 - mixed: sequences decode, while prompts arrive one after another
-- all at once: requests of mixed lengths; the throughput
+- all at once: requests of mixed lengths that all arrive at the start, for the throughput
 - arrivals: the same requests at random times, at a rate below the slower engine's throughput
 
 Both engines replay the same requests with greedy sampling. The fraction of equal first tokens shows
-whether they compute the same model: in 16-bit dtypes, rounding changes some tokens of random
-weights.
+whether they compute the same model. It is below 1 in 16-bit dtypes, where rounding changes some
+tokens of a model with random weights.
 """
 
 import gc
@@ -62,10 +62,10 @@ class Sizes:
     num_prompts: int = 8  # prompts that arrive while others decode
     prompt_len: int = 2000
     num_requests: int = 64
-    prompt_lens: tuple[int, int] = (200, 1500)  # of requests, drawn uniformly
+    prompt_lens: tuple[int, int] = (200, 1500)  # prompt lengths of requests, drawn uniformly
     output_lens: tuple[int, int] = (32, 160)
     arrival_seconds: float = 12.0
-    max_requests: int = 256  # among the arrivals
+    max_requests: int = 256  # maximum number of requests of the load "arrivals"
     max_batched_tokens: int = 8192
     kv_cache_mib: int = 20 << 10
     max_model_len: int = 8192
@@ -86,7 +86,7 @@ def make_loads(sizes: Sizes) -> dict[str, list[Request]]:
         for length in sizes.prefills
     }
     decoding = [Request(*sizes.decoding, background=True)] * sizes.num_decoding
-    # The first prompt arrives after the first token of the last sequence that then decodes.
+    # The first prompt arrives once every decoding sequence has its first token.
     prompts = [
         Request(sizes.prompt_len, 1, after=sizes.num_decoding - 1 + number)
         for number in range(sizes.num_prompts)
@@ -124,7 +124,8 @@ class PenstockEngine:
 
     def submit(self, number: int, prompt: Prompt, max_tokens: int) -> None:
         self._num_submitted += 1
-        salt = f"{self._name}, {self._num_submitted}".encode()  # no request finds another's prefix
+        # Separate salts prevent prefix cache hits between requests.
+        salt = f"{self._name}, {self._num_submitted}".encode()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         self._engine.submit(NewSequence(number, prompt, len(prompt), params, salt=salt))
         self._commanded = True
@@ -200,14 +201,14 @@ class Pair:
         try:
             return _replay_warm(engine, requests, prompts)
         finally:
-            del engine  # frees its cache
+            del engine  # frees the engine's KV cache
             gc.collect()
 
 
 def _replay_warm(
     engine: TokenEngine, requests: Sequence[Request], prompts: Sequence[Prompt]
 ) -> list[Answer]:
-    """Replay a load after its first request alone, which initializes libraries."""
+    """Replay the first request alone, which initializes libraries, and then the whole load."""
     first = Request(requests[0].prompt_len, min(2, requests[0].output_len))
     replay(engine, [first], prompts[:1])
     return replay(engine, requests, prompts)

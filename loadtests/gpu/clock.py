@@ -79,7 +79,7 @@ def time_calls(
     clock, (play, captured) = clock_of(device), _player(calls, device)
     play()
     repeats = max(1, round(round_seconds / max(_seconds(clock, play, 1), 1e-7)))
-    if device.type != "cuda":  # a run on the CPU measures nothing; it tests this code
+    if device.type != "cuda":  # a run on the CPU only tests this code
         num_rounds = repeats = 1
     rounds = sorted(_seconds(clock, play, repeats) / len(calls) for _ in range(num_rounds))
     return Timing(statistics.median(rounds), rounds[0], rounds[-1], captured)

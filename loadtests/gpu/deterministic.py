@@ -1,8 +1,8 @@
 """Measures the cost of `--deterministic`: times one engine with it and one engine without it.
 
-The deterministic engine must first pass the check that workers make at their start: the section
+The deterministic engine must first pass the check that workers run at their start. The section
 fails if a chunked prompt and a whole prompt do not give bitwise identical results. Times are device
-times, see `steps`.
+times: see `steps`.
 """
 
 import statistics

@@ -25,24 +25,26 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = ("tests/kernels", "tests/workers/gpu")
 MARKS = "interpreted or gpu"
 SECONDS = 215.0  # time limit of the section
-INTERPRETED_SECONDS = 600.0  # the same under Triton's interpreter, on a busy machine
+INTERPRETED_SECONDS = 600.0  # time limit under Triton's interpreter, on a busy machine
 MARGIN_SECONDS = 8.0  # part of SECONDS reserved for writing the results
 SEPARATE_SECONDS = 45.0  # part of SECONDS reserved for SEPARATE_FILES
 TEST_SECONDS = 60  # time limit of one test on a GPU, if pytest-timeout is installed
-LONGEST = ("test_deterministic.py", "test_attention.py", "test_moe.py")  # collected first
+# Files with the longest tests, which are collected first.
+LONGEST = ("test_deterministic.py", "test_attention.py", "test_moe.py")
 SEPARATE_FILES = ("test_on_gpu.py",)  # files that need all device memory
 NUM_PROCESSES = max(2, min(14, (os.cpu_count() or 2) - 2))
 LINES = "kernel-tests.jsonl"
-MAX_FAILURES = 30  # number of failed tests whose traceback is in the results; the file has all
+MAX_FAILURES = 30  # failed tests whose traceback is in the results; the file of lines has all
 _NOTHING_CHOSEN, _TESTS_FAILED = 5, 1  # exit codes of pytest
 _LAST_LINES = 15
 
 
 @dataclass(slots=True)
 class Results:
-    """Results of the tests that ended, by test; and problems that are not those of one test."""
+    """Results of the tests that ended, and problems that belong to no single test."""
 
-    lines: dict[str, dict[str, Any]] = field(default_factory=dict)  # the worst line of each test
+    # by test: the line of its failure, or else its last line
+    lines: dict[str, dict[str, Any]] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)  # tests that started and did not end
     problems: list[str] = field(default_factory=list)
 
@@ -95,7 +97,7 @@ def seconds_on(device: str) -> float:
 
 
 def files_of_tests(root: Path, folders: Sequence[str]) -> list[Path]:
-    """Return the files of tests, those with the longest tests first."""
+    """Return the test files, those with the longest tests first."""
     files = [path for folder in folders for path in sorted((root / folder).rglob("test_*.py"))]
     return sorted(files, key=lambda path: path.name not in LONGEST)
 
@@ -122,7 +124,7 @@ def run_pytest(
     if find_spec("xdist") and num_processes > 1:
         command += ["-n", str(num_processes), "--dist", "worksteal"]
     if device == "cuda" and find_spec("pytest_timeout"):
-        # A thread ends the process, because a signal does not interrupt a wait for the GPU.
+        # "signal" would not interrupt a wait for the GPU; "thread" ends the whole process.
         command += ["--timeout", str(TEST_SECONDS), "--timeout-method", "thread"]
     command += [str(path.relative_to(ROOT)) for path in files]
     with tempfile.TemporaryFile("w+") as words:

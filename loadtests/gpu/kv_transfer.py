@@ -4,7 +4,7 @@ NCCL refuses two ranks of a communicator on the same GPU of one host, so each pr
 a separate host (NCCL_HOSTID). NCCL then uses sockets. The test therefore checks correctness; its
 speed is not that of two GPUs.
 
-Then a transfer whose source is killed: see `lost_peer`.
+A second test kills the source of a transfer: see `lost_peer`.
 """
 
 import argparse
@@ -44,8 +44,9 @@ SMALL = (2, 2, 4, 8, 16)
 def kv_cache(device: torch.device, small: bool, seed: int) -> torch.Tensor:
     """Return a random KV cache: [layers, 2, blocks, heads, block_size, head_dim] float16.
 
-    The values depend on the seed, but not on the device. One layer is random; the others differ
-    from it in every value, so that making gigabytes takes no time on the host.
+    The values depend on the seed, but not on the device. Only one layer is random, because making
+    gigabytes of random values on the host takes long. Every other layer differs from it in all
+    values.
     """
     layers, heads, block_size, head_dim, num_blocks = SMALL if small else FULL
     shape = (1, 2, num_blocks, heads, block_size, head_dim)
@@ -69,7 +70,7 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     """Run one of the two processes: rank SOURCE sends, rank DESTINATION receives and compares."""
     store = connected_stores([0], SECONDS)[0]
     kv = kv_cache(device, small, seed=rank)
-    warm_up_block_moves(kv)  # as at the start of a worker
+    warm_up_block_moves(kv)  # as a worker does at its start
     rectangle = LayerHeadRange(0, kv.shape[0], 0, kv.shape[3])
     staging = KvStaging(kv, rectangle)
     sent, received = sides_blocks(kv.shape[2])

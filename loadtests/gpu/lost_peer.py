@@ -1,11 +1,11 @@
-"""KV transfer whose source is killed: the destination must live, and receive from a new source.
+"""KV transfer whose source is killed: the destination must survive and receive from a new source.
 
 The destination receives a message, waits for another, and the parent then kills the source. The
 wait must fail, the pair must be released, and a transfer from a second source must succeed.
 
-This runs over gloo with tensors on the CPU. On a machine with GPUs, it also runs over NCCL: on two
-GPUs, or with both sides on one GPU. NCCL accepts the latter only if each process claims to be a
-separate host; if it refuses, the result says that this was not run.
+This runs over gloo with tensors on the CPU. On a machine with GPUs, it also runs over NCCL, on two
+GPUs if there are two. With one GPU, both sides use it, which NCCL accepts only if each process
+claims to be a separate host. If NCCL still refuses, the result says that this part was not run.
 """
 
 import argparse
@@ -37,7 +37,7 @@ FIRST, SECOND = 0, 1
 
 
 def message(number: int, device: torch.device) -> torch.Tensor:
-    """Return the message of a source; equal in all processes."""
+    """Return the message of source `number`; it is the same in all processes."""
     generator = torch.Generator().manual_seed(number)
     values = torch.randint(256, (MESSAGE_BYTES,), generator=generator, dtype=torch.uint8)
     return values.to(device)
@@ -87,7 +87,7 @@ def run_destination(device: torch.device) -> dict[str, Any]:
 
 
 def _receives(pair: RankPair, number: int, device: torch.device) -> bool:
-    """Receive a message; return whether it is the one that this source sends."""
+    """Receive a message; return whether it is the message of source `number`."""
     buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=device)
     finish(pair.receive(buffer))
     return torch.equal(buffer, message(number, device))
@@ -116,7 +116,7 @@ def run_processes(devices: tuple[str, str], hosts: bool) -> dict[str, Any]:
     code = destination.end(ends)
     for source in sources:
         source.end(0.0)
-    thread.join(1.0)  # so that the last report has been read
+    thread.join(1.0)  # wait until the last report has been read
     figures = dict(destination.figures)
     if code == 0 and "not_connected" in figures and hosts:
         return {"not_run": figures["not_connected"], "failures": []}
@@ -124,7 +124,7 @@ def run_processes(devices: tuple[str, str], hosts: bool) -> dict[str, Any]:
 
 
 def failures_of(code: int | str, figures: Mapping[str, Any]) -> list[str]:
-    """Return what went wrong at the destination; []: nothing."""
+    """Return a message for each failure of the destination."""
     if code:
         return [f"the destination ended with {code}: {figures.get('raised', 'no report')}"]
     if "not_connected" in figures:

@@ -17,7 +17,7 @@ class Options:
     bounds: Path | None  # result file of the bounds section; None: limits are unknown
     model: str  # key of SHAPES; used by the engine sections
     small: bool  # use tiny sizes, with which a CPU can test the command itself
-    folder: Path | None = None  # existing folder for further files of results, such as lines
+    folder: Path | None = None  # existing folder for further result files, such as JSON lines
 
     @property
     def dtype(self) -> torch.dtype:

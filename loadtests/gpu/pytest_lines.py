@@ -1,11 +1,12 @@
 """pytest plugin: appends a JSON line to a file whenever a test starts or ends.
 
-`-p penstock.loadtests.gpu.pytest_lines` loads it. PENSTOCK_TEST_LINES names the file. The lines of
-a run that is stopped are therefore kept, and name the tests that were running. With xdist, the
-process that distributes the tests writes the lines.
+`-p penstock.loadtests.gpu.pytest_lines` loads the plugin, and PENSTOCK_TEST_LINES names the file.
+If a run is stopped, its lines remain, and show which tests were running. With xdist, the process
+that distributes the tests writes the lines.
 
 A worker process of xdist exits after a test with a CUDA error, because no later test can use its
-CUDA context. xdist then starts another, and reports the next test of the old one as crashed.
+CUDA context. xdist then starts a new worker process, and reports the next test of the old one as
+crashed.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 VARIABLE = "PENSTOCK_TEST_LINES"
-LAST_CHARACTERS = 2000  # of the traceback, in the line of a failed test
+LAST_CHARACTERS = 2000  # characters of the traceback in the line of a failed test
 CUDA_ERROR = re.compile(r"CUDA error|CUDA driver error|illegal memory access|device-side assert")
 
 

@@ -17,7 +17,7 @@ from penstock.workers.parallel.collectives import ProcessGroup
 NUM_RANKS = 2
 SIZES = (8 << 10, 64 << 10, 1 << 20, 16 << 20)
 """Bytes of a rank's tensor. Up to 64 KiB, sums in rank order take one all-gather."""
-NUM_CALLS, NUM_ROUNDS = 20, 5  # of a measurement on a GPU
+NUM_CALLS, NUM_ROUNDS = 20, 5  # calls per round and rounds of a measurement on a GPU
 
 Operation = Callable[[ProcessGroup, Tensor], Tensor]
 
@@ -60,10 +60,10 @@ def check_collectives(
     """Yield the name and the figures of every collective and size.
 
     Args:
-        groups: process groups of both ranks, by the order of their sums, such as `in rank order`.
+        groups: process groups of both ranks, by order of summation, such as `in rank order`.
     """
     for order, group in groups.items():
-        # Only all-reduce adds, so only its result depends on the order.
+        # Only all-reduce depends on the order of summation, because only it adds.
         names = OPERATIONS if group is next(iter(groups.values())) else ("all-reduce",)
         for name in names:
             for num_bytes in SIZES:

@@ -19,7 +19,7 @@ class Request:
     """A request of a load; it arrives `arrival` seconds after the start of the load.
 
     Attributes:
-        after: index of an earlier request; this request arrives no earlier than its first token.
+        after: index of an earlier request; this one arrives no earlier than that one's first token.
         background: the latency of the first token is not part of the figures.
     """
 
@@ -80,7 +80,7 @@ def replay(
 
 
 def _due(request: Request, answers: Sequence[Answer]) -> float:
-    """Return when a request arrives; infinity while the request before it has no token."""
+    """Return when a request arrives; infinity while request `after` has no token."""
     if request.after is None:
         return request.arrival
     times = answers[request.after].times
@@ -115,7 +115,7 @@ def summary(requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str,
 
 
 def speed_ratios(ours: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Return, for each figure, our speed relative to the other engine's: above 1 is faster."""
+    """Return, by figure, our speed divided by the other engine's; above 1 means faster."""
     return {
         name: other[name] / value if name.endswith("_us") else value / other[name]
         for name, value in ours.items()

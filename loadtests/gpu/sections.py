@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_LAST_WORDS = 2000  # number of characters of the output that a failure contains
+_LAST_WORDS = 2000  # characters of the process output that a failure report contains
 
 
 @dataclass(frozen=True, slots=True)

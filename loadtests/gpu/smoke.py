@@ -1,9 +1,11 @@
 """Compiles all kernels for the device, and compares the result of each with float64.
 
 1. The kernels of all AOT cases (`tests/aot/cases`) are compiled in parallel, which also fills
-   Triton's cache for the sections that follow. Broken AOT rules are listed, but are no failures.
+   Triton's cache for the sections that follow. Violated AOT rules are listed, but do not fail the
+   section.
 2. Each group of `smoke_cases` runs in a process of its own, in every dtype of the device: bfloat16
-   on a GPU; float16 and float32 under Triton's interpreter. Unwritten results are NaN.
+   on a GPU; float16 and float32 under Triton's interpreter. Memory that a kernel leaves unwritten
+   contains NaN.
 
 A line of JSON is written when a case starts and when it ends. If a process crashes or hangs, its
 current case fails, and a new process runs the cases after it.
@@ -37,10 +39,10 @@ from penstock.loadtests.gpu.smoke_inputs import Inputs
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 130.0  # time limit of the section
 COMPILE_SECONDS = 60.0  # part of SECONDS for compiling; kernels that are not ready are left out
-CASE_SECONDS = 20.0  # a process whose case takes longer is stopped
+CASE_SECONDS = 20.0  # limit of one case, after which its process is stopped
 INTERPRETED_CASE_SECONDS = 300.0
 INTERPRETED_SECONDS = 400.0  # time limit of the section under the interpreter
-HOPPER = DeviceInfo("sm_90", shared_bytes=227 << 10)  # compiled for, without a GPU
+HOPPER = DeviceInfo("sm_90", shared_bytes=227 << 10)  # the chip to compile for without a GPU
 NUM_COMPILERS = max(1, min(14, (os.cpu_count() or 2) - 1))
 NUM_RUNNERS = max(1, min(4, (os.cpu_count() or 2) // 2))
 DTYPES = {"cuda": ("bfloat16",), "cpu": ("float16", "float32")}
@@ -54,7 +56,7 @@ hidden states of experts and heads, the result): 4 units of half an ulp.
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Return the norm of the error, relative to that of the exact result; NaN if a NaN is found."""
+    """Return the error's norm relative to that of the exact result; NaN if either has a NaN."""
     exact = exact.double()
     error = (found.cpu().double() - exact).norm() / exact.norm()
     return float(error)
@@ -138,7 +140,7 @@ def watch(
 def _wait(
     process: "subprocess.Popen[bytes]", path: Path, seconds: float, ends: float
 ) -> tuple[str, str]:
-    """Wait for a process; return ("" or why it failed, the end of its error output)."""
+    """Wait for a process; return why it failed ("" if it did not) and the end of its stderr."""
     size, changed = -1, time.monotonic()
     while True:
         try:
@@ -176,20 +178,20 @@ def compile_case(module: str, index: int, chip: DeviceInfo) -> list[dict[str, An
 
 
 def compile_all(chip: DeviceInfo, names: Sequence[str], ends: float) -> Iterator[dict[str, Any]]:
-    """Compile AOT cases of the files `names` until time `ends`; yield a line per kernel."""
+    """Compile the AOT cases of modules `names` until time `ends`; yield a line per kernel."""
     jobs = [
         (module, index)
         for module in (f"tests.aot.cases.{name}" for name in names)
         for index, _ in enumerate(importlib.import_module(module).aot_cases())
     ]
-    os.environ.pop("TRITON_INTERPRET", None)  # not for the new processes, which compile
+    os.environ.pop("TRITON_INTERPRET", None)  # the child processes must compile, not interpret
     pool = ProcessPoolExecutor(NUM_COMPILERS, get_context("spawn"))
     futures = {pool.submit(compile_case, *job, chip): job for job in jobs}
     try:
         for future in as_completed(futures, max(0.0, ends - time.monotonic())):
             try:
                 yield from future.result()
-            except Exception as error:  # such as a crash of the compiler
+            except Exception as error:  # for example a crash of the compiler
                 case = f"{futures[future][0]}, case {futures[future][1]}"
                 why = f"does not compile: {type(error).__name__}: {error}"
                 yield {"kernel": "?", "case": case, "complaints": [why]}

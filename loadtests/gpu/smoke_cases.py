@@ -1,6 +1,6 @@
-"""Cases of the smoke section: each computes one operation once, and the exact result in float64.
+"""Cases of the smoke section: each computes one operation, and its exact result in float64.
 
-The cases of a group run in one process. Inputs are random; their lengths are not multiples of
+The cases of a group run in one process. Inputs are random, and their sizes are not multiples of
 tiles. The exact results are computed on the host from the same (rounded) inputs.
 """
 
@@ -178,7 +178,7 @@ def _rotate(inputs: Inputs) -> Result:
 
 
 def products(inputs: Inputs) -> Iterator[Case]:
-    """Yield batch-invariant products, and products with codes of 4 and 8 bits."""
+    """Yield batch-invariant matmuls, and matmuls with weights quantized to 4 and 8 bits."""
     rows, outputs, size = (5, 40, 70) if inputs.small else (130, 1100, 4096)
     x, weight = inputs.randn(rows, size), inputs.randn(outputs, size, scale=size**-0.5)
     bias = inputs.randn(outputs)
@@ -215,7 +215,7 @@ def _weight_only(inputs: Inputs, rows: int, kind: Kind, group: int) -> Result:
     width = size // 2 if is_narrow(kind) else size
     matrix = QuantizedMatrix(
         kind,
-        codes(120 if kind == "fp8" else 256, outputs, width),  # FP8: positive numbers
+        codes(120 if kind == "fp8" else 256, outputs, width),  # FP8 codes below 128 are positive
         torch.rand(outputs, size // group, generator=generator) * size**-0.5,
         codes(16, outputs, size // group if has_zeros(kind) else 0),
         even_groups(size, group, torch.device("cpu")),

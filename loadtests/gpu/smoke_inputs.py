@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Result: TypeAlias = tuple[Tensor, Tensor]  # a kernel's result, and the exact result
+Result: TypeAlias = tuple[Tensor, Tensor]  # result of a kernel, exact result
 Case: TypeAlias = tuple[str, Callable[[], Result]]
 Ints: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int32]]"
 
@@ -17,7 +17,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Makes random inputs of one dtype on the device, the same ones in every run."""
+    """Makes random inputs of one dtype on the device; every run makes the same inputs."""
 
     device: torch.device
     dtype: torch.dtype

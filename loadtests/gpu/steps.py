@@ -1,8 +1,8 @@
 """Times decode steps of the engine with random weights, and the idle gaps between steps.
 
-Each step is compared with the time that it takes to read its bytes. Times are device times: one
-mark before the first kernel of a step, and one after the last kernel. Between the end of a step and
-the start of the next one, the device is idle.
+Each step is compared with the minimum time to read its bytes. Times are device times between two
+marks: one before the first kernel of a step, and one after its last kernel. The device is idle from
+the end of a step to the start of the next one.
 """
 
 import sys
@@ -101,7 +101,7 @@ def summary(steps: Sequence[Step], clock: Clock, floor: float) -> dict[str, floa
 
 
 def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
-    """Decode `batch` sequences to their ends; return the measured steps, in which all decode."""
+    """Decode `batch` sequences to their ends; return the steps in which all of them decode."""
     rng = np.random.default_rng(batch)
     for number in range(batch):
         prompt = rng.integers(2, engine.spec.vocab_size, load.input_len).tolist()

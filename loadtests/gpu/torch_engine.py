@@ -1,9 +1,9 @@
 """A plain torch engine, as a baseline: eager operations, contiguous KV cache, SDPA.
 
-The weights are those of a `Decoder` (the same memory). The baseline is written as one would write
-it without kernels of one's own: fused projections, batched decode steps, and attention by torch's
-`scaled_dot_product_attention`. Prompts are computed whole, one at a time, in turns with decode
-steps. There are no CUDA graphs, no paging, no prefix cache and no overlap of steps.
+The weights are those of a `Decoder` (the same memory). The baseline uses only operations of torch:
+fused projections, batched decode steps, and attention by `scaled_dot_product_attention`. Prompts
+are computed whole and one at a time; steps with a prompt alternate with decode steps. There are no
+CUDA graphs, no paging, no prefix cache and no overlap of steps.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from penstock.workers.layers.norm import RmsNorm
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.rotary_embedding import rotary_frequencies
 
-MASK_MULTIPLE = 64  # a masked length is rounded up to a multiple of this
+MASK_MULTIPLE = 64  # lengths of masked attention are rounded up to a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class TorchModel:
             keys, values = self.kv[number, :, :num_rows]
             keys[rows, :, positions] = key
             values[rows, :, positions] = value
-            # The query heads of one KV head are rows of one matrix: keys need no copies of heads.
+            # Query heads of a KV head form one matrix, so keys are not copied for each query head.
             grouped = query.view(num_rows, self.kv_heads, -1, self.dim)
             mixed = functional.scaled_dot_product_attention(
                 grouped, keys[:, :, :longest], values[:, :, :longest], attn_mask=mask
@@ -164,14 +164,14 @@ class _Running:
 
 
 class TorchEngine:
-    """Continuous batching over a `TorchModel`: a step is one prompt, or a token of every row."""
+    """Continuous batching over a `TorchModel`: a step computes one prompt, or one token per row."""
 
     def __init__(self, model: TorchModel) -> None:
         self._model = model
         device, num_rows = model.kv.device, model.kv.shape[2]
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
-        self._lengths = [0] * num_rows  # positions in the cache, known on the host; 0: free
+        self._lengths = [0] * num_rows  # length of each row, known on the host; 0: free
         self._queued: deque[tuple[int, Prompt, int]] = deque()
         self._running: list[_Running] = []
         self._prompt_was_last = False
@@ -207,7 +207,7 @@ class TorchEngine:
             self._tokens[:used], positions, 1 + max(lengths), len(set(lengths)) == 1
         )
         self._tokens[:used] = drawn
-        # Free rows below `used` compute, too: their results are ignored.
+        # Free rows below `used` are computed too, but their results are ignored.
         positions.add_(1).clamp_(max=self._model.max_len - 1)
         on_host, found = drawn.tolist(), []
         for each in self._running:

@@ -1,7 +1,8 @@
 """Child processes of the transfer tests, and the relay of their rendezvous stores.
 
-The processes exchange values of their rendezvous stores as JSON lines on stdin and stdout, which
-their parent forwards. A line without "key" is a report to the parent.
+The processes exchange values of their rendezvous stores. They write and read these as JSON lines on
+stdout and stdin, and their parent forwards the lines. A line without "key" is a report to the
+parent.
 """
 
 import json
@@ -30,7 +31,7 @@ def write_line(message: Mapping[str, Any]) -> None:
 
 
 def connected_stores(pairs: Sequence[int], seconds: float) -> dict[int, MirrorStore]:
-    """Return the stores of this process by the number of the pair; a thread reads stdin for them.
+    """Return the stores of this process by pair number; a thread fills them from stdin.
 
     A wait for a value takes at most `seconds`.
     """
@@ -59,7 +60,7 @@ def finish(operation: Operation) -> None:
 def release(pair: RankPair, rank: int) -> None:
     """Close a pair once the destination has received everything.
 
-    A send that has completed may still be in a buffer of NCCL, which would end with the source.
+    A send that has completed may still be in a buffer of NCCL, which is lost when the source exits.
     """
     if rank == SOURCE:
         pair.store.wait([DONE_KEY])
@@ -74,11 +75,11 @@ class Child:
     Args:
         module: the module to run.
         arguments: its command-line arguments.
-        environment: further variables.
+        environment: additional environment variables.
 
     Attributes:
         figures: the last report that the process sent.
-        reported: set when a report has arrived.
+        reported: set when a report has arrived or the process has ended.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """Sweeps tile sizes of kernels for the shapes of the models, and writes the file of tuned tiles.
 
 1. Child processes run each candidate once, in parallel, and compare its result with that of the
-   default tiles. This also compiles the kernels. A candidate that does not compile, needs too much
-   shared memory, hangs or computes something else is left out.
-2. This process times the remaining candidates, then the best one and the default in turns.
+   default tiles. This also compiles the kernels. A candidate is left out if it does not compile,
+   needs too much shared memory, hangs, or computes a different result.
+2. This process times the remaining candidates. Then it times the best candidate and the default
+   alternately.
 
 The file contains the candidates that are at least LEAST_GAIN times as fast as the default. Sections
 that run after this one use it, see `kernels/triton_common/tuned_tiles`.
@@ -43,18 +44,18 @@ from penstock.loadtests.gpu.tuning_problems import Candidate, Problem, all_probl
 MODULE = "penstock.loadtests.gpu.tuning"
 SECONDS = 115.0  # time limit of the section, with a margin for writing the results
 INTERPRETED_SECONDS = 340.0
-CHECKED_FRACTION = 0.6  # fraction of the time for the child processes
+CHECKED_FRACTION = 0.6  # fraction of SECONDS for the child processes
 NUM_CHILDREN = 2  # child processes per problem
-SWEEP_ROUNDS, SWEEP_SECONDS = 3, 0.005  # of each candidate
-NUM_PAIRS = 3  # measurements of the best candidate and the default in turns
+SWEEP_ROUNDS, SWEEP_SECONDS = 3, 0.005  # rounds of each candidate, and their duration
+NUM_PAIRS = 3  # alternating measurements of the best candidate and the default
 LEAST_GAIN = 1.03
-FOLDER = "tiles"  # of the written file, in the folder of results
+FOLDER = "tiles"  # folder of the written file, inside the folder of results
 
 
 def check_candidates(
     problem: Problem, index: int, num_children: int, skipped: int
 ) -> Iterator[dict[str, Any]]:
-    """Run every `num_children`-th candidate after the first `skipped` of these; yield lines.
+    """Run every `num_children`-th candidate, except the first `skipped` of them; yield lines.
 
     There is a line before and after each candidate, as in `smoke.run_group`.
     """
@@ -87,7 +88,7 @@ def _result(call: Call) -> torch.Tensor:
 def child(group: str, options: Options, skipped: int) -> int:
     """Check candidates in this process; append lines to the file `options.json`.
 
-    `group` is the name of the problem, the first candidate and the step.
+    `group` contains the problem's name, the first candidate and the step between candidates.
     """
     name, index, num_children = group.split("#")
     problems = all_problems(options.device, dtype_of(options), options.small)
@@ -130,14 +131,14 @@ def sweep(
 ) -> dict[str, Any]:
     """Time candidates until time `ends`; return the figures of the best one.
 
-    The speed of a candidate is the geometric mean over the workloads, relative to the default.
+    The speed of a candidate is relative to the default: the geometric mean over the workloads.
     """
 
     def seconds_of(candidate: Candidate, rounds: int, seconds: float) -> dict[str, float]:
         found = {}
         for name, make in problem.workloads.items():
             with trial_tiles(problem.kernel, candidate):
-                # A plan keeps the tiles with which it was made.
+                # `make` runs here, because a plan keeps the tiles with which it was made.
                 found[name] = time_calls([make()], device, rounds, seconds).median
         return found
 
@@ -219,7 +220,7 @@ def measure(options: Options, began: float, seconds: float) -> Iterator[dict[str
 
 def main() -> int:
     began = time.monotonic()
-    os.environ.pop(VARIABLE, None)  # the default is that of the launchers
+    os.environ.pop(VARIABLE, None)  # without tuned tiles, the default is that of the launchers
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--group")
     parser.add_argument("--dtype")

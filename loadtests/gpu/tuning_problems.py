@@ -1,7 +1,8 @@
 """Problems of the tuning sweep: kernels with tile sizes, for the shapes of the models.
 
-The file has one entry for each problem. Workloads have the sizes that are timed; the check is a
-small workload with the same compiled kernel, because batch sizes are not compiled into kernels.
+The file of tuned tiles has one entry for each problem. Workloads have the sizes that are timed. The
+check is a small workload, which uses the same compiled kernel because batch sizes are not compiled
+into kernels.
 """
 
 import itertools
@@ -33,9 +34,9 @@ from penstock.loadtests.gpu.models import SHAPES, small
 
 Candidate = dict[str, int]
 
-BLOCK_SIZE = 64  # the default on a GPU
-SMALL_CANDIDATES = 3  # per problem, for the interpreter
-SMALL_ROWS = 64  # of an expert, for the interpreter
+BLOCK_SIZE = 64  # the default block size on a GPU
+SMALL_CANDIDATES = 3  # candidates per problem under the interpreter
+SMALL_ROWS = 64  # maximum rows per expert under the interpreter
 MOE_TOKENS = {16: 64, 64: 512, 128: 4096}
 """Tokens of the timed batches by the rows of the default tiles, for 8 of 128 experts."""
 WEIGHT_ONLY = "8b"  # the model whose products are tuned with weights of 4 and 8 bits
@@ -47,7 +48,7 @@ PRODUCT_ROWS = {triton_quantized.FEW_ROWS: (1, 16), triton_quantized.MANY_ROWS: 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One kernel and shape: one entry of the file."""
+    """One kernel with one shape: one entry of the file of tuned tiles."""
 
     name: str
     kernel: str  # a key of `tuned_tiles.KERNELS`
@@ -58,7 +59,7 @@ class Problem:
 
 
 def all_problems(device: torch.device, dtype: torch.dtype, is_small: bool) -> list[Problem]:
-    """Return the problems of all models of `SHAPES`; each kernel and shape once."""
+    """Return the problems of all models of `SHAPES`, without duplicates of kernel and shape."""
     chip = device_info(torch.empty(0, device=device))
     found: dict[tuple[str, str], Problem] = {}
     for model, shape in SHAPES.items():
@@ -125,9 +126,9 @@ def _problems_of(
 
 
 def _first(default: Candidate, others: Sequence[Candidate], is_small: bool) -> list[Candidate]:
-    """Return the candidates after the default; a few of them for the interpreter.
+    """Return the default and the other candidates; only a few of them for the interpreter.
 
-    Candidates without `rows` have the rows of the default.
+    A candidate without `rows` uses the rows of the default.
     """
     complete = [{**default, **each} for each in others]
     candidates = [default, *(each for each in complete if each != default)]
@@ -191,7 +192,7 @@ def _expert_problems(
         if is_small:
             if rows > SMALL_ROWS:
                 continue
-            tokens = tokens * 8 * experts // (128 * top_k)  # the same mean of rows per expert
+            tokens = tokens * 8 * experts // (128 * top_k)  # keeps the mean rows per expert
         default = asdict(tiles_for(dtype, tokens * top_k / experts, False))
         assert default["rows"] == rows
         shape = {"experts": experts, "size": size, "inner": inner, "rows": rows}

@@ -6,8 +6,8 @@
    give the same tokens for requests together and alone.
 4. An engine with two ranks answers the loads of the first engine.
 
-It needs two GPUs, and protobuf for the messages between ranks; if one is missing, the result says
-that nothing was run. On a CPU, the processes use gloo.
+The section needs two GPUs, and protobuf for the messages between ranks. If one is missing, the
+result says that nothing was run. On a CPU, the processes use gloo.
 """
 
 import argparse
@@ -44,10 +44,10 @@ from penstock.workers.rank.follower import Follower
 from penstock.workers.rank.process_tuning import NCCL_VARIABLES
 
 MODULE = "penstock.loadtests.gpu.two_ranks"
-SECONDS = 72.0  # time limit of both processes on a GPU; in a section of 80 s
+SECONDS = 72.0  # time limit of both processes on a GPU; the section has 80 s
 INTERPRETED_SECONDS = 220.0
 RANKS_SECONDS = 40.0  # timeout of an operation between the ranks
-LOST_SECONDS = 3.0  # how long a rank runs on after the other one has failed
+LOST_SECONDS = 3.0  # time for which a rank may continue after the other one has failed
 WEIGHTS_KEY = "the weights are written"
 LOADS = {"1 request": [Request(400, 64)], "32 requests": [Request(400, 64)] * 32}
 SMALL_LOADS = {"1 request": [Request(20, 6)], "3 requests": [Request(20, 6)] * 3}
@@ -77,10 +77,10 @@ class Rank:
             self._config = small(self._config)
 
     def worker(self, tp: int, deterministic: bool, measures: bool) -> WorkerConfig:
-        """Return the settings of an engine.
+        """Return the settings of an engine with `tp` ranks.
 
         Args:
-            measures: whether the KV cache gets the memory that is left, on a GPU.
+            measures: on a GPU, whether the KV cache gets all remaining memory.
         """
         longest = max(each.prompt_len + each.output_len for each in self.loads["1 request"])
         on_gpu = self._options.device.type == "cuda"
@@ -99,7 +99,7 @@ class Rank:
         )
 
     def collectives(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Check the collectives, in both orders of sums."""
+        """Check the collectives for both orders of summation."""
         device = self._options.device
         groups = {
             name: make_process_group(
@@ -116,7 +116,7 @@ class Rank:
         return check_collectives(groups, self._number, device, self._options.dtype)
 
     def follow(self, name: str, deterministic: bool, measures: bool) -> None:
-        """Run rank 1 of an engine to its end."""
+        """Run rank 1 of an engine until the engine ends."""
         config = self.worker(NUM_RANKS, deterministic, measures)
         Follower(config, PrefixStore(name, self.store), lambda done, total: None).run()
 
@@ -126,7 +126,7 @@ class Rank:
         return Engine(config, store=PrefixStore(name, self.store))
 
     def engine_of_one_rank(self) -> Engine:
-        """Write the weights, and start an engine with all of them."""
+        """Write the weights, and start an engine with one rank."""
         options = self._options
         decoder = random_model(self._folder, self._config, options.dtype, options.device)
         save_weights(self._folder, decoder)
@@ -207,7 +207,7 @@ def compare(
     single: Mapping[str, Sequence[Answer]],
     together: Mapping[str, Sequence[Answer]],
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures of each load: one rank, two ranks, ratios and equal tokens."""
+    """Return the figures of each load: one rank, two ranks, their ratios and their equal tokens."""
     found = {}
     for name, requests in loads.items():
         one, two = summary(requests, single[name]), summary(requests, together[name])
@@ -223,7 +223,7 @@ def compare(
 
 
 def different(loads: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a failure if too few first tokens of the larger load are those of one rank."""
+    """Return a failure if one and two ranks have too few equal first tokens in the larger load."""
     name, found = list(loads.items())[-1]
     fraction = found["equal_first_tokens"]
     if fraction >= LEAST_EQUAL:

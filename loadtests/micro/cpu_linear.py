@@ -98,7 +98,7 @@ def _pack_weight_only(weight: Tensor, form: WeightForm) -> Callable[[Tensor], Te
 def seconds(
     products: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor], threads: int
 ) -> float:
-    """Run all linear layers once; return the seconds, with one thread those of its CPU time."""
+    """Run all linear layers once; return the seconds (CPU time if there is one thread)."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     begin = clock()
     for product, x in zip(products, inputs, strict=True):
@@ -116,7 +116,7 @@ async def _measure(load: Load) -> dict[str, Any]:
     }
     found = {}
     for rows in map(int, load.rows):
-        # The LM head gets only the last token of each prompt, so few rows even in large steps.
+        # The LM head computes only the last token of each prompt, so it gets few rows.
         counts = [rows] * (len(weights) - 1) + [min(rows, 64)]
         given = list(zip(counts, weights, strict=True))
         inputs = [torch.randn(count, weight.shape[1]) for count, weight in given]

@@ -40,12 +40,12 @@ class Options:
     save_json: str = option("", "write the results to this file")
 
 
-# Name, batch size, settings, and the function that returns the time of a round to compare.
+# Name, batch size, settings, and a function that returns the compared time of a round.
 Cell = tuple[str, int, one.Options, Callable[[one.RoundTimes], float]]
 
 
 def cells(options: Options) -> list[Cell]:
-    """Return the measurements to make on both engines."""
+    """Return the cells to measure on both engines."""
     batched = one.Options(
         input_len=options.input_len, output_len=options.output_len, cpu_time=options.cpu_time
     )
@@ -64,7 +64,7 @@ def _step(times: one.RoundTimes) -> float:
 
 
 def run_round(engines: Sequence[Engine], wanted: Sequence[Cell], number: int) -> dict[str, float]:
-    """Run all cells once; return for each cell the second engine's time divided by the first's."""
+    """Run all cells once; return, by cell, the second engine's time divided by the first's."""
     measured: dict[tuple[int, int], list[one.RoundTimes]] = {}
     ratios = {}
     for name, batch, cell_options, seconds in wanted:

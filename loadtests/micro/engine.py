@@ -1,9 +1,9 @@
 """Measures the speed of one engine relative to the machine's limits at the same time.
 
 `python -m penstock.loadtests.micro.engine` runs a batch of requests and then a single request on an
-engine in this process. These runs alternate with measurements of matmul rate and memory bandwidth,
-and the results are the fractions of these limits that the engine reaches. With `--cpu-time`, the
-CPU time of this thread is used, for machines with other load.
+engine in this process. These runs alternate with measurements of matmul rate and memory bandwidth.
+The results are the fractions of these limits that the engine reaches. With `--cpu-time`, CPU time
+of this thread replaces wall time, for machines with other load.
 """
 
 # ruff: noqa: E402  (`tune_process` must run before torch is imported)

@@ -1,7 +1,7 @@
 """Prints the engine and scheduler ratios of the source tree on PYTHONPATH, as one line of JSON.
 
-`python -P engine_probe.py MODULE ROUNDS THREADS` runs as a script, because MODULE may belong to
-another commit. MODULE is that commit's regression check.
+`python -P engine_probe.py MODULE ROUNDS THREADS` runs this file as a script. MODULE is the
+regression check of the source tree, which may belong to another commit than this file.
 """
 
 import importlib
@@ -10,9 +10,9 @@ import sys
 
 
 def main(module: str, rounds: str, threads: str) -> None:
-    """Run `measure` of the check with `rounds` rounds, without the path through `penstock serve`.
+    """Run the check's `measure` with `rounds` rounds; do not measure `penstock serve`.
 
-    The number of rounds is a constant of the check, and its name differs between commits.
+    The number of rounds is a module constant, whose name differs between commits.
     """
     check = importlib.import_module(module)
     constants = [name for name in ("_ROUNDS", "_TURNS") if hasattr(check, name)]

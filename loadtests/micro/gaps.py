@@ -25,7 +25,7 @@ from penstock.workers.engine.results import StepResult
 from penstock.workers.engine.stepper import OverlapStepper
 from penstock.workers.scheduling.sequence import NewSequence
 
-_NUM_WARMUPS = 4  # number of first steps of a run that are not counted
+_NUM_WARMUPS = 4  # first steps of a run that are not counted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class StepGaps:
 def run_round(
     engine: Engine, prompts: Prompts, load: Load, round_index: int, kind: str
 ) -> StepGaps:
-    """Run `load.concurrency` new prompts to completion in the mode `kind`."""
+    """Run `load.concurrency` new prompts to completion, with the stepping mode `kind`."""
     params = SamplingParams(temperature=0.0, max_tokens=load.output_len)
     for i in range(load.concurrency):
         number = round_index * load.concurrency + i

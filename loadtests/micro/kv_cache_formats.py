@@ -3,13 +3,14 @@
 `python -m penstock.loadtests.micro.kv_cache_formats` prints a line per format.
 
 - Error of attention: the root mean square of (output - exact output), divided by that of the exact
-  output. The exact output is computed in float64 from keys and values that were not rounded. Keys
-  and values are random; with outliers, one feature in 32 of every head is multiplied by 16, because
-  keys of real models have such features. The step has one token and a long context.
+  output. The exact output is computed in float64 from the keys and values before they were rounded.
+  Keys and values are random. With outliers, one feature in 32 of every head is multiplied by 16,
+  because keys of real models have such features. The step has one token and a long context.
 - Time of attention: the CPU time of one thread for a step of several sequences, relative to
-  float32. Each figure is the minimum over rounds in which the formats take turns.
-- Answers: greedy answers of a model to random prompts, compared with those of a float32 cache: the
-  fraction of equal answers, and the mean fraction of an answer before the first different token.
+  float32. The formats take turns in each round, and each figure is the minimum over the rounds.
+- Answers: greedy answers of a model to random prompts, compared with those with a float32 cache.
+  The figures are the fraction of equal answers, and the mean fraction of an answer before its first
+  different token.
 """
 
 import dataclasses
@@ -67,7 +68,7 @@ class Options:
 
 
 def features(options: Options, has_outliers: bool) -> Tensor:
-    """Return keys and values [2, N, H, S, D] of one sequence; N and S hold its positions."""
+    """Return keys and values [2, N, H, S, D]; N x S are the positions of one sequence."""
     generator = torch.Generator().manual_seed(options.seed)
     num_blocks = -(-options.context // BLOCK_SIZE)
     found = torch.randn(2, num_blocks, 8, BLOCK_SIZE, options.head_dim, generator=generator)
@@ -90,7 +91,7 @@ def attention_error(options: Options, name: str, has_outliers: bool) -> float:
 
 
 def attention_seconds(options: Options) -> dict[str, float]:
-    """Return, by format, the CPU time of attention of a step, in seconds."""
+    """Return, by format, the CPU seconds of attention in one step."""
     one = features(options, has_outliers=False)
     num_blocks, calls = one.shape[1], {}
     starts = np.arange(options.batch + 1, dtype=np.int32)

@@ -1,8 +1,8 @@
 """Measures how much router, worker service and network add to the engine's TTFT.
 
 `python -m penstock.loadtests.micro.overhead` sends one request at a time. The overhead is the
-client's TTFT through `penstock serve`, minus the time of the engine for the same prompt when it is
-called directly in this process. The two measurements alternate.
+client's TTFT through `penstock serve`, minus the TTFT of an engine in this process for the same
+prompt. The two measurements alternate.
 """
 
 import dataclasses

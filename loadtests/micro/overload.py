@@ -9,7 +9,7 @@ The figures and goals are those of `penstock simulate overload`, in wall time:
   admitted requests is at most twice as high;
 - one greedy tenant among ten costs the others at most 5% of their goodput.
 
-Steps are slow and places are few, so that neither the router nor the clients limit the capacity.
+Steps are slow and slots are few, so that neither the router nor the clients limit the capacity.
 The result is one JSON object; the exit code is 1 if a goal is missed. Use a quiet machine.
 """
 
@@ -83,7 +83,7 @@ class Bench:
     workers: WorkerOptions
 
     def estimate(self) -> float:
-        """Return about the rate at which all places of the workers are taken."""
+        """Return the approximate rate at which all sequence slots of the workers are in use."""
         num_running = self.workers.count * self.workers.max_sequences
         lengths = Lengths.parse(self.load.output_len)
         tokens = (lengths.low + lengths.high) / 2
@@ -131,7 +131,7 @@ def key_of(tenant: str) -> str:
 
 
 def api_keys() -> list[dict[str, str]]:
-    """Return the keys of the router's configuration: of all tenants and of the operator."""
+    """Return the API keys for the router's configuration: all tenants' and the operator's."""
     tenants = ["", *(f"tenant-{number}" for number in range(NUM_TENANTS))]
     users = [{"name": tenant or "all", "key": key_of(tenant)} for tenant in tenants]
     return [*users, {"name": "operator", "key": _OPERATOR, "role": "operator"}]
@@ -176,7 +176,7 @@ async def send_load(
 
 
 def counted_calls(calls: Sequence[Call], tenants: Sequence[str]) -> list[Call]:
-    """Return the calls to evaluate: all calls, but not those of the greedy tenant if others run."""
+    """Return the calls to evaluate; leave out the greedy tenant's if there are other tenants."""
     others = set(tenants) - {GREEDY}
     if not others:
         return list(calls)
@@ -184,7 +184,7 @@ def counted_calls(calls: Sequence[Call], tenants: Sequence[str]) -> list[Call]:
 
 
 async def run_load(bench: Bench, rates: Rates) -> Outcome:
-    """Send one load and wait for its answers, then until the router has forgotten it."""
+    """Send one load; wait for its answers, and then until the router has released all requests."""
     options = bench.load
     shape = Overload(
         input_len=options.input_len,

@@ -1,7 +1,7 @@
 """Stub workers with a bounded number of sequences, for measurements of overload.
 
 `python -m penstock.loadtests.micro.overload_workers` is like `stub_workers`, but a worker runs at
-most `--max-sequences` sequences. Further ones wait in its queue until a step ends. A prompt is
+most `--max-sequences` sequences. Further sequences wait in its queue until a step ends. A prompt is
 computed in one step, within the step's budget of tokens, and the first token comes at the end of
 that step.
 """
@@ -22,13 +22,13 @@ from penstock.protos import worker_pb2 as pb
 
 
 class BoundedWorker(StubWorker):
-    """A worker with a bounded number of sequences and of prompt tokens per step."""
+    """A worker that limits its sequences, and the prompt tokens of a step."""
 
     def __init__(self, name: str, options: "WorkerOptions") -> None:
         super().__init__(name, options.step_ms / 1000)
         self.options = options
         self.num_steps = 0
-        self.num_prompt_tokens = 0  # computed since start
+        self.num_prompt_tokens = 0  # prompt tokens computed since the start
         self.prompt_seconds = 0.0
 
     def session(self, router: str) -> "BoundedSession":
@@ -58,7 +58,7 @@ class BoundedWorker(StubWorker):
 
 
 class BoundedSession(Session):
-    """The stream to the only router, and the sequences that wait for a place."""
+    """The stream to the only router, and the queue of sequences."""
 
     def __init__(self, worker: BoundedWorker, router: str) -> None:
         super().__init__(worker, router)
@@ -93,7 +93,7 @@ class BoundedSession(Session):
                 self.make_step(list(self.runs.values()))
 
     def admit(self) -> None:
-        """Move sequences from the queue into the next step, as far as places and budget allow."""
+        """Move sequences from the queue into the next step, within the slot and token limits."""
         options, tokens = self._bounded.options, 0
         while self.waiting and len(self.runs) < options.max_sequences:
             prompt = len(self.waiting[0].submit.prompt)

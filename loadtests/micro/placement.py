@@ -56,16 +56,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Medians, in microseconds of CPU time, and bytes for each pair of a block and a worker."""
+    """Medians of CPU time in microseconds, and index bytes per (block, worker) pair."""
 
     workers: int
     decision: float
     decision_p10: float
     decision_p90: float
-    decision_warm: float  # the same requests again, when their blocks are in the CPU's caches
+    decision_warm: float  # the same decisions again, with their blocks in the CPU's caches
     match: float
     bytes_per_block: float
-    pairs: int  # of a block and a worker
+    pairs: int  # number of (block, worker) pairs
 
 
 class Fixture:
@@ -116,7 +116,7 @@ class Fixture:
             self._store(name, system, START)
         num_blocks, own = SYSTEM_BLOCKS, load.depth - SYSTEM_BLOCKS - NEW_BLOCKS
         while num_blocks < load.blocks:
-            # Two conversations share a document; a few workers have the document.
+            # Each document is shared by two conversations and cached by a few workers.
             document = self._new_blocks(own // 2)
             names = self.rng.sample(self.names, min(3, len(self.names)))
             for name in names:
@@ -136,7 +136,7 @@ class Fixture:
         self.num_pairs += len(blocks)
 
     def request(self, number: int) -> Request:
-        """Return a turn that extends a conversation; its hashes are new objects, as in a router."""
+        """Return a request that extends a conversation, with newly created hash objects."""
         blocks, _ = self.rng.choice(self.chats)
         hashes = [int(str(block)) for block in blocks] + self._new_blocks(NEW_BLOCKS)
         prompt = range(len(hashes) * BLOCK + 5)
@@ -159,7 +159,7 @@ class Fixture:
         return placement.worker
 
     def book(self, request: Request, worker: str) -> None:
-        """Record a placement, and a load report of some worker."""
+        """Record the placement on `worker`, and a load report of a random worker."""
         view = self.registry.get(worker)
         assert view is not None
         view.note_assigned(400, 1)
@@ -196,7 +196,7 @@ def measure(load: Load, num_workers: int) -> Figures:
 
 
 def warm_microseconds(fixture: Fixture) -> float:
-    """Return the CPU time of a decision whose data is in the CPU's caches: the median of rounds."""
+    """Return the median CPU time of a decision whose data is in the CPU's caches."""
     requests = [fixture.request(number) for number in range(20)]
 
     def round_trip() -> None:
@@ -216,7 +216,7 @@ def timed(work: Callable[[], T]) -> tuple[float, T]:
 
 
 def bytes_per_block(load: Load, num_workers: int) -> float:
-    """Return the memory of a smaller index for each pair of a block and a worker."""
+    """Return the bytes of memory per (block, worker) pair, measured on a smaller index."""
     small = Load(load.workers, min(load.blocks, 100_000), load.depth)
     tracemalloc.start()
     fixture = Fixture(small, num_workers)
@@ -235,9 +235,9 @@ def hash_microseconds(depth: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 if a decision takes longer than its goal, and 0 otherwise.
+    """Run the command; return 1 if a decision takes longer than its goal, otherwise 0.
 
-    There are no goals for separate roles.
+    With `--split` there are no goals.
     """
     about = "Measure the time of a placement decision with a large prefix index."
     (load,) = read_flags("micro.placement", about, (Load,), arguments)

@@ -55,7 +55,7 @@ RATIOS = {
 }
 """Descriptions of the ratios; for each ratio, higher is better."""
 
-_RUNS_TO_RECORD = 3  # several, because values vary more between runs than within a run
+_RUNS_TO_RECORD = 3  # values vary more between runs than within a run
 _ROUNDS = 7
 _SEQUENCES, _SCHEDULED, _PROMPT, _ANSWER, _LONG = 16, 256, 64, 48, 1024
 _PRODUCT = 512, 1024  # matmul [rows, width] x [width, width]
@@ -119,7 +119,7 @@ def measure(threads: int) -> dict[str, list[float]]:
         first = round_number * (_SEQUENCES + 1)
         tokens = [_prompt(prompts, first + n, _PROMPT) for n in range(_SEQUENCES)]
         decoded = steady_rate(engine.run(tokens, _ANSWER))
-        # Without the FLOPs of attention, which grow by only a few percent during an answer.
+        # Attention FLOPs are left out: they grow by only a few percent during an answer.
         decode = decoded * 2 * (cost.body + cost.head) / product
         long = engine.prefill(_prompt(prompts, first + _SEQUENCES, _LONG))
         prefill = cost.prefill(_LONG) / long / product

@@ -1,4 +1,4 @@
-"""Measures the CPU time of a router per streamed token, and what it consists of.
+"""Measures the CPU time of a router per streamed token, and its parts.
 
 `python -m penstock.loadtests.micro.router_cpu` runs one real router process, one stub worker
 without a model and 64 concurrent streams, alternating between HTTP and gRPC. In every round, a bare
@@ -7,11 +7,13 @@ CPU time over gRPC is reported as a multiple of the bare server's CPU time. With
 the router of another source tree takes turns with this one; every second round has the reverse
 order.
 
-CPU time of the server process and its helper processes is used, so that other load on the machine
-matters little. A round has three loads with different numbers of requests, steps and tokens. From
-these follows the CPU time of each request (from the connection to the first token, and its end), of
-each step of the worker (with everything else that a router does in that time) and of each further
-token.
+CPU time is that of the server process and its helper processes, so that other load on the machine
+matters little. A round has three loads with different numbers of requests, steps and tokens. Their
+CPU times give the cost of three terms:
+
+- each request: from the connection to the first token, and its end
+- each step of the worker, with everything else that a router does in that time
+- each further token
 """
 
 import asyncio
@@ -41,8 +43,9 @@ _ROOT = Path(penstock.__file__).parent.parent
 _MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
 _PROMPT = "Tell me a story."
 _TERMS = ("request", "step", "token")
-_STREAMS_OF_FEW = 16  # the load for the cost of a step has one stream for this many of the others
-_BURSTS = 8  # of the load for the cost of a request
+# The load for the cost of a step has one stream for every so many streams of the first load.
+_STREAMS_OF_FEW = 16
+_BURSTS = 8  # repeats of the load for the cost of a request
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """Streams that begin together, repeated after they have ended."""
+    """Streams that begin together; they are repeated once all of them have ended."""
 
     streams: int
     output_len: int
@@ -71,13 +74,13 @@ class Load:
 
     @property
     def amounts(self) -> tuple[int, int, int]:
-        """Numbers of requests, steps and tokens; a first token belongs to its request."""
+        """Numbers of requests, steps and tokens; a request's first token is not counted."""
         steps = self.repeats * (self.output_len - 1)
         return self.repeats * self.streams, steps, self.streams * steps
 
 
 def loads_of(options: Options) -> tuple[Load, ...]:
-    """Return the load whose CPU time per token is reported, and two more for the terms."""
+    """Return the load whose CPU time per token is reported, and two loads for the cost terms."""
     streams, few = options.streams, max(options.streams // _STREAMS_OF_FEW, 1)
     return (
         Load(streams, options.output_len),
@@ -87,7 +90,7 @@ def loads_of(options: Options) -> tuple[Load, ...]:
 
 
 def terms_of(loads: Sequence[Load], seconds: Sequence[float]) -> Mapping[str, float]:
-    """Return the CPU µs of a request, a step and a token, from the CPU seconds of three loads."""
+    """Return the CPU µs of a request, a step and a token, solved from those of three loads."""
     solved = np.linalg.solve(np.array([load.amounts for load in loads], float), np.array(seconds))
     return {name: 1e6 * float(value) for name, value in zip(_TERMS, solved, strict=True)}
 
@@ -135,7 +138,7 @@ async def grpc_load(address: str, streams: int, output_len: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Server:
-    """A server that is measured, over one API."""
+    """A measured server, with the API over which it is measured."""
 
     pid: int
     address: str
@@ -178,7 +181,7 @@ async def _start(stack: AsyncExitStack, options: Options) -> Mapping[str, Server
 
 
 def _ratios(row: Mapping[str, float]) -> Mapping[str, float]:
-    """Return the quotients of a round's figures."""
+    """Return the ratios of a round's figures."""
     found = {"ratio": row["grpc"] / row["bare"]}
     if "against_http" in row:
         found |= {f"{api}_ratio": row[api] / row[f"against_{api}"] for api in ("http", "grpc")}

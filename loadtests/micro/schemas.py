@@ -1,14 +1,16 @@
 """Checks structured outputs with thousands of random JSON Schemas.
 
-`python -m penstock.loadtests.micro.schemas` draws schemas over `KEYWORDS`: the median has ten
-properties, objects and arrays are nested up to four deep. Each schema is checked in three ways with
-the tokenizer of the bundled model:
+`python -m penstock.loadtests.micro.schemas` draws random schemas from `KEYWORDS`. The median schema
+has ten properties, and objects and arrays are nested up to four deep. Each schema is checked in
+three ways with the tokenizer of the bundled model:
 
-- A token is drawn from each mask, until the end token is allowed or the answer is too long. An
-  answer that ends must be valid by `jsonschema`.
-- A valid document must be accepted up to its end; otherwise the next check would show nothing.
-- This document gets a wrong value, or a property gets another name or is removed. The masks must
-  refuse the document at the latest at the token that holds the first character after what is wrong.
+- Random answer: a token is drawn from each mask, until the end token is allowed or the answer is
+  too long. An answer that ends must be valid by `jsonschema`.
+- Valid document: the masks must accept it up to its end. Otherwise the third check would prove
+  nothing.
+- Invalid document: in the valid document, a value is made wrong, or a property is renamed or
+  removed. The masks must refuse a token no later than the one with the first character after the
+  mistake.
 
 The exit code is 1 if a check fails.
 """
@@ -40,7 +42,7 @@ KEYWORDS = (
 MAX_DEPTH = 4
 END = 2  # end token of the bundled model
 WORDS = ("red", "Grün", "a b", 'q"t', "x\\y", "ligne\n", "", "日本", "on/off", "7")
-PATTERNS = {  # pattern -> a string that matches, one that does not
+PATTERNS = {  # pattern -> (a matching string, a string that does not match)
     "^[A-Z]{3}-[0-9]{2,4}$": ("ABC-123", "ABC_123"),
     "^(yes|no|maybe)$": ("maybe", "never"),
     r"^\d{4}-\d{2}$": ("2026-11", "2026/11"),
@@ -63,7 +65,7 @@ class Drawn:
     """A random schema with a valid document.
 
     Attributes:
-        wrong: for each value of the document, by path, a value that is wrong there.
+        wrong: by path of each value in the document, another value that is invalid there.
     """
 
     numbers: random.Random
@@ -86,7 +88,7 @@ class Drawn:
         return schema, document
 
     def value(self, path: tuple[str | int, ...], depth: int) -> tuple[Schema, Any]:
-        """Return a random schema and a valid value of it; note a wrong value in its stead."""
+        """Return a random schema and a valid value for it; record an invalid value for the path."""
         if depth < MAX_DEPTH and self.numbers.random() < 0.4:
             nested = self.numbers.choice((self.object, self._array))
             self.wrong[path] = self.numbers.choice((17, "text", None, True))
@@ -140,7 +142,7 @@ class Drawn:
 
 
 def draw(seed: int) -> tuple[Schema, Any, Drawn]:
-    """Return a random schema, a valid document of it, and what is known about them."""
+    """Return a random schema, a valid document, and the `Drawn` that made them."""
     drawn = Drawn(random.Random(seed))
     schema, document = drawn.object((), 1)
     if drawn.shared:
@@ -149,7 +151,7 @@ def draw(seed: int) -> tuple[Schema, Any, Drawn]:
 
 
 def with_value(document: Any, path: Sequence[str | int], value: Any) -> tuple[str, int]:
-    """Return the text of `document` with another value at `path`, and the index of its end."""
+    """Return the JSON text of `document` with `value` at `path`, and the index of its end."""
     if not path:
         text = json.dumps(value, ensure_ascii=False)
         return text, len(text)
@@ -167,11 +169,11 @@ def with_value(document: Any, path: Sequence[str | int], value: Any) -> tuple[st
 
 
 def mistake(document: dict[str, Any], drawn: Drawn) -> tuple[str, int]:
-    """Return the text of an invalid document, and the index of the end of what is wrong.
+    """Return the JSON text of an invalid document, and the index of the end of the mistake.
 
-    A property of the outer object is missing or has another name, or a value at any depth is wrong.
-    The properties of an answer have the order of the schema, so the one after a missing property is
-    wrong.
+    In the outer object, a property is missing or has another name; or any value is wrong. An answer
+    must have its properties in the order of the schema. After a missing property, the mistake is
+    therefore the name of the next property.
     """
     numbers, names = drawn.numbers, list(document)
     chosen, kind = numbers.randrange(len(names)), numbers.random()
@@ -185,7 +187,7 @@ def mistake(document: dict[str, Any], drawn: Drawn) -> tuple[str, int]:
     }
     wrong_name = "other" if kind < 0.85 else (*names, "")[chosen + 1]
     text = json.dumps(changed, ensure_ascii=False)
-    if not wrong_name:  # the last property is missing: the closing brace is wrong
+    if not wrong_name:  # the last property is missing, so the closing brace is the mistake
         return text, len(text)
     name = json.dumps(wrong_name, ensure_ascii=False)
     before = list(changed)[: list(changed).index(wrong_name)]
@@ -204,7 +206,7 @@ class Checker:
         self._closing = np.array([text[:1] in b'",]}:' and bool(text) for text in texts])
 
     def failures(self, seed: int) -> Iterator[str]:
-        """Yield a line for each failed check of the schema of `seed`; a last "" if it ended."""
+        """Yield a line per failed check of the schema of `seed`; last "" if the answer ended."""
         schema, document, drawn = draw(seed)
         validator = jsonschema.Draft202012Validator(schema)
         grammar = self.vocabulary.compile(json_schema(schema))
@@ -227,7 +229,7 @@ class Checker:
             yield ""
 
     def random_answer(self, grammar: CompiledGrammar, numbers: random.Random) -> str | None:
-        """Draw allowed tokens until the end is allowed; return the text; None: it is too long."""
+        """Draw tokens until the end token is allowed; return the text, or None if too long."""
         matcher, tokens = grammar.matcher(), list[int]()
         words = np.zeros(num_words(self.tokenizer.vocab_size), np.int32)
         while len(tokens) < self.max_tokens:
@@ -246,7 +248,7 @@ class Checker:
         return None
 
     def refused_at(self, grammar: CompiledGrammar, text: str) -> int | None:
-        """Return the index of the first character of the token that is refused; None: no token is.
+        """Return the index of the first character of the refused token; None if all are accepted.
 
         The end token counts too; its index is the length of the text.
         """

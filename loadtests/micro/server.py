@@ -39,7 +39,7 @@ class Running:
     http_address: str  # http://host:port
     metrics_address: str  # http://host:port
     pid: int
-    ready_seconds: float  # seconds from its start until it was ready
+    ready_seconds: float  # seconds from the start of the server until it was ready
 
 
 @asynccontextmanager

@@ -45,7 +45,7 @@ class SourceTree:
 
     @property
     def has_admin_port(self) -> bool:
-        """Whether `penstock serve` of this tree takes `--admin-port`; else HTTP has the metrics."""
+        """True if `penstock serve` of this tree has `--admin-port`; if not, HTTP has metrics."""
         return "admin_port" in (self.root / "penstock/cluster/configs.py").read_text("utf-8")
 
     def module(self, names: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Measures time, CPU time and memory of a start of `penstock serve`, and finds what it leaves.
+"""Measures time, CPU time and memory of one start of `penstock serve`, and finds leftovers.
 
 `python -m penstock.loadtests.micro.start [ARGUMENTS OF serve]` prints one JSON object.
 """
@@ -119,16 +119,16 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _cpu_seconds(root: int) -> float:
-    """Return the CPU time of `root` and its descendants, those that have ended included."""
+    """Return the CPU time of `root` and its descendants, including those that have ended."""
     seconds = 0.0
     for process in _tree(root):
         with suppress(psutil.NoSuchProcess):
-            seconds += sum(process.cpu_times()[:4])  # user, system, and both of ended children
+            seconds += sum(process.cpu_times()[:4])  # user and system, also of ended children
     return round(seconds, 1)
 
 
 def _memory(root: int) -> dict[str, float]:
-    """Return the PSS in MB by process name; `root` and all its descendants are counted."""
+    """Return the PSS in MB of `root` and all its descendants, by process name."""
     sizes: dict[str, float] = {}
     for process in _tree(root):
         with suppress(psutil.NoSuchProcess):

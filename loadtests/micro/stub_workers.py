@@ -23,7 +23,7 @@ from penstock.protos import worker_pb2 as pb
 from penstock.protos import worker_pb2_grpc
 
 _UNIT_NANOS = 50_000
-_SPAN = 1 << 15  # number of 50 µs units after which token ids repeat: 1.6 s
+_SPAN = 1 << 15  # token ids repeat after this many 50 µs units: 1.6 s
 _HEARTBEAT_SECONDS = 0.5
 _NUM_BLOCKS = 16384
 

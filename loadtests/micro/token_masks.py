@@ -1,11 +1,14 @@
-"""Measures the filling of token masks for large vocabularies, and its cost for other streams.
+"""Measures the time to fill token masks for large vocabularies, and its cost for other streams.
 
-`python -m penstock.loadtests.micro.token_masks` makes byte-level vocabularies of random words, and
-takes those of `--ranks`. It follows random answers of some JSON Schemas and measures the processor
-time of the thread that fills the masks. Then it decodes with the bundled model, alternately without
-constraints and with constraints on half of the sequences. It compares the processor time per token.
-Finally it generates answers of a schema, alternately with forced tokens one at a time and several
-in a step. It compares steps and processor time.
+`python -m penstock.loadtests.micro.token_masks` makes three measurements:
+
+- Filling: it makes byte-level vocabularies of random words, and takes those of `--ranks`. It
+  follows random answers of some JSON Schemas and measures the CPU time of the thread that fills the
+  masks.
+- Other streams: it decodes with the bundled model, alternately without constraints and with
+  constraints on half of the sequences. It compares the CPU time per token.
+- Forced tokens: it generates answers of a schema, alternately with one forced token and with
+  several per step. It compares steps and CPU time.
 """
 
 import json
@@ -105,7 +108,7 @@ def write_ranks(folder: Path, file: Path) -> int:
     """Write a byte-level tokenizer with the tokens of a file of js-tiktoken; return its size.
 
     The file assigns a JSON object. Each line of its `bpe_ranks` has a sign, the first rank, and the
-    tokens from this rank on in base64.
+    base64 tokens from that rank on.
     """
     text = file.read_text()
     ranks = json.JSONDecoder().raw_decode(text, text.index("{"))[0]["bpe_ranks"]
@@ -131,7 +134,7 @@ def _write(folder: Path, vocab: dict[str, int]) -> None:
 
 
 def _pieces(numbers: random.Random, space: str) -> Iterator[str]:
-    """Yield digits, then signs as in JSON, then an endless sequence of random words."""
+    """Yield digits, then pieces of JSON punctuation, then an endless sequence of random words."""
     yield from (f"{number:0{digits}}" for digits in (2, 3) for number in range(10**digits))
     signs = ('{"', '":', '",', '"}', "[{", "}]", '":"', '","', '"},', "}}", "]}", '{"')
     yield from (lead + sign for sign in signs for lead in ("", space))
@@ -144,7 +147,7 @@ def _pieces(numbers: random.Random, space: str) -> Iterator[str]:
 
 
 def fill_times(vocabulary: GrammarVocabulary, schema: dict[str, Any], load: Load) -> list[float]:
-    """Return the processor seconds of each mask along random answers."""
+    """Return the processor seconds to fill each mask along random answers."""
     grammar, times = vocabulary.compile(json_schema(schema)), list[float]()
     words = np.zeros(num_words(vocabulary.tokens.vocab_size), np.int32)
     for seed in range(load.answers):
@@ -161,7 +164,7 @@ def fill_times(vocabulary: GrammarVocabulary, schema: dict[str, Any], load: Load
 
 
 def measure_fills(load: Load, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the figures of each vocabulary: random words of these sizes, then `load.ranks`."""
+    """Return the figures of each vocabulary: random words by `sizes`, then `load.ranks`."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -196,7 +199,7 @@ def _fill_figures(load: Load, folder: Path, size: int) -> dict[str, Any]:
 
 
 def measure_others(setup: Setup, load: Load) -> dict[str, Any]:
-    """Return the CPU time per token: without constraints, and with half of the batch constrained.
+    """Return the CPU time per token of an unconstrained and a half constrained batch.
 
     The time of the threads that fill masks is returned separately, as `masks_us`; `ratio` does not
     include it.
@@ -227,7 +230,7 @@ def measure_others(setup: Setup, load: Load) -> dict[str, Any]:
             spent, here = time.process_time() - began, time.thread_time() - began_here
             costs[mode].append((spent / num_tokens * 1e6, (spent - here) / num_tokens * 1e6))
     (plain, others), (half, with_masks) = (np.median(each, axis=0) for each in costs.values())
-    masks = float(with_masks - others)  # other threads of the engine work in both modes
+    masks = float(with_masks - others)  # without the engine's other threads
     found = {"plain_us": float(plain), "half_us": float(half), "masks_us": masks}
     found["ratio"] = float((half - masks) / plain)
     print(f"processor time per token, half of the batch constrained: {json.dumps(found)}")
@@ -235,7 +238,7 @@ def measure_others(setup: Setup, load: Load) -> dict[str, Any]:
 
 
 def measure_forced(setup: Setup, load: Load) -> dict[str, Any]:
-    """Return steps and processor time per answer with 0 and with `MAX_FORCED` forced tokens."""
+    """Return steps and CPU time per answer, without and with `MAX_FORCED` extra forced tokens."""
     engine = Engine(WorkerConfig("masks", setup.model_folder, threads=setup.threads))
     engine.warm_up()
     wanted = json_schema(RECORD)
@@ -246,7 +249,7 @@ def measure_forced(setup: Setup, load: Load) -> dict[str, Any]:
         most = list(costs)[number % 2]
         engine.executor.sampler.masks.max_forced = most
         began, num_steps = time.process_time(), 0
-        for index in range(load.answers):  # one at a time
+        for index in range(load.answers):  # one request at a time
             tokens = prompts.tokens(Planned(index, 0.0, 16, 1))
             params = SamplingParams(seed=index, max_tokens=400, structured_outputs=wanted)
             params = params.with_end_tokens(engine.spec.eos_tokens)

@@ -3,7 +3,7 @@
 `python -m penstock.loadtests.micro.regression_check --against DIR` measures both trees in turns
 (other, current, other, current, ...) on one machine. Each figure has one value per tree and round:
 
-- The ratio now / then compares the two values of one round.
+- The ratio now / then compares the values of both trees in one round.
 - The ratio within a tree compares the values of consecutive rounds of one tree, in both orders.
   These ratios show how much a figure varies without a change of the code.
 
@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def ratio(self) -> Quantiles:
-        """Ratio now / then of each round."""
+        """Ratio of the current tree to the other tree (now / then), one value per round."""
         return Quantiles.of([now / then for then, now in zip(self.then, self.now, strict=True)])
 
     @property

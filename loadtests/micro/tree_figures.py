@@ -51,7 +51,7 @@ _TRANSFERRED_BYTES = re.compile(r"^penstock_(?:kv_transfer|handover)_bytes\S* (\
 """Metric of the router: the current name, and the name in older commits."""
 _PREFILL_WORKER = "prefill-0"
 _WARMUP_TOKENS = 20
-_TRANSFER_ANSWER = 4  # tokens; with two or more, the decode worker continues the answer
+_TRANSFER_ANSWER = 4  # answer tokens; from the second on, the decode worker generates them
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Amounts:
     """Amount of work in one measurement of a tree."""
 
     engine_rounds: int = 3
-    streams: int = 64  # router: concurrent streams, each of `stream_tokens` tokens
+    streams: int = 64  # concurrent streams at the router, each of `stream_tokens` tokens
     stream_tokens: int = 200
     path_rounds: int = 3
     path_requests: int = 16
@@ -112,7 +112,7 @@ async def measure_router(tree: SourceTree, amounts: Amounts) -> Figures:
 
 
 async def measure_serving(tree: SourceTree, amounts: Amounts) -> Figures:
-    """Start `penstock serve` with a prefill and a decode worker; return start, path and transfer.
+    """Run `penstock serve` with prefill and decode workers; return start, path and transfer.
 
     Both trees serve the same checkpoint, the bundled model of this tree.
     """
@@ -149,11 +149,11 @@ async def _transfer(server: Running, client: Client, prompts: Prompts, amounts: 
     """Return the workers' CPU time per MB of transferred KV blocks, in ms.
 
     The requests are sent twice. The first time, they end at the prefill worker after one token, and
-    the prefix cache keeps their blocks. The measured second time, the prefill worker therefore
-    computes only a few tokens of each prompt, and the decode worker gets all its blocks.
+    the prefix cache keeps their blocks. Only the second time is measured: the prefill worker then
+    computes only a few tokens of each prompt, and the decode worker receives all its blocks.
 
-    Routers of newer commits let a prefill worker generate answers if that is faster, but not if an
-    operator assigned its role. The role is therefore assigned first, in both trees.
+    Routers of newer commits may let a prefill worker generate answers, but not if an operator
+    assigned its role. The role is therefore assigned first, in both trees.
     """
     await assign_prefill_role(server)
     numbers = range(10**5, 10**5 + amounts.transfers)
@@ -174,7 +174,7 @@ async def _transfer(server: Running, client: Client, prompts: Prompts, amounts: 
 
 
 async def assign_prefill_role(server: Running) -> None:
-    """Make the prefill worker one by an operator's order. Raises MeasurementFailed if refused."""
+    """Assign the role prefill to the prefill worker, as an operator. Raises MeasurementFailed."""
     try:
         await asyncio.to_thread(role.change, server.metrics_address, "", _PREFILL_WORKER, "prefill")
     except NoStatus as error:

@@ -1,10 +1,10 @@
 """Compares the answers of quantized forms of the bundled model with those of float32.
 
-`python -m penstock.loadtests.quality` runs in the source tree, because the questions are those of
-`training`. It makes a checkpoint of each form, answers all held-out questions greedily in
-Penstock's engine, and prints two tables in Markdown: exact match and perplexity of each form,
-paired with float32, with 95 % intervals (bootstrap over questions); and the error of a larger
-product.
+`python -m penstock.loadtests.quality` must run in the source tree, because it uses the questions of
+`training`. It makes a checkpoint of each form, and answers all held-out questions greedily in
+Penstock's engine. It prints two tables in Markdown. The first has exact match and perplexity of
+each form, paired with float32, with 95 % intervals (bootstrap over questions). The second has the
+error of a large matmul: see `features`.
 """
 
 import json
@@ -37,13 +37,13 @@ from penstock.loadtests.quality.statistics import Results, compare
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form of weights: how it is made, and its goal."""
+    """A form of the weights, the function that makes it, and its goal."""
 
     about: str
-    goal: float | None  # most points of exact match that it may lose; None: no goal
+    goal: float | None  # maximum loss of exact match in points; None: no goal
     quantization: str = "none"  # value of `--quantization`
     write: Callable[[Source, Path], Path] | None = (
-        None  # writes the checkpoint; None: the float one
+        None  # writes the checkpoint; None: use the float checkpoint
     )
 
 

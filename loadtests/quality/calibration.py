@@ -41,9 +41,9 @@ class Inputs:
 
 @torch.inference_mode()
 def collect_inputs(folder: Path, sequences: Sequence[Sequence[int]]) -> dict[str, Inputs]:
-    """Run a model on token sequences in `transformers`; return the inputs of its layers' modules.
+    """Run a model on token sequences in `transformers`; return the input statistics by module.
 
-    The head is left out.
+    The LM head is left out.
     """
     from transformers import AutoModelForCausalLM
 

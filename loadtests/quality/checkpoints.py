@@ -47,7 +47,7 @@ class Source:
         return Source(folder, load_file(folder / WEIGHTS), inputs)
 
     def write(self, folder: Path, tensors: Tensors, quantization: dict[str, Any] | None) -> Path:
-        """Write a checkpoint with other tensors and `quantization_config`; return its folder."""
+        """Write a copy of the checkpoint with other tensors and a `quantization_config`."""
         shutil.copytree(self.folder, folder, ignore=shutil.ignore_patterns(WEIGHTS))
         config = json.loads((folder / "config.json").read_text())
         if quantization is not None:
@@ -100,7 +100,7 @@ def write_awq(source: Source, folder: Path) -> Path:
 
 
 def _awq_pairs(source: Source) -> list[tuple[str, list[str]]]:
-    """Return the module that absorbs the scales, and the modules whose inputs they divide."""
+    """Return pairs: a module that absorbs scales, and the modules whose inputs they divide."""
     layers = sorted({module.rsplit(".", 2)[0] for module in source.inputs})
     pairs = []
     for layer in layers:
@@ -113,7 +113,7 @@ def _awq_pairs(source: Source) -> list[tuple[str, list[str]]]:
 
 
 def _awq_factors(weights: list[Tensor], inputs: Inputs) -> Tensor:
-    """Return the factors [K] of the inputs for which rounding changes the outputs least."""
+    """Return the input factors [K] with which rounding changes the outputs least."""
     magnitudes, whole = inputs.magnitudes.clamp_min(1e-4), torch.cat(weights)
     best, found = torch.inf, torch.ones_like(magnitudes)
     for step in range(AWQ_STEPS):
@@ -150,9 +150,9 @@ def write_nf4(source: Source, folder: Path) -> Path:
 
 
 def k_quant_writer(round_matrix: Callable[[Tensor], Rounded]) -> Callable[[Source, Path], Path]:
-    """Return a writer of float files with the weights that a loaded GGUF file would have.
+    """Return a writer of a float checkpoint with the weights of a dequantized GGUF file.
 
-    The embeddings, which are the head as well, get Q6_K, as in files of llama.cpp.
+    The embeddings, which are also the head, get Q6_K, as in files of llama.cpp.
     """
 
     def write(source: Source, folder: Path) -> Path:

@@ -1,14 +1,14 @@
-"""Error of a large product for each form, on random weights and random features.
+"""Error of a large matmul for each form, on random weights and random features.
 
-A model of 2.9 million parameters has 512 inputs in its longest product; real ones have thousands,
-and inputs with outliers. The weights are samples of Student's t distribution with 5 degrees of
-freedom. The features are those of a random layer: the rectified product of normal inputs with a
-random matrix of low rank, in which some features are ten times as large as the others.
+The longest matmul of a model of 2.9 million parameters has 512 inputs. Real models have thousands
+of inputs, some of them outliers. The weights are samples of Student's t distribution with 5 degrees
+of freedom. The features are those of a random layer with ReLU: normal inputs are multiplied by a
+random matrix of low rank. Some features are ten times as large as the others.
 
-Each weight lies within half a step of its level. If the errors were independent and uniform, the
-output's error would have the standard deviation sqrt(sum of x² h² / 3), with half steps h. `bound`
-is the root mean square of that. A calibrated form is better than plain rounding if its error is a
-smaller share of its bound.
+Each weight lies within half a step of its quantization level. If the errors were independent and
+uniform, the output's error would have the standard deviation sqrt(sum of x² h² / 3), with half
+steps h. `bound` is the root mean square of these deviations. Calibration helps if it makes the
+error a smaller fraction of the bound than plain rounding does.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ class ProductError:
     """Root mean square error of a product's outputs.
 
     Attributes:
-        relative: divided by the root mean square of the outputs.
-        of_bound: divided by `bound` of the form.
+        relative: the error divided by the root mean square of the outputs.
+        of_bound: the error divided by `bound` of the form.
     """
 
     relative: float
@@ -58,7 +58,7 @@ def online(form: WeightForm) -> Callable[[Tensor, Tensor], Rounded]:
         matrix = quantize_weight(weight, form)
         found = matrix.dequantize()
         half = matrix.scales[:, matrix.groups.long()] / 2
-        if form == "fp8":  # three bits after the leading one
+        if form == "fp8":  # FP8 (e4m3) has three mantissa bits
             half = torch.maximum(found.abs().log2().floor().exp2() * 2**-4, half * 2**-9)
         return Rounded(found, half, matrix.codes, matrix.scales, matrix.zeros)
 
@@ -79,7 +79,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Rounded]] = {
 
 
 def product_errors(seed: int = 0) -> dict[str, ProductError]:
-    """Return each form's error; calibration uses other features than the measurement."""
+    """Return each form's error; calibration and measurement use different features."""
     assert NUM_INPUTS % GROUP == 0
     generator = torch.Generator().manual_seed(seed)
     features = random_features(generator)

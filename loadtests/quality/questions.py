@@ -1,4 +1,4 @@
-"""Held-out questions, as tokens, and a model's results on them in Penstock's engine."""
+"""Held-out questions as tokens, and the results of a model on them in Penstock's engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = 224
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A held-out question: the tokens of the prompt, and of the expected answer with its end."""
+    """A held-out question: the tokens of its prompt and of its answer, with the end token."""
 
     prompt: list[int]
     answer: list[int]
@@ -42,7 +42,7 @@ def held_out(tokenizer: Any, count: int) -> list[Question]:
 
 
 def calibration_sequences(tokenizer: Any, count: int) -> list[list[int]]:
-    """Return the tokens of `count` training conversations of each family, with their answers."""
+    """Return the tokens of `count` training conversations per family, including the answers."""
     found = [
         _question(tokenizer, example, task.accepts)
         for task in FAMILIES.values()
@@ -67,7 +67,7 @@ def _question(
 def results_of(
     folder: Path, quantization: str, tokenizer: Any, questions: Sequence[Question]
 ) -> Results:
-    """Return a model's results; the KV cache is float32, so that only the weights differ."""
+    """Return a model's results; the KV cache is float32, so models differ only in their weights."""
     engine = Engine(
         WorkerConfig(
             "quality", folder, quantization=quantization, kv_cache_dtype="float32",
@@ -96,7 +96,7 @@ def _answers(engine: Engine, tokenizer: Any, questions: Sequence[Question]) -> l
 
 
 def _losses(engine: Engine, questions: Sequence[Question]) -> Any:
-    """Return the sum of each expected answer's negative log-likelihoods."""
+    """Return, by question, the sum of the expected answer's negative log-likelihoods."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     found = np.zeros(len(questions))
     for number, question in enumerate(questions):

@@ -30,8 +30,8 @@ class Rounded:
 
     Attributes:
         weight: the dequantized weights.
-        half_steps: half of the distance between the levels around each weight.
-        codes: unsigned codes; their layout is the form's.
+        half_steps: half the distance between the two quantization levels around each weight.
+        codes: unsigned codes, in the layout of the form.
         scales: scales of the groups.
         zeros: zero points of the groups.
     """
@@ -44,7 +44,7 @@ class Rounded:
 
 
 def group_levels(part: Tensor, fraction: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return float16 scales and zero points [N] of 16 levels over each row's range."""
+    """Return float16 scales and zero points [N] for 16 levels over part of each row's range."""
     low, high = part.amin(1).clamp_max(0) * fraction, part.amax(1).clamp_min(0) * fraction
     scales = ((high - low) / 15).clamp_min(1e-6).half().to(part.dtype)
     return scales, (-low / scales).round().clamp(0, 15)
@@ -55,7 +55,7 @@ def to_levels(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def gptq(weight: Tensor, hessian: Tensor) -> Rounded:
-    """Quantize column by column; later columns compensate the error of each column."""
+    """Quantize column by column; later columns compensate the errors of earlier ones (GPTQ)."""
     work, hessian = weight.double(), hessian.double().clone()
     size = work.shape[1]
     unused = hessian.diagonal() == 0
@@ -80,10 +80,10 @@ def gptq(weight: Tensor, hessian: Tensor) -> Rounded:
 
 
 def clipped(weight: Tensor, importance: Tensor) -> Rounded:
-    """Round groups with the share of their range for which the weighted error is smallest.
+    """Round each group, clipped to the fraction of its range with the smallest weighted error.
 
     Args:
-        importance: [K] weight of the squared error of each input.
+        importance: [K] weight of each input's squared error.
     """
     grouped, cost = weight.double().view(-1, GROUP), importance.double().view(-1, GROUP)
     cost = cost.repeat(len(weight), 1)
@@ -106,7 +106,7 @@ def of_groups(codes: Tensor, scales: Tensor, zeros: Tensor) -> Rounded:
 
 
 def nf4(weight: Tensor) -> Rounded:
-    """Round to the nearest of the 16 values, relative to the largest of each block of 64."""
+    """Round to the nearest of the 16 NF4 values, scaled by the largest magnitude of each block."""
     blocks = weight.view(-1, NF4_BLOCK)
     scales = blocks.abs().amax(1)
     values = torch.tensor(NF4)

@@ -41,7 +41,7 @@ class Results:
 def compare(found: Results, reference: Results, seed: int = 0) -> tuple[Interval, Interval]:
     """Return the difference in exact match (points) and the ratio of perplexities.
 
-    The bootstrap draws questions, and takes both models' results of a question together.
+    The bootstrap resamples questions, and keeps both models' results of a question together.
     """
     assert np.array_equal(found.tokens, reference.tokens)
     gains, excess = found.right - reference.right, found.losses - reference.losses

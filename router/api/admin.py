@@ -53,7 +53,7 @@ class SnapshotCollector(Collector):
         self._frontend = frontend
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # so that registration takes no snapshot
+        return ()  # no metrics yet: registration must not take a snapshot
 
     def collect(self) -> Iterator[Metric]:
         state, tally, config = (
@@ -104,7 +104,7 @@ class AdminApi:
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics in the format that the Accept header prefers."""
-        # choose_encoder fails on versions that are no numbers, so it gets no client's header.
+        # choose_encoder fails on versions that are not numbers: never pass a client's header.
         accepts = accepts_openmetrics(request.headers.get("accept", ""))
         encode, content_type = choose_encoder(OPENMETRICS if accepts else "")
         return Response(encode(self._registry), headers={"content-type": content_type})

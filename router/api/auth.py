@@ -18,7 +18,7 @@ ANONYMOUS = "anonymous"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a call: its key's name and role; its tenant id, which is a hash of the key."""
+    """The sender of a call: name and role of the API key, and a hash of the key as tenant id."""
 
     name: str
     tenant: str
@@ -50,9 +50,9 @@ class ApiKeys:
         """Return the sender of a call with this Authorization header.
 
         Args:
-            roles: the call is allowed to keys with one of these roles. Without configured keys,
-                calls for operators alone are allowed only if `is_loopback`.
-            is_loopback: the server is bound to loopback.
+            roles: roles of the keys that may make the call. Without configured keys,
+                calls that only operators may make are allowed only if `is_loopback`.
+            is_loopback: whether the server is bound to a loopback address.
 
         Raises:
             ServingError: UNAUTHENTICATED if the header has no valid key; FORBIDDEN if the key has

@@ -41,11 +41,11 @@ MAX_COLLECTED = 64 << 10
 
 
 class BodyWriter:
-    """Collects what a response writes, and writes it in the next iteration of the event loop.
+    """Collects the bytes of a response, and writes them in the event loop's next iteration.
 
-    Takes the place of the transport in uvicorn's state of the request. Status, headers and first
-    events therefore take one system call together, as do the last event and the end of the body.
-    `write_chunk` adds parts of a chunked body without a task switch, unlike `send` of ASGI.
+    It replaces the transport in uvicorn's state of the request. Status, headers and first events
+    therefore take one system call together, as do the last event and the end of the body.
+    `write_chunk` adds parts of a chunked body without a task switch, which ASGI's `send` needs.
 
     Args:
         cycle: uvicorn's state of the request.
@@ -53,9 +53,9 @@ class BodyWriter:
         batch: calls `flush` in the next iteration of the event loop after a `write`.
 
     Attributes:
-        cycle: see above.
+        cycle: uvicorn's state of the request.
         flow: while its `write_paused` is set, the client reads too slowly, and `send` waits.
-        is_closing: as of an asyncio transport.
+        is_closing: like `is_closing` of an asyncio transport.
     """
 
     __slots__ = ("_batch", "_on_disconnect", "_transport", "_unsent", "cycle", "flow", "is_closing")
@@ -74,7 +74,7 @@ class BodyWriter:
     def watch(self, on_disconnect: Callable[[], None]) -> None:
         """Call `on_disconnect` when the client disconnects, or now if it has disconnected.
 
-        Unlike `receive` of ASGI, this needs no task that waits. The request's body must be read.
+        Unlike ASGI's `receive`, this needs no waiting task. The request's body must have been read.
         """
         if self.cycle.disconnected:
             on_disconnect()
@@ -83,11 +83,11 @@ class BodyWriter:
             self.flow.resume_reading()  # while reading is paused, a disconnect is not noticed
 
     def unwatch(self) -> None:
-        """Forget the function given to `watch`: an idle connection must not keep its call alive."""
+        """Remove the callback of `watch`, so that an idle connection keeps no call alive."""
         self._on_disconnect = None
 
     def disconnected(self) -> None:
-        """Drop what is collected, since the client has disconnected."""
+        """Drop the collected bytes, since the client has disconnected."""
         self._unsent = b""
         cycle, on_disconnect = self.cycle, self._on_disconnect
         if cycle.response_complete:
@@ -98,7 +98,7 @@ class BodyWriter:
             on_disconnect()
 
     def write_chunk(self, part: bytes) -> None:
-        """Write a part of the body. Usable once the response has started.
+        """Write a part of the body; usable once the response has started.
 
         This runs for every token: keep it fast.
         """
@@ -107,7 +107,7 @@ class BodyWriter:
         self._unsent += b"%x\r\n%b\r\n" % (len(part), part)
 
     def write(self, data: bytes) -> None:
-        """Write bytes of the response: as of an asyncio transport."""
+        """Write bytes of the response, like `write` of an asyncio transport."""
         if not self._unsent:
             self._batch.add(self.flush)
         self._unsent += data
@@ -115,13 +115,13 @@ class BodyWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is collected, or drop it if the client has disconnected."""
+        """Write the collected bytes, or drop them if the client has disconnected."""
         unsent, self._unsent = self._unsent, b""
         if unsent and not self._transport.is_closing():
             self._transport.write(unsent)
 
     def close(self) -> None:
-        """Close the connection after what is collected: as of an asyncio transport."""
+        """Close the connection after the collected bytes, like `close` of an asyncio transport."""
         self.flush()
         self._transport.close()
 
@@ -171,12 +171,12 @@ class ConnectionLimits:
 class BoundedConnection(HttpToolsProtocol):
     """A connection that is closed if its client sends too much, too slowly, or does not read.
 
-    - A request's head, and bytes of its body that belong to no chunk (chunk sizes, trailers), are
-      counted as they arrive: the parser gathers a header without a bound until the header is
-      complete.
-    - At most one timer runs while no request is complete. Only a new request, a complete head or
-      a complete response moves it; an empty line does not.
-    - A response to a request whose body is not complete is the connection's last one.
+    - Bytes of a request's head, and bytes of its body outside of chunks (chunk sizes, trailers),
+      are counted as they arrive. The parser itself collects a header of any length.
+    - At most one timer runs while no request is complete. Only a new request, a complete head or a
+      complete response restarts this timer; an empty line does not.
+    - If the connection responds to a request before the request's body is complete, it closes after
+      this response.
     """
 
     limits: ConnectionLimits
@@ -191,7 +191,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._unprotected_app = self.app
         self.app = self._call_app
         self._address = ""
-        self._raw_bytes = 0  # received since the parser's last progress
+        self._raw_bytes = 0  # bytes received since the parser's last progress
         self._is_in_head = False
         self._ignores_input = False
         self._is_last_response = False
@@ -212,7 +212,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._stop_timer()
         self._stop_write_timer()
         if self._running is not None:
-            # uvicorn marks only the newest request, which may wait behind the running one.
+            # uvicorn marks only the newest request, but an older one may be running.
             self._running.disconnected()
         super().connection_lost(exc)
 
@@ -227,7 +227,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._raw_bytes += len(part)
             try:
                 self.parser.feed_data(part)
-            except httptools.HttpParserUpgrade:  # answer as HTTP/1.1; the rest is not HTTP/1.1
+            except httptools.HttpParserUpgrade:  # upgrade: answer as HTTP/1.1, ignore the rest
                 self.cycle.keep_alive = False
                 self._ignores_input = True
             except httptools.HttpParserError:
@@ -250,7 +250,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.cycle.transport = body  # type: ignore[assignment]
         self.scope["extensions"] = {BODY_WRITER: body}  # type: ignore[dict-item]
         if 0 < len(self.pipeline) <= MAX_PIPELINED:
-            self.flow.resume_reading()  # uvicorn has paused reading: it would miss a disconnect
+            self.flow.resume_reading()  # undo uvicorn's pause, which would hide a disconnect
 
     def on_body(self, body: bytes) -> None:
         self._raw_bytes = 0
@@ -266,13 +266,13 @@ class BoundedConnection(HttpToolsProtocol):
         if self._running is not None:
             self._running.flush()  # before the response to the next request
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # uvicorn's timer, which an empty line would stop
+        self._unset_keepalive_if_required()  # stop uvicorn's timer, which an empty line would stop
         if self.transport.is_closing():
             self._watch_unsent()
         elif self._is_last_response and not self.cycle.more_body:
             self._close()
         elif self._is_last_response:
-            # If we closed now, a client that still sends its body might not receive the response.
+            # Closing now could discard the response while the client still sends its body.
             self.transport.write_eof()
             self._start_timer(self.limits.bounds.linger_seconds)
         elif self.cycle.response_complete and not self._is_in_head:
@@ -301,7 +301,7 @@ class BoundedConnection(HttpToolsProtocol):
                 message = {**message, "headers": headers}
             await send(message)
             if is_early:
-                cycle.keep_alive = True  # else uvicorn closes at once: see `on_response_complete`
+                cycle.keep_alive = True  # prevents an immediate close by uvicorn
                 self._is_last_response = True
 
         await self._unprotected_app(scope, receive, send_checked)
@@ -317,7 +317,7 @@ class BoundedConnection(HttpToolsProtocol):
         elif not cycle.more_body:
             cycle.keep_alive = False
             return
-        elif self.pipeline:  # the response before it is not complete
+        elif self.pipeline:  # the previous response is not complete
             self.transport.abort()
             return
         else:

@@ -150,7 +150,7 @@ def peer_address(other: RouterState) -> str:
 def to_reply(
     request_id: str, router: str, found: Sequence[ExplainedRequest], now: float
 ) -> pb.ExplainReply:
-    """Return a reply with the newest of the requests `found`, which are in order of arrival."""
+    """Return a reply with the newest of the requests `found`, which are sorted by arrival."""
     kept = found[-MAX_REQUESTS:]
     return pb.ExplainReply(
         request_id=request_id,
@@ -213,7 +213,7 @@ def _event(event: ExplainedEvent) -> pb.ExplainEvent:
 
 
 def to_json(message: Message) -> Fields:
-    """Return all fields of a message, those with default values included, by their names."""
+    """Return all fields of a message by name, including fields with default values."""
     return {
         field.name: _json_value(getattr(message, field.name)) for field in message.DESCRIPTOR.fields
     }
@@ -228,7 +228,7 @@ def _json_value(value: Any) -> Any:
 
 
 def short_form(router: str, explained: ExplainedRequest, now: float) -> str:
-    """Return the most important facts as JSON in ASCII: workers, reasons and milliseconds."""
+    """Return the main facts as ASCII JSON: workers, reasons and times in milliseconds."""
     placed = [event for event in explained.events if event.kind in ("placed", "submitted")]
     times = zip(Spent, explained.times(now), strict=True)
     facts = {

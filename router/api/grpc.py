@@ -80,13 +80,13 @@ def port_limits(config: RouterConfig) -> PortLimits:
         handshake_seconds=config.bounds.receive_seconds,
         idle_seconds=bounds.grpc_idle_seconds,
         age_seconds=bounds.grpc_age_seconds,
-        # Calls that run when a connection is too old may end: none may last longer than `timeout`.
+        # Running calls of a connection that is too old may finish; none exceeds `timeout`.
         age_grace_seconds=config.timeout + 60,
     )
 
 
 async def set_health(service: health.aio.HealthServicer, why_not: str) -> None:
-    """Set the health status: NOT_SERVING if there is a reason `why_not`, else SERVING."""
+    """Set the health status: SERVING if `why_not` is empty, otherwise NOT_SERVING."""
     status = health_pb2.HealthCheckResponse
     value = status.NOT_SERVING if why_not else status.SERVING
     for name in ("", SERVICE):
@@ -221,7 +221,7 @@ class InferenceApi:
     async def _encode_chat(self, chat: pb.Chat, tenant: str) -> list[int]:
         bounds = self._frontend.config.bounds
         check_sizes(CallSizes(**chat_sizes(chat)), bounds)
-        if chat.ByteSize() <= INLINE_BYTES:  # else a helper process has checked the message
+        if chat.ByteSize() <= INLINE_BYTES:  # a helper process has already checked larger messages
             check_chat(chat, bounds)
         options = template_options(chat)
         return await self._frontend.prompts.encode_chat(await to_chat(chat), tenant, options)
@@ -230,7 +230,7 @@ class InferenceApi:
         """Check a message of more than `INLINE_BYTES` in a helper process, before it is parsed.
 
         Returns:
-            The serialized message; if it was checked, without unknown fields.
+            The serialized message; a checked message has no unknown fields.
 
         Raises:
             ServingError: INVALID if the message is malformed, or a list of it is too long, or its
@@ -256,7 +256,8 @@ class InferenceApi:
         """Return the sampling parameters of a request, without its bad words.
 
         Raises:
-            ServingError: the request is too large or too expensive; its lists are not read.
+            ServingError: the request is too large or too expensive. This is checked before its
+                lists are read.
         """
         bounds, model = self._frontend.config.bounds, self._frontend.model
         check_generate(request, bounds, model)
@@ -266,10 +267,10 @@ class InferenceApi:
 
 
 async def _tokenize_reply(tokens: list[int], max_model_len: int) -> bytes:
-    """Return a serialized `TokenizeReply`; leaves `tokens` empty.
+    """Return a serialized `TokenizeReply` of `tokens`; `tokens` is emptied.
 
-    Each slice is serialized, and its tokens are freed, without a pause. Serialized messages that
-    follow each other are one message with the tokens of all.
+    The tokens are serialized and freed slice by slice. Concatenated serialized messages are one
+    message with all their tokens.
     """
     serialized = [pb.TokenizeReply(max_model_len=max_model_len).SerializeToString()]
     slices = Slices()

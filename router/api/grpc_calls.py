@@ -26,7 +26,7 @@ STATUSES: Mapping[Code, grpc.StatusCode] = {
 
 
 def status_of(error: Exception) -> CallError | None:
-    """Return the status for an exception of a method; None if the client has disconnected."""
+    """Return the gRPC status for an exception of a method; None if the client has disconnected."""
     match error:
         case ClientDisconnectedError():
             return None

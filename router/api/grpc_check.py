@@ -1,8 +1,8 @@
 """Checks large gRPC messages in helper processes before the router parses them.
 
-The parser of protobuf holds Python's interpreter lock, longest for a message with a great number of
-small messages in it. Therefore a helper process parses the message first. The router gets the
-message only if its lists are within the bounds, and without unknown fields.
+The parser of protobuf holds Python's interpreter lock. A message that contains many small messages
+holds it longest. Therefore a helper process parses large messages first. The router gets a message
+without its unknown fields, and only if its lists are within the bounds.
 """
 
 import json

@@ -103,7 +103,7 @@ def to_generation_request(
     time_left: float | None,
     tenant: str,
 ) -> GenerationRequest:
-    """Decode a `GenerateRequest`; `time_left`: seconds until the call's deadline, if any."""
+    """Decode a `GenerateRequest`; `time_left` is the time to the call's deadline in seconds."""
     bounds = [] if time_left is None else [max(time_left, 0.001)]
     if request.timeout_seconds:
         bounds.append(request.timeout_seconds)
@@ -145,7 +145,7 @@ def to_reply(delta: Delta) -> pb.GenerateReply:
 
 
 def prompt_replies(entries: Sequence[worker_pb2.TokenLogprobs]) -> Iterator[pb.GenerateReply]:
-    """Yield the prompt's logprobs in replies of a few milliseconds of work each."""
+    """Yield the prompt's logprobs in several replies, each of which takes a few milliseconds."""
     for start in range(0, len(entries), PROMPT_TOKENS_PER_REPLY):
         chunk = entries[start : start + PROMPT_TOKENS_PER_REPLY]
         yield pb.GenerateReply(prompt_logprobs=map(_logprob, chunk))

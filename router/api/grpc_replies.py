@@ -20,14 +20,14 @@ from penstock.router.requests.slices import Slices
 class ReplyStream:
     """Writes the deltas of a call as replies.
 
-    A token that only adds text is written without a task switch: the first part of gRPC's `write`
+    A token that only adds text is written without a task switch. The first part of gRPC's `write`
     runs at once, and the rest when gRPC is ready for the next message. The task that reads the
-    deltas waits for this before it writes, since gRPC allows one write at a time.
+    deltas waits for the end of this write before it writes, since gRPC allows one write at a time.
 
     Args:
         deltas: the answers of the call, which has one request.
         generation: the request.
-        echo_prompt: send the prompt's tokens with the first reply.
+        echo_prompt: whether to send the prompt's tokens with the first reply.
         context: the call.
     """
 
@@ -46,13 +46,13 @@ class ReplyStream:
         self._num_open = generation.sampling.n
         (self._seed,) = deltas.seeds
         self._slices = Slices()
-        # Reused for all tokens: creating a message takes twice as long as changing it.
+        # Reused for all tokens: creating a message takes twice as long as changing one.
         self._token_reply = pb.GenerateReply(
             request_id=generation.request_id, seed=self._seed, tokens=(0,)
         )
         self._reply_tokens = self._token_reply.tokens
-        self._write: Coroutine[asyncio.Future[None], None, None] | None = None  # not complete
-        self._written: asyncio.Future[None] | None = None  # what `_write` waits for
+        self._write: Coroutine[asyncio.Future[None], None, None] | None = None  # write in progress
+        self._written: asyncio.Future[None] | None = None  # future for which `_write` waits
 
     async def send(self) -> None:
         """Write replies until all choices have ended."""
@@ -108,7 +108,7 @@ class ReplyStream:
         return True
 
     def _continue_write(self, _: asyncio.Future[None] | None = None) -> None:
-        """Run the write until it waits for a future or ends."""
+        """Run the write until it waits for a future, or until it ends."""
         assert self._write is not None
         try:
             self._written = self._write.send(None)

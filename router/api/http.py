@@ -54,9 +54,9 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def header_of(scope: Scope, name: bytes) -> str | None:
-    """Return the first header of a request with a name in lower case, or None if it has none.
+    """Return the first header of a request with a lower-case `name`; None if there is none.
 
-    Starlette's `Headers` do the same in three times the time; each request needs eight headers.
+    This takes a third of the time of Starlette's `Headers`, and each request needs eight headers.
     """
     for known, value in scope["headers"]:
         if known == name:
@@ -138,7 +138,7 @@ def internal_error() -> ServingError:
 
 
 def add_common_headers(headers: list[tuple[bytes, bytes]], request_id: str) -> None:
-    """Add the headers that all responses have, unless `headers` has a request id already.
+    """Add the headers that all responses have; keep a request id that `headers` already has.
 
     Args:
         headers: headers of a response; their names are in lower case.
@@ -242,8 +242,8 @@ class AuthMiddleware:
         host: address to which the server is bound. On loopback the Host header must be a loopback
             name, so that a web page cannot reach the server through DNS rebinding.
         public: paths that need no key.
-        roles: roles of the keys that are allowed on a path; on other paths those of clients.
-        respond: makes the responses to refused requests.
+        roles: by path, the roles of the allowed keys; other paths allow the keys of clients.
+        respond: makes the response to a refused request.
     """
 
     def __init__(

@@ -77,9 +77,9 @@ class Updates:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._rows: dict[str, list[Any]] = {}  # by worker, as sent
-        self._decision = 0  # number of the last one that was sent
-        self._sample = 0  # number of the last one that was sent
+        self._rows: dict[str, list[Any]] = {}  # values that were sent last, by worker
+        self._decision = 0  # number of the last decision that was sent
+        self._sample = 0  # number of the last sample that was sent
 
     async def line(self, state: ClusterState) -> str:
         """Return the next update as a line of JSON."""

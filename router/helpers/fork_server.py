@@ -1,10 +1,11 @@
 """Starts helper processes: forks them from a process that has loaded what they need.
 
-Starting Python and importing the libraries takes 0.3 s; a fork takes a few milliseconds. The fork
-server is a process of its own with one thread, because a router, which has many threads, must not
-fork. Protocol: for each helper, the router sends one byte and two file descriptors: the helper's
-end of a socket, and the write end of a pipe. When the helper has ended, the fork server writes the
-helper's exit status to the pipe.
+Starting Python and importing the libraries takes 0.3 s; a fork takes a few milliseconds. A router
+has many threads and must not fork. The fork server is therefore a separate process with one thread.
+
+Protocol: for each helper, the router sends one byte and two file descriptors: the helper's end of a
+socket, and the write end of a pipe. When the helper has ended, the fork server writes the helper's
+exit status to the pipe.
 """
 
 import os
@@ -31,7 +32,7 @@ STATUS_BYTES = 4
 
 
 class StartedHelper(NamedTuple):
-    """One process's end of the socket to a helper process, and its end of the status pipe.
+    """A process's end of the socket between router and helper process, and of the status pipe.
 
     In the router, `status` is the read end. In the helper process it is -1: only the fork server
     has the write end.
@@ -67,7 +68,7 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 env=helper_environment(os.environ),
                 pass_fds=(other.fileno(),),
-                start_new_session=True,  # Ctrl-C must end only the router, which ends this
+                start_new_session=True,  # Ctrl-C ends the router, which ends this process
             )
         self._control = own
 

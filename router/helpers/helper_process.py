@@ -69,7 +69,7 @@ class HelperProcess(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
 
     async def connect(self) -> None:
-        """Connect to the process. Call this before `send`."""
+        """Connect to the process; must be called before `send`."""
         await self._loop.create_unix_connection(lambda: self, sock=self._started.connection)
 
     def send(self, job: Job) -> None:
@@ -79,7 +79,7 @@ class HelperProcess(asyncio.Protocol):
             self._transport.write(job.frame)
 
     def close(self) -> None:
-        """Close the connection; the process ends after its current job. `on_end` is not called."""
+        """Close the connection without calling `on_end`; the process ends after its current job."""
         self._is_closed = True
         if self._transport is not None:
             self._transport.abort()
@@ -92,7 +92,7 @@ class HelperProcess(asyncio.Protocol):
             for items in self._reader.feed(data):
                 reply = decode_reply(items)
                 self._on_reply(self.jobs.popleft(), reply)
-        except (BadFrameError, ValueError, IndexError):  # the bytes are not a reply to a job
+        except (BadFrameError, ValueError, IndexError):  # not a reply to a job
             if self._transport is not None:
                 self._transport.abort()
 

@@ -19,7 +19,7 @@ def end_with_parent() -> None:
 
 
 def limit_process(memory_bytes: int) -> None:
-    """Limit this process: no children, no core dumps, few open files, bounded new memory.
+    """Limit this process: no children, no core dumps, few open files, limited allocations.
 
     Args:
         memory_bytes: address space that the process may allocate from now on (Linux).

@@ -26,7 +26,7 @@ from penstock.router.requests.structured_job import structured_job
 
 
 def set_up(settings: HelperSettings) -> tuple[Work, list[bytes]]:
-    """Return the function that does jobs, and the names of the template's variables as JSON.
+    """Return the function that does jobs, and the names of the template's variables in JSON.
 
     Raises:
         ServingError: INVALID if the chat template is not valid.
@@ -61,7 +61,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     gc.collect()
-    gc.freeze()  # a collection would copy the pages that helper processes share
+    gc.freeze()  # a collection would write to, and thus copy, pages that helper processes share
     helper = serve_forks(control)
     if helper is None:
         return 0

@@ -128,7 +128,7 @@ class HelperPool:
     def _on_reply(self, slot: int, job: Job, reply: Reply) -> None:
         if not job.done.done():
             job.done.set_result(reply)
-        if slot in self._ready:  # the settings' reply comes earlier: no slot counts it
+        if slot in self._ready:  # the reply to the settings is not counted
             self._line.end(slot, reply.cpu_microseconds)
             self._send_jobs()
 

@@ -48,7 +48,7 @@ def serve_jobs(connection: socket.socket, set_up: SetUp) -> int:
     items: Sequence[bytes] | None = ()
     while items is not None:
         try:
-            # The garbage collector would search a million new objects again and again.
+            # The garbage collector would scan a million new objects again and again.
             gc.disable()
             with limited_time(limits.cpu_seconds, limits.wall_seconds):
                 reply = pack(encode_reply(do_job(job, items)))

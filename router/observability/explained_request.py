@@ -22,15 +22,15 @@ RequestMessage: TypeAlias = ev.Yielded | ev.Received | ev.Failed | ev.Rejected
 
 
 class Spent(IntEnum):
-    """A phase in which a request spends time; the names in lower case are those of the API."""
+    """A phase in which a request spends time; the API uses the names in lower case."""
 
-    QUEUE = 0  # at the router
-    WORKER_QUEUE = 1  # at the worker that computes the prompt
+    QUEUE = 0  # waits at the router
+    WORKER_QUEUE = 1  # waits at the worker that computes the prompt
     PREFILL = 2
-    WAIT = 3  # for room or blocks at the next worker
-    TRANSFER = 4  # of KV blocks
+    WAIT = 3  # waits for a slot or blocks at the next worker
+    TRANSFER = 4  # waits for the transfer of KV blocks
     DECODE = 5
-    RECOVERY = 6  # queued or recomputed after tokens or a worker were lost
+    RECOVERY = 6  # queued or recomputed after a worker was lost or tokens were discarded
 
 
 class ExplainedEvent(NamedTuple):
@@ -78,9 +78,9 @@ class ExplainedRequest:
         self.num_prompt = len(request.prompt)
         self.num_cached = 0  # prompt tokens that the first worker found in its prefix cache
         self.num_tokens = 0  # generated tokens; set at the end
-        self.prefill_steps = 0  # of the first worker; 0: unknown
+        self.prefill_steps = 0  # prompt steps of the first worker; 0: unknown
         self.first_token = 0.0  # seconds since the arrival; 0: none yet
-        self.seconds = 0.0  # until the end
+        self.seconds = 0.0  # seconds from the arrival to the end
         self.num_preemptions = 0
         self.num_failovers = 0
         self.num_migrations = 0
@@ -93,8 +93,8 @@ class ExplainedRequest:
         self._start = self._since = now
         self._phase = Spent.QUEUE
         self._reason = ""  # reason of the next submission
-        self._placement: ExplainedEvent | None = None  # not yet submitted
-        self._admitted: tuple[int, int] | None = None  # attempt, number of its worker's steps
+        self._placement: ExplainedEvent | None = None  # placement that is not yet submitted
+        self._admitted: tuple[int, int] | None = None  # attempt, its worker's step count
         self._started = 0  # attempt of the last first token
         self._received = 0  # attempt whose KV blocks have arrived
         self._worker = ""  # worker that last ran the request
@@ -186,7 +186,7 @@ class ExplainedRequest:
     # -------------------------------------------------------------- workers' messages
 
     def admitted(self, event: ev.Stepped, attempt: int, num_cached: int, now: float) -> None:
-        """Record that a worker added the request to its batch in the step that has just ended."""
+        """Record that a worker added the request to its batch, in the step of `event`."""
         steps = 0 if event.load is None else event.load.num_steps
         if self._admitted is not None and self._admitted[0] == attempt:
             self.num_preemptions += 1
@@ -224,7 +224,7 @@ class ExplainedRequest:
             self._worker = running.worker
             if running.started and running.attempt != self._started:
                 self._first_token(state, running.worker, event, now)
-        # This runs several times for one event if the request is placed again at once.
+        # This method runs several times for one event if the request is placed again immediately.
         if isinstance(event, RequestMessage) and event is not self._seen:
             self._add_message(event, now)
         phase = self._phase_of(state)
@@ -279,7 +279,7 @@ class ExplainedRequest:
 
     @property
     def _is_recovering(self) -> bool:
-        """Whether the request has lost a worker, or its first token came in an earlier attempt."""
+        """Whether the request has lost a worker, or has had a first token in an earlier attempt."""
         return bool(self._started or self.num_failovers)
 
     def end(self, finished: FinishedRequest, now: float) -> None:

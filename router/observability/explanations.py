@@ -72,7 +72,7 @@ class Explanations(DecisionListener):
         self._numbers = count(1)
         self._open: dict[int, ExplainedRequest] = {}
         self._ended: deque[ExplainedRequest] = deque()
-        # Requests by client id, then by number: clients may use an id several times.
+        # Requests by client id, then by number, because clients may use an id several times.
         self._by_id: dict[str, dict[int, ExplainedRequest]] = {}
         self._event: ev.Event | None = None  # the event that is being handled
 
@@ -124,7 +124,7 @@ class Explanations(DecisionListener):
     # -------------------------------------------------------------- events and commands
 
     def observe(self, event: ev.Event, now: float) -> None:
-        """Record the event that is handled next; call this before the dispatcher handles it."""
+        """Record an event; must be called before the dispatcher handles the event."""
         self._event = event
         if type(event) is ev.Stepped and event.cached:
             for request, attempt, num_tokens in event.cached:

@@ -7,7 +7,7 @@ PARTIAL_SECONDS = 30.0
 
 
 class Readiness:
-    """Readiness of a router, from the roles of its ready workers.
+    """Determines the readiness of a router from the roles of its ready workers.
 
     A router is ready if any worker is ready, because workers of one role can do all the work.
     However, a new router in a cluster with prefill and decode pools first waits for a worker of
@@ -15,8 +15,8 @@ class Readiness:
     on the worker that happened to start first, and would stay there until the last token.
 
     Args:
-        waits_for_both: the cluster always has at least one prefill and one decode worker.
-        wakes_workers: queued requests start workers, so a router is ready without workers.
+        waits_for_both: whether the cluster always has at least one prefill and one decode worker.
+        wakes_workers: whether queued requests start workers; a router is then ready without any.
     """
 
     def __init__(self, waits_for_both: bool, wakes_workers: bool) -> None:
@@ -47,10 +47,10 @@ class Readiness:
 
 
 class ReadinessListeners:
-    """Callbacks that are called with the reason why a router is not ready, when it changes.
+    """Calls listeners whenever the reason why a router is not ready changes.
 
     Args:
-        reason: the first reason; empty if the router is ready.
+        reason: the initial reason; empty if the router is ready.
     """
 
     def __init__(self, reason: str) -> None:

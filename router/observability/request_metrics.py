@@ -48,14 +48,14 @@ class Histogram:
 
 
 class DeliveredTokens:
-    """Number of delivered tokens of one choice, and their times; `OpenRequests` records them."""
+    """Number and times of the delivered tokens of one choice; recorded by `OpenRequests`."""
 
     __slots__ = ("finish", "first", "first_position", "last", "position")
 
     def __init__(self) -> None:
         self.first = 0.0  # time of the first delivery
         self.last: float | None = None  # time of the newest delivery; None: there was none
-        self.first_position = 0  # token index of the first delivery; above 0 if resumed
+        self.first_position = 0  # token index of the first delivery; above 0 for a resumed choice
         self.position = -1  # token index of the newest delivery
         self.finish = 0  # `Finish` of the newest token
 
@@ -69,7 +69,7 @@ class DeliveredTokens:
 class _OpenRequest:
     """A request that has not ended."""
 
-    tenant_name: str  # the name that metrics use
+    tenant_name: str  # name of the tenant in metrics
     request: ev.Request
     choices: Sequence[DeliveredTokens]
     arrived_at: float
@@ -84,8 +84,8 @@ class _OpenRequest:
     def reason(self) -> str:
         """The finish reason: "stop" or "length".
 
-        A choice without a finish reason was ended by a stop string. A request without any tokens
-        had a max_tokens of 0.
+        A choice without a finish reason was ended by a stop string. A request without tokens had
+        the parameter max_tokens=0.
         """
         finishes = {each.finish for each in self.choices if each.last is not None}
         return "stop" if finishes and ev.Finish.LENGTH not in finishes else "length"
@@ -96,7 +96,7 @@ class FinishedRequest:
     """Summary of a request for the log. Times are in seconds since arrival."""
 
     request: ev.Request
-    tenant: str  # the name that metrics use
+    tenant: str  # name of the tenant in metrics
     reason: str
     num_tokens: int  # delivered tokens of all choices
     queued: float | None  # seconds until the first submission; None: never submitted
@@ -163,7 +163,7 @@ class RequestMetrics:
             self.queue.add(now - one.arrived_at)
 
     def first_token_delivered(self, request: int, now: float) -> None:
-        """Record the first token of a choice; only the request's first choice counts."""
+        """Record the first token of a choice; only the first one of the whole request counts."""
         one = self._open_requests[request]
         if one.first_token_at is None:
             one.first_token_at = now
@@ -172,7 +172,7 @@ class RequestMetrics:
                 self.prefill.add(now - one.submitted_at)
 
     def later_tokens_delivered(self, counts: Mapping[float, int], now: float) -> None:
-        """Record the other tokens: their number, by time of the previous token of their choice."""
+        """Record tokens after the first of their choice: counts by time of the previous token."""
         for last, number in counts.items():
             self.between_tokens.add(now - last, number)
 

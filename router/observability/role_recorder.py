@@ -30,8 +30,8 @@ class RoleRecorder:
 
     def __init__(self, on_change: Callable[[str, str], None]) -> None:
         self.assignments: Assignments = {}
-        # Sends an assignment to the supervisor. Once the role is recorded, `merge` is called.
-        # None: no supervisor runs this router, and roles take effect at once.
+        # Sends an assignment to the supervisor; `merge` is called once the role is recorded.
+        # None: the router runs without a supervisor, and roles take effect at once.
         self.send: Callable[[str, Assignment], None] | None = None
         self._on_change = on_change
         self._updated = asyncio.Event()  # replaced whenever `assignments` changes

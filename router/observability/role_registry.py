@@ -40,16 +40,17 @@ def _order(assignment: Assignment) -> tuple[float, str, str]:
 
 
 def successor(held: Assignment | None, role: str, now: float, by: str) -> Assignment:
-    """Return an assignment of `role` with time `now` (seconds since 1970), or later if needed.
+    """Return an assignment of `role` that is newer than `held`.
 
-    The result must be newer than `held`, whose time may be from a clock that is ahead.
+    Its time is `now` (seconds since 1970), or later if the time of `held` is from a clock that is
+    ahead.
     """
     at = now if held is None else max(now, math.nextafter(held.at, math.inf))
     return Assignment(role, at, by)
 
 
 def covers(held: Assignments, given: Assignments) -> bool:
-    """Return whether `held` has, for each worker in `given`, the same assignment or a newer one."""
+    """Return whether `held` has the same or a newer assignment of each worker in `given`."""
     return merged(held, given) == held
 
 
@@ -60,7 +61,7 @@ class RoleRegistry:
         self.assignments: Assignments = {}
 
     def merge(self, reported: Assignments) -> bool:
-        """Merge the assignments of a router; return False if that router lacks newer ones."""
+        """Merge the assignments of a router; return True if that router already has all of them."""
         self.record(reported)
         return self.assignments == reported
 

@@ -56,7 +56,7 @@ class WorkerStats:
 
     @property
     def kv_tokens(self) -> int:
-        """Number of tokens for which the KV cache has room."""
+        """Capacity of the KV cache in tokens."""
         return self.load.num_blocks * self.block_size
 
     @property
@@ -66,7 +66,7 @@ class WorkerStats:
 
     @property
     def steps(self) -> StepTimes:
-        """The histogram of steps; a single bucket if counts and bounds do not match."""
+        """The histogram of step times; a single bucket if counts and bounds do not match."""
         bounds, counts = list(self.step_bounds), list(self.load.step_counts)
         if len(counts) != len(bounds) + 1:  # an exception would hide the metrics of all workers
             return StepTimes((), (self.load.num_steps,), self.load.step_seconds)
@@ -300,9 +300,9 @@ def snapshot_pools(
 ) -> list[PoolState]:
     """Return the pools that have workers or are in `names`, sorted by name.
 
-    Requests queued at the router count as waiting for each pool that has no room for them. If all
-    pools have room, they count for the prefill pool. Requests that have yielded count for the
-    decode pool. Prompt tokens count only for the pool that computes prompts.
+    Requests queued at the router count as waiting for each pool without capacity for the next
+    queued request. If all pools have capacity, they count for the prefill pool. Requests that have
+    yielded count for the decode pool. Prompt tokens count only for the pool that computes prompts.
 
     Args:
         workers: all configured workers.
@@ -325,7 +325,7 @@ def snapshot_pools(
 
 
 def _with_others(pool: PoolState, others: Sequence[RouterState]) -> PoolState:
-    """Return `pool` with the requests added that wait for this pool at other routers."""
+    """Return `pool`, including the requests that wait for this pool at other routers."""
     queued = sum(each.queued.get(pool.pool, 0) for each in others)
     tokens = sum(each.queued_tokens.get(pool.pool, 0) for each in others)
     return replace(pool, waiting=pool.waiting + queued, waiting_tokens=pool.waiting_tokens + tokens)

@@ -46,11 +46,11 @@ class ParsingOptions:
 
     Attributes:
         reads_calls: whether the model may call tools.
-        is_forced: a grammar forces the whole answer to be calls.
-        forced_name: function whose arguments the forced answer is; empty: it is an array of calls.
+        is_forced: whether a grammar forces the whole answer to be calls.
+        forced_name: function whose arguments form the forced answer; empty: an array of calls.
         is_parallel: whether calls after the first one are kept.
         shows_reasoning: whether reasoning is kept.
-        is_strict: whether a grammar constrains the calls that the model decides on.
+        is_strict: whether a grammar constrains calls that are not forced.
         tools: the parameters of the request's tools.
     """
 
@@ -80,7 +80,7 @@ class AnswerParser:
         self._options = options
 
     def feed(self, text: str) -> list[Piece]:
-        """Append text; return the pieces that are certain now."""
+        """Append text; return the pieces that later text cannot change."""
         if len(text) <= CHARS_PER_STEP:
             return self._kept(self._split(self._first.feed(text)))
         pieces: list[Piece] = []
@@ -89,7 +89,7 @@ class AnswerParser:
         return self._kept(pieces)
 
     def finish(self) -> list[Piece]:
-        """Return the pieces of held-back text, at the end of the answer."""
+        """Return the pieces of held-back text at the end of the answer."""
         pieces = self._split(self._first.finish())
         if self._second is not None:
             pieces += self._second.finish()
@@ -153,7 +153,7 @@ class AnswerParsers:
         return self.reasoning != NONE
 
     def may_find(self, options: ParsingOptions) -> bool:
-        """Return whether answers with these options may contain anything but content."""
+        """Return whether answers with these options may contain reasoning or calls."""
         return self.new("", options) is not None
 
     def markers(self, options: ParsingOptions) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The grammar of answers in the format harmony whose calls fit a schema (see `harmony`)."""
+"""The grammar of answers in the harmony format, in which calls fit a schema (see `harmony`)."""
 
 from penstock.router.parsers.harmony import (
     CALL,
@@ -16,15 +16,15 @@ ROLE = "assistant"
 
 
 def harmony_grammar(grammar: CallGrammar, prompt_end: str) -> str:
-    """Return the grammar, in Lark's syntax; empty if a marker is not a special token.
+    """Return the grammar in Lark's syntax; an empty text if a marker is not a special token.
 
-    Each message has a header of one of the forms that gpt-oss writes. A recipient is a function of
-    the request, because other tools cannot be offered.
+    Each message has a header in one of the forms that gpt-oss writes. The recipient of a call is
+    one of the request's functions, because other tools cannot be offered.
 
     Args:
         grammar: writes the parts that depend on functions and tokenizer.
-        prompt_end: text at the end of the prompt. Unless the header of a message may follow, the
-            answer continues the text of a message.
+        prompt_end: text at the end of the prompt. It shows whether the answer begins with the
+            header of a message or continues the text of a message.
     """
     markers = (START, CHANNEL, MESSAGE, END, RETURN, CALL, CONSTRAIN)
     if not all(map(grammar.is_special, markers)):

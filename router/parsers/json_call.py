@@ -56,7 +56,7 @@ class JsonCall:
         return self._state is _State.FAILED
 
     def feed(self, text: str) -> int:
-        """Return how many characters of `text` were read: all, unless the call ended or failed."""
+        """Return how many characters of `text` were read; not all if the call ended or failed."""
         at = 0
         while at < len(text) and self._state not in (_State.END, _State.FAILED):
             at = self._read(text, at)
@@ -137,7 +137,7 @@ class JsonCall:
         self._decide()
 
     def _decide(self) -> None:
-        """Set `name` once it is certain that the object is a call."""
+        """Set `name` if it is certain now that the object is a call."""
         if self._given_name and self._has_arguments:
             self.name = self._given_name
 

@@ -23,7 +23,7 @@ class JsonSpan:
         self._is_scalar = False  # the value is a number or a word
 
     def feed(self, text: str) -> int:
-        """Return how many characters of `text`, which continues the value, belong to it.
+        """Return how many characters of `text`, the next text, belong to the value.
 
         The text must begin with the value, without white space before it.
         """

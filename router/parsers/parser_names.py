@@ -64,7 +64,7 @@ REASONING_TAGS: Mapping[str, Tags | None] = {
 
 
 def check_tool_parser(name: str) -> None:
-    """Raise ValueError with the list of names if `name` is neither a name, `auto` nor `none`."""
+    """Raise ValueError, with the list of names, if `name` is not a name, `auto` or `none`."""
     _check(name, TOOL_PARSERS)
 
 
@@ -128,9 +128,9 @@ def markers_of(name: str) -> tuple[str, ...]:
 
 
 def call_forms(name: str, grammar: CallGrammar) -> tuple[Sequence[CallForm], ArgumentNotation]:
-    """Return the forms of calls of a parser as parts of a grammar, and the arguments' notation.
+    """Return the grammar parts for the calls of a parser, and the notation of their arguments.
 
-    Without forms, the format has no grammar of this kind.
+    There are no parts if the format of the calls cannot be constrained by a grammar.
     """
     kind: type[Reader] = TOOL_PARSERS[name]
     return kind.call_forms(grammar), kind.notation(grammar)

@@ -22,7 +22,7 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 @cache
 def _starts(markers: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """Return the maximum number of held-back characters, and the markers' first characters."""
+    """Return how many characters may be held back, and the first characters of the markers."""
     firsts = {marker[0] for marker in markers if len(marker) > 1}
     return max(map(len, markers)) - 1, tuple(sorted(firsts))
 
@@ -43,9 +43,9 @@ def held_length(text: str, markers: tuple[str, ...]) -> int:
 
 
 class Reader:
-    """Reads an answer with the method `_state`, which subclasses change as they read.
+    """Reads an answer with the method that `_state` refers to; subclasses change `_state`.
 
-    A state makes a decision only if more text cannot change it. The result then does not depend on
+    A state makes a decision only if later text cannot change it, so the result does not depend on
     how the answer is split. White space next to tool calls is left out.
     """
 
@@ -60,16 +60,16 @@ class Reader:
 
     @classmethod
     def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
-        """Return the forms of calls whose arguments a grammar can describe; empty: none."""
+        """Return the forms of calls whose arguments a grammar can constrain, if there are any."""
         return ()
 
     @classmethod
     def notation(cls, grammar: CallGrammar) -> ArgumentNotation:
-        """Return how the arguments of calls are written; `call_forms` refers to their rules."""
+        """Return the notation of the arguments to which the rules of `call_forms` refer."""
         return JSON
 
     def feed(self, text: str) -> list[Piece]:
-        """Append text; return the pieces that are certain now."""
+        """Append text; return the pieces that later text cannot change."""
         self._text += text
         return self._run()
 
@@ -88,7 +88,7 @@ class Reader:
         raise NotImplementedError
 
     def _end(self) -> None:
-        """Read the rest at the end of the answer: by default, it is content."""
+        """Read the remaining text at the end of the answer; by default, it is content."""
         self._add_content(self._text)
         self._text = ""
 
@@ -109,8 +109,8 @@ class Reader:
     def _until(self, *markers: str) -> tuple[str, str | None]:
         """Take the text before the first marker, and the marker.
 
-        Without a marker, take the text that cannot belong to one, and return None as the marker.
-        No marker may be the start of another.
+        If no marker is found, take the text that cannot be part of a marker, and return None as the
+        marker. No marker may be a prefix of another.
         """
         found = _pattern(markers).search(self._text)
         if found is not None:

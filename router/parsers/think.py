@@ -13,8 +13,8 @@ class Tags:
     Attributes:
         start: begins the reasoning.
         end: ends the reasoning.
-        is_open: the reasoning has begun unless the prompt ends with the end tag. Otherwise, it
-            has begun if the prompt ends with the start tag, or if the answer begins with it.
+        is_open: if True, the reasoning has begun unless the prompt ends with the end tag. If False,
+            it has begun if the prompt ends with the start tag, or if the answer begins with it.
     """
 
     start: str

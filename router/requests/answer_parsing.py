@@ -74,7 +74,7 @@ class ModelParsers:
         source = tokenizer.chat_template
         template = "" if source is None else source.template
         self._parsers = AnswerParsers(template, config.tool_call_parser, config.reasoning_parser)
-        self._shown: dict[bool, frozenset[int]] = {}  # by whether calls are read
+        self._shown: dict[bool, frozenset[int]] = {}  # special tokens, by whether calls are read
 
     @property
     def reads_reasoning(self) -> bool:
@@ -113,7 +113,7 @@ class ModelParsers:
         return end
 
     def check_tools(self) -> None:
-        """Refuse tools whose calls could not be found in the answer."""
+        """Refuse tools if calls could not be found in the model's answer."""
         if not self._parsers.reads_tools:
             raise invalid(
                 "the format of this model's tool calls is unknown: leave tools out, or start the "
@@ -124,7 +124,7 @@ class ModelParsers:
     def strict_form(
         self, prompt: Sequence[int], calls: bytes, is_parallel: bool = True
     ) -> StructuredOutputs:
-        """Return the form of answers to a prompt with strict functions.
+        """Return the constraint on answers to a prompt with strict functions.
 
         Args:
             prompt: token ids of the prompt.

@@ -1,4 +1,4 @@
-"""Best-of ranking: the choices of a request, of which only the likeliest are returned."""
+"""Best-of ranking: returns only the most likely choices of a request."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from penstock.router.requests.response_stream import AnswerBuilder, Delta
 
 
 class BestOfRanker:
-    """A buffer of a request's choices that returns the likeliest ones once all have ended.
+    """A buffer of a request's choices that returns the most likely ones once all have ended.
 
     Choices are ranked by the mean log probability of their tokens, as in `best_of` of OpenAI and
     TGI, so that short answers have no advantage. A beam search already returns exactly the
@@ -15,8 +15,8 @@ class BestOfRanker:
 
     def __init__(self, num_choices: int, num_returned: int, with_logprobs: bool) -> None:
         self._answers = [AnswerBuilder() for _ in range(num_choices)]
-        self._sums = [0.0] * num_choices  # of the log probabilities of each choice
-        self._counts = [0] * num_choices  # tokens of each choice with a log probability
+        self._sums = [0.0] * num_choices  # sum of the log probabilities of each choice
+        self._counts = [0] * num_choices  # number of tokens with a log probability in each choice
         self._num_open = num_choices
         self._num_returned = num_returned
         self._with_logprobs = with_logprobs

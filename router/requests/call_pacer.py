@@ -7,8 +7,8 @@ from collections import deque
 class CallPacer:
     """Lets calls begin in order of arrival, one in each iteration of the event loop.
 
-    Beginning a call takes most of a millisecond. If all calls of a burst began in one iteration,
-    no submission would leave and no token would arrive until the last call has begun.
+    Beginning a call takes almost a millisecond. If all calls of a burst began in one iteration,
+    submissions and tokens would have to wait until the last call has begun.
     """
 
     def __init__(self) -> None:

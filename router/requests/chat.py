@@ -28,7 +28,7 @@ RESERVED_VARIABLES = frozenset(
 
 
 def check_variables(variables: Collection[str], field: str) -> None:
-    """Refuse variables of the chat template that a request cannot set in `field`."""
+    """Refuse chat template variables that a request must not set; `field` has the variables."""
     for name in variables:
         if name in RESERVED_VARIABLES:
             raise invalid(f"{name} cannot be set in {field}", field)

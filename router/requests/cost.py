@@ -63,7 +63,7 @@ def check_num_tokens(name: str, count: int, most: int) -> None:
 
 
 def check_text(num_chars: int, model: ModelLimits, longest_token: int, name: str) -> None:
-    """Refuse a text that must exceed the model's context, before the text is encoded.
+    """Refuse a text that is certain to exceed the model's context, before it is encoded.
 
     Args:
         num_chars: characters of the text.
@@ -96,7 +96,7 @@ def request_cost(request: GenerationRequest, max_tokens: int) -> int:
 def default_max_tokens(
     request: GenerationRequest, num_requests: int, bounds: RequestBounds
 ) -> int | None:
-    """Return the request's default of `max_tokens`, or less if the call could not afford more."""
+    """Return the request's default of `max_tokens`, reduced if the cost limit requires it."""
     left = bounds.max_request_cost // num_requests - request_cost(request, 0)
     affordable = max(left // request_cost(_without_prompt(request.sampling), 1), 1)
     given = request.default_max_tokens
@@ -106,9 +106,9 @@ def default_max_tokens(
 def check_least_cost(
     sampling: SamplingParams, num_prompts: int, model: ModelLimits, bounds: RequestBounds
 ) -> None:
-    """Refuse a call that is invalid or too expensive with any prompts, before these are encoded.
+    """Refuse a call that is invalid or too expensive whatever its prompts, before they are encoded.
 
-    The bad words of `sampling` may be missing, since they are encoded too.
+    `sampling` may lack the bad words, since these are not encoded yet.
     """
     check_sampling(sampling, model, bounds)
     least = request_cost(_without_prompt(sampling), max(sampling.max_tokens or 1, 1))
@@ -140,7 +140,7 @@ def _check(cost: int, sampling: SamplingParams, num_prompts: int, bounds: Reques
 
 
 def _costly_field(sampling: SamplingParams, num_prompts: int) -> str:
-    """Return the field to name in a refusal: the first that multiplies the cost."""
+    """Return the field to name in a refusal: the first of those that multiply the cost."""
     if sampling.num_sequences > 1:
         return "n" if sampling.best_of is None else "best_of"
     if sampling.logprobs:

@@ -17,7 +17,7 @@ MAX_REMEMBERED = 1024
 
 
 class Begun(NamedTuple, Generic[J]):
-    """A job that may begin, and its slot."""
+    """A job that may begin now, and the slot in which it runs."""
 
     slot: int
     job: J
@@ -25,9 +25,9 @@ class Begun(NamedTuple, Generic[J]):
 
 @dataclass(slots=True)
 class _Tenant(Generic[J]):
-    served: int  # counted like `FairLine._clock`
-    jobs: deque[tuple[J, int]] = field(default_factory=deque)  # with their sizes
-    size: int = 0  # of the waiting jobs
+    served: int  # service received, in the unit of `FairLine._clock`
+    jobs: deque[tuple[J, int]] = field(default_factory=deque)  # waiting jobs with their sizes
+    size: int = 0  # total size of the waiting jobs
 
 
 @dataclass(slots=True)
@@ -39,8 +39,8 @@ class _Slot:
 class FairLine(Generic[J]):
     """A bounded line of jobs; the jobs of one tenant begin in order of arrival.
 
-    A slot serves one tenant at a time and a tenant uses one slot at a time, so that one tenant
-    cannot fill all slots. The tenant that was served least is next (start-time fair queueing).
+    A slot serves one tenant at a time, and a tenant uses one slot at a time, so that one tenant
+    cannot fill all slots. The tenant with the least service is next (start-time fair queueing).
 
     Args:
         max_size: largest total size of the waiting jobs. One tenant may use a quarter of it.
@@ -52,10 +52,10 @@ class FairLine(Generic[J]):
         self._max_size = max_size
         self._slot_size = slot_size
         self._size = 0
-        self._clock = 0  # `served` of the tenant that was chosen last, at that time
+        self._clock = 0  # `served` that the last chosen tenant had when it was chosen
         self._slots = [_Slot() for _ in range(num_slots)]
-        self._tenants: dict[str, _Tenant[J]] = {}  # with waiting jobs
-        self._served: dict[str, int] = {}  # tenants served lately, without waiting jobs
+        self._tenants: dict[str, _Tenant[J]] = {}  # tenants with waiting jobs
+        self._served: dict[str, int] = {}  # recently served tenants without waiting jobs
 
     @property
     def num_waiting(self) -> int:
@@ -94,7 +94,7 @@ class FairLine(Generic[J]):
         if first is not None and idle is not None:
             return self._begin(first, idle)
         for name in sorted(bound.keys() & self._tenants.keys(), key=self._service):
-            # A tenant without a slot was served less: let the slots run empty for that tenant.
+            # If a tenant without a slot has had less service, let a slot run empty for it.
             if first is not None and self._service(first) < self._service(name):
                 return None
             slot = self._slots[bound[name]]

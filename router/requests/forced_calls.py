@@ -17,8 +17,8 @@ NO_PARAMETERS: Mapping[str, Any] = {
 def forced_schema(chosen: ToolChoice, tools: Sequence[Mapping[str, Any]], is_parallel: bool) -> str:
     """Return the schema of an answer as JSON, or an empty text if no call is forced.
 
-    The answer to `named` consists of the arguments; the answer to `required` is an array of calls,
-    `[{"name": ..., "parameters": {...}}, ...]`, as in vLLM.
+    With the mode `named`, the answer consists of the arguments. With `required`, it is an array of
+    calls, `[{"name": ..., "parameters": {...}}, ...]`, as in vLLM.
 
     Args:
         chosen: the checked choice.

@@ -34,9 +34,9 @@ class GenerationDefaults:
     max_tokens: int | None = None
 
     def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters in `given`; absent ones get the model's defaults, then ours.
+        """Return `given` with absent parameters from the model's defaults, then from ours.
 
-        A beam search does not sample, so the defaults of sampling are left out.
+        For a beam search, which does not sample, the model's sampling defaults are not used.
         """
         is_beam_search = given.get("use_beam_search")
         defaults = {
@@ -47,7 +47,7 @@ class GenerationDefaults:
         return SamplingParams(**{**defaults, **given})
 
     def default_max_tokens(self, own: int | None = None) -> int | None:
-        """Return the smaller of the model's and the API's own default; None: there is neither."""
+        """Return the smaller of the model's and the API's default; None if both have none."""
         return min((each for each in (self.max_tokens, own) if each is not None), default=None)
 
 

@@ -60,8 +60,8 @@ class OpenRequests:
     def deliver(self, tokens: ev.TokenColumns, now: float) -> None:
         """Deliver the tokens of a step. This runs for every token: keep it fast."""
         outputs, logprobs = self._outputs, tokens.logprobs
-        # Sequences of one batch usually got their previous tokens at the same time as well, so most
-        # gaps are equal: record each distinct gap once, with its count.
+        # Sequences of one batch usually got their previous tokens at the same time, so most gaps
+        # are equal: record each distinct gap once, with its count.
         counts: dict[float, int] = {}  # by time of the previous token
         for row, (request, _, choice, position, token, finish) in enumerate(tokens.rows()):
             output = outputs.get(request)

@@ -42,7 +42,7 @@ class PromptEncoder:
         self._model = model
         self._helpers = helpers
         self._line = EncodingLine(config.bounds.max_encoding_chars)
-        self.run_in_line = self._line.run  # for other long work on prompts
+        self.run_in_line = self._line.run  # also used for other long work on prompts
 
     @property
     def num_waiting(self) -> int:
@@ -65,7 +65,7 @@ class PromptEncoder:
             self._check(len(text), name)
         without_control, tokenizer = self._without_control, self._tokenizer
         encode = tokenizer.encode_without_control if without_control else tokenizer.encode
-        # To encode control tokens as ordinary text, a second tokenizer may have to be loaded.
+        # Encoding control tokens as ordinary text needs a second tokenizer, perhaps not loaded yet.
         if len(text) <= INLINE_CHARS and not (
             without_control and tokenizer.has_control_tokens(text)
         ):
@@ -125,7 +125,7 @@ class PromptEncoder:
         self._line.close()
 
     def _check_is_read(self, name: str, value: bytes) -> None:
-        """Refuse a field that the model's chat template would leave out."""
+        """Refuse a field that the model's chat template does not read."""
         if value and name not in self._helpers.template_variables:
             raise invalid(f"this model's chat template does not read {name}: leave it out", name)
 

@@ -32,7 +32,7 @@ class GenerationRequest:
     prompt: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timeout: float | None = None  # seconds
-    default_max_tokens: int | None = None  # if max_tokens is absent; None: rest of the context
+    default_max_tokens: int | None = None  # for an absent max_tokens; None: rest of the context
     tenant: str = ""
     priority: int = 0  # as in vLLM: lower goes first, among the requests of one tenant
     request_id: str = ""
@@ -43,7 +43,7 @@ class GenerationRequest:
 
     @property
     def salt(self) -> bytes:
-        """The salt of the prefix cache: the tenant, and the request's own salt if it has one."""
+        """Salt of the prefix cache: the tenant, and the request's `cache_salt` if it has one."""
         own = b"\0" + self.cache_salt.encode() if self.cache_salt else b""
         return self.tenant.encode() + own
 

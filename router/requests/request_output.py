@@ -16,8 +16,7 @@ FINISH_REASONS: Mapping[int, str] = {Finish.NONE: "", Finish.STOP: "stop", Finis
 class ChoiceOutput(DeliveredTokens):
     """Detokenizer and state of one choice, with the times of its tokens.
 
-    They are one object instead of several, because each object that a token's delivery reads may be
-    missing from the CPU's caches.
+    This is one object, because the delivery of a token may miss the CPU's caches once per object.
     """
 
     __slots__ = ("detokenizer", "is_finished", "is_plain")
@@ -26,7 +25,7 @@ class ChoiceOutput(DeliveredTokens):
         super().__init__()
         self.detokenizer = detokenizer
         self.is_finished = False
-        # The choice is open, no token can match a stop string, and no delta waits for the end of
+        # True if the choice is open, no token can match a stop string, and deltas need not wait for
         # other choices.
         self.is_plain = is_plain
 
@@ -122,7 +121,7 @@ class RequestOutput:
             stop = token
         if reason:
             one.end()
-        entry: Any = logprobs  # passed on in the wire's form
+        entry: Any = logprobs  # the worker's message, passed on unchanged
         self._push(Delta(self._index, choice, position, (token,), new.text, (entry,), reason, stop))
         if new.stop is not None:
             self._on_stop_string(choice, position + 1)

@@ -17,7 +17,7 @@ class ClientDisconnectedError(Exception):
     """The client has disconnected, or no longer needs the answer."""
 
 
-# Not frozen: a frozen dataclass takes 3 times as long to create.
+# Not frozen, because creating a frozen dataclass takes 3 times as long.
 @dataclass(slots=True)
 class Delta:
     """New tokens of one choice and the text that they add."""
@@ -52,7 +52,7 @@ class AnswerBuilder:
         self._logprobs.extend(delta.logprobs)
 
     def build(self) -> Delta:
-        """Return one delta for all that were added, at least one."""
+        """Return one delta for all added deltas, of which there must be at least one."""
         first, last = self._first, self._last
         assert first is not None
         assert last is not None
@@ -71,8 +71,8 @@ class AnswerBuilder:
 def slices_of(delta: Delta, max_tokens: int) -> Iterator[Delta]:
     """Split a delta into deltas of at most `max_tokens` tokens; the first has all of the text.
 
-    Only the complete answers of ranked calls are longer than `MAX_MERGED_TOKENS`, and these calls
-    cannot be resumed between two deltas.
+    Only the complete answers of ranked calls are longer than `MAX_MERGED_TOKENS`. Splitting is safe
+    for these calls, because they cannot be resumed between two deltas.
     """
     if len(delta.tokens) <= max_tokens:
         yield delta
@@ -110,7 +110,8 @@ class ResponseStream:
     so that a slow reader never blocks the router.
 
     A reader may set `writer`. While the reader waits and nothing is unread, tokens can be passed to
-    this writer (`idle_writer`) instead of `push`, which would wake the reader for each token.
+    `idle_writer`, which is then this writer. Unlike `push`, it does not wake the reader for each
+    token.
 
     Args:
         max_unread: largest number of unread tokens.
@@ -136,7 +137,7 @@ class ResponseStream:
     def __init__(self, max_unread: int, on_cancel: Callable[[Sequence[int]], None]) -> None:
         self.numbers: list[int] = []  # number of each request of the call
         self.seeds: list[int] = []  # seed of each request of the call
-        # Prompt logprobs by request index, from token 1 on. Complete before the first delta.
+        # Logprobs of prompt tokens 1, 2, ... by request index. Complete before the first delta.
         self.prompt_logprobs: dict[int, list[worker_pb2.TokenLogprobs]] = {}
         # Number of cached prompt tokens by request index, present before the request's first delta.
         self.num_cached: dict[int, int] = {}
@@ -215,7 +216,7 @@ class ResponseStream:
         return self._next_delta()
 
     def _wake_reader(self) -> None:
-        self.idle_writer = None  # the reader must take what is unread first
+        self.idle_writer = None  # the reader must first take the unread deltas
         self._wake.set()
 
     def _next_delta(self) -> Delta:

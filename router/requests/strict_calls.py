@@ -1,4 +1,4 @@
-"""Functions with `strict`, whose calls fit their schema although the model decides on them."""
+"""Functions with `strict`: calls must fit their schema, but the model decides whether to call."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from penstock.router.requests.json_text import dumps
 
 
 def strict_calls(functions: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the functions that may be called, as JSON; empty bytes if none of them is strict.
+    """Return the functions that may be called, as JSON; empty bytes if none is strict.
 
     Args:
         functions: checked functions in OpenAI's form.
@@ -31,9 +31,9 @@ def strict_calls(functions: Sequence[Mapping[str, Any]]) -> bytes:
 def strict_form(
     calls: bytes, grammar_of: Callable[[Sequence[str]], CallsGrammar | None]
 ) -> StructuredOutputs | None:
-    """Return the form of answers in which calls of strict functions fit their schema.
+    """Return the constraint under which calls of strict functions fit their schema.
 
-    Returns None if there is no grammar.
+    Returns None if the model's format of calls has no grammar.
 
     Args:
         calls: the functions, from `strict_calls`.

@@ -66,12 +66,12 @@ class DispatcherLimits:
 
     max_queued: int = 1024  # requests that were never placed on a worker
     max_queued_tokens: int = 4_000_000  # prompt tokens of requests that were never placed
-    max_queued_cost: int = 32_000_000  # prompt and answer tokens of all their sequences
-    max_wait_seconds: float = math.inf  # in the queue; a request that would wait longer is refused
+    max_queued_cost: int = 32_000_000  # prompt and answer tokens of all sequences of these requests
+    max_wait_seconds: float = math.inf  # in the queue; more is refused
     ttft_slo_seconds: float = 0.0  # see `slo_order`; 0: prompts are ordered by arrival
     tpot_slo_seconds: float = 0.0  # bound of the time per token of running answers; 0: none
-    no_worker_timeout_seconds: float = 60.0  # then waiting requests fail
-    max_recovering_per_worker: int = 4  # requests of lost workers recomputed at a time
+    no_worker_timeout_seconds: float = 60.0  # after this time without workers, requests fail
+    max_recovering_per_worker: int = 4  # recomputed requests of lost workers
     max_gaps: int = 3  # gaps in token positions after which a worker's stream is closed
     bounds: LivenessBounds = field(default_factory=LivenessBounds)
 
@@ -146,8 +146,8 @@ class Dispatcher:
     def append_runs(self, worker: str, runs: Sequence[TokenRun]) -> bool:
         """Append the tokens of several steps of a worker at once, without delivering them.
 
-        The result is that of a `Stepped` event for each step, but takes a fraction of the time.
-        Simulations use it; the caller delivers the tokens to the clients.
+        The result is that of one `Stepped` event per step, but is computed in a fraction of the
+        time. Simulations use this method; the caller delivers the tokens to the clients.
 
         Args:
             worker: name of the worker.

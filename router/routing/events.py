@@ -47,7 +47,7 @@ class Request:
     prompt: Sequence[int]
     params: SamplingParams  # in the form for workers: see `SamplingParams.for_worker`
     num_choices: int = 1
-    num_beams: int = 0  # width of the beam search; 0: tokens are sampled
+    num_beams: int = 0  # number of beams; 0: no beam search
     max_tokens: int = 16
     tenant: str = ""
     priority: int = 0  # as in vLLM: lower goes first; orders the requests of one tenant only
@@ -185,7 +185,7 @@ class Draining:
 
 @dataclass(frozen=True, slots=True)
 class RoleChanged:
-    """An operator has assigned a role to a worker; the role that it reports no longer applies."""
+    """An operator has assigned a role to a worker, which replaces the role that it reports."""
 
     worker: str
     role: str  # prefill, decode or mixed
@@ -358,7 +358,7 @@ class DeliverEnd:
 
 @dataclass(frozen=True, slots=True)
 class DeliverPrompt:
-    """Data about the prompt: logprobs of its next tokens, in order from 1 on; or `num_cached`."""
+    """Data about the prompt: logprobs of its next tokens (from token 1 on), or `num_cached`."""
 
     request: int
     logprobs: Sequence[object] = ()

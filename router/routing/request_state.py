@@ -39,8 +39,8 @@ class Phase(Enum):
 class RequestState(Submissions):
     """State of one request from arrival to end.
 
-    The base class knows the workers of the request, and this class handles tokens and the messages
-    of workers. `phase_of` derives the phase.
+    The base class manages the workers of the request; this class handles tokens and the messages of
+    workers. `phase_of` derives the phase.
     """
 
     def __init__(self, request: Request) -> None:
@@ -101,13 +101,13 @@ class RequestState(Submissions):
         return AppendResult.STATE_CHANGED
 
     def _start_pending(self, worker: str, attempt: int, out: list[Command]) -> AppendResult | None:
-        """Let the pending worker run the request, because its first token has arrived.
+        """Make the pending worker the running one, because its first token has arrived.
 
-        Return None, or the result for the token if it must be ignored.
+        Return None, or a result if the token must be ignored.
         """
         if not self._is_pending(worker, attempt):
             return AppendResult.DUPLICATE
-        if self.running is not None:  # the pending worker recomputes and is behind
+        if self.running is not None:  # the pending worker is behind, because it recomputes
             self._fail_live_migration(out)
             return AppendResult.MOVED
         self._promote_pending(out)
@@ -116,9 +116,9 @@ class RequestState(Submissions):
     def append_prompt_logprobs(
         self, worker: str, scored: ScoredPrompt, out: list[Command]
     ) -> AppendResult:
-        """Append prompt logprobs from the running or the pending worker."""
+        """Append prompt logprobs that the running or the pending worker has computed."""
         moved = self.running is None and self._is_pending(worker, scored.attempt)
-        if moved:  # the pending worker started without the blocks
+        if moved:  # the pending worker started without waiting for blocks
             self._promote_pending(out)
         if not self._is_running(worker, scored.attempt):
             return AppendResult.DUPLICATE
@@ -149,7 +149,7 @@ class RequestState(Submissions):
     def start_live_migration(self, info: WorkerInfo, out: list[Command]) -> None:
         """Submit the request to a second worker; once that one is Ready, the first must yield."""
         assert self.running is not None
-        kv_len = self.token_log.num_known - 1  # the last token's own KV is not computed yet
+        kv_len = self.token_log.num_known - 1  # the last token has no KV yet
         self.pending = self._submit(info, self.running.lease(kv_len), 0, out)
 
     # -------------------------------------------------------------- KV transfer
@@ -189,7 +189,7 @@ class RequestState(Submissions):
         """Restart the pending submission without a source if its source was lost in a transfer.
 
         The first call that finds the source lost only marks the submission, because all blocks may
-        already have been sent; the second call restarts it. Return True on a restart.
+        already have been sent. The next call restarts the submission and returns True.
         """
         hold = self.pending
         if hold is None or hold.epoch is None or self.lease is not None:

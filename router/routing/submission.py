@@ -34,13 +34,13 @@ class Submission:
         self.info = info
         self.worker = info.worker
         self.attempt = attempt
-        # The worker yields by itself after its first tokens, without a Yield command.
+        # True: the worker yields after its first tokens without a Yield command.
         self.yields_after_prefill = yields_after_prefill
         self.started = False  # a token of this submission was accepted
         self.yielding = False  # a Yield command was sent
-        self.epoch: int | None = None  # of the KV transfer to this worker; None: not started
+        self.epoch: int | None = None  # epoch of the KV transfer to this worker; None: not started
         self.source_lost = False  # the last check found the transfer's source lost
-        self.runnable_since = inf  # clock time since which the worker can run this; inf: it cannot
+        self.runnable_since = inf  # clock time from which the worker can run this; inf: it cannot
 
     def matches(self, worker: str, attempt: int) -> bool:
         """Return whether a message of `worker` about `attempt` refers to this submission."""
@@ -80,9 +80,10 @@ class Submissions:
         self.num_cached: int | None = None  # prompt tokens that the first worker found cached
 
     def record_cached(self, worker: str, attempt: int, num_tokens: int, out: list[Command]) -> None:
-        """Record and deliver how many prompt tokens the first worker found in its prefix cache.
+        """Record and deliver the number of prompt tokens that the first worker had cached.
 
-        Later numbers are ignored: they count blocks that were computed for this request itself.
+        Later numbers are ignored, because they include blocks that this request itself has
+        computed.
         """
         is_held = self._is_running(worker, attempt) or self._is_pending(worker, attempt)
         if is_held and self.num_cached is None:
@@ -126,7 +127,7 @@ class Submissions:
         """Submit the request to a worker, with the lease as source if its blocks fit there."""
         lease = self.lease
         if lease and (lease.worker == info.worker or lease.layout != info.layout):
-            self._drop_lease(out)  # on the same worker, the prefix cache still has the blocks
+            self._drop_lease(out)  # the prefix cache of the same worker still has the blocks
         hold = self._submit(info, self.lease, yield_after, out)
         if self.lease is None:
             self.running = hold

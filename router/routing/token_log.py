@@ -23,7 +23,7 @@ class AppendResult(Enum):
 
 
 class TokenLog:
-    """The tokens of each choice of a request, and a flag per choice: whether it has ended."""
+    """The tokens of each choice of a request, and whether each choice has ended."""
 
     __slots__ = ("_request", "answers", "finished", "prompt_known")
 
@@ -38,7 +38,7 @@ class TokenLog:
             self.finished[choice] |= ended
 
     def refusal(self, choice: int, position: int) -> AppendResult:
-        """Return why a token cannot be appended: a gap before it, or it is a duplicate."""
+        """Return GAP if earlier tokens or the choice are missing, otherwise DUPLICATE."""
         if choice >= len(self.answers):
             return AppendResult.GAP
         missing = position > len(self.answers[choice]) and not self.finished[choice]

@@ -13,7 +13,7 @@ class TokenRun(NamedTuple):
     request: int
     attempt: int
     choice: int
-    position: int  # of the first token in the answer, from 0
+    position: int  # position of the first token in the answer, from 0
     tokens: Sequence[int]
 
 

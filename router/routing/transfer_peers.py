@@ -1,11 +1,13 @@
 """Chooses the workers to which each prefill worker connects before its first KV transfer.
 
-Connecting takes time: over NCCL it allocates memory on both GPUs. The router therefore names each
-prefill worker its probable destinations as soon as the workers are known. With few workers, these
-are all workers that generate answers. Otherwise their number is bounded on both sides: workers lie
-on a ring, in the order of a hash of their names, and a prefill worker gets the next destinations
-that have not enough sources yet (consistent hashing, Karger et al., 1997). If a worker appears or
-is lost, few others get a new list, and all routers that know the same workers choose the same.
+Connecting takes time: over NCCL it allocates memory on both GPUs. The router therefore sends each
+prefill worker a list of its probable destinations as soon as the workers are known.
+
+With few workers, these are all workers that generate answers. With more workers, the connections of
+each worker are bounded at both ends. Workers lie on a ring, in the order of a hash of their names.
+A prefill worker gets the next destinations on the ring that do not have enough sources yet
+(consistent hashing, Karger et al., 1997). If a worker appears or is lost, few other workers get a
+new list. All routers that know the same workers choose the same destinations.
 """
 
 from bisect import bisect_left
@@ -39,7 +41,7 @@ class ConnectPeers:
 
 
 class Info(Protocol):
-    """Attributes of a worker's `WorkerInfo` that are read here."""
+    """The attributes of `WorkerInfo` that this module reads."""
 
     @property
     def layout(self) -> str: ...
@@ -48,7 +50,7 @@ class Info(Protocol):
 
 
 class View(Protocol):
-    """Attributes of a worker's view that are read here."""
+    """The attributes of a worker's view that this module reads."""
 
     @property
     def name(self) -> str: ...
@@ -59,7 +61,7 @@ class View(Protocol):
 
 
 class TransferPeers:
-    """The destinations that were sent to each worker, to send only changes."""
+    """Remembers the destinations that were sent to each worker, so that only changes are sent."""
 
     def __init__(self) -> None:
         self._views: Sequence[View] = ()
@@ -68,11 +70,11 @@ class TransferPeers:
     def due_commands(self, views: Sequence[View]) -> list[ConnectPeers]:
         """Return the commands for workers whose destinations have changed.
 
-        A worker that gets no destinations any more, because of its new role, gets an empty list.
+        A worker that has lost all its destinations, because of a new role, gets an empty list.
 
         Args:
-            views: all workers; another object if any worker or role has changed. A worker with a
-                new stream, which knows no list yet, must have a new view.
+            views: all workers; must be another object if any worker or role has changed. A worker
+                with a new stream must have a new view, because it knows no list yet.
         """
         if views is self._views:
             return []
@@ -89,10 +91,10 @@ class TransferPeers:
 
 
 def choose_destinations(views: Iterable[View]) -> dict[str, Sequence[TransferEndpoint]]:
-    """Return the destinations of each worker that can send KV, by its name.
+    """Return the destinations of each worker that can send KV, by the worker's name.
 
-    Workers of the role prefill get destinations of another role that have the same cache layout;
-    other workers get none, because they seldom send.
+    Prefill workers get the workers of other roles that have the same cache layout. Other workers
+    get none, because they seldom send.
     """
     by_layout: dict[str, list[View]] = {}
     for view in views:

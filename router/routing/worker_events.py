@@ -150,7 +150,7 @@ class WorkerEventHandler:
         appended = AppendResult.APPENDED
         counts: dict[str, int] = {}  # appended tokens by tenant, not charged yet
         refused: list[int] = []
-        after: Commands = []  # what follows from single tokens comes after their delivery
+        after: Commands = []  # commands to send after the tokens
         for row, (request, attempt, choice, position, token, finish) in enumerate(tokens.rows()):
             state = states.get(request)
             if state is None:
@@ -164,7 +164,7 @@ class WorkerEventHandler:
             if result is not AppendResult.STATE_CHANGED:
                 refused.append(row)
             if result is not AppendResult.DUPLICATE:
-                self._charge(counts)  # first, because the queue may be used
+                self._charge(counts)  # charge first, because the queue may be used
                 self._state_changed(state, result, view, after, now)
         self._charge(counts)
         if refused:
@@ -239,8 +239,8 @@ class WorkerEventHandler:
         pending, view = state.pending, self._registry.get(event.worker)
         if pending is None or pending.epoch != event.epoch or state.lease is None or view is None:
             return
-        # If the worker has a queue, the time before Ready was spent waiting for free blocks. A
-        # prompt computed there would also have waited, so this time does not count as transfer.
+        # If the worker has a queue, the time before Ready was spent waiting for free blocks. This
+        # time does not count as transfer, because a prompt computed there would also have waited.
         since = now if view.load.queued else state.submitted_at
         state.transfer = (max(state.lease.kv_len - event.have, 0), since)
 

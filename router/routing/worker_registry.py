@@ -35,8 +35,8 @@ class WorkerRegistry:
         self.queues_at_router = queues_at_router
         self.tpot_slo_seconds = tpot_slo_seconds
         self._views: dict[str, WorkerView] = {}
-        self._fleet: Fleet[WorkerView] | None = None  # of `_views`; None: `views` makes a new one
-        self._roles: dict[str, str] = {}  # assigned by operators, by worker name
+        self._fleet: Fleet[WorkerView] | None = None  # of `_views`; None: `views` must make it
+        self._roles: dict[str, str] = {}  # roles assigned by operators, by worker name
         self.transfer_costs = TransferCostModel()
         self._lost_at: dict[str, float] = {}
         # Workers lost while stuck: (incarnation, completed steps), by name.
@@ -47,7 +47,7 @@ class WorkerRegistry:
         return None if worker is None else self._views.get(worker)
 
     def views(self) -> Sequence[WorkerView]:
-        """Return the views of all workers; this takes long if a worker or role has changed."""
+        """Return the views of all workers; takes longer after a worker or role has changed."""
         if self._fleet is None:
             self._fleet = Fleet(self._views.values())
         return self._fleet
@@ -120,7 +120,7 @@ class WorkerRegistry:
         is_fine_for = min(suspect_after, self._bounds.lost_after)
         for view in self._views.values():
             if view.backed_off_at is not None and now - view.backed_off_at > suspect_after:
-                view.backed_off_at = None  # an idle worker sends no load report to reset this
+                view.backed_off_at = None  # needed because an idle worker may send no load report
             silence = now - view.last_received
             if silence <= is_fine_for:
                 continue

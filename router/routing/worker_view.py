@@ -59,7 +59,7 @@ class WorkerView:
         self.prefill_rate = PrefillRate(load)
         self.answer_rate = AnswerRate(load, now)
         self.last_received = now
-        self.lost_at = lost_at  # when a worker of this name was last lost; -inf: never
+        self.lost_at = lost_at  # time of the last loss of a worker of this name; -inf: never
         self.last_progress = now  # when the worker last completed a step or sent tokens
         self.suspect = False
         self.draining = False
@@ -67,19 +67,19 @@ class WorkerView:
         self.backed_off_at: float | None = None  # time of a rejection since the last load report
         self.num_gaps = 0
         self.num_assigned = 0  # requests placed here since the worker connected
-        self.assigned_tokens = 0  # tokens to compute that were placed here since then
+        self.assigned_tokens = 0  # tokens to compute for these requests
         # Usage by request id; None: the worker only keeps KV blocks under a lease.
         self.requests: dict[int, ResourceUsage | None] = {}
-        self.num_sequences = 0  # total of `requests`
-        self.num_answers = 0  # of `num_sequences`, those that generate their answer here
-        self.num_blocks = 0  # total of `requests`
+        self.num_sequences = 0  # total sequences of `requests`
+        self.num_answers = 0  # sequences that generate their answer here
+        self.num_blocks = 0  # total blocks of `requests`
         self.new_tokens = 0  # tokens to compute that were placed since the last load report
-        self.new_sequences = 0  # placed since the last load report
+        self.new_sequences = 0  # sequences placed since the last load report
         self.unseen_tokens = 0  # placed before the last load report, but not counted in it
         self.num_foreign_sequences = 0  # sequences of other routers; estimated from load reports
         self.num_foreign_blocks = 0  # blocks in use by other routers; estimated from load reports
         self._load_table: LoadTable | None = None  # gets a copy of the load
-        self._row = self._position = 0  # in the table, and in order of connection
+        self._row = self._position = 0  # row in the table; index in the fleet
         self._update_foreign()
         self._update_sort_keys()
 
@@ -128,7 +128,7 @@ class WorkerView:
         )
 
     def set_load_table(self, table: LoadTable, row: int, position: int) -> None:
-        """Copy the load to a row of `table` from now on; `position` is the view's in its fleet."""
+        """Copy the load to a row of `table` from now on; `position` is its index in the fleet."""
         self._load_table, self._row, self._position = table, row, position
         self._update_sort_keys()
         self._update_speeds(table)
@@ -141,8 +141,8 @@ class WorkerView:
     def has_capacity(self, num_tokens: int, num_sequences: int) -> bool:
         """Return whether the worker has room for a request with `num_tokens` tokens so far.
 
-        Unless it is backed off, a worker without sequences of this router always has room, so that
-        other routers cannot keep this router out.
+        A worker without sequences of this router always has room, unless it is backed off. Other
+        routers can then not keep this router out.
         """
         if self.backed_off_at is not None:
             return False
@@ -177,7 +177,7 @@ class WorkerView:
             self.num_answers -= usage.num_answers
             self.num_blocks -= usage.num_blocks
             if self.queues_at_router and not self.num_sequences:
-                self.new_tokens = self.unseen_tokens = 0  # an idle worker may not report again
+                self.new_tokens = self.unseen_tokens = 0  # an idle worker may send no other report
             self._update_sort_keys()
 
     def note_assigned(self, num_tokens: int, num_sequences: int) -> None:
@@ -204,7 +204,7 @@ class WorkerView:
         self.prefill_rate.add(load)
         self.answer_rate.add(load, now, is_shared)
         self.backed_off_at = None
-        # A load report does not count requests that arrived during its step.
+        # A load report does not include requests that arrived during its step.
         seen = not self.queues_at_router or load.running + load.queued >= self.num_sequences
         self.unseen_tokens = 0 if seen else self.new_tokens
         self.new_tokens = 0
@@ -216,7 +216,7 @@ class WorkerView:
             self._update_speeds(table)
 
     def _update_sort_keys(self) -> None:
-        """Precompute totals and the sort keys, since each placement compares all workers."""
+        """Precompute totals and sort keys, since each placement compares all workers."""
         load, num_assigned, info = self.load, self.num_assigned, self.info
         # Prompt tokens that the worker must compute before it starts a new prompt.
         self.backlog_tokens = load.queued_tokens + self.new_tokens + self.unseen_tokens

@@ -56,9 +56,9 @@ def decode_step(worker: str, step: pb.Step) -> ev.Stepped:
 
 
 def slices_of(step: ev.Stepped, max_tokens: int) -> Iterator[ev.Stepped]:
-    """Split a step with tokens into steps of at most `max_tokens` tokens, as if it came in several.
+    """Split a step with tokens into consecutive steps of at most `max_tokens` tokens.
 
-    The first one has the data about prompts, the last one the load and the failed requests.
+    The first part has the data about prompts, and the last one the load and the failed requests.
     """
     tokens, count = step.tokens, len(step.tokens)
     for start in range(0, count, max_tokens):
@@ -159,7 +159,7 @@ def decode_event(worker: str, message: pb.ToRouter) -> ev.Event:
 
 
 def encode_submit(command: ev.Submit) -> pb.ToWorker:
-    """Encode a Submit command as a message; the log omits open choices without tokens.
+    """Encode a Submit command as a message; its log omits open choices without tokens.
 
     Workers do not know priorities, which order only the queued requests of one tenant.
     """

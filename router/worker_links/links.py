@@ -29,7 +29,7 @@ class WorkerLinks:
         self._post = post
         self._links: dict[str, WorkerLink] = {}
         self._welcomes: dict[str, worker_pb2.Welcome] = {}  # of connected workers
-        self._limits: tuple[ModelLimits, ModelLimits] | None = None  # last argument, result
+        self._limits: tuple[ModelLimits, ModelLimits] | None = None  # last `own` and its result
         self._fingerprint: str | None = None  # None: no worker is connected, or not computed yet
 
     def __len__(self) -> int:
@@ -54,9 +54,9 @@ class WorkerLinks:
         return {welcome.block_size for welcome in self._welcomes.values()} - {0}
 
     def system_fingerprint(self) -> str | None:
-        """Return a name of the software, weights and dtypes that compute answers.
+        """Return an identifier of the software, weights and dtypes that compute the answers.
 
-        It changes when the same seed may give another answer. None: no worker is connected.
+        It changes if the same seed may give another answer. None means that no worker is connected.
         """
         if self._fingerprint is None and self._welcomes:
             layouts = sorted({welcome.layout for welcome in self._welcomes.values()})
@@ -89,7 +89,7 @@ class WorkerLinks:
 
     def send(self, command: ev.WorkerCommand) -> None:
         """Send a command to its worker; discard the command if the worker is not connected."""
-        if isinstance(command, ResyncCache):  # rare: the cache feed limits the rate
+        if isinstance(command, ResyncCache):  # rare, because the cache feed limits the rate
             log.warning(
                 "worker %s: %s; its list of cached blocks is requested",
                 *(command.worker, command.reason),

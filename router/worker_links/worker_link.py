@@ -214,7 +214,7 @@ class WorkerLink:
             call.cancel()
             await asyncio.wait((writer,))
             if not writer.cancelled():
-                writer.exception()  # mark the error as retrieved: `_read` has raised it as well
+                writer.exception()  # mark as retrieved: `_read` raises the same error
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         expected = 2
@@ -227,7 +227,7 @@ class WorkerLink:
             if message.number != expected:
                 raise LinkBroken(f"message {expected} from the worker is missing")
             expected += 1
-            if message.step.HasField("cache"):  # first: the Step's load may cause placements
+            if message.step.HasField("cache"):  # before the Step, whose load may cause placements
                 self._post(codec.decode_cache_events(self.worker, message.step.cache))
             event = codec.decode_event(self.worker, message)
             if isinstance(event, ev.Stepped):
@@ -241,7 +241,7 @@ class WorkerLink:
     async def _post_in_slices(self, event: ev.Stepped) -> None:
         """Post a large step as several events; other callbacks run between them."""
         for each in codec.slices_of(event, MAX_EVENT_TOKENS):
-            await asyncio.sleep(0)  # first: the message has just been decoded
+            await asyncio.sleep(0)  # pause before the first part too: decoding took time
             self._post(each)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:

@@ -23,7 +23,7 @@ from tests.aot.jobs import Report, forgotten, jobs_of, run  # noqa: E402
 
 COLUMNS = (
     *("kernel", "case", "chip", "regs", "spill", "shared", "warps", "tensor core", "wide"),
-    "buffers",  # of a copied tile, for each innermost loop with matrix products
+    "buffers",  # fewest buffers of a copied tile, for each innermost loop with matrix products
     "in flight",  # copies that still run after a wait in that loop
 )
 

@@ -41,7 +41,7 @@ CUDA_READS = re.compile(r"(?:LDG|LDGSTS|UTMALDG|UBLKCP)\b")
 HIP_READS = re.compile(r"(?:buffer|global|flat)_load_")
 WIDTHS = {
     **{"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32},
-    **{"UTMALDG": 16, "UBLKCP": 16},  # TMA loads, counted as 16 bytes wide
+    **{"UTMALDG": 16, "UBLKCP": 16},  # TMA loads count as loads of 16 bytes
     **{"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2},
     **{"dwordx2": 8, "dwordx3": 12, "dwordx4": 16},
 }

@@ -43,9 +43,9 @@ def _loop(lines: list[str], buffers: dict[str, int]) -> Loop:
 
 
 def _innermost_loops(ttgir: str) -> Iterator[list[str]]:
-    """Yield the lines of each loop with matrix products of its own, and none in loops in it.
+    """Yield the lines of each loop that has matrix products, unless an inner loop has some too.
 
-    The compiler may repeat a part of an inner loop behind it, in the outer loop.
+    The compiler may repeat a part of an inner loop after it, so the outer loop may have products.
     """
     open_loops: list[_OpenLoop] = []
     for line in ttgir.splitlines():
@@ -67,5 +67,5 @@ class _OpenLoop:
     """A loop whose last line has not been read yet."""
 
     end: str  # start of its last line
-    lines: list[str] = field(default_factory=list)  # without those of loops in it
-    has_inner: bool = False  # True if it contains a loop with matrix products
+    lines: list[str] = field(default_factory=list)  # without the lines of inner loops
+    has_inner: bool = False  # True if this loop contains another loop with matrix products

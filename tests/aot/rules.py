@@ -33,7 +33,7 @@ def complaints(artefact: Artefact, kernel: str, case: AotCase, chip: DeviceInfo)
 
 
 def _unhidden_latency(artefact: Artefact, chip: DeviceInfo) -> list[str]:
-    """Return messages for loads whose latency neither other warps nor copies ahead can hide."""
+    """Return messages for loads whose latency is not hidden by other warps or by early copies."""
     found = []
     for loop in artefact.loops:
         if loop.buffers < 2:

@@ -1,7 +1,7 @@
 """Compile the kernels of some models ahead of time: `python -m tests.aot.seed FOLDER`.
 
 The launches of a worker's warm-up are recorded on the "meta" device, so no weights, no memory and
-no GPU are needed. FOLDER then has the kernels under the keys that Triton uses for them
+no GPU are needed. In FOLDER, the kernels are stored under the keys that Triton uses to look them up
 (`kernels/triton_common/kernel_cache.py`). The build of the image runs this.
 """
 
@@ -89,7 +89,7 @@ Batches = Sequence[Sequence[int]]
 
 
 def record(name: str, chip: DeviceInfo, steps: Batches = ()) -> list[Launch]:
-    """Return the launches of a model's warm-up, or of prefill steps, each specialization once."""
+    """Return the launches of a model's warm-up, or of prefill steps, one per specialization."""
     with (
         record_launches(chip) as launches,
         mock.patch.object(model_builder, "runs_kernels", return_value=True),

@@ -138,7 +138,7 @@ def test_a_kernel_named_by_a_case_and_not_launched_is_reported() -> None:
 def test_kernels_without_a_case_are_listed() -> None:
     assert forgotten("tests.aot.cases.norm", ["penstock.kernels.norm.triton"]) == []
     assert forgotten("tests.aot.cases.rope", ["penstock.kernels.norm.triton"]) == ["_norm_kernel"]
-    # Leave out the case that would exit this process.
+    # Leave out the case "dies", which would end this process.
     cases = [case for case in broken_kernels.aot_cases() if case.name != "dies"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(broken_kernels, "aot_cases", lambda: iter(cases))

@@ -77,7 +77,7 @@ def test_seed_is_used_only_if_it_exists_and_no_other_manager_is_chosen(
 
 
 class FakeDriver:
-    """A driver for a GPU that only has a name: launches are compiled and not run."""
+    """A driver for a GPU that does not exist: launches are compiled but not run."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.get_current_target = lambda: target

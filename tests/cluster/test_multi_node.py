@@ -48,7 +48,7 @@ def spec_of(pool: PoolSpec) -> ClusterSpec:
 
 
 def nodes_of(one: WorkerPlacement) -> list[str]:
-    """Return the node on which Ray places each stage; remove the placement group again."""
+    """Return the node on which Ray places each stage, then remove the placement group."""
     group = placement_group(list(one.bundles), one.strategy)
     try:
         assert group.wait(60)

@@ -147,7 +147,7 @@ def chart_queries() -> tuple[list[str], list[str]]:
     """
     keda = {"autoscaler": "keda", "prometheusAddress": "http://prometheus"}
     pools = {"decode": {"maxReplicas": 2}}
-    peers = {"monitoring": [chart.PROMETHEUS]}  # KEDA follows metrics of the admin port
+    peers = {"monitoring": [chart.PROMETHEUS]}  # KEDA scales by metrics of the admin port
     own = {"standalone": keda, "pools": pools, "networkPolicy": peers}
     values = chart.merged(chart.of_mode("standalone"), own)
     (trigger,) = chart.one(chart.objects(chart.render(values)), "ScaledObject")["spec"]["triggers"]

@@ -48,7 +48,7 @@ def test_worker_of_two_ranks_recovers_from_a_killed_and_a_stopped_rank() -> None
             # Suspend one rank: the other rank blocks in a collective, and both are replaced.
             stopped = running.find("mixed worker 0, rank 1")
             stopped.suspend()
-            with suppress(httpx.HTTPStatusError):  # the request may time out during a slow start
+            with suppress(httpx.HTTPStatusError):  # the request may time out if the restart is slow
                 assert complete(running) == answer
             running.wait_for_output("mixed worker 0: ready after", times=3)
             assert complete(running) == answer

@@ -63,7 +63,7 @@ SHARED_REFUSED: list[tuple[str, object]] = [
     ("stop", ["x"] * 17),
     ("stop", "x" * 257),
     ("stream", "true"),
-    ("stream_options", {"include_usage": True}),  # without stream
+    ("stream_options", {"include_usage": True}),  # refused without `stream`
     ("temperature", 2.1),
     ("temperature", "1"),
     ("top_p", 0),
@@ -97,7 +97,7 @@ CHAT_REFUSED: list[tuple[str, object]] = [
     ("function_call", {"name": "f"}),
     ("functions", [{"name": "f"}]),
     ("logprobs", 3),
-    ("top_logprobs", 2),  # without logprobs
+    ("top_logprobs", 2),  # refused without `logprobs: true`
     ("max_completion_tokens", 0),
     ("max_completion_tokens", 3.0),
     ("messages", []),
@@ -114,8 +114,9 @@ CHAT_REFUSED: list[tuple[str, object]] = [
     ("response_format", {"type": "json_schema"}),
     ("tool_choice", "required"),
     ("tools", [{"type": "function"}]),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),  # this template reads no tools
-    ("documents", [{"text": "x"}]),  # nor documents
+    # This chat template reads no tools.
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("documents", [{"text": "x"}]),  # this template reads no documents
     ("verbosity", "high"),
     ("web_search_options", {}),
 ]

@@ -29,7 +29,7 @@ def constraint(model: Model) -> Any:
 
 
 @both
-@pytest.mark.parametrize("filler", [0, 40_000])  # with it, a helper process parses the body
+@pytest.mark.parametrize("filler", [0, 40_000])  # a helper process parses a body with filler
 async def test_named_function_is_called(model: Model, stream: bool, filler: int) -> None:
     body = {**NAMED, "metadata": {"x": "y" * filler}}
     (choice,) = await model(SUM, stream, **body)

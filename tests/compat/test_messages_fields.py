@@ -107,7 +107,7 @@ REFUSED: list[tuple[str, object]] = [
     ("messages", user({"type": "text", "text": "x", "index": 1})),
     ("messages", user({"type": "image", "source": {"type": "url", "url": "http://127.0.0.1"}})),
     ("messages", user({"type": "document", "source": {"type": "text", "data": "x"}})),
-    ("messages", user(RESULT)),  # without a call
+    ("messages", user(RESULT)),  # result without a call
     ("messages", user({"type": "thinking", "thinking": "x", "signature": "x"})),
     ("messages", after_call({**RESULT, "content": [{"type": "image", "source": {}}]})),
     ("messages", after_call({**RESULT, "toolset_name": "browser"})),
@@ -141,7 +141,7 @@ REFUSED: list[tuple[str, object]] = [
     ("thinking", {"type": "enabled", "budget_tokens": 5000}),  # above max_tokens
     ("thinking", {"type": "adaptive", "budget_tokens": 1024}),
     ("thinking", {"type": "disabled", "display": "omitted"}),
-    ("tool_choice", {"type": "any"}),  # without tools
+    ("tool_choice", {"type": "any"}),  # refused without `tools`
     ("tool_choice", {"type": "tool"}),
     ("tool_choice", {"type": "auto", "name": "add"}),
     ("tool_choice", {"type": "none", "disable_parallel_tool_use": True}),
@@ -161,7 +161,7 @@ REFUSED: list[tuple[str, object]] = [
     ("top_k", 1.5),
     ("top_p", 0),
     ("top_p", 1.5),
-    # not in the client's types
+    # Fields that the client's types do not have.
     ("an_unknown_field", {"a": [1]}),
     ("context_management", {"edits": []}),
     ("mcp_servers", []),
@@ -250,7 +250,7 @@ async def test_count_tokens_refuses_fields_of_messages(client: Any, name: str) -
         await count(client, name, 1)
 
 
-@pytest.mark.parametrize("filler", [0, 40_000])  # with it, a helper process parses the body
+@pytest.mark.parametrize("filler", [0, 40_000])  # a helper process parses a body with filler
 async def test_sampling_fields_reach_the_worker(client: Any, served: Served, filler: int) -> None:
     fields = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "max_tokens": 9}
     body = {**fields, "metadata": {"user_id": "x" * filler}}

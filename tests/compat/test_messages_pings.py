@@ -88,7 +88,7 @@ async def test_client_assembles_the_same_message(model: Model) -> None:
     model.served.worker.stepping.clear()
     call = {"model": "stub", "messages": HELLO, "max_tokens": 100}
     model.served.worker.answer = lambda prompt: tokens_of("It is 42.")
-    async with model.client.messages.stream(**call) as stream:  # it begins without a token
+    async with model.client.messages.stream(**call) as stream:  # starts before any token
         model.served.worker.stepping.set()
         message = await stream.get_final_message()
     whole = await model("It is 42.")

@@ -1,4 +1,4 @@
-"""The types of Anthropic's client have only fields that Penstock knows: a new one is noticed."""
+"""The types of Anthropic's client have only fields that Penstock knows; a new one fails a test."""
 
 import typing
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Streams of background responses: read at once, later, and from any event on (openai's client)."""
+"""Streams of background responses, read at once, later, or from any event (openai's client)."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Respo
 async def create(model: ResponsesModel, text: str = FULL, **body: Any) -> Any:
     """Return the stream of a new background response."""
     model.answer(text)
-    headers = {"x-request-id": "me"}  # the ids of calls depend on it
+    headers = {"x-request-id": "me"}  # the ids of tool calls depend on this id
     call = {"model": "stub", "input": "hello", "tools": [ADD], "extra_headers": headers, **body}
     return await model.client.responses.create(background=True, stream=True, **call)
 

@@ -1,4 +1,4 @@
-"""Rows "structured outputs": structural tags, the client's helpers, and what excludes a form."""
+"""Rows "structured outputs": structural tags, the client's helpers, and conflicts."""
 
 import json
 from typing import Any

@@ -1,6 +1,7 @@
-"""Rows "tools" with `strict`: calls on which the model decides fit their schema (three clients).
+"""Rows "tools" with `strict`: calls that the model chooses to make fit their schema (3 clients).
 
-Bundled model. It would write `4821 * 377`, which the schemas here do not allow.
+The tests use the bundled model. Without a constraint, it would write `4821 * 377`, which the
+schemas here do not allow.
 """
 
 import json

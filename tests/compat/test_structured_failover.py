@@ -1,4 +1,4 @@
-"""A constrained answer whose worker ends in the middle is continued on another worker, exactly."""
+"""A constrained answer whose worker ends midway continues unchanged on another worker."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`system_fingerprint`: names what computes the answers."""
+"""`system_fingerprint` identifies the configuration that computes the answers."""
 
 from typing import Any
 

@@ -76,7 +76,7 @@ def add_chunk(known: dict[str, Any], choice: Any) -> None:
 
 
 def whole(known: dict[str, Any]) -> Any:
-    """Return a streamed choice in the form of a whole one."""
+    """Return a streamed choice in the form of a choice that is not streamed."""
     message: dict[str, Any] = {"content": known["content"] or None}
     if known["reasoning_content"]:
         message["reasoning_content"] = known["reasoning_content"]

@@ -52,7 +52,7 @@ async def test_history_with_tool_calls_and_results_reaches_the_template(prompt: 
 
 @pytest.mark.parametrize("filler", [0, 40_000])
 async def test_tools_reach_the_template_as_sent(prompt: Prompts, filler: int) -> None:
-    # With the filler, the body is parsed in a helper process.
+    # A helper process parses a body that contains the filler.
     metadata = {"metadata": {"x": "y" * filler}}
     found = await prompt(tools=[ADD], extra_body=metadata)
     assert found == json.dumps([ADD]) + PLAIN
@@ -85,7 +85,8 @@ async def test_tool_calls_cannot_write_control_tokens(prompt: Prompts) -> None:
     message = {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
     assert await prompt([message]) == "[assistant  ](1 f q=</s>)</s>"
     (submit,) = prompt.served.worker.submits
-    assert list(submit.prompt).count(id_of(TOKENIZER, "</s>")) == 1  # the template's own
+    # Only the </s> that the template writes.
+    assert list(submit.prompt).count(id_of(TOKENIZER, "</s>")) == 1
 
 
 def deep(levels: int) -> dict[str, Any]:

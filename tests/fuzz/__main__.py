@@ -56,8 +56,8 @@ def _run_processes(num_inputs: int, seed: int, count: int) -> int:
 
 
 def unreached(reached: Counter[str]) -> list[str]:
-    """Return the routes and methods of which no input was answered well."""
-    # No input knows the id of a response.
+    """Return the routes and methods that answered no input successfully."""
+    # Inputs cannot contain the id of a stored response.
     wanted = [f"POST {path} 200" for path in BODIES if "{id}" not in path]
     wanted += [
         f"{name} OK" for name, each in METHODS.items() if each.containing_service is SERVICES[0]

@@ -101,7 +101,7 @@ def _run_part(session: Session, num_inputs: int, seed_: int, result: Result) -> 
         if problem:
             late = session.target.late
             result.failing, result.problem = late[0] if late else (given_, problem)
-            if session.target.is_spoiled:  # now every input would fail
+            if session.target.is_spoiled:  # from now on every input would fail
                 tries = MAX_TRIES
             raise Found(problem)
 
@@ -119,7 +119,7 @@ def _run_part(session: Session, num_inputs: int, seed_: int, result: Result) -> 
 def draw(
     routes: Sequence[HttpRoute], count: int, seed_: int, send: Callable[[Input], None]
 ) -> None:
-    """Draw about `count` inputs and call `send` with each; if it raises, draw smaller ones."""
+    """Draw about `count` inputs and call `send` with each; after an error, draw smaller inputs."""
     kind = settings(
         max_examples=count,
         deadline=None,

@@ -126,7 +126,8 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
         body["prompt"] = draw(st.sampled_from(["hi", [5, 6], ["a", "b"], [[7], [8, 9]]]))
     if "messages" in model.model_fields and draw(st.booleans()):
         body["messages"] = [{"role": "user", "content": "hi"}]
-    if issubclass(model, CountTokensBody) and not draw(one_in(8)):  # else all names are unknown
+    # Without this name, the model is unknown.
+    if issubclass(model, CountTokensBody) and not draw(one_in(8)):
         body["model"] = "stub"
     if "input" in model.model_fields and draw(st.booleans()):
         body["input"] = draw(st.sampled_from(["hi", [{"role": "user", "content": "hi"}]]))
@@ -187,7 +188,7 @@ def requests(draw: st.DrawFn, route: HttpRoute, is_last: bool) -> bytes:
 
 @st.composite
 def pieces_of(draw: st.DrawFn, data: bytes) -> tuple[bytes, ...]:
-    """Cut bytes at random places into the pieces in which they are sent."""
+    """Cut bytes at random places into the pieces that are sent."""
     cuts = sorted(draw(st.lists(st.integers(0, len(data)), max_size=3)))
     ends = [0, *cuts, len(data)]
     return tuple(data[low:high] for low, high in pairwise(ends) if low < high)

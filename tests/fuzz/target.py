@@ -73,7 +73,7 @@ class Left:
 
 @dataclass
 class Target:
-    """A served router, and the state of the fuzz run at it; `reached` counts the answers."""
+    """A served router, and the state of its fuzz run; `reached` counts the answers."""
 
     served: Served
     channel: grpc.aio.Channel
@@ -119,7 +119,7 @@ class Target:
         return "; ".join(problems)
 
     async def _quiet(self) -> str:
-        """Wait until no request is left, except the companion's; return what is left."""
+        """Wait until only the companion's request is left; return a problem, or an empty string."""
         for worker in self.served.workers:
             worker.submits.clear()
             worker.drops.clear()
@@ -132,7 +132,7 @@ class Target:
 
     @property
     def is_spoiled(self) -> bool:
-        """Whether a problem has left something behind, so that later inputs may fail too."""
+        """True if a problem has left some state, so that later inputs may fail too."""
         return bool(self._num_left() or self.late)
 
     def _num_left(self) -> int:
@@ -155,7 +155,7 @@ class Target:
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Pause the workers, so that a request ends only because its client has gone."""
-        # When the router has answered this, it has read all that was sent before.
+        # When the router has answered this request, it has read everything that was sent before.
         await _exchange(self.served, b"GET /version", b"")
         await self._quiet()
         for worker in self.served.workers:
@@ -181,7 +181,7 @@ class Target:
                 await self._send(writer, given.pieces)
                 writer.transport.abort()
                 if BACKGROUND in b"".join(given.pieces):
-                    return ""  # the response is generated without its client
+                    return ""  # a background response is generated without its client
                 return await self._quiet()
         reading = asyncio.create_task(_read_all(reader, received))
         await self._send(writer, given.pieces)
@@ -199,7 +199,7 @@ class Target:
                 await asyncio.sleep(0)
 
     def _close_left(self, most: int) -> str:
-        """Close the oldest of the connections left open until `most` remain."""
+        """Close the oldest open connections until `most` remain."""
         problem = ""
         while len(self.left) > most:
             left = self.left.popleft()

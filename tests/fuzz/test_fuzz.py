@@ -1,4 +1,4 @@
-"""The fuzz run finds injected bugs, covers the whole schema, and replays what it found."""
+"""The fuzz run finds injected bugs, covers the whole schema, and replays failing inputs."""
 
 import logging
 import subprocess
@@ -79,7 +79,7 @@ def test_run_finds_a_handler_that_raises_for_one_field(monkeypatch: pytest.Monke
 def test_run_finds_a_request_that_is_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fuzz.target.STALL_SECONDS", 2.0)
     monkeypatch.setattr(Frontend, "_cancel", lambda frontend, requests: None)
-    # Few of the other routes start a request that could be cancelled.
+    # Draw only completions: few other routes start a request that could be cancelled.
     monkeypatch.setattr(Target, "routes", [HttpRoute("http", "POST", "/v1/completions")])
     result = run(3000, 1)
     assert "requests are left" in result.problem
@@ -192,7 +192,7 @@ def test_answer_on_a_connection_left_open_is_noticed(monkeypatch: pytest.MonkeyP
 def drawn_from(values: Values, number: int = 1) -> list[Any]:
     """Return `NUM_DRAWN` values of a strategy, which depend on the seed `number`.
 
-    They also depend on the modules that are imported: Hypothesis draws constants of their code.
+    They also depend on the imported modules, because Hypothesis draws constants from their code.
     """
     seen: list[Any] = []
 
@@ -208,7 +208,7 @@ def names_drawn(
 ) -> set[str]:
     """Return the names in values that are drawn until all `wanted` names were seen."""
     seen: set[str] = set()
-    for number in range(100):  # Hypothesis draws a few of the 50 fields of a body seldom
+    for number in range(100):  # Hypothesis seldom draws some of the 50 fields of a body
         for value in drawn_from(values, number):
             seen.update(names_of(value))
         if seen >= wanted:

@@ -103,7 +103,7 @@ def objects_of(model: type[BaseModel]) -> Values:
 
 def one_in(count: int) -> st.SearchStrategy[bool]:
     """Return a strategy that is true about once in `count` draws."""
-    # Not 0 and not the last number, which hypothesis draws more often.
+    # Hypothesis draws 0 and the last number more often, so use another number.
     return st.integers(0, count).map(lambda drawn: drawn == 1)
 
 

@@ -377,7 +377,7 @@ SCHEMA = json.loads((chart.CHART / "values.schema.json").read_text())
     ],
 )
 def test_schema_has_the_keys_and_bounds_of_the_program(record: type, known: dict[str, Any]) -> None:
-    here = set(knobs(record)) - {"path", "revision"}  # in the chart: `source`
+    here = set(knobs(record)) - {"path", "revision"}  # the chart sets both under `source`
     assert set(known) - {"source"} == here, "add it to the schema"
     for name, (field, _) in knobs(record).items():
         bounds = (known.get(name, {}).get("minimum"), known.get(name, {}).get("maximum"))

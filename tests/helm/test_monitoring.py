@@ -144,7 +144,8 @@ HEALTHY = [
     series("requests_waiting", "3x60", 'pool="prefill"'),
     series("kv_blocks", "40x60", 'worker="decode-0", state="used"'),
     series("kv_blocks", "60x60", 'worker="decode-0", state="free"'),
-    series("kv_blocks", "100x60", 'worker="decode-1", state="used"'),  # full, but not its pool
+    # This worker is full, but its pool is not.
+    series("kv_blocks", "100x60", 'worker="decode-1", state="used"'),
     series("kv_blocks", "900x60", 'worker="prefill-0", state="used"'),
     series("kv_blocks", "100x60", 'worker="prefill-0", state="free"'),
     series("preemptions_total", "0x60", 'worker="decode-0"'),

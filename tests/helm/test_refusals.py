@@ -193,7 +193,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "monitoring.serviceMonitor.apiKeySecret: with API keys, Prometheus needs",
     ),
-    # Values of the router, and an image's digest, of another form.
+    # Values of the router, and the digest of an image, with an invalid form.
     ({"router": {"maxWaitSeconds": -1}}, "/router/maxWaitSeconds': minimum"),
     ({"router": {"allowedOrigins": ["https://a/b"]}}, "/router/allowedOrigins/0': 'https://a/b'"),
     ({"image": {"digest": "sha256:12"}}, "/image/digest': 'sha256:12' does not match"),
@@ -208,7 +208,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "/router/keys/ops/role': value must be one of",
     ),
     ({"router": {"keys": {"../ops": {}}}}, "/router/keys': additional properties '../ops'"),
-    # A Service that needs no API keys, although nobody said so.
+    # A router without API keys, although `allowAnonymous` is false.
     (
         {"router": {"allowAnonymous": False}},
         "router: there are no API keys: set apiKeysSecret.name",

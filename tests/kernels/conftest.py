@@ -11,7 +11,7 @@ __all__ = ["only_kernels"]
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Return the CPU if Triton kernels are interpreted, or the GPU with `make gpu`."""
+    """Return the CPU if Triton kernels are interpreted; with `make gpu`, return the GPU."""
     if not runs_kernels():
         pytest.skip("needs TRITON_INTERPRET=1 before the start (make kernels), or a GPU (make gpu)")
     return DEVICE

@@ -106,7 +106,8 @@ def test_calls_of_all_sizes_use_the_same_specialized_kernels(name: str) -> None:
 def test_block_moves_use_only_kernels_compiled_at_warm_up(kv_shape: tuple[int, ...]) -> None:
     """Test all ranges of KV heads that another worker may have."""
     kv = meta(*kv_shape)
-    with mock.patch("penstock.kernels.kv_cache.checksum.int", create=True):  # meta has no values
+    # A tensor on "meta" has no values.
+    with mock.patch("penstock.kernels.kv_cache.checksum.int", create=True):
         warm = specializations(lambda: warm_up_block_moves(kv))
     for count in SIZES:
         found = specializations(lambda: copy_blocks(kv, ints(count), ints(count)))  # noqa: B023

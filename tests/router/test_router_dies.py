@@ -96,7 +96,7 @@ async def read(
     into: Received,
     resume: asyncio.Event | None = None,
 ) -> Received:
-    """Collect the whole answer; if `resume` is given, wait for this event after six tokens."""
+    """Collect the whole answer. If `resume` is given, pause after six tokens until it is set."""
     async for reply in client.generate(request):
         into.add(reply)
         if resume is not None and into.num_tokens > 5:

@@ -271,7 +271,7 @@ async def test_pickles_sent_to_the_ports_are_not_loaded(
 
 
 def test_router_does_not_import_heavy_libraries() -> None:
-    """The server's import loads none of the engine's libraries, so that routers start quickly."""
+    """Importing the server loads none of the engine's libraries, so routers start quickly."""
     heavy = ("torch", "ray", "transformers", "pandas", "numba")
     code = f"import sys, penstock.router.server; print(sys.modules.keys() & {set(heavy)})"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

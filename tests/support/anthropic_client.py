@@ -1,4 +1,4 @@
-"""The official `anthropic` client of a served router with stub workers."""
+"""The official `anthropic` client, connected to a served router with stub workers."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ ADD: dict[str, Any] = {
 
 @contextlib.asynccontextmanager
 async def connect(served: Served, key: str = "none") -> AsyncIterator[Any]:
-    """Yield a client, which is untyped so that tests can send any value."""
+    """Yield a client, typed as Any so that tests can send any value."""
     async with anthropic.AsyncAnthropic(base_url=served.url, api_key=key, max_retries=0) as client:
         yield client
 

@@ -164,7 +164,8 @@ def is_reviewed(kind: str) -> bool:
     Their class must support attention backends and keep no state but the KV cache.
     """
     found = getattr(transformers, ARCHITECTURES[kind])
-    hybrid = kind == "granitemoehybrid"  # the configuration used here has attention layers only
+    # The configuration of these tests has attention layers only.
+    hybrid = kind == "granitemoehybrid"
     stateful = found._is_stateful and not hybrid
     return bool(found._supports_attention_backend and not stateful and kind not in NOT_CONSTRUCTED)
 

@@ -152,7 +152,7 @@ class AttachedRouter:
         columns = (step.request, step.attempt, step.choice, step.position, step.token, step.finish)
         for request, attempt, choice, position, token, finish in zip(*columns, strict=True):
             key = (request, attempt, choice) if choice else (request, attempt)
-            due = self.positions.get(key, position)  # a resumed answer does not start at 0
+            due = self.positions.get(key, position)  # a resumed answer starts above 0
             assert position == due, "a position is missing or repeated"
             self.positions[key] = due + 1
             self.answers[key].append(token)

@@ -1,8 +1,7 @@
-"""Stand-ins for the modules `flashinfer` and `flash_attn_interface`: same signatures, computed with
-torch.
+"""Stand-ins for `flashinfer` and `flash_attn_interface`: same signatures, computed with torch.
 
-They check what the real functions require of their arguments, as far as their documentation and
-sources say, and refuse other arguments.
+They refuse arguments that violate the requirements which the documentation and the sources of the
+real functions state.
 """
 
 from importlib.machinery import ModuleSpec
@@ -103,7 +102,7 @@ def flash_attn_with_kvcache(
 
 
 class _Wrapper:
-    """What the two wrappers of FlashInfer have in common."""
+    """Base of the stand-ins for FlashInfer's two wrappers."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str) -> None:
         assert float_workspace_buffer.dtype == torch.uint8

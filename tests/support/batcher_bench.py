@@ -1,4 +1,4 @@
-"""Run a batcher with a hash model to its end, and build sequences for it."""
+"""Run a batcher with a hash model until it has no work, and build sequences for it."""
 
 from dataclasses import fields
 from typing import Any

@@ -1,4 +1,4 @@
-"""A simulated worker: a batcher, a model that hashes its tokens, planned steps, KV transfers."""
+"""A simulated worker: a batcher, a hash model, planned steps and KV transfers."""
 
 from dataclasses import dataclass
 
@@ -97,7 +97,8 @@ class BatcherWorker:
     def end_abandoned_writes(self) -> None:
         """End the transfers to sequences that were dropped; their blocks become free."""
         for key, blocks in self.abandoned.items():
-            self.model.poison(blocks)  # still being written until now, so not reused
+            # The transfer was still writing these blocks, so they were not reused.
+            self.model.poison(blocks)
             self.batcher.transfer_drained(key)
         self.abandoned = {}
 

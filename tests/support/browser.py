@@ -23,7 +23,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 class Browser:
-    """One window. `run` is JavaScript in the page; values are converted from and to JSON."""
+    """A browser window. `run` executes JavaScript in the page; values are passed as JSON."""
 
     def __init__(self, http: httpx.AsyncClient, session: str) -> None:
         self._http = http
@@ -81,7 +81,7 @@ class Browser:
         return await self._post("goog/cdp/execute", cmd=command, params=parameters)
 
     async def log(self) -> list[str]:
-        """Return the page's new messages of the console, those of refused content included."""
+        """Return the page's new console messages, including those about blocked content."""
         return [entry["message"] for entry in await self._post("se/log", type="browser")]
 
     async def screenshot(self, path: Path) -> None:

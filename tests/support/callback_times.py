@@ -36,7 +36,8 @@ class CallbackTimes:
         original: Callable[[asyncio.Handle], None] = asyncio.Handle._run
 
         def run(handle: asyncio.Handle) -> None:
-            coroutine = _coroutine(handle)  # a task forgets its coroutine when it ends
+            # Read first, because a task drops its coroutine when it ends.
+            coroutine = _coroutine(handle)
             began = time.thread_time() - self._collected
             original(handle)
             seconds = time.thread_time() - self._collected - began

@@ -378,7 +378,7 @@ def _budget_problems(name: str, spec: Object, replicas: int) -> Iterator[str]:
 
 
 def _policy_problems(name: str, spec: Object) -> Iterator[str]:
-    """Check that the release's pods reach each other, and that other pods reach only routers."""
+    """Check that the release's pods can reach each other, and other pods only the routers."""
     inside = [{"podSelector": spec["podSelector"]}]
     for rule in spec.get("ingress", []):
         ports = {each.get("port") for each in rule.get("ports", [])}

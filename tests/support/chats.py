@@ -1,4 +1,4 @@
-"""Encodes chats in the process of the test."""
+"""Render and encode chats in the process of the test."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

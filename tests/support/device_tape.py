@@ -1,4 +1,4 @@
-"""Captures of device work on a CPU as a CUDA graph holds them: commands with fixed addresses.
+"""Captures of device work on a CPU, in the form of a CUDA graph: commands with fixed addresses.
 
 A capture records every torch operation, kernel launch and collective of a function. A replay
 executes the commands again on the same tensors, without Python code of the function. An operation
@@ -68,7 +68,7 @@ class Tape:
         self.num_commands = 0
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        compute()  # like the warm-up run of a CUDA graph
+        compute()  # like the warm-up run before a CUDA graph is captured
         commands: list[Callable[[], None]] = []
         _recording.commands = commands
         try:
@@ -99,7 +99,7 @@ def _recorded(run: Callable[[], None]) -> None:
 
 
 def record_launches_and_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tapes record Triton's launches, which are interpreted, and collectives."""
+    """Let tapes record interpreted Triton launches, and collectives."""
     run_kernel, run_collective = launch_module.run_kernel, ProcessGroup._run
 
     def launch(*arguments: Any) -> None:

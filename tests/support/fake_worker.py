@@ -69,7 +69,8 @@ class HeldSubmission:
     epoch: int = 0
     kv: tuple[int, ...] = ()  # if leased: tokens of the kept blocks
     sending: int = 0  # number of transfers that read the lease
-    found: list[NewToken] = field(default_factory=list)  # new tokens; a search sends them last
+    # New tokens; a beam search sends them at its end.
+    found: list[NewToken] = field(default_factory=list)
 
     def tokens(self) -> tuple[int, ...]:
         return (*self.submit.request.prompt, *self.answers[0])
@@ -207,7 +208,7 @@ class FakeWorker:
     def _admit(self) -> list[tuple[int, int, int]]:
         """Admit queued submissions; return (request, attempt, cached tokens) of each.
 
-        There is no prefix cache here: instead of a number of tokens, the attempt is sent.
+        There is no prefix cache, so the attempt takes the place of the number of cached tokens.
         """
         cached: list[tuple[int, int, int]] = []
         for name in self.in_phase("queued"):
@@ -263,7 +264,7 @@ class FakeWorker:
         self.outbox.append(Stepped(self.name, TokenColumns(), None, [(*name, reason)]))
 
     def skip_position(self) -> bool:
-        """Skip a position in a queued token message (a fault); return False if none is queued."""
+        """Skip a position in a queued token message (a fault); False if no message is queued."""
         for number, event in enumerate(self.outbox):
             if isinstance(event, Stepped) and event.tokens:
                 first, *rest = event.tokens.positions

@@ -64,7 +64,7 @@ def stored_tensors(
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     found = {}
     for own, tensor in tensors.items():
-        # The names of Gemma lack the head, because its models are tied.
+        # gguf's names for Gemma lack the head, because Gemma ties it to the embedding.
         stored = names.get_name(own, try_suffixes=(".weight", ".bias")) or "output.weight"
         assert own == "lm_head.weight" or stored != "output.weight", own
         items = tensor.float().numpy()
@@ -86,7 +86,7 @@ def interleaved(items: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, items: np.ndarray, kind: str) -> None:
-    """Add a tensor of a type; a K-quant gets random blocks, others the quantized items."""
+    """Add a tensor of a type. A K-quant gets random blocks; other types get the quantized items."""
     type_ = gguf.GGMLQuantizationType[kind]
     if kind in ("F32", "F16"):
         writer.add_tensor(name, items.astype({"F32": np.float32, "F16": np.float16}[kind]))

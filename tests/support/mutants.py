@@ -73,7 +73,7 @@ def mutant_of(module: ModuleType, change: Change, folder: Path) -> ModuleType:
 
 @contextmanager
 def replaced(place: ModuleType, mutant: ModuleType, *names: str) -> Iterator[None]:
-    """Replace the attributes `names` of `place` by those of the mutant, within the block."""
+    """Replace the attributes `names` of module `place` by those of `mutant`, within the block."""
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(place, name, getattr(mutant, name)))

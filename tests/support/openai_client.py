@@ -1,4 +1,4 @@
-"""The official `openai` client of a served router with stub workers."""
+"""The official `openai` client, connected to a served router with stub workers."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -21,7 +21,7 @@ def message_of(error: openai.APIStatusError) -> str:
 
 @contextlib.asynccontextmanager
 async def connect(served: Served) -> AsyncIterator[Any]:
-    """Yield a client, which is untyped so that tests can send any value."""
+    """Yield a client, typed as Any so that tests can send any value."""
     async with openai.AsyncOpenAI(
         base_url=f"{served.url}/v1", api_key="none", max_retries=0
     ) as client:

@@ -1,4 +1,4 @@
-"""Checks for errors in the formats of OpenAI and Anthropic, and for texts of all errors."""
+"""Checks for errors in the formats of OpenAI and Anthropic, and for the text of any error."""
 
 import re
 from pathlib import Path

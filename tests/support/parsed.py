@@ -1,4 +1,4 @@
-"""Parses whole answers that are split in every way, and collects the pieces that result."""
+"""Parse whole answers, split in every way, and collect the resulting pieces."""
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,14 +57,14 @@ def answer_of(pieces: Sequence[Piece]) -> Answer:
 
 
 def in_bytes(text: str) -> Iterator[str]:
-    """Yield a text as it is decoded byte by byte."""
+    """Yield the pieces of a text that is decoded byte by byte."""
     decoder: Any = codecs.getincrementaldecoder("utf-8")()
     for byte in text.encode():
         yield decoder.decode(bytes([byte]))
 
 
 def in_tokens(text: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a text as it is decoded token by token."""
+    """Yield the pieces of a text that is decoded token by token."""
     decoder: Any = codecs.getincrementaldecoder("utf-8")()
     encoded = tokenizer.encode(text, add_special_tokens=False)
     at = 0
@@ -76,7 +76,7 @@ def in_tokens(text: str, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def splits(text: str, tokenizer: Tokenizer) -> Iterator[list[str]]:
-    """Yield a text in one piece, in bytes, in tokens, and in two pieces at every character."""
+    """Yield a text whole, by bytes, by tokens, and split in two at each character."""
     yield [text]
     yield list(text)
     yield list(in_bytes(text))

@@ -72,7 +72,7 @@ def quantize_integers(
 
 
 def packed_words(codes: Codes, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Pack the last dimension into words of 32 bits; `order[i]` is the column in place i."""
+    """Pack the last dimension into words of 32 bits; `order[i]` is the column packed at index i."""
     per_word = 32 // bits
     columns = order or tuple(range(per_word))
     words = np.zeros((*codes.shape[:-1], -(-codes.shape[-1] // per_word)), np.uint32)
@@ -274,7 +274,7 @@ FLOAT = Form({}, lambda weight: ({"weight": weight}, weight))
 
 
 def small() -> dict[str, Any]:
-    """Return sizes of a model that blocks of 128 do not divide, but groups of 64 do."""
+    """Return model sizes that are multiples of 64 but not of 128."""
     return {
         "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN, "intermediate_size": INNER,
         "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,

@@ -1,4 +1,4 @@
-"""Quantized forms with codes of 4 bits that are no integers, and LLM.int8; see `quantized`.
+"""Quantized forms with 4-bit codes that are not integers, and LLM.int8; see `quantized`.
 
 Values of the codes, scales and packed bytes are written from the definitions of the formats.
 """
@@ -26,7 +26,7 @@ FP4 = np.array([0, 1, 128, 192, 64, 96, 32, 48, 0, -1, -128, -192, -64, -96, -32
 
 
 def nearest(values: Floats, table: Floats) -> npt.NDArray[np.int64]:
-    """Return the index of the table's nearest value for each value."""
+    """Return, for each value, the index of the nearest value in the table."""
     found: npt.NDArray[np.int64] = np.abs(values[..., None] - table).argmin(-1)
     return found
 
@@ -135,7 +135,8 @@ def bitsandbytes(table: str, nested: bool) -> Form:
             tensors["weight.absmax"] = torch.from_numpy(scales).float()
         codes_of_4 = nearest(blocks / scales[:, None], values)
         flat = codes_of_4.reshape(-1)
-        packed = (16 * flat[0::2] + flat[1::2]).astype(np.uint8)  # the first code is the upper one
+        # The first code is in the upper bits.
+        packed = (16 * flat[0::2] + flat[1::2]).astype(np.uint8)
         tensors["weight"] = torch.from_numpy(packed)[:, None]
         name = f"weight.quant_state.bitsandbytes__{table}"
         tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)

@@ -92,7 +92,7 @@ class Sides:
     destination: KvReceiver
     peer: Peer
     verdicts: list[TransferResult] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)  # epochs whose blocks the source has read
+    read: list[int] = field(default_factory=list)  # epochs for which the source has read all blocks
 
     def expect(self, stop: int, blocks: Sequence[int]) -> int:
         numbers = np.array(blocks, np.int32)
@@ -104,7 +104,7 @@ class Sides:
         await self.source.send(self.peer, outgoing, lambda: self.read.append(epoch))
 
     async def verdict(self, num: int = 1) -> TransferResult:
-        """Wait until `num` results were reported; return number `num`, counted from 1."""
+        """Wait until `num` results were reported; return the last of these."""
         await eventually(lambda: len(self.verdicts) >= num)
         return self.verdicts[num - 1]
 

@@ -131,14 +131,16 @@ def _lead(
         engine = Engine(rank_config(model, mesh, **config), store=rendezvous.store)
         try:
             found = use(engine)
-            if model.with_suffix(".wait").exists():  # until the test kills a rank
+            # The file asks to wait until the test kills a rank.
+            if model.with_suffix(".wait").exists():
                 pipe.send("answering")
                 while True:
                     answer(engine)
         finally:
             engine.stop()
     finally:
-        rendezvous.close()  # not earlier: it cancels calls that have not returned to their rank
+        # Close last, because this cancels calls of other ranks that have not returned.
+        rendezvous.close()
     return found
 
 

@@ -142,7 +142,8 @@ def rank_config(model: Path, mesh: tuple[int, int, int] = (1, 1, 1), **more: Any
         "block_size": 4,
         "max_sequences": 8,
         "max_batched_tokens": 16,
-        "ranks_seconds": 200.0,  # ends hangs only: a rank that compiles may delay a collective
+        # Long, to end only hangs: a rank that compiles may delay a collective.
+        "ranks_seconds": 200.0,
     }
     return WorkerConfig(name="ranks", model=model, tp=tp, pp=pp, ep=ep, **(sizes | more))
 

@@ -1,4 +1,4 @@
-"""A client of a gRPC port that sends single HTTP/2 frames, and so can break all rules."""
+"""A client of a gRPC port that sends single HTTP/2 frames, so it can violate the protocol."""
 
 import asyncio
 import contextlib
@@ -76,7 +76,7 @@ class RawHttp2:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.frames: list[Frame] = []
-        self.is_closed = False  # by the server
+        self.is_closed = False  # closed by the server
         self._reader, self._writer = reader, writer
         self._changed = asyncio.Condition()
         self._task = asyncio.create_task(self._read())
@@ -98,7 +98,7 @@ class RawHttp2:
         return found()[0]
 
     async def status(self, stream: int) -> int:
-        """Wait for the status of a call; it must be the connection's first."""
+        """Wait for the status of a call, which must be the connection's first call."""
         trailer = await self.frame(HEADERS, stream, END_STREAM)
         found = re.search(rb"grpc-status.(\d+)", trailer.payload)
         assert found, trailer

@@ -121,7 +121,8 @@ class Nodes:
         }
         types[HEAD] = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
         provider = {
-            # Ray's wheel lacks the defaults file for the provider's short name: give its module.
+            # Name the provider's module: Ray's wheel lacks the defaults file that its short name
+            # needs.
             "type": "external",
             "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
             "gcs_address": f"127.0.0.1:{self.port}",

@@ -63,7 +63,7 @@ class ResponsesModel:
         self.served.worker.answer = lambda prompt: tokens
 
     async def __call__(self, text: str, streams: bool = False, /, **body: Any) -> Any:
-        """Return the response; that of a stream is the one in its last event."""
+        """Return the response; for a stream, return the response in its last event."""
         self.answer(text)
         call = {"model": "stub", "input": "hello", **body}
         call.setdefault("extra_headers", {"x-request-id": "me"})
@@ -74,7 +74,7 @@ class ResponsesModel:
         return last.response
 
     async def fail(self) -> None:
-        """Let the only request fail, whose worker is paused; then resume the worker."""
+        """Let the only request fail while its worker is paused, then resume the worker."""
         worker = self.served.worker
         await until(lambda: worker.submits)
         (submit,) = worker.submits
@@ -132,7 +132,7 @@ def outline(events: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def without_ids(value: Any) -> Any:
-    """Return a response, or a list of its items, without the members that differ in each one."""
+    """Return a response, or a list of its items, without members that differ per response."""
     if isinstance(value, list):
         return [without_ids(each) for each in value]
     if not isinstance(value, dict):

@@ -30,8 +30,10 @@ class Schedule:
 
     max_batched_tokens: int = 64
     num_blocks: int | None = None  # None: enough for all requests
-    arrivals: tuple[int, ...] = ()  # step at which each request arrives; empty: 0
-    moved: dict[int, int] = field(default_factory=dict)  # request -> steps until dropped, resumed
+    # Step at which each request arrives; if empty, all arrive at step 0.
+    arrivals: tuple[int, ...] = ()
+    # Request -> number of steps until it is dropped and resumed.
+    moved: dict[int, int] = field(default_factory=dict)
     shared: bool = True  # prompts share the prefix cache
     threads: int = 1
 

@@ -58,7 +58,7 @@ class Served:
 
 
 class ByPath(httpx.AsyncHTTPTransport):
-    """Sends requests for operators' paths to the operators' port, all others to the given one."""
+    """Sends requests for operators' paths to the operators' port, all others to the given port."""
 
     def __init__(self, served: Served) -> None:
         super().__init__()

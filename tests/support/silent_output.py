@@ -1,4 +1,4 @@
-"""The output of a request that counts its tokens, and sends them to nobody."""
+"""An output of a request that counts its tokens and discards them."""
 
 from typing import cast
 
@@ -8,7 +8,7 @@ from penstock.router.requests.request_output import RequestOutput
 
 
 class SilentOutput:
-    """In place of a `RequestOutput` and of its stream."""
+    """A stand-in for a `RequestOutput` and its stream."""
 
     def __init__(self, num_choices: int) -> None:
         self.choices = [DeliveredTokens() for _ in range(num_choices)]

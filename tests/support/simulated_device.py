@@ -1,4 +1,4 @@
-"""A CPU in place of a GPU: steps are launched, captured and replayed, and computed at once."""
+"""A CPU in place of a GPU: it launches, captures and replays steps, and computes them at once."""
 
 import threading
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def _check_prepared(planner: TiledPlanner, starts: torch.Tensor, contexts: torch
 
 
 def simulate_device(monkeypatch: pytest.MonkeyPatch) -> list[Replays]:
-    """Run engines and followers as on a GPU; return the captures, which grow with each runner."""
+    """Run engines and followers as on a GPU; return a list of the `Replays` of each runner."""
     made: list[Replays] = []
 
     def captures(device: torch.device) -> Replays:

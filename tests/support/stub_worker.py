@@ -40,7 +40,7 @@ class Run:
     answer: Sequence[int]
     position: int  # position of the next token
     num_new: int = 0
-    is_running: bool = True  # False: waits for a KV transfer, or is kept under a lease
+    is_running: bool = True  # False if it waits for a KV transfer or is kept under a lease
     choice: int = 0
     others: list["Run"] = field(default_factory=list)  # other choices of the submission
     has_ended: bool = False
@@ -108,7 +108,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         )
         self.stepping = asyncio.Event()  # steps run while this event is set
         self.stepping.set()
-        self.steps = pb.StepRecords()  # sent in reply to Steps
+        self.steps = pb.StepRecords()  # sent in reply to a request for step records
         self.reject: pb.Rejected | None = None  # if set, sent in reply to every Submit
         self.hellos: list[pb.Hello] = []
         self.submits: list[pb.Submit] = []
@@ -116,7 +116,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self.runs: dict[tuple[int, int], Run] = {}  # by (request, attempt)
         self.num_heartbeats = 0
         self.num_resyncs = 0
-        self.first_number = 2  # number of the message after the welcome
+        self.first_number = 2  # number of the first message after the welcome
         self.logprobs: Callable[[int], tuple[float, Sequence[tuple[int, float]]]] = _logprobs
         self._out: asyncio.Queue[pb.ToRouter] = asyncio.Queue()
         self._epochs: dict[int, tuple[int, int]] = {}

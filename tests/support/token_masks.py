@@ -15,7 +15,7 @@ class MaskCase:
 
 @st.composite
 def mask_cases(draw: st.DrawFn) -> MaskCase:
-    """Draw logits with NaN and infinities, and masks that are wider than the vocabulary or not."""
+    """Draw logits with NaN and infinities, and masks as wide as the vocabulary or wider."""
     num_rows = draw(st.integers(1, 4))
     vocab_size = draw(st.sampled_from((1, 31, 32, 33, 300, 1024, 2101)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))

@@ -121,7 +121,7 @@ class TransferWorld:
         self.written: dict[int, set[tuple[int, int, int]]] = {}  # cells by epoch
         self.channels: list[Channel] = []
         self.num_incarnations = 1
-        self.fault = ""  # of the next piece that is sent
+        self.fault = ""  # fault of the next piece that is sent
 
     # ------------------------------------------------------------ the two workers
 
@@ -163,7 +163,7 @@ class TransferWorld:
         self.run_target()
 
     def restart_source(self) -> None:
-        """Kill the source: its ranks and its ends of the channels are gone."""
+        """Kill the source, with its ranks and its ends of the channels."""
         self.num_incarnations += 1
         for channel in self.channels:
             channel.source_open = False

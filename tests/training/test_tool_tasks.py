@@ -1,4 +1,4 @@
-"""Families about tools: exact calls, results that are repeated, and no call without need."""
+"""Question families about tools: exact calls, answers that repeat results, no needless calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The courses of `make train-demo`: their limits, and the course about tools by itself."""
+"""The courses of `make train-demo`: their limits, and the course about tools alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_course_has_other_random_examples() -> None:
 
 @pytest.fixture
 def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
-    """Return the maker of a tiny model that had the other courses; its scores are not measured."""
+    """Return the maker of a tiny model that has had the other courses; its scores are fake."""
 
     def measure(answer: object, count: int, **rest: Any) -> list[Score]:
         return [*SCORES, *([Score("lookup", 9, 10)] if "lookup" in rest["families"] else [])]

@@ -24,7 +24,7 @@ class RateSearch:
 
     @property
     def knee(self) -> float | None:
-        """Highest rate below all that missed the goals; None: no rate kept them."""
+        """Highest rate that kept the goals, below all rates that missed them, or None."""
         ceiling = min(self.missed, default=math.inf)
         return max((rate for rate in self.kept if rate < ceiling), default=None)
 

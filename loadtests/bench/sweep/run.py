@@ -30,14 +30,14 @@ class Result:
 
     steps: list[Step] = field(default_factory=list)
     interrupted: bool = False
-    is_client_late: bool = False  # the client could not send the requests of a next step in time
+    is_client_late: bool = False  # the client could not send the next step's requests on time
 
     @property
     def by_rate(self) -> list[Step]:
         return sorted(self.steps, key=lambda step: step.rate)
 
     def knee(self) -> Step | None:
-        """Return the step of the highest rate below all that missed the goals, or None."""
+        """Return the step at the knee: see `RateSearch.knee`. None if there is no knee."""
         ceiling = min((step.rate for step in self.steps if not step.has_kept), default=math.inf)
         kept = [step for step in self.steps if step.has_kept and step.rate < ceiling]
         return max(kept, key=lambda step: step.rate, default=None)

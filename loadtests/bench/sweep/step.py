@@ -11,7 +11,7 @@ class Step(NamedTuple):
 
     rate: float  # offered requests per second
     figures: Figures
-    misses: dict[str, int]  # number of requests that missed each goal; "failed": no whole answer
+    misses: dict[str, int]  # requests that missed each goal; "failed": incomplete answers
     has_kept: bool
 
     @property
@@ -33,7 +33,7 @@ class Step(NamedTuple):
 def step_of(
     rate: float, outcomes: Sequence[Outcome], duration: float, goals: Goals, attainment: float
 ) -> Step:
-    """Summarize a load; it keeps the goals if `attainment` of its requests meet all of them."""
+    """Summarize a load; it keeps the goals if at least `attainment` of its requests meet them."""
     measured = figures(outcomes, duration, goals)
     misses = {name: 0 for name in goals.limits()} | {"failed": measured.failed}
     for outcome in outcomes:

@@ -22,7 +22,7 @@ class Panel:
     title: str
     lines: dict[str, list[float]]  # one value for each step, by name
     goal: float | None = None
-    diagonal: bool = False  # draw the offered rate itself
+    diagonal: bool = False  # also draw the line where the value equals the offered rate
 
 
 def draw(steps: Sequence[Step], knee: Step | None, goals: Goals, title: str) -> str:

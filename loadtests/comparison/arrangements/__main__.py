@@ -1,10 +1,11 @@
 """Compares the default of `penstock serve` with other arrangements of the same cores.
 
-`python -m penstock.loadtests.comparison.arrangements` serves one model in each arrangement, all at
-once but loaded in turns: the default (one prefill and one decode worker), two mixed workers, and
-one mixed worker with all cores. The first two loads of each are discarded as a warm-up. All loads
-are sent over HTTP. A closed loop runs at each number of `--streams`; `--mix` adds a load whose
-lengths change every 30 s, and `--trace` a thinned trace. `--offline` adds the engine alone.
+`python -m penstock.loadtests.comparison.arrangements` starts one server per arrangement and keeps
+all of them running, but sends load to one at a time. The arrangements are the default (one prefill
+and one decode worker), two mixed workers, and one mixed worker with all cores. The first two loads
+of each arrangement are discarded as a warm-up. All loads are sent over HTTP. There is a closed loop
+for each number of `--streams`. `--mix` adds a load whose lengths change every 30 s, and `--trace` a
+thinned trace. `--offline` adds the engine alone.
 """
 
 import asyncio
@@ -232,7 +233,7 @@ class _Offline:
 
 
 def _offline_figures(offline: Sequence[float], rounds: Sequence[Any]) -> dict[str, Any]:
-    """Print and return the engine's rate, and the default's at most streams relative to it."""
+    """Print and return the engine's rate, and the ratio of the default arrangement's rate to it."""
     print(f"engine alone: {statistics.median(offline):.0f} tokens/s")
     load = f"{_OFFLINE_REQUESTS} streams"
     found: dict[str, Any] = {"tokens_per_second": list(offline)}

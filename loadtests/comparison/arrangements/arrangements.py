@@ -10,11 +10,11 @@ class Arrangement:
     name: str
     title: str
     num_workers: int
-    flags: tuple[str, ...]  # of `penstock serve`
-    is_static: bool = True  # whether the others are compared with the best of these
+    flags: tuple[str, ...]  # flags of `penstock serve`
+    is_static: bool = True  # True: the default is compared with the best of these
 
     def serve_arguments(self, model: str, kv_cache_mib: int, more: tuple[str, ...]) -> list[str]:
-        """Return the arguments of `penstock serve`; `kv_cache_mib` is that of all workers."""
+        """Return the arguments of `penstock serve`; the workers share `kv_cache_mib`."""
         per_worker = str(kv_cache_mib // self.num_workers)
         # Without canaries, an idle server leaves the cores to the measured one.
         own = ("--kv-cache-mib", per_worker, "--canary-seconds", "3600")

@@ -43,10 +43,10 @@ def sample_of(outcomes: Sequence[Outcome], duration: float, goals: Goals | None)
 
 
 def summary(rounds: Rounds) -> dict[str, Any]:
-    """Return, by load, the medians of each arrangement and the default's ratios to the best.
+    """Return, by load, each arrangement's medians and the default's ratios to the best static one.
 
-    The best static arrangement is chosen for each figure and each round: the one with the most
-    tokens, with the earliest first token, or with the most requests that met the goals.
+    The best static arrangement is chosen for each round and each figure: most tokens per second,
+    earliest first token, or most requests that met the goals.
     """
     found: dict[str, Any] = {}
     for load in rounds[0]:

@@ -40,7 +40,7 @@ PHASES = (
     Phase(Lengths(32, 96), Lengths(96, 192)),  # short questions, long answers
     Phase(Lengths(384, 896), Lengths(8, 24)),  # long prompts, short answers
     Phase(Lengths(96, 160), Lengths(48, 80)),  # even
-    Phase(Lengths(16, 48), Lengths(8, 24)),  # many short ones
+    Phase(Lengths(16, 48), Lengths(8, 24)),  # many short requests
 )
 """Phases of the mix, in turns."""
 
@@ -77,12 +77,12 @@ def changing_mix(
 
 @dataclass(frozen=True, slots=True)
 class Thinning:
-    """How a trace is made to fit a small machine."""
+    """Parameters by which a trace is thinned to fit a small machine."""
 
-    seconds: float  # length of the part that is played, from the start of the trace
+    seconds: float  # length of the replayed part, from the start of the trace
     keep: float  # probability of keeping a request
     divide: int  # divisor of the lengths
-    max_model_len: int  # most tokens of a request; the prompt is cut to fit
+    max_model_len: int  # maximum tokens of a request; longer prompts are cut
     seed: int = 0
 
 

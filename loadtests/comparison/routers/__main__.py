@@ -1,12 +1,12 @@
 """Compares the cost of Penstock's router with that of other routers on this machine.
 
 `python -m penstock.loadtests.comparison.routers` runs every router in front of a stub without a
-model, all with the same step time: the OpenAI HTTP stub for the other routers, a stub worker of our
-own protocol for Penstock's. Clients stream `/v1/completions` over plain sockets. The routers are
-measured in turns. CPU time is that of the router's whole process tree under load, without its CPU
-time when idle, so that other load on the machine matters little. First-token times are relative to
-the OpenAI stub without a router; they need a quiet machine. So do the highest rates (`--saturate`),
-for which a router may join tokens in one write.
+model. All stubs have the same step time: the OpenAI HTTP stub for the other routers, and a stub
+worker of our own protocol for Penstock's. Clients stream `/v1/completions` over plain sockets. The
+routers are measured in turns. CPU time is that of the router's whole process tree under load, minus
+its CPU time when idle, so other load on the machine matters little. First-token times are relative
+to the OpenAI stub without a router. They need a quiet machine, and so do the highest rates
+(`--saturate`). At such rates, a router may send several tokens in one write.
 
 The other routers forward bytes. Penstock's router also tokenizes the prompt, decodes the tokens and
 applies stop conditions, which other systems do in the engine's server.

@@ -82,7 +82,7 @@ class OpenAiStub:
 
 
 class _Stream:
-    """One running answer; its events are encoded once, so that a step costs one write."""
+    """One running answer. Its events are encoded once, so that a step needs only one write."""
 
     def __init__(
         self, number: int, length: int, transport: asyncio.Transport, closes: bool
@@ -98,7 +98,7 @@ class _Stream:
         return self._left <= 0 or self._transport.is_closing()
 
     def send(self, before: bytes = b"") -> None:
-        """Write the next token, after the bytes of `before`."""
+        """Write `before` and the event of the next token in one call."""
         self._left -= 1
         self._transport.write(before + (self._event if self._left > 0 else self._last))
         if self._left <= 0 and self._closes:
@@ -122,7 +122,7 @@ class _Connection(asyncio.Protocol):
             headers = {name.lower(): value for name, _, value in (x.partition(": ") for x in lines)}
             method, path, version = (*first.split(" "), "", "")[:3]
             if not version.startswith("HTTP/1.") or "transfer-encoding" in headers:
-                # HTTP/2 (sglang-router asks whether a worker speaks gRPC), or a chunked body.
+                # Reject HTTP/2 (sglang-router probes workers for gRPC) and chunked bodies.
                 self._transport.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
                 self._transport.close()
                 return
@@ -136,7 +136,7 @@ class _Connection(asyncio.Protocol):
         if method == "POST" and path == "/v1/completions":
             self._stub.answer(json.loads(body), self._transport, closes)
             return
-        # Other requests are health checks and questions about the model at a router's start.
+        # Other requests are health checks and model queries of a router that starts.
         models = [{"id": _MODEL, "object": "model", "created": 0, "owned_by": _MODEL}]
         reply = {"object": "list", "data": models, "model_path": _MODEL, "status": "ok"}
         self._transport.write(_json_response(reply))

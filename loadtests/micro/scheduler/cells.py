@@ -10,8 +10,8 @@ class Cell:
     """An initial state of a scheduler, and the number of steps to measure from there.
 
     The first `shared` tokens of all prompts are equal; the other tokens are random. The lengths of
-    the running sequences are spread over one block, so that in every step the same number of
-    sequences needs a new block.
+    the running sequences are spread evenly over one block. Thus the same number of sequences needs
+    a new block in every step.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Cell:
     num_blocks: int = 65536
     num_steps: int = 0  # number of measured steps; 0: until all sequences have finished
     least_preempted: int = 0  # each side must preempt at least this often in the measured steps
-    submission_counts: bool = True  # True: the time of the submission is added to the steps
+    submission_counts: bool = True  # include the time of the submission in the steps
 
 
 def _decoding(count: int) -> Cell:

@@ -6,7 +6,7 @@ rank pair, checksums, copies between cache and message buffers. Between the tran
 processes send the same number of bytes from one buffer into another over gloo. Each round measures
 both (A B A B ...), so other load on the machine affects both.
 
-The result is the ratio bare / transfer of the times of each round. With `--against DIR`, another
+The result is the ratio of the times, bare / transfer, of each round. With `--against DIR`, another
 source tree is measured too, alternating with this one. It may be as old as commit 61ff4b3.
 """
 

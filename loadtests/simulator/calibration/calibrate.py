@@ -62,7 +62,7 @@ class Measured:
 
     steps: Steps
     singles: Sequence[Outcome]  # requests that ran alone
-    burst: Sequence[Outcome]  # requests that arrived together, each for one token
+    burst: Sequence[Outcome]  # requests of one token that arrived together
     arrangement: Arrangement
 
 

@@ -134,7 +134,7 @@ def recorded_load(path: Path) -> list[Planned]:
 
 
 def thinned(path: Path, seconds: float, keep: float, divide: int, seed: int) -> list[Planned]:
-    """Return the first `seconds` of a trace with each request kept with probability `keep`."""
+    """Return the first `seconds` of a trace; keep each request with probability `keep`."""
     random = np.random.Generator(np.random.Philox(key=[seed, 5]))
     rows = [row for row in read_trace(path) if row.at <= seconds]
     kept = [row for row, drawn in zip(rows, random.random(len(rows)), strict=True) if drawn < keep]
@@ -155,8 +155,8 @@ def simulated(
         max_sequences=arrangement.max_sequences,
         max_batched_tokens=served.max_batched_tokens,
     )
-    # Workers that slowed each other down in the calibration share the cores of one machine. Routers
-    # then compare the step times of one worker with those of all workers, if they know the times.
+    # If workers slowed each other down in the calibration, they share the cores of one machine.
+    # Routers then also learn step times, to compare one busy worker with several.
     is_shared = timing.sharing > 0
     plan = ClusterPlan(
         arrangement.pools, limits, timing, is_one_machine=is_shared, reports_step_seconds=is_shared

@@ -74,7 +74,7 @@ def compare(measured: Sequence[Latencies], predicted: Latencies) -> list[Row]:
 
 
 def charts_of(measured: Sequence[Latencies], predicted: Latencies) -> list[Chart]:
-    """Return the distribution of both latencies, and first tokens over the time of arrival."""
+    """Return charts: the distributions of both latencies, and first-token times by arrival time."""
     runs = {f"measured, run {number}": run for number, run in enumerate(measured, start=1)}
     named = {**runs, "simulated": predicted}
     return [

@@ -1,8 +1,8 @@
 """Fits the time model to measured steps, by weighted least squares with nonnegative parameters.
 
-A step takes `launch + sequence x sequences + max(compute, memory)`. For a known side of the
-maximum, the time is linear in the parameters. The fit therefore alternates: it fits the parameters,
-then takes for each step the larger side under these parameters.
+A step takes `launch + sequence x sequences + max(compute, memory)`. If it is known which of compute
+and memory is larger, the time is linear in the parameters. The fit therefore alternates: it fits
+the parameters, then chooses for each step the larger of the two under these parameters.
 """
 
 from collections.abc import Sequence
@@ -95,12 +95,13 @@ class StepFit:
 def with_engine_time(ended: Floats, steps: Steps) -> Steps:
     """Add the engine's own time between two steps to the duration of each step.
 
-    The time is `fixed + per_sequence x sequences`. It is fitted to the gaps before the decode
-    steps: a decode step follows the step before at once. Longer gaps are pauses of the machine.
+    The time is `fixed + per_sequence x sequences`. It is fitted to the gaps before decode steps,
+    because a decode step immediately follows the step before it. Longer gaps are pauses of the
+    machine.
 
     Args:
         ended: end time of each step of one worker, ascending.
-        steps: the same steps; `seconds` are the durations alone.
+        steps: the same steps; `seconds` does not include the engine's time.
     """
     gaps = np.diff(ended) - steps.seconds[1:]
     decodes = (steps.tokens == steps.sequences)[1:] & (gaps < LONGEST_GAP)
@@ -140,9 +141,9 @@ def fit_steps(steps: Steps, base: Timing) -> StepFit:
 def sharing_of(steps: Steps) -> float:
     """Return the relative slowdown of a step for each other worker that computes, at least 0.
 
-    Compares equal steps (see `grouped`) with and without other workers, so that it does not depend
-    on the rest of the model. The result is 0 if no group has steps of both kinds, or if
-    it is below LEAST_SHARING.
+    Steps with and without other workers are compared within groups of equal steps (see `grouped`),
+    so the result does not depend on the rest of the model. The result is 0 if no group has steps of
+    both kinds, or if it is below LEAST_SHARING.
     """
     group, seconds = _groups(steps)
     counts = np.bincount(group)
@@ -183,10 +184,11 @@ def jitter_of(steps: Steps, predicted: Floats) -> float:
 
 
 def slowdown(steps: Steps, values: Floats) -> float:
-    """Return the factor from the predicted to the measured total time.
+    """Return the ratio of the measured to the predicted total time.
 
-    A busy machine interrupts a process in proportion to its computing time. The fit hardly counts
-    these pauses; this factor counts them. A step counts as at most MOST_TIMES its prediction.
+    A busy machine interrupts a process in proportion to its computing time. The robust fit almost
+    ignores these pauses, so this factor adds them. A step counts as at most MOST_TIMES its
+    prediction.
     """
     predicted = _predicted(steps, values)
     return float(np.minimum(steps.seconds, MOST_TIMES * predicted).sum() / predicted.sum())
@@ -195,10 +197,10 @@ def slowdown(steps: Steps, values: Floats) -> float:
 def grouped(steps: Steps) -> tuple[Steps, Floats]:
     """Return the means of groups of equal steps, and the number of steps in each group.
 
-    A queue, and the time of a whole answer, depend on the mean of the steps and not on a typical
-    one. Steps of a group have the same tokens and sequences, and positions within a factor of 1.4.
-    A step counts as at most MOST_MEDIANS times the median of its group, for the pauses of a
-    machine.
+    Means are used because a queue, and the time of a whole answer, depend on the mean of the steps.
+    Steps of a group have the same tokens and sequences, and positions within a factor of 1.4. To
+    limit pauses of the machine, a step counts as at most MOST_MEDIANS times the median of its
+    group.
     """
     group, seconds = _groups(steps)
     capped = replace(steps, seconds=seconds)
@@ -208,7 +210,7 @@ def grouped(steps: Steps) -> tuple[Steps, Floats]:
 
 
 def _groups(steps: Steps) -> tuple[npt.NDArray[np.intp], Floats]:
-    """Return for each step [n] the number of its group, and its capped seconds."""
+    """Return, for each step [n], the number of its group and its capped seconds."""
     keys = np.stack((steps.tokens, steps.sequences, np.rint(2 * np.log2(steps.positions + 1))))
     _, group = np.unique(keys, axis=1, return_inverse=True)
     group = group.reshape(-1)
@@ -280,7 +282,7 @@ def _robust(design: Floats, target: Floats, weights: Floats) -> Floats:
     Args:
         design: [n, k] coefficients.
         target: [n] measured values.
-        weights: [n] the loss of row i is that of its residual times `weights[i]`.
+        weights: [n] factors of the residuals before the loss is applied.
     """
     trust = np.ones(len(target))
     values = np.zeros(design.shape[1])

@@ -28,10 +28,10 @@ class Arrangement:
     """Workers of a server, as its /status reports them."""
 
     pools: Mapping[str, int]  # number of ready workers by role
-    max_sequences: int  # of one worker
-    kv_blocks: int  # of one worker
-    kv_bytes: float  # per position, of recent KV transfers; 0: none
-    transfer_bandwidth: float  # bytes per second; 0: none
+    max_sequences: int  # maximum per worker
+    kv_blocks: int  # number per worker
+    kv_bytes: float  # bytes per position in recent KV transfers; 0: no transfers
+    transfer_bandwidth: float  # bytes per second; 0: no transfers
     transfer_seconds: float  # fixed time of a KV transfer
 
 
@@ -90,11 +90,11 @@ class MeasuredServer:
         await self._client.close()
 
     async def play(self, plan: Sequence[Planned]) -> list[Outcome]:
-        """Send a load with new prompts; return its outcomes by number.
+        """Send a load with new prompts; return the outcomes by request number.
 
-        Raises ServerUnusable if a request fails, because the figures would then be of another load.
+        Raises ServerUnusable if a request fails, because the figures would be incomplete.
         """
-        self._num_loads += 1  # no prompt of an earlier load, which may be in the prefix cache
+        self._num_loads += 1  # avoids prefix cache hits on prompts of earlier loads
         prompts = Prompts(self._vocabulary, self._seed * 10_000 + self._num_loads)
         load = Load(self._client, prompts, plan)
         await load.run()
@@ -130,7 +130,7 @@ def _grpc(target: Target) -> GrpcClient:
 
 
 def steps_of(records: Records, after: Mapping[str, float]) -> Steps:
-    """Return the steps of all workers with a number above `after`, with the engine's own time."""
+    """Return all workers' steps with numbers above `after`; durations include engine time."""
     every: list[Steps] = []
     arrays: dict[str, dict[str, Floats]] = {
         worker: {name: np.asarray(column, np.float64) for name, column in columns.items()}
@@ -161,7 +161,7 @@ def steps_of(records: Records, after: Mapping[str, float]) -> Steps:
 def busy_fraction(ended: Floats, seconds: Floats, others: Floats, durations: Floats) -> Floats:
     """Return the fraction [n] of each step in which another worker computed.
 
-    The clocks are those of the workers' machine, so they agree if the workers share its cores.
+    The times of both workers must be from the same clock, which is so for workers that share cores.
 
     Args:
         ended: [n] ends of the steps of one worker.
@@ -173,7 +173,7 @@ def busy_fraction(ended: Floats, seconds: Floats, others: Floats, durations: Flo
         return np.zeros(len(ended))
     starts = np.maximum(others - durations, np.concatenate(((-np.inf,), others[:-1])))
     times = np.stack((starts, others), axis=1).reshape(-1)
-    total = np.concatenate(((0.0,), (others - starts).cumsum()))  # busy until each end
+    total = np.concatenate(((0.0,), (others - starts).cumsum()))  # busy seconds up to each end
     busy = np.stack((total[:-1], total[1:]), axis=1).reshape(-1)
     within = np.interp(ended, times, busy) - np.interp(ended - seconds, times, busy)
     fraction: Floats = within / np.maximum(seconds, 1e-9)

@@ -1,4 +1,4 @@
-"""Random constraints whose answers are short, and a check of answers that does not use grammars."""
+"""Random constraints with short answers, and a check of answers that is independent of grammars."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def draw_constraint(numbers: Random) -> StructuredOutputs:
 
 
 def is_valid(wanted: StructuredOutputs, text: bytes) -> bool:
-    """Return whether the text of a complete answer satisfies a constraint from above."""
+    """Return whether the text of a complete answer satisfies a constraint of this module."""
     written = text.decode(errors="surrogateescape")
     match wanted.kind:
         case "json":

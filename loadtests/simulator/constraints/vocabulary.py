@@ -1,6 +1,6 @@
 """The vocabulary of constrained requests: all bytes, some words, and an end token.
 
-The hash model draws the tokens of other requests from a vocabulary of its own.
+Unconstrained requests use the hash model's own vocabulary.
 """
 
 import tempfile
@@ -27,7 +27,7 @@ VOCAB_SIZE = END + 1
 
 @cache
 def grammars() -> GrammarCache:
-    """Return the compiled grammars of this process."""
+    """Return the cache of compiled grammars of this process."""
     return GrammarCache(lambda: GrammarVocabulary(_tokenizer(), VOCAB_SIZE, [END]))
 
 

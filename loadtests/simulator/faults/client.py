@@ -12,7 +12,7 @@ LEFT = "left"
 
 
 class HashModelClient:
-    """A client with one request whose complete answer is known in advance."""
+    """A client with one request whose complete answer is computed in advance."""
 
     def __init__(self, plan: RequestPlan, max_model_len: int) -> None:
         self.plan = plan
@@ -20,9 +20,9 @@ class HashModelClient:
         self.answers: list[list[int]] = [[] for _ in range(plan.num_choices)]
         self.how = ""  # final status of the request; "" while the request is running
         self.at: tuple[Router, int] | None = None  # current router, and the request's id there
-        self._counted: tuple[Router, int] | None = None  # `at` of the last `deliver_cached`
+        self._counted: tuple[Router, int] | None = None  # `at` when `deliver_cached` ran
         self._finished = [False] * plan.num_choices
-        self._cutting: set[int] = set()  # choices cut by a client, but not yet by the router
+        self._cutting: set[int] = set()  # choices that the client has cut, and the router not yet
         wanted = plan.constraint
         grammar = None if wanted is None else grammars().compile(wanted)
         answers = [
@@ -72,19 +72,19 @@ class HashModelClient:
         self._counted = self.at
 
     def _is_expected(self, choice: int, position: int) -> bool:
-        """Return False for a delivery to ignore; raise AssertionError for one out of order."""
+        """Return False for a delivery to ignore. Raises AssertionError if it is out of order."""
         if self.how == LEFT:
             return False  # the router has not processed the disconnect yet
         who, here = f"client {self.number}, choice {choice}", len(self.answers[choice])
         assert not self.over, f"{who}: tokens after the end"
         if choice in self._cutting:
-            return False  # rest of the same message; the production router also drops it
+            return False  # rest of the same message, which the production router drops too
         assert not self._finished[choice], f"{who}: tokens after the finish reason"
         assert position == here, f"{who}: position {position}, expected {here}"
         return True
 
     def on_choice_stopped(self, choice: int) -> None:
-        """Note that the router has processed the cut; any later token of `choice` is an error."""
+        """Record that the router has processed the cut; later tokens of `choice` are errors."""
         self._cutting.discard(choice)
 
     def end(self, end: EndRequest) -> None:

@@ -36,7 +36,7 @@ class FaultInjector:
     def disturb(self, one: str, other: str, fault: Fault, until: float) -> None:
         """Apply a network fault to the paths between `one` and `other`, in both directions.
 
-        A fault of cache events concerns only those that the worker `one` sends to the router.
+        A fault of cache events affects only the events that the worker `one` sends to the router.
         """
         how, _, what = fault.kind.partition(" ")
         if what == "events":
@@ -54,7 +54,7 @@ class FaultInjector:
         """Kill the process of a worker.
 
         Args:
-            seen: the worker's host survives and closes its streams, so that peers notice at once.
+            seen: if True, the host survives and closes the streams, so that peers notice at once.
         """
         if not worker.process.alive:
             return

@@ -26,7 +26,7 @@ class RequestDriver:
         self._clock = clock
         self._routers = routers
         self._note = note
-        self._num_sent: Counter[Router] = Counter()  # also the latest request id at each router
+        self._num_sent: Counter[Router] = Counter()  # number of requests, and latest request id
 
     def running(self) -> list[int]:
         """Return the numbers of the clients whose requests have not ended."""
@@ -91,7 +91,7 @@ class RequestDriver:
         router.process.take(lambda: router.cancel(number))
 
     def _retry_elsewhere(self, client: HashModelClient) -> None:
-        """Resubmit a dead router's request to a live router, if the client resumes; else end it."""
+        """Resubmit a dead router's request to a live router if the client resumes; else end it."""
         live = [router for router in self._routers if router.process.alive]
         client.at = None
         if not client.plan.resumes:

@@ -77,7 +77,7 @@ class ScheduleRun:
 
     Args:
         log: called with one line of text per event.
-        fast_forwards: combine quiet steps into one event; times change, invariants still hold.
+        fast_forwards: combine quiet steps into one event. Times then change, but invariants hold.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ScheduleRun:
         self._check_rest()
 
     def _run_until_caches_are_known(self) -> None:
-        """Let routers ask for the snapshots that they still need; they may have to wait."""
+        """Run until routers have the snapshots that they need, for which they may have to wait."""
         bound = self.clock.now + 2 * MAX_RESYNC_SECONDS
         while self.clock.now < bound and not all(
             router.dispatcher.cache_feed.is_current(worker.info.worker)

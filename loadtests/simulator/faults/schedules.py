@@ -1,8 +1,8 @@
 """Fault schedules: workers, requests and faults with their times, generated from one seed.
 
 Each request and each fault has its own random generator, so that removing some requests or faults
-does not change the others. Constraints have further generators, so that a schedule without
-constraints is the same as before there were any.
+does not change the others. Constraints have separate generators. Schedules without constraints are
+therefore the same as before constraints were introduced.
 """
 
 from collections.abc import Collection
@@ -121,7 +121,7 @@ class Schedule:
     bandwidth: float
     max_queued: int  # queue limit of each router, in requests
     ttft_slo_seconds: float  # SLO of the queue order; 0: ordered by arrival
-    reports_step_seconds: bool  # routers learn the times of steps, which some placements need
+    reports_step_seconds: bool  # routers learn step times, which some placement decisions need
     same_machine: bool  # all workers share the cores of one machine
     workers: tuple[WorkerPlan, ...]
     requests: tuple[RequestPlan, ...]
@@ -130,7 +130,7 @@ class Schedule:
     def only(
         self, requests: Collection[int] | None = None, faults: Collection[int] | None = None
     ) -> "Schedule":
-        """Return a copy with only these requests and faults, by their numbers; None keeps all."""
+        """Return a copy with only the requests and faults of these numbers; None keeps all."""
         kept = tuple(one for one in self.requests if requests is None or one.number in requests)
         left = tuple(one for one in self.faults if faults is None or one.number in faults)
         return replace(self, requests=kept, faults=left)
@@ -202,13 +202,13 @@ def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
         if rng.random() < 0.25
         else float("inf"),
         leaves_moving=rng.choice((0.01, 0.1, 0.4)) if rng.random() < 0.15 else float("inf"),
-        # Not with several choices: the new request cannot state which choices had already ended.
+        # Only one choice can resume: the new request cannot state which choices had already ended.
         resumes=rng.random() < 0.7 and num_choices == 1,
     )
 
 
 def _constrained(seed: int, plan: RequestPlan) -> RequestPlan:
-    """Return the request with a constraint if its schedule and the request draw one."""
+    """Return the request, with a constraint if its schedule and its own generator draw one."""
     rng = Random(f"constraint {seed} {plan.number}")
     if Random(f"constraints {seed}").random() >= CONSTRAINED_SCHEDULES or rng.random() < 0.4:
         return plan
@@ -222,7 +222,7 @@ def _constrained(seed: int, plan: RequestPlan) -> RequestPlan:
 
 
 def _limited(seed: int, plan: RequestPlan) -> RequestPlan:
-    """Return the request with a thinking budget if it draws one and has no constraint."""
+    """Return the request, with a thinking budget if it draws one and has no constraint."""
     rng = Random(f"thinking {seed} {plan.number}")
     if plan.constraint is not None or rng.random() < 0.8:
         return plan

@@ -16,7 +16,7 @@ def failure_of(schedule: Schedule) -> str:
 
 
 def shrunk(schedule: Schedule, fails: Callable[[Schedule], object] = failure_of) -> Schedule:
-    """Return a minimal part that still fails: removing any one request or fault makes it pass."""
+    """Return a minimal failing part: it passes if any one of its requests or faults is removed."""
     size = -1
     while size != len(schedule.requests) + len(schedule.faults):
         size = len(schedule.requests) + len(schedule.faults)
@@ -37,9 +37,9 @@ def _without_requests(schedule: Schedule, fails: Callable[[Schedule], object]) -
 
 
 def _fewest(numbers: list[int], fails: Callable[[Sequence[int]], object]) -> list[int]:
-    """Try to remove halves, then quarters, and so on down to single numbers; return what is left.
+    """Remove halves, then quarters, and so on down to single numbers; return the remaining numbers.
 
-    A part is removed only if the rest still fails.
+    A part is removed only if the remaining numbers still fail.
     """
     step = len(numbers)
     while step:

@@ -21,7 +21,7 @@ class Executor(Protocol):
     slowness: float  # step times are multiplied by this; inf: steps hang
 
     def admit(self, row: int, params: SamplingParams) -> None:
-        """Set the sampling parameters of a row of the sequence table for a new sequence."""
+        """Set the sampling parameters of a new sequence in its row of the sequence table."""
         ...
 
     def seconds(self, plan: StepPlan) -> float:
@@ -56,8 +56,8 @@ class Executor(Protocol):
 class TimedHashModel:
     """The hash model with simulated step times; its tokens depend on the KV slots that are read.
 
-    Rows with a constraint or a thinking budget draw from the tokens that the masks of the product
-    allow, and take up to `max_forced` forced tokens more.
+    Rows with a constraint or a thinking budget draw from the tokens that the product's masks allow.
+    A step adds up to `max_forced` forced tokens to such a row.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TimedHashModel:
         self.slowness = 1.0
         self._num_rows = num_rows
         self._max_forced = max_forced
-        self._masks: TokenMasks | None = None  # made for the first sequence that needs masks
+        self._masks: TokenMasks | None = None  # created for the first sequence that needs masks
         self._model = HashModel(num_blocks, block_size)
         self._step_seconds = step_seconds
         self._token_seconds = token_seconds

@@ -26,7 +26,7 @@ def slot_value(before: int, token: int, position: int) -> int:
 
 
 def hash_of(values: Sequence[int]) -> int:
-    """Return a hash of all slot values of a sequence; it determines the sequence's next token."""
+    """Return a hash of all slot values of a sequence, which determines its next token."""
     result = 1
     for value in values:
         result = (result * 1000003 + value) % _MODULUS
@@ -38,7 +38,7 @@ def _drawn(hashed: int, choice: int, count: int = VOCAB) -> int:
 
 
 def _drawn_allowed(hashed: int, choice: int, words: Words) -> int:
-    """Return a token whose bit is set in `words` [W]; if all are, one of all tokens."""
+    """Return one of the tokens whose bits are set in `words` [W]."""
     if (words == -1).all():
         return _drawn(hashed, choice)
     allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
@@ -52,7 +52,7 @@ def draw(
     choices: Ints | None = None,
     masks: StepMasks | None = None,
 ) -> Ints:
-    """Return the tokens [S] of the plan's sampling rows, determined by their `hashes` [S]."""
+    """Return the tokens [S] of the plan's sampling rows, drawn from their `hashes` [S]."""
     drawing = plan.sampling_rows
     own = np.zeros_like(drawing) if choices is None else choices[drawing]
     drawn = [_drawn(hashed, choice) for hashed, choice in zip(hashes, own.tolist(), strict=True)]
@@ -131,7 +131,7 @@ def copy_blocks(source: HashModel, blocks: Ints, to: HashModel, into: Ints) -> N
 
 
 class _ConstrainedAnswer:
-    """Draws the tokens of one answer with one matcher, which sees each token once."""
+    """Draws the tokens of one answer; its matcher advances once per token."""
 
     def __init__(self, params: SamplingParams, grammar: CompiledGrammar) -> None:
         self._params = params
@@ -153,7 +153,7 @@ class _ConstrainedAnswer:
 
 
 class _Reasoning:
-    """Reads an answer token by token, and says when its reasoning must end."""
+    """Reads an answer token by token, and determines when the reasoning must end."""
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget

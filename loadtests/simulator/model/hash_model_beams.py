@@ -1,4 +1,4 @@
-"""Beam search over the hash model: a beam's hash determines all next-token probabilities."""
+"""Beam search over the hash model; the hash of a beam determines its next-token probabilities."""
 
 from collections.abc import Hashable, Sequence
 from typing import TypeAlias

@@ -1,6 +1,6 @@
 """Random variation of step times, as a function of seed, worker and step number.
 
-A fast-forward and single steps therefore get the same times, and so does a run with the same seed.
+Steps therefore have the same times in every run with the same seed, also within a fast-forward.
 """
 
 from functools import lru_cache
@@ -27,7 +27,7 @@ class StepJitter:
         self._factors = _drawn(deviation, seed)
         number = crc32(worker.encode())
         self._first = number
-        self._stride = (number >> 15) | 1  # odd, so that a worker takes all factors in turn
+        self._stride = (number >> 15) | 1  # odd, so that a worker uses every factor
 
     def factors(self, step: int, num: int) -> Floats:
         """Return the factors [num] of consecutive steps from number `step` on."""

@@ -41,12 +41,12 @@ class Timing:
     weights: float = 0.013
     kv_token: float = 30e-9
     kv_bytes: float = 320 * 1024.0  # bytes of KV per position, for KV transfers
-    sequence: float = 0.0  # per sequence of a step: scheduling, sampling, sending
-    transfer: float = 0.0  # of each KV transfer, whatever its size; 0: that of `TransferTiming`
+    sequence: float = 0.0  # seconds per sequence of a step: scheduling, sampling, sending
+    transfer: float = 0.0  # fixed seconds of each KV transfer; 0: that of `TransferTiming`
     bandwidth: float = 0.0  # bytes per second of KV transfers; 0: that of the simulated cluster
-    request: float = 0.0  # of each request outside of the engine: client, network, router
-    request_token: float = 0.0  # the same, per prompt token
-    router: float = 0.0  # of each request at the router, which handles one at a time
+    request: float = 0.0  # seconds per request outside of the engine: client, network, router
+    request_token: float = 0.0  # further seconds per prompt token of a request
+    router: float = 0.0  # seconds per request at the router, which handles one at a time
     sharing: float = 0.0  # relative slowdown of a step for each other worker that computes
     jitter: float = 0.0  # standard deviation of the logarithm of a step's time
 

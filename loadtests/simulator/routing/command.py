@@ -1,9 +1,9 @@
 """`penstock simulate routing`: compares the placement strategies and checks the goals of `cost`.
 
-All strategies serve the same loads in virtual time. The router's dispatcher, placement and prefix
-index and the workers' block pool are the product's. The time model is simpler than that of the
-other simulations: a worker computes prompts first come, first served, at a fixed number of uncached
-tokens per second, and answers have one token. This is the model of published comparisons.
+All strategies serve the same loads in virtual time. The simulation uses the product's dispatcher,
+placement, prefix index and block pool. The time model is simpler than that of the other
+simulations: a worker computes prompts first come, first served, at a fixed number of uncached
+tokens per second, and answers have one token. Published comparisons use the same model.
 """
 
 import json
@@ -58,13 +58,13 @@ class Figures:
     """Results of one strategy on one load; times to first token in seconds."""
 
     hit_rate: float
-    infinite_ratio: float  # cached tokens relative to an infinite cache; 0 if nothing is shared
+    infinite_ratio: float  # cached tokens relative to those of an infinite cache; 0: it has none
     mean: float
     p50: float
     p90: float
     p99: float
-    short_mean: float  # of prompts of at most `SHORT_TOKENS` tokens
-    busiest: float  # computed tokens of the busiest worker, relative to the mean
+    short_mean: float  # mean of the prompts of at most `SHORT_TOKENS` tokens
+    busiest: float  # tokens computed by the busiest worker, relative to the mean
 
 
 Table: TypeAlias = Mapping[str, Mapping[str, Figures]]

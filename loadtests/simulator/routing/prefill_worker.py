@@ -36,14 +36,14 @@ class Job:
 
 
 class PrefillWorker:
-    """First come, first served; the prefix cache evicts the least recently used blocks.
+    """A worker that serves first come, first served, with an LRU prefix cache.
 
     Args:
         info: name and size.
         tokens_per_second: rate of prompt computation.
-        index: gets the stored and evicted blocks when a prompt ends.
+        index: is called with the stored and evicted blocks when a prompt ends.
         schedule: calls a function later.
-        report: takes the worker's messages.
+        report: is called with the worker's messages.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PrefillWorker:
             self._start(now)
 
     def _start(self, now: float) -> None:
-        """Start the first job: take its blocks and compute what is not cached."""
+        """Start the first job: take its blocks and compute the uncached tokens."""
         job = self._jobs[0]
         found = self._pool.published.match(job.digests)
         self._pool.retain(found, State.USED)
@@ -146,5 +146,5 @@ class PrefillWorker:
 
 
 def digest_of(number: int) -> bytes:
-    """Return a block's digest for its short hash: the inverse of `short_hash`."""
+    """Return a digest whose `short_hash` is `number`."""
     return number.to_bytes(8, "little") + bytes(8)

@@ -45,13 +45,13 @@ class Outcome:
 
     seconds: Sequence[float]  # time to first token of each prompt
     placed_at: Sequence[str]  # worker of each prompt
-    jobs_ahead: Sequence[int]  # prompts that were at the worker when the prompt arrived there
+    jobs_ahead: Sequence[int]  # prompts already at the worker when the prompt arrived there
     cached_tokens: int
     computed_tokens: Mapping[str, int]  # by worker
 
 
 class RoutingRun:
-    """Virtual time for a load, a plan and a strategy."""
+    """Simulates one load on one cluster with one strategy."""
 
     def __init__(self, plan: Plan, strategy: str) -> None:
         limits = DispatcherLimits(

@@ -59,15 +59,15 @@ class ClusterPlan:
     timing: Timing
     cold_start: float = 30.0  # seconds
     bandwidth: float = BANDWIDTH
-    ttft_slo_seconds: float = 0.0  # SLO of the router's queue order; 0: ordered by arrival
-    router: RouterLimits | None = None  # None: a queue without bounds, and the SLO above
-    single_steps: bool = False  # True: every step is an event of its own, without fast-forward
+    ttft_slo_seconds: float = 0.0  # SLO by which the router orders its queue; 0: order of arrival
+    router: RouterLimits | None = None  # None: unbounded queue and `ttft_slo_seconds`
+    single_steps: bool = False  # True: every step is a separate event
     # Whether routers learn the times of steps. Results then depend slightly on fast-forwards,
     # because a fast-forward reports the mean of its steps.
     reports_step_seconds: bool = False
     is_one_machine: bool = False  # all workers share the cores of one machine: see `Timing.sharing`
     routing: str = DEFAULT_STRATEGY  # placement strategy
-    seed: int = 0  # of the jitter of steps
+    seed: int = 0  # seed of the steps' jitter
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ class _Pool:
 
 
 class Cluster:
-    """A simulated cluster: call `run`, then read `calls`, `samples` and `worker_seconds`.
+    """A simulated cluster; after `run`, `calls`, `samples` and `worker_seconds` have the results.
 
-    `policy` places requests; None: the strategy of the plan. `tenants` holds the tenant of each
-    request of the load; empty: all have the same.
+    `policy` places requests; None means the strategy of the plan. `tenants` contains the tenant of
+    each request of the load; if it is empty, all requests have the same tenant.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Cluster:
         limits = plan.router or RouterLimits(
             10**6, 10**12, 10**12, ttft_slo_seconds=plan.ttft_slo_seconds
         )
-        # No fault is injected: nothing is ever silent, and heartbeats would be most of the events.
+        # No process fails here, so liveness is not checked: heartbeats would be most of the events.
         limits = replace(limits, bounds=LivenessBounds(math.inf, math.inf, stuck_after=math.inf))
         self._plan = replace(plan, limits=_fitting(plan.limits, load))
         self._clients: dict[int, RecordingClient] = {}
@@ -173,7 +173,7 @@ class Cluster:
     # ------------------------------------------------------------ calls
 
     def _arrive(self, number: int) -> None:
-        """Schedule the arrival of one call, which then schedules the next: the heap stays small."""
+        """Schedule one call's arrival, which then schedules the next, so the heap stays small."""
         if number < len(self.calls):
             self.clock.at(self.calls[number].planned.due, lambda: self._receive(number))
 
@@ -232,7 +232,7 @@ class Cluster:
         self.router.link(name)
 
     def _add_worker(self, pool: str) -> None:
-        """Turn a pending worker into a serving worker, at the end of its cold start."""
+        """Replace a pending worker by a serving one at the end of its cold start."""
         self._accrue_cost()
         state = self._pools[pool]
         state.pending -= 1
@@ -250,7 +250,7 @@ class Cluster:
             self._drain(state)
 
     def _drain(self, state: _Pool) -> None:
-        """Drain the worker with the fewest sequences of a pool."""
+        """Drain the pool's worker with the fewest sequences."""
         worker = min(state.serving, key=lambda one: one.load.running + one.load.queued)
         state.serving.remove(worker)
         state.draining.append(worker)
@@ -303,7 +303,7 @@ class Cluster:
 
     def _pool_view(self, name: str, now: float) -> PoolView:
         pool, dispatcher = self._pools[name], self.router.dispatcher
-        # Queued requests count for the same pool as in `router/observability/snapshot`.
+        # Count queued requests for the same pool as `router/observability/snapshot` does.
         first = "prefill" if "prefill" in self._pools else "mixed"
         waits = name in (set(dispatcher.short_of) & self._pools.keys() or {first})
         state = PoolInputs(
@@ -355,9 +355,9 @@ def _info_of(name: str, pool: str, limits: SchedulerConfig, machine: str) -> ev.
 
 
 def _fitting(limits: SchedulerConfig, load: Sequence[Planned]) -> SchedulerConfig:
-    """Limit `max_model_len` to the longest sequence, to save memory in thousands of workers.
+    """Limit `max_model_len` to the longest sequence, which saves memory with thousands of workers.
 
-    Blocks are hashed only if prompts share blocks: nothing can be cached otherwise.
+    Blocks are hashed only if prompts share blocks, because otherwise no block is ever reused.
     """
     longest = max((one.input_len + one.output_len for one in load), default=1)
     hash_key = HASH_KEY if any(planned.blocks for planned in load) else b""

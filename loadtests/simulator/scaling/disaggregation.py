@@ -1,9 +1,9 @@
-"""`penstock simulate disaggregation`: compares the disaggregation rule with always and never.
+"""`penstock simulate disaggregation`: compares the disaggregation rule with two fixed policies.
 
 Prefill and decode pools serve several loads in virtual time. Under the policy "rule", the router's
-rule decides for each prompt whether it is computed in the prefill pool ("apart"); under "always"
-all prompts are, under "never" none. The rule is judged by the mean time from a request to the end
-of its answer, and by the share of requests that meet the goals in `goals`.
+rule decides for each prompt whether the prefill pool computes it ("apart"). Under "always", the
+prefill pool computes all prompts, and under "never" none. The rule is judged by the mean time from
+a request to the end of its answer, and by the share of requests that meet the goals in `goals`.
 """
 
 import math
@@ -42,7 +42,7 @@ LIMITS = SchedulerConfig(
 
 
 class _Fixed(DisaggregationPolicy):
-    """Never generates answers on a prefill worker."""
+    """A fixed policy; answers are never generated on a prefill worker."""
 
     def kept_decision(self, *_: object) -> None:
         return None
@@ -183,7 +183,7 @@ def load_of(case: Case, playing: Playing) -> list[Planned]:
 
 
 def losses(outcomes: Outcomes) -> list[str]:
-    """Return the criteria by which the rule is worse than the better one of the other policies."""
+    """Return the criteria by which the rule is worse than the better of the two fixed policies."""
     rule, others = outcomes["rule"], [outcomes["always"], outcomes["never"]]
     lost = []
     if rule.figures.kept < max(each.figures.kept for each in others) - SLACK:

@@ -91,12 +91,12 @@ def figures_of(
 def workers_needed(
     load: Sequence[Planned], timing: Timing, chunk: int, slot: float, busy: float = BUSY
 ) -> list[int]:
-    """Return the number of mixed workers needed in each slot of `slot` seconds, given all arrivals.
+    """Return the mixed workers needed in each slot of `slot` seconds, for known arrivals.
 
-    The work of a request is the prefill time of its prompt, plus, for each answer token, 1/`chunk`
-    of a step of `chunk` tokens. The work that arrives within a window of slots must be done within
-    the window plus `TTFT_SECONDS`, by workers that are busy for the fraction `busy` of this time.
-    All windows of up to `WINDOW_SECONDS` are considered.
+    The work of a request is the prefill time of its prompt, plus the time of its answer tokens. An
+    answer token takes 1/`chunk` of a step of `chunk` tokens. The work that arrives within a window
+    of slots must be done within the window plus `TTFT_SECONDS`. Workers compute for the fraction
+    `busy` of this time. All windows of up to `WINDOW_SECONDS` are considered.
     """
     last = load[-1].due if load else 0.0
     work = np.zeros(int(last / slot) + 1)

@@ -4,9 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal
+from dataclasses import replace
 
 from penstock.cluster.autoscaling.autoscaler import (
     TTFT_SLO_POLICY,
@@ -14,7 +12,7 @@ from penstock.cluster.autoscaling.autoscaler import (
     TTFT_SLO_WAIT_SECONDS,
     PoolLimits,
 )
-from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.flags import read_flags
 from penstock.loadtests.bench.traces import BadTrace
 from penstock.loadtests.bench.workload import Lengths, Planned
 from penstock.loadtests.simulator.model.timing import BadTiming, Timing, read_timing
@@ -22,6 +20,13 @@ from penstock.loadtests.simulator.scaling.call import Call
 from penstock.loadtests.simulator.scaling.cells import about_cells, figures_of_cells, run_cells
 from penstock.loadtests.simulator.scaling.cluster import Cluster, ClusterPlan
 from penstock.loadtests.simulator.scaling.goals import BUSY, Figures, figures, workers_needed
+from penstock.loadtests.simulator.scaling.load_options import (
+    KINDS,
+    Arriving,
+    Kind,
+    Serving,
+    WrongOptions,
+)
 from penstock.loadtests.simulator.scaling.page import Chart, Line, page
 from penstock.loadtests.simulator.scaling.scalers import (
     Clairvoyant,
@@ -38,58 +43,9 @@ from penstock.loadtests.simulator.scaling.workloads import (
     steps,
     varying,
 )
-from penstock.router.routing.placement.routing_strategies import Strategy
 from penstock.workers.scheduling.config import SchedulerConfig
 
-Kind = Literal["static", "penstock", "queue", "cpu", "clairvoyant"]
-KINDS: Sequence[Kind] = ("static", "penstock", "queue", "cpu", "clairvoyant")
 SLOT_SECONDS = 5.0
-
-
-class WrongOptions(ValueError):
-    """Contradictory or out-of-range options; the message names the option."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arriving:
-    """Requests that arrive."""
-
-    trace: Path | None = option(None, "Mooncake JSON lines or an Azure CSV")  # noqa: RUF009
-    shape: Literal["steps", "sinusoid"] = option("sinusoid", "load curve without --trace")
-    low: float = option(0.5, "lowest rate, requests per second")
-    high: float = option(4.0, "highest rate, requests per second")
-    period: float = option(1200.0, "seconds per wave, or per two steps")
-    input_len: str = option("lognormal:256-4096", "prompt tokens, as for penstock bench")
-    output_len: str = option("lognormal:16-512", "answer tokens")
-    copies: float = option(1.0, "multiply the users of the trace by this")
-    own_prompts: bool = option(False, "no copy of the trace shares blocks of prompts with another")
-    speed: float = option(1.0, "multiply the speed of the trace by this")
-    seconds: float = option(1200.0, "seconds during which requests arrive")
-    seed: int = option(0, "the same seed gives the same run")
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """Workers and scaler."""
-
-    mixed: int = option(2, "mixed workers at the start")
-    prefill: int = option(0, "prefill workers at the start (with --decode, instead of --mixed)")
-    decode: int = option(0, "decode workers at the start")
-    routing: Strategy = option("cost", "placement strategy")  # noqa: RUF009
-    scaler: Kind = option("static", "scaler that sets the number of workers")  # noqa: RUF009
-    compare: bool = option(False, "compare all scalers and static peak capacity (--mixed)")
-    most: int = option(64, "most workers in a pool")
-    busy: float = option(BUSY, "target utilization of the clairvoyant scaler")
-    cold_start: float = option(30.0, "seconds until a new worker serves")
-    timing: Path | None = option(None, "time model: a YAML file")  # noqa: RUF009
-    max_sequences: int = option(64, "most running sequences per worker")
-    max_batched_tokens: int = option(2048, "most tokens per step")
-    promised: float = option(0.0, "time-to-first-token SLO of the router, seconds; 0: none")
-    kv_tokens: int = option(400_000, "KV cache of a worker, in tokens")
-    block_size: int = option(64, "tokens per KV block; more than in an engine, to save time")
-    cells: int = option(1, "routers, each with an equal part of the workers, in a process each")
-    single_steps: bool = option(False, "simulate each step as an event: slower, same result")
-    page: Path | None = option(None, "write charts to this file, as one HTML page")  # noqa: RUF009
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -221,7 +177,7 @@ def scaler_of(
 
 
 def _product(limits: Mapping[str, PoolLimits], plan: ClusterPlan) -> PenstockScaler:
-    """Return the product's scaler, configured as in `cluster/autoscaling`."""
+    """Return the product's scaler, with the settings that `cluster/autoscaling` uses."""
     if not plan.ttft_slo_seconds:
         return PenstockScaler(limits)
     aims = {
@@ -306,9 +262,9 @@ def _compare(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> in
 
 
 def static_peak(load: Sequence[Planned], plan: ClusterPlan, most: int) -> int:
-    """Return the fewest static mixed workers with which 99.5% of the requests meet their goals.
+    """Return the smallest static number of mixed workers that meets the goals of 99.5% of requests.
 
-    Return `most` if no smaller number is enough.
+    Return `most` if a smaller number is not enough.
     """
     # Search outwards from an estimate, because simulating a much too small cluster takes long.
     low, high, step = 1, most, 1

@@ -1,12 +1,13 @@
 """`penstock simulate overload`: measures a cluster at more load than it can serve.
 
-The capacity is the highest rate at which 99% of the requests keep both goals: the first token
+The capacity is the highest rate at which 99% of the requests meet both goals: the first token
 within `TTFT_SECONDS`, and each further token within `TPOT_SECONDS` on average. The goodput is the
-number of requests per second that keep them. The command compares, in virtual time:
+number of requests per second that meet both goals. The command makes two comparisons in virtual
+time:
 
-- `overload`: `factor` times the capacity, with the capacity itself.
-- `greedy`: ten tenants of which one sends `factor` times the capacity, with ten equal tenants that
-  together send the capacity. The figures are those of the nine other tenants.
+- `overload`: a load of `factor` times the capacity, compared with a load at the capacity.
+- `greedy`: ten tenants, one of which sends `factor` times the capacity, compared with ten equal
+  tenants that together send the capacity. The figures are those of the nine other tenants.
 
 The result is one JSON object.
 """
@@ -113,7 +114,7 @@ def measure(overload: Overload) -> dict[str, object]:
 
 
 def missed(outcomes: dict[str, Outcome]) -> list[str]:
-    """Return the goals that are missed, as text with the figures."""
+    """Return a message with figures for each missed goal."""
     capacity, overload = outcomes["capacity"], outcomes["overload"]
     equal, greedy = outcomes["equal"], outcomes["greedy"]
     found = []
@@ -144,7 +145,7 @@ def find_capacity(overload: Overload) -> tuple[float, Outcome]:
 
 
 def estimate(overload: Overload) -> float:
-    """Return about the rate at which the workers are always busy."""
+    """Return the approximate rate at which the workers are always busy."""
     timing, random = Timing(), np.random.Generator(np.random.Philox(key=[overload.seed, 3]))
     inputs = Lengths.parse(overload.input_len).draw(1000, random).mean()
     outputs = Lengths.parse(overload.output_len).draw(1000, random).mean()
@@ -154,7 +155,7 @@ def estimate(overload: Overload) -> float:
 
 
 def run(overload: Overload, rates: Sequence[tuple[str, float]]) -> Outcome:
-    """Simulate tenants with the given rates; the outcome leaves out the greedy tenant, if any."""
+    """Simulate tenants with the given rates; the outcome excludes a greedy tenant."""
     limits = SchedulerConfig(
         num_blocks=6250,  # 400,000 tokens
         max_model_len=1 << 17,

@@ -115,12 +115,12 @@ def _axes(span: float, top: float, chart: Chart) -> str:
 
 
 def _time(seconds: float, span: float) -> str:
-    """Format a time; all labels of an axis of `span` seconds get the same unit."""
+    """Format a time, in hours on an axis of 3 h or more, otherwise in minutes."""
     return f"{seconds / 3600:.1f} h" if span >= 3 * 3600 else f"{seconds / 60:.1f} min"
 
 
 def _round_up(value: float) -> float:
-    """Round up to 1, 2, 4 or 8 times a power of ten, whose quarters are short numbers."""
+    """Round up to 1, 2, 4 or 8 times a power of ten; a quarter of that has few digits."""
     if value <= 0:
         return 1.0
     power = 10.0 ** len(str(int(value))) / 10 if value >= 1 else 0.001

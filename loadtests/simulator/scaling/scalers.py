@@ -55,7 +55,7 @@ class PenstockScaler:
 
 
 class QueueThreshold:
-    """Adds a worker above `most` queued requests per worker; removes one after 60 s with none."""
+    """Adds a worker above `most` queued requests per worker; removes one after 60 s of none."""
 
     def __init__(self, limits: Mapping[str, PoolLimits], most: int = 4) -> None:
         self._limits = limits
@@ -123,7 +123,7 @@ class Clairvoyant:
         self._ahead = ahead
 
     def decide(self, pools: Mapping[str, PoolView], now: float) -> Mapping[str, int]:
-        first = max(int(now / self._slot) - 1, 0)  # the previous slot's work may still be running
+        first = max(int(now / self._slot) - 1, 0)  # work of the previous slot may still run
         last = int((now + self._ahead) / self._slot) + 1
         return {
             name: min(max(needs[first : last + 1], default=1), self._most)

@@ -1,9 +1,9 @@
 """`penstock simulate scaling`: compares the autoscaler with others and checks its goals.
 
 For every load and cold start, all scalers get the same arrivals and start with the workers of
-static peak capacity. At a cold start of 30 s, the product's autoscaler has two goals: at least 99%
-as many requests meet their latency goals as with static peak capacity, and worker hours stay within
-the limits of each `Case`.
+static peak capacity. The product's autoscaler has two goals at a cold start of 30 s. The number of
+requests that meet their latency goals must be at least 99% of that with static peak capacity. The
+worker hours must stay within the limits of each `Case`.
 """
 
 import sys
@@ -19,10 +19,6 @@ from penstock.loadtests.simulator.model.timing import BadTiming
 from penstock.loadtests.simulator.scaling.cluster import Cluster, ClusterPlan
 from penstock.loadtests.simulator.scaling.goals import Figures
 from penstock.loadtests.simulator.scaling.load import (
-    Arriving,
-    Kind,
-    Serving,
-    WrongOptions,
     charts_of,
     load_of,
     plan_of,
@@ -30,10 +26,12 @@ from penstock.loadtests.simulator.scaling.load import (
     simulate,
     static_peak,
 )
+from penstock.loadtests.simulator.scaling.load_options import Arriving, Kind, Serving, WrongOptions
 from penstock.loadtests.simulator.scaling.page import Chart, page
 
 JUDGED_COLD_START = 30.0  # seconds
-LEAST_KEPT = 0.99  # relative to the requests that meet their goals with static peak capacity
+# Relative to the number of requests that meet their goals with static peak capacity.
+LEAST_KEPT = 0.99
 SCALERS: Sequence[Kind] = ("penstock", "queue", "cpu")
 BUSY_FRACTIONS = (1.1, 1.0, 0.9, 0.8, 0.7)
 """Utilizations tried for the clairvoyant scaler, until enough requests meet their goals."""
@@ -62,7 +60,7 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class Trying:
-    """Workers that serve each load."""
+    """Options of the workers that serve each load."""
 
     cold_starts: str = option("30", "cold start times in seconds, as 1,30,300")
     most: int = option(32, "most workers")

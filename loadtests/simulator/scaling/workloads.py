@@ -29,9 +29,9 @@ def from_trace(
 def replicated(
     plan: Sequence[Planned], copies: float, seed: int, own_blocks: bool = False
 ) -> list[Planned]:
-    """Return `copies` times as many requests: copies of each request, delayed by up to 5 s.
+    """Return `copies` times as many requests; copies of a request are delayed by up to 5 s.
 
-    This models more users, not faster users: bursts keep their lengths.
+    This models more users. Replaying the trace faster would shorten its bursts.
 
     Args:
         plan: the requests to copy.
@@ -93,9 +93,10 @@ def varying(
 
 
 def prompt_of(planned: Planned) -> "array[int]":
-    """Return prompt tokens; two prompts share a prefix as far as their blocks are equal.
+    """Return prompt tokens; prompts with equal first blocks get equal first tokens.
 
-    The tokens of traces are many. Batchers and hashes read them from an array without a loop.
+    The result is an array, because traces have many tokens. Batchers and hashes then read them
+    without a loop.
     """
     if not planned.blocks:
         return array("i", (planned.number,)) * planned.input_len

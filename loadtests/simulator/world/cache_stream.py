@@ -20,11 +20,11 @@ CHUNK_BLOCKS = 8
 
 
 class CacheStream:
-    """The routers that get the cached blocks of one worker.
+    """Sends the cached blocks of one worker to the routers that subscribe.
 
     Args:
         info: name and incarnation of the worker.
-        pool: its blocks.
+        pool: the block pool of the worker.
         clock: the virtual clock.
         post: runs a command at the next step boundary.
     """
@@ -38,8 +38,8 @@ class CacheStream:
         self._reporter = CacheReporter(pool.published)
         self._awaiting: dict[int, Session] = {}
         self._live: dict[int, Session] = {}
-        self._next_number = 0  # of the next change
-        self._faults: dict[str, Counter[str]] = {}  # by router: how often to apply each fault
+        self._next_number = 0  # number of the next change
+        self._faults: dict[str, Counter[str]] = {}  # by router: number of times to apply each fault
 
     def open(self, session: Session) -> None:
         """Subscribe a router."""
@@ -78,8 +78,8 @@ class CacheStream:
 
         Args:
             router: name of the router.
-            how: "lose": the changes are dropped, as for a router that reads too slowly. "repeat":
-                they are sent twice. "forge": as many changes of another incarnation are sent.
+            how: "lose": drop the changes, as for a router that reads too slowly. "repeat": send
+                them twice. "forge": send as many changes of another incarnation.
         """
         self._faults.setdefault(router, Counter())[how] += 1
 

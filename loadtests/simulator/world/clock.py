@@ -75,8 +75,8 @@ class Process:
         self.name = name
         self.clock = clock
         self.alive = True
-        # Called before a message or signal arrives, with the arrival time. A process that has
-        # fast-forwarded beyond the clock's time then catches up.
+        # Called with the arrival time before a message or signal arrives. A process that has
+        # fast-forwarded past that time must then return to single steps.
         self.disturbed: Callable[[float], None] = _undisturbed
         self._stopped = False
         self._backlog: deque[Act] = deque()

@@ -22,9 +22,9 @@ class FastForward:
         """Return how many steps, including the one in flight, need no scheduling decision.
 
         In these steps no sequence ends or yields, and enough blocks are available. The number is 0
-        if even the step in flight may need a decision, or if a sequence has stop tokens, because
-        sampling a stop token may end the sequence. The number is valid until another method of the
-        batcher is called.
+        if the step in flight may already need a decision. It is also 0 if a sequence has stop
+        tokens, because sampling a stop token may end the sequence. The number is valid until
+        another method of the batcher is called.
         """
         state, last = self._state, self._fast_path.last
         only_step = len(state.in_flight.plans) == 1 and not state.in_flight.released_later
@@ -66,7 +66,7 @@ class FastForward:
         state.totals.steps += len(drawn)
 
     def _skip_within_blocks(self, last: StepPlan, drawn: Ints) -> StepPlan:
-        """Commit n steps with tokens `drawn` [n, B] that enter no new block.
+        """Commit n steps with tokens `drawn` [n, B]; these steps need no new block.
 
         Return the last plan.
         """
@@ -91,7 +91,7 @@ class FastForward:
         return plan
 
     def _skip_one(self, last: StepPlan, drawn: Ints) -> StepPlan:
-        """Plan and commit the next step, whose sampled tokens are `drawn` [B]; return its plan."""
+        """Plan the next step and commit it with the sampled tokens `drawn` [B]; return its plan."""
         plan = self._fast_path.next(last.number + 1, ahead=False)
         if plan is None or self._fast_path.commit(plan, drawn) is None:
             raise ValueError("cannot fast-forward: blocks ran out, or a sequence may end")

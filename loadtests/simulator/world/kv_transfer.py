@@ -57,7 +57,7 @@ class KvTransfer:
         )
 
     def send(self, session: Session, command: Send) -> None:
-        """Send the blocks of a lease, or an abort if it is gone; call this at a step boundary."""
+        """Send the blocks of a lease, or an abort if the lease is gone; runs at a step boundary."""
         key = Key(session.number, command.request, command.attempt)
         outgoing = self._pin_lease(session, key, command)
 
@@ -76,15 +76,15 @@ class KvTransfer:
         self._sender.send(to, outgoing or OutgoingTransfer.aborting(command.epoch), on_read, on_end)
 
     def set_peers(self, session: Session, command: ConnectPeers) -> None:
-        """Connect to the workers to which a router expects this worker to send KV."""
+        """Connect to the workers that may receive KV from this worker, as listed by a router."""
         self._sender.set_peers(session.number, list(map(_peer, command.destinations)))
 
     def forget_peers(self, session: Session) -> None:
-        """Drop the peers of a router's stream that has ended."""
+        """Remove the peers that a router listed, because its stream has ended."""
         self._sender.forget_peers(session.number)
 
     def _pin_lease(self, session: Session, key: Key, command: Send) -> OutgoingTransfer | None:
-        """Pin the lease's blocks; None if the lease is gone or has no positions after `have`."""
+        """Pin the lease's blocks; return None if it is gone or has no positions after `have`."""
         have, held = command.have, session.held.get(key)
         if held is None or not have < held.kv_len:
             return None

@@ -62,7 +62,7 @@ class NewTokens:
         return zip(self._requests, self._attempts, self._choices, indices, strict=True)
 
     def columns(self, first: int, end: int) -> TokenColumns:
-        """Return the tokens of the steps from `first` to before `end` as one set of columns."""
+        """Return the tokens of steps `first` to `end - 1` as one set of columns."""
         num = end - first
         positions = self._indices + np.arange(first, end, dtype=np.int32)[:, None]
         return TokenColumns(

@@ -14,7 +14,7 @@ LATE_SECONDS = 0.05
 
 
 class MessageFault(NamedTuple):
-    """A fault of one message; for "late", a second copy arrives `seconds` later."""
+    """A fault of one message. The fault "late" sends a second copy `seconds` after the first."""
 
     how: str  # reorder, duplicate, late or corrupt
     seconds: float
@@ -85,7 +85,7 @@ class Pipe:
 
     Args:
         broken: called at the reader if the number of a message is not the expected one.
-        faulty: apply the message faults of the path.
+        faulty: whether the message faults of the path apply.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Rank pairs in virtual time: the source end reads and sends blocks, the destination end writes.
 
-Like `workers/kv_transfer/rank_mover` and `transport`: each end executes its orders one after the
-other and reports each order once. The destination checks the number and the checksum of the bytes.
-It writes them while the gate of their epoch is open.
+The ends behave like `workers/kv_transfer/rank_mover` and `transport`: each end executes its orders
+one after the other and reports each order once. The destination checks the number and the checksum
+of the bytes, and writes them only while the gate of their epoch is open.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ Report = Callable[[Moved], None]
 class TransferTiming:
     """Durations and message size of KV transfers."""
 
-    silence: float = 5.0  # after which an operation, or a transfer without progress, fails
+    silence: float = 5.0  # seconds without progress after which an operation or a transfer fails
     write: float = 0.001  # seconds to write the blocks of one message
     message_bytes: int = 4 << 20
 
@@ -150,7 +150,7 @@ class ReceivingEnd:
             self._verify()
 
     def close(self, reason: str = "the pair is closed") -> None:
-        """Receive nothing more; a piece that is being written is completed."""
+        """Stop receiving and fail the waiting pieces; complete a piece that is being written."""
         self._closed = True
         while len(self._pieces) > self._writing:
             self._fail(self._pieces.pop()[0], reason)
@@ -199,7 +199,7 @@ class ReceivingEnd:
         self._later(Moved(piece.epoch, piece.index, 0, broken=reason))
 
     def _later(self, moved: Moved) -> None:
-        # Deferred, like a report of a thread: the receiver may be executing commands.
+        # Deferred, like a report from another thread: the receiver may be executing commands.
         self._process.after(0.0, lambda: self._report(moved))
 
 

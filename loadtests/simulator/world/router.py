@@ -108,7 +108,7 @@ class Link:
         router.process.after(CONNECT_SECONDS, lambda: self._give_up(stream))
 
     def _attach(self, stream: Stream, worker: Worker) -> None:
-        """Open the session at the worker; the worker's load is sent to the router."""
+        """Open the session at the worker, which sends its load to the router."""
         session = worker.attach(
             self._router.name,
             stream,
@@ -170,9 +170,9 @@ class Router:
         on_event: called with the router's name, each event, and the resulting commands.
         check: check the dispatcher's invariants after each event.
         heartbeats: send heartbeats to workers.
-        run_clients: the clients, if all can take several tokens at once; None: they cannot.
-        hash_key: secret that keys the block hashes. Prompts are then hashed, and workers report
-            their cached blocks. b"": neither.
+        run_clients: the clients, if all of them can take several tokens at once; otherwise None.
+        hash_key: secret that keys the block hashes. If it is b"", prompts are not hashed, and
+            workers do not report their cached blocks.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Router:
         self.heartbeats = heartbeats
         self.name = name
         self.hash_key = hash_key
-        self.block_sizes: set[int] = set()  # of all workers since the router's start
+        self.block_sizes: set[int] = set()  # block sizes of all workers since the router's start
         self.process = Process(name, network.clock)
         self.dispatcher = Dispatcher(policy, limits)
         self.clients: dict[int, Client] = {}
@@ -241,7 +241,7 @@ class Router:
             self.post(ev.ClientDisconnected(request))
 
     def append_runs(self, event: ev.Event | SteppedRuns) -> ev.Event:
-        """Append runs of tokens at once, if the clients allow it; return what is left to handle."""
+        """Append runs of tokens at once if the clients allow it; return the remaining event."""
         if not isinstance(event, SteppedRuns):
             return event
         if self._run_clients is None or self._handling:
@@ -249,7 +249,7 @@ class Router:
         return append_runs(event, self.dispatcher, self._run_clients)
 
     def post(self, event: ev.Event) -> None:
-        """Handle an event; if another event is being handled, handle this one afterwards."""
+        """Handle an event, or queue it while another event is being handled."""
         self._events.append(event)
         if self._handling:
             return
@@ -311,5 +311,5 @@ class Router:
 
 @lru_cache(maxsize=256)
 def _short_hashes(root: bytes, tokens: bytes, block_size: int) -> Sequence[int]:
-    """Return `short_prefix_hashes` of int32 tokens, from memory for the copies of a prompt."""
+    """Return `short_prefix_hashes` of int32 tokens; cached for prompts that occur several times."""
     return short_prefix_hashes(root, np.frombuffer(tokens, np.int32), block_size)

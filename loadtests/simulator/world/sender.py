@@ -44,8 +44,8 @@ class Sender:
         self._read = read
         self._find = find
         self._table: PeerTable[SendChannel] = PeerTable()
-        self._check_time = inf  # time of the next check of the early connections
-        # Closed channels whose transfers have not ended, because a rank still sends.
+        self._check_time = inf  # time of the next check of connections that were opened early
+        # Closed channels with unfinished transfers, because a rank still sends.
         self._closed: list[SendChannel] = []
 
     @property
@@ -65,7 +65,7 @@ class Sender:
 
         Args:
             on_read: called once, when the blocks are no longer read.
-            on_end: called once, when the transfer has ended; with the reason if the channel broke.
+            on_end: called once, when the transfer has ended: with a reason if it broke, else "".
         """
         channel, reason = self._table.use(to), "UNAVAILABLE"
         if channel is None:
@@ -74,7 +74,7 @@ class Sender:
                 self._close(replaced, "another destination needs its slot")
             if has_slot:
                 channel = self._open(to, early=False)
-            else:  # the product waits for a slot
+            else:  # here a transfer fails; the product waits for a slot
                 reason = "all channels to other workers are busy"
         if channel is None:
             on_read()
@@ -88,7 +88,7 @@ class Sender:
         self._check_soon()
 
     def forget_peers(self, stream: object) -> None:
-        """Drop the peers of a router's stream that has ended."""
+        """Remove the peers that a router listed, because its stream has ended."""
         self._table.forget(stream)
 
     def break_channels(self) -> None:
@@ -129,7 +129,7 @@ class Sender:
 
     def _check_peers(self, time: float) -> None:
         if time != self._check_time:
-            return  # an earlier check has replaced this one
+            return  # the check was moved to an earlier time
         self._check_time = inf
         due = self._table.due(time)
         for channel, reason in due.closing:

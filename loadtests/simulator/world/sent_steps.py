@@ -21,9 +21,9 @@ def send_steps(
 ) -> None:
     """Send the tokens of steps that ended at `ends`; `load` is the load after the last step.
 
-    Messages that should already have arrived are merged into the next message. This only changes
-    the time at which the router receives their tokens. If a message to the worker has `passed`
-    these tokens, they are sent without the load, because the router would assume that the load
+    The tokens of messages that should already have arrived are merged into the next message. This
+    only changes the time at which the router receives these tokens. If a message to the worker has
+    `passed` them, they are sent without the load. Otherwise the router would assume that the load
     already includes that message.
     """
     up = session.stream.up
@@ -45,7 +45,7 @@ def send_steps(
 def send_yielded(
     worker: str, sessions: Mapping[int, Session], key: Key, kv_len: int, now: float
 ) -> None:
-    """Send that a sequence has yielded; the session keeps it if it has KV."""
+    """Send that a sequence has yielded; keep it in the session if it has KV."""
     session = sessions.get(key.session)
     if session is None or key not in session.held:
         return

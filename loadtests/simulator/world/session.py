@@ -42,11 +42,12 @@ class Session:
     deliver: Callable[[Any], None]  # runs at the router when an event arrives
     ended: Act  # runs at the router when the stream ends
     last_received_at: float
-    last_sent_at: float  # time of the last event sent
+    last_sent_at: float  # time of the last event that was sent
     load_sent_at: float = 0.0  # time at which a load was last sent
     load: WorkerLoad | None = None  # last load that was sent
     held: dict[Key, HeldSequence] = field(default_factory=dict)
-    num_cached: dict[Key, int] = field(default_factory=dict)  # of sequences admitted since a step
+    # cached tokens of sequences admitted since the last step message
+    num_cached: dict[Key, int] = field(default_factory=dict)
 
     def take_cached(self) -> list[tuple[int, int, int]]:
         """Return (request, attempt, cached tokens) of sequences admitted since the last call."""

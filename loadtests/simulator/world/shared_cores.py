@@ -4,7 +4,7 @@ from typing import Protocol
 
 
 class Runner(Protocol):
-    """The steps of a worker."""
+    """Interface of a worker's step runner."""
 
     def catch_up(self) -> None:
         """End a fast-forward, because the durations of its next steps have changed."""
@@ -12,7 +12,7 @@ class Runner(Protocol):
 
 
 class SharedCores:
-    """The workers of one machine that compute now, from their first step until they are idle.
+    """The workers of one machine that are computing, from their first step until they are idle.
 
     As in `workers/rank/core_sharing.py`, a step keeps its cores until it ends, even if another
     worker begins or becomes idle meanwhile.
@@ -26,7 +26,7 @@ class SharedCores:
         self._computing: dict[Runner, None] = {}
 
     def set_computing(self, runner: Runner, is_computing: bool) -> None:
-        """Record that a worker begins to compute or becomes idle."""
+        """Record that a worker begins to compute or becomes idle; end the others' fast-forwards."""
         if is_computing == (runner in self._computing):
             return
         others = [each for each in self._computing if each is not runner]
@@ -38,5 +38,5 @@ class SharedCores:
             other.catch_up()
 
     def slowdown(self, runner: Runner) -> float:
-        """Return the factor of the durations of a worker's steps that begin now."""
+        """Return the factor by which a worker's steps that begin now take longer."""
         return 1 + self._sharing * (len(self._computing) - (runner in self._computing))

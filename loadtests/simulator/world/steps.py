@@ -25,7 +25,7 @@ from penstock.workers.scheduling.sequence import Ints, StepOutput, StepPlan
 
 
 class StepListener(Protocol):
-    """Callbacks of the object that handles the results of simulated steps."""
+    """Interface of the object that handles the results of simulated steps."""
 
     def on_steps(self, output: StepOutput, tokens: Ints, ends: Floats, passed: bool) -> None:
         """Handle the results of one step, or of several quiet steps.
@@ -35,12 +35,12 @@ class StepListener(Protocol):
                 sequence can finish only if there is a single step.
             tokens: [n, S] sampled tokens of the n steps.
             ends: [n] end times of the steps.
-            passed: a message to the worker was sent before the messages about these steps.
+            passed: whether a message to the worker was sent before the messages about these steps.
         """
         ...
 
     def on_plan(self) -> None:
-        """Handle the batcher's events, because planning a step may have added some."""
+        """Handle the batcher's events, since planning a step may have produced events."""
         ...
 
     def is_load_known(self) -> bool:
@@ -48,7 +48,7 @@ class StepListener(Protocol):
         ...
 
     def on_idle(self) -> None:
-        """Handle the case that no step is due after messages were processed."""
+        """Handle that no step is due after the messages were processed."""
         ...
 
 
@@ -63,11 +63,11 @@ class QuietSteps:
 
 
 class StepRunner:
-    """Runs steps while there is work; actions that were posted run between steps.
+    """Runs steps while there is work, and posted actions between the steps.
 
     Args:
         fast_forwards: combine steps in which no request arrives or ends into one event.
-        check_every: check the block invariants every this many steps; 0: never.
+        check_every: number of steps between checks of the block invariants; 0: never check.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class StepRunner:
         self.busy_seconds = 0.0
         self.prompt_seconds = 0.0  # sum over all steps with prefill tokens
         self.last_seconds = 0.0  # duration of the last step
-        self.cores: SharedCores | None = None  # None: no other worker uses the same cores
+        self.cores: SharedCores | None = None  # None: the worker has its cores for itself
         self._process = process
         self._batcher = batcher
         self._skips = FastForward(batcher.state)
@@ -96,7 +96,7 @@ class StepRunner:
         self._in_step = False
         self._quiet_steps: QuietSteps | None = None
         self._numbers = count()
-        self._single_until = 0.0  # no fast-forward before this time, when a message arrives
+        self._single_until = 0.0  # time of a message's arrival, before which steps are not combined
 
     def post(self, act: Act) -> None:
         """Run `act` at the next step boundary, which may be now."""
@@ -105,7 +105,7 @@ class StepRunner:
         self._wake()
 
     def disturb(self, time: float) -> None:
-        """Prepare for a message that arrives at `time`: run single steps until then."""
+        """Prepare for a message that arrives at `time`: do not combine steps until then."""
         self.catch_up(passed=True)
         self._single_until = max(self._single_until, time)
 

@@ -11,7 +11,8 @@ from penstock.workers.scheduling import sequence as seq
 def new_sequence(key: Key, submit: Submit, worker: WorkerInfo) -> seq.NewSequence:
     """Return the sequence to submit to the batcher of `worker`.
 
-    Its `source_len` is 0 if the blocks are at this worker already, or have another layout.
+    Its `source_len` is 0 if its blocks are already at this worker, or if the source has another
+    layout.
     """
     request, source = submit.request, submit.source
     first, *others = [
@@ -39,7 +40,7 @@ def new_sequence(key: Key, submit: Submit, worker: WorkerInfo) -> seq.NewSequenc
 
 
 def _joined(prompt: Sequence[int], answer: Sequence[int]) -> Sequence[int]:
-    """Return the tokens of both; an array remains one, because long lists take long to read."""
+    """Return prompt and answer; an array stays an array, because lists are slow to read."""
     if isinstance(prompt, array):
         return prompt + array("i", answer)
     return [*prompt, *answer]

@@ -1,7 +1,8 @@
 """Appends the tokens of many quiet steps to the logs of their requests at once.
 
-The dispatcher appends token by token, which would take a third of the time of a large simulation.
-Tokens in the middle of an answer change nothing but the log, the tenant's charge and the client.
+The dispatcher would append them one by one, which takes a third of the time of a large simulation.
+This shortcut is possible because tokens in the middle of an answer change only the log, the
+tenant's charge and the client.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ class RunClient(Protocol):
 
 
 class SteppedRuns(NamedTuple):
-    """A worker's message about the quiet steps from `first` to before `end`."""
+    """A worker's message about the quiet steps `first` to `end - 1`."""
 
     worker: str
     news: NewTokens
@@ -45,9 +46,10 @@ class SteppedRuns(NamedTuple):
 def append_runs(
     runs: SteppedRuns, dispatcher: Dispatcher, clients: Mapping[int, RunClient]
 ) -> Stepped:
-    """Append all steps but the last one; return the message that the dispatcher must still handle.
+    """Append all steps except the last; return the message that the dispatcher must still handle.
 
-    If a token might change more than the log, append nothing and return the whole message.
+    If a token might change more than the log, nothing is appended and the whole message is
+    returned.
     """
     if runs.cached:
         return runs.whole()

@@ -1,8 +1,9 @@
 """KV transfers between simulated workers: the product's protocol in virtual time.
 
-`ReceiveProtocol` and `SendProtocol` of `workers/kv_transfer/protocol` decide, as in production. The
-classes here take the place of `KvReceiver`, `KvSender` and `PeerChannel`. They pass messages,
-reports of ranks and the time to the protocol, and execute its commands. Each worker has one rank.
+The product's `ReceiveProtocol` and `SendProtocol` (`workers/kv_transfer/protocol`) make all
+decisions. The classes here replace `KvReceiver`, `KvSender` and `PeerChannel`. They pass messages,
+rank reports and the time to the protocols, and execute the protocols' commands. Each worker has one
+rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,10 +102,10 @@ class ControlChannel:
 
 
 class _DeadlineTimer:
-    """Checks the deadlines of a protocol while any is open.
+    """Checks the deadlines of a protocol, as long as there are any.
 
     Args:
-        check: ends what is overdue at the given time; returns the time of the next check, or None.
+        check: ends overdue operations; returns the time of the next check, or None.
         after_check: called after each check.
         silence: seconds from `start` to the first check.
     """
@@ -175,7 +176,7 @@ class Receiver:
         return self._protocol.num_unfinished
 
     def open(self, expected: ExpectedTransfer, done: Callable[[TransferResult], None]) -> int:
-        """Open an epoch and return it; `done` is called when nothing more can be written."""
+        """Open an epoch and return it; `done` is called after the last write to its blocks."""
         epoch = self._protocol.open(expected, self.process.clock.now)
         self._callbacks[epoch] = done
         self._timer.start()
@@ -265,18 +266,18 @@ class TransferCallbacks:
     """Callbacks of a transfer: when its blocks are no longer read, and when it has ended."""
 
     on_read: Callable[[], None]
-    on_end: Callable[[str], None]  # with the reason, if the channel broke
+    on_end: Callable[[str], None]  # called with the reason if the channel broke, else ""
 
 
 class SendChannel:
-    """The sending side of the connection to one worker.
+    """The sending side of the connection to one worker, for all transfers to that worker.
 
     Args:
         name: name and incarnation of the source.
         peer: the destination.
         read: returns the contents of blocks.
         on_idle: called when the channel may have become idle.
-        early: no transfer waits for the channel.
+        early: whether the channel is opened before a transfer needs it.
     """
 
     def __init__(

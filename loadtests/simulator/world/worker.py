@@ -1,8 +1,8 @@
 """A simulated worker: the production batcher and block pool in virtual time.
 
-The other code models `workers/service/session_manager`, `session` and `kv_transfer/coordinator`:
-commands take effect at step boundaries, and everything that is held for a router's stream is
-released when the stream ends.
+The remaining code models `workers/service/session_manager`, `session` and
+`kv_transfer/coordinator`. Commands take effect at step boundaries. When a router's stream ends,
+everything that the worker holds for that stream is released.
 """
 
 from collections.abc import Callable
@@ -58,9 +58,9 @@ class Worker:
 
     Args:
         find: returns a worker by name and incarnation, or None if the worker is not running.
-        check_every: check the block invariants every this many steps; 0: never.
+        check_every: number of steps between checks of the block invariants; 0: never check.
         fast_forwards: combine quiet steps into one event.
-        heartbeats: send heartbeats and close silent streams; without, call `report_load`.
+        heartbeats: send heartbeats and close silent streams. If False, call `report_load` instead.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class Worker:
             self._reject(session, key, "the worker is draining", False)
             return
         new = new_sequence(key, submit, self.info)
-        # Replace earlier attempts, but keep leases: one of them may be the source of this attempt.
+        # Release earlier attempts, except leases: one of them may be the source of this attempt.
         self._release(session, [other for other in others if not session.held[other].kv_len])
         source = submit.source
         taken = source is not None and new.source_len
@@ -311,7 +311,7 @@ def _receiver_of(find: Find, name: WorkerId) -> Receiver | None:
 
 
 def report_load(worker: Worker) -> None:
-    """Send the load to each router that does not know it: call this every HEARTBEAT_SECONDS."""
+    """Send the load to each router that does not know it; to be called every HEARTBEAT_SECONDS."""
     latest = worker.clock.now - HEARTBEAT_SECONDS * 0.99
     for session in worker.sessions.values():
         if session.load is not worker.load and session.last_sent_at <= latest:

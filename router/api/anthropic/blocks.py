@@ -20,7 +20,7 @@ class ClosedModel(StrictModel):
 
 
 class CacheControl(ClosedModel):
-    """Accepted and without effect: every prompt is in the prefix cache."""
+    """The field `cache_control`, which has no effect: the prefix cache keeps every prompt."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -69,7 +69,7 @@ class ToolUseBlock(ClosedModel):
 
 
 class OtherBlock(StrictModel):
-    """A block of a type that is not supported in its place."""
+    """A block whose type is unknown or not supported where it stands."""
 
     type: str
 

@@ -26,7 +26,7 @@ ERROR = "Error: "
 def conversation(
     system: str | Sequence[Any] | None, messages: Sequence[Message]
 ) -> list[dict[str, Any]]:
-    """Return all messages; consecutive ones of the user or of the assistant become one turn.
+    """Return all messages; merge consecutive messages of the user, or of the assistant, into one.
 
     Raises:
         ServingError: INVALID if a block is not allowed in its message, or a result has no call.
@@ -35,7 +35,7 @@ def conversation(
         raise invalid("messages is empty: send at least one", "messages")
     texts = texts_of(system, "system")
     found = [{"role": "system", "content": _content(texts)}] if any(texts) else []
-    names: dict[str, str] = {}  # of called tools, by the id of the call
+    names: dict[str, str] = {}  # names of called tools, by the id of the call
     for role, blocks in _merged(messages):
         match role:
             case "system":
@@ -48,10 +48,10 @@ def conversation(
 
 
 def continues_last(messages: Sequence[Message]) -> bool:
-    """Return whether the answer continues the last message, which is the assistant's.
+    """Return True if the last message is the assistant's, so that the answer continues it.
 
     Raises:
-        ServingError: INVALID if that message has no text at its end.
+        ServingError: INVALID if that message does not end with text.
     """
     role, blocks = list(_merged(messages))[-1] if messages else ("user", [])
     if role != "assistant":
@@ -161,7 +161,7 @@ def _assistant(blocks: Sequence[Located], names: dict[str, str]) -> dict[str, An
 
 
 def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """Return texts as a content; one block means the same as a string."""
+    """Return texts as the content of a message: a string if there is at most one."""
     if len(texts) < 2:
         return texts[0] if texts else ""
     return [{"type": "text", "text": text} for text in texts]

@@ -57,7 +57,7 @@ def error_of_path(scope: Scope, error: ServingError, status: int | None = None) 
 
 
 def id_headers(request_id: str) -> Mapping[str, str]:
-    """Return the headers with a request id: Anthropic's, and the one of all other paths."""
+    """Return the headers with a request id, under Anthropic's name and under the usual name."""
     return {"request-id": request_id, "x-request-id": request_id}
 
 

@@ -39,9 +39,9 @@ class BlockEvents:
     def __init__(self, call_id: Callable[[Piece], str], omits_thinking: bool = False) -> None:
         self._call_id = call_id
         self._omits_thinking = omits_thinking
-        self._index = -1  # of the newest block
+        self._index = -1  # index of the newest block
         self._kind = ""  # kind of the pieces of the open block; empty: no block is open
-        self._head = ""  # JSON before the text of a delta of the open block
+        self._head = ""  # JSON that precedes the text in a delta of the open block
 
     def add(self, piece: Piece) -> str:
         """Return the events for a piece."""
@@ -57,7 +57,7 @@ class BlockEvents:
         return f"{started}{self._head}{encode_basestring(piece.text)}}}}}\n\n"
 
     def add_text(self, text: str) -> str:
-        """Return the events for content: faster than `add`."""
+        """Return the events for content; faster than `add`."""
         if self._kind != CONTENT:
             return self.add(Piece(CONTENT, text))
         return f"{self._head}{encode_basestring(text)}}}}}\n\n"
@@ -91,7 +91,7 @@ def blocks_of(
 ) -> list[dict[str, Any]]:
     """Return the content blocks of a complete answer."""
     blocks: list[dict[str, Any]] = []
-    texts: list[list[str]] = []  # of each block
+    texts: list[list[str]] = []  # texts of each block
     last = ""
     for piece in pieces:
         kind = ARGUMENTS if piece.kind == CALL else piece.kind
@@ -125,7 +125,7 @@ def _empty_block(kind: str) -> dict[str, Any]:
 
 
 def _input(text: str) -> Any:
-    """Return the arguments of a call, which may be cut off, as Anthropic's client reads them."""
+    """Return the arguments of a call, which may be cut off, parsed as in Anthropic's client."""
     if not text:
         return {}
     try:

@@ -31,7 +31,7 @@ class MessageContext:
         num_cached: see `ResponseStream.num_cached`.
         fills_context: whether the longest possible answer fills the model's context, and is shorter
             than `max_tokens`.
-        only_prompt: whether the message is empty, although a token was generated.
+        only_prompt: whether to hide the generated token, because the client wants no answer.
         omits_thinking: whether blocks of thinking have no text.
     """
 
@@ -45,7 +45,7 @@ class MessageContext:
     omits_thinking: bool
 
     def usage(self, num_output: int) -> Mapping[str, Any]:
-        """Return the numbers of tokens; those read from the prefix cache are no input tokens."""
+        """Return the token counts; tokens from the prefix cache do not count as input tokens."""
         num_cached = self.num_cached.get(0, 0)
         return {
             "input_tokens": self.num_prompt - num_cached,
@@ -128,7 +128,7 @@ class MessageFormatter:
         return "".join([add(piece) for piece in self._answer.feed(text)]).encode()
 
     def _shown(self, delta: Delta) -> Delta:
-        """Return a delta without the token that was generated for the prompt alone."""
+        """Return a delta, without its token if the call only computes a prompt."""
         if not self._context.only_prompt:
             return delta
         return replace(delta, tokens=(), text="", finish="length", stop=None)

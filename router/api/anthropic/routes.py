@@ -40,7 +40,7 @@ class MessagesApi:
         ]
 
     async def messages(self, request: Request) -> Response:
-        """Answer a conversation with a message."""
+        """Generate an answer to a conversation, as a message or as a stream of events."""
         parsed = await self._read("messages", request)
         body: MessagesBody = parsed.body
         prompt, sampling = await self._calls.encode_chat(request, parsed)
@@ -51,7 +51,7 @@ class MessagesApi:
             client_names=body.client_names(),
             thinking_budget=body.thinking_budget if self._calls.can_limit_reasoning else None,
         )
-        # As in Anthropic's API, the answer may end earlier, where the context is full.
+        # As in Anthropic's API, an answer that fills the context ends before `max_tokens`.
         sampling = replace(sampling, max_tokens=min(body.max_tokens or 1, max(free, 1)))
         call = await self._calls.submit(request, [prompt], sampling, options)
         context = MessageContext(

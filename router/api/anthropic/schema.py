@@ -96,7 +96,7 @@ class CountTokensBody(ChatBody):
         return conversation(self.system, self.messages)
 
     def template_tools(self) -> Sequence[Mapping[str, Any]]:
-        # A model that does not see the tools does not try to call them.
+        # With the choice "none", hide the tools from the model so that it cannot try to call them.
         choice = self.tool_choice
         return () if choice is not None and choice.type == "none" else self._functions()
 
@@ -114,7 +114,7 @@ class CountTokensBody(ChatBody):
         return [CONTINUES] if continues_last(self.messages) else []
 
     def read_kept(self, kept: Sequence[bytes]) -> None:
-        """Read what `kept` returned; call this before `template_options`."""
+        """Read the result of `kept`; must be called before `template_options`."""
         self._continues = CONTINUES in kept
 
     def template_options(self, known: Collection[str]) -> TemplateOptions:
@@ -146,7 +146,7 @@ class CountTokensBody(ChatBody):
 
 
 class Metadata(ClosedModel):
-    """Accepted and not used."""
+    """The field `metadata`, which is accepted and not used."""
 
     user_id: str | None = None
 
@@ -185,7 +185,7 @@ class MessagesBody(CountTokensBody):
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
         """Return the sampling parameters; absent fields get the `defaults`."""
         named = {
-            "max_tokens": max(self.max_tokens, 1),  # 0: see `only_prompt`
+            "max_tokens": max(self.max_tokens, 1),  # for 0, see `only_prompt`
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -209,7 +209,7 @@ class MessagesBody(CountTokensBody):
         )
 
     def client_names(self) -> Mapping[str, str]:
-        """Return our names of fields for which the client sent another name, with that name."""
+        """Return the client's names of fields, by the names of these fields in our checks."""
         form = "tools" if self._forces_calls else "output_config"
         return {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": form}
 

@@ -45,14 +45,14 @@ async def read_request(name: str, request: Request, frontend: Frontend) -> Parse
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which processes the request's body.
+    """Return the result of `work`, which processes the request's body; cancel it on a disconnect.
 
     Raises:
         ClientDisconnectedError: the client disconnected; `work` was cancelled.
     """
     length = header_of(request.scope, b"content-length") or ""
     if length.isdecimal() and int(length) <= INLINE_CHARS:
-        return await work  # takes no longer than the two tasks below
+        return await work  # a small body takes less time than two tasks
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_until_disconnected(request))
     try:

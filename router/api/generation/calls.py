@@ -142,7 +142,7 @@ class GenerationCalls:
             raise renamed(error, body.client_names()) from error
         if chat.tools and not schema:
             self._parsers.check_tools()
-        # The form of the whole answer, if there is one, excludes calls.
+        # If the whole answer must have a form, it cannot contain calls.
         if chat.strict_calls and sampling.structured_outputs is None:
             is_parallel = body.parsing_options(chat).is_parallel
             form = self._parsers.strict_form(prompt, chat.strict_calls, is_parallel)

@@ -32,7 +32,7 @@ class ChatBody(StrictModel):
         return ()
 
     def called_functions(self) -> Sequence[Mapping[str, Any]]:
-        """Return the functions of `template_tools`, with the member `strict`."""
+        """Return the functions of `template_tools`, including their member `strict`."""
         return [tool["function"] for tool in self.template_tools()]
 
     def template_documents(self) -> Sequence[Mapping[str, Any]]:

@@ -1,8 +1,8 @@
-"""Parses request bodies; prompts, messages and tokens are kept apart from the other fields.
+"""Parses request bodies; separates prompts, messages and tokens from the other fields.
 
 A large body is parsed and checked in a helper process, since the parser holds Python's interpreter
-lock. The router gets the fields, whose sizes the helper process has checked, and the content in
-fragments that are each fast to parse.
+lock. The helper process checks the sizes of all fields. The router gets the fields, and the content
+in fragments that are each fast to parse.
 """
 
 import json
@@ -111,7 +111,7 @@ def _parse(
     if len(data) > INLINE_BYTES:
         _check_raw(kind, data, bounds)
     body = parse(kind, data)
-    check_sizes(kind.sizes(vars(body)), bounds)  # the declared fields
+    check_sizes(kind.sizes(vars(body)), bounds)  # sizes of the validated fields
     match body:
         case ChatBody():
             body.check_content(bounds, model)
@@ -213,9 +213,9 @@ def _chat(body: ChatBody) -> Chat:
 def _check_raw(kind: type[StrictModel], data: bytes, bounds: RequestBounds) -> None:
     """Check the sizes of lists first, because validating the fields takes many times as long."""
     try:
-        raw = from_json(data, cache_strings=False)  # faster for many different keys
+        raw = from_json(data, cache_strings=False)  # not caching is faster for many different keys
     except ValueError:
-        return  # the validation fails too, with an error message for the client
+        return  # validation then reports the error to the client
     if isinstance(raw, dict):
         check_sizes(kind.sizes(raw), bounds)
 

@@ -36,8 +36,8 @@ class ResponseFormatter(Protocol):
         """Return a function that makes the chunk for a token that only adds text.
 
         Its arguments are the request's index, the choice and the text. It returns None if `chunk`
-        must send the token, and empty bytes if there is nothing to send yet. Most tokens are sent
-        by this function, so that it must be fast.
+        must send the token, and empty bytes if there is nothing to send yet. It must be fast,
+        because it sends most tokens.
         """
         ...
 
@@ -109,7 +109,7 @@ class GenerationResponse(Response):
         body: BodyWriter = scope["extensions"][BODY_WRITER]
         body.watch(self._deltas.close)
         try:
-            # Wait for the first tokens before sending a status: an earlier error gets its own.
+            # Wait for the first tokens, because a call that fails before them gets an error status.
             first = await self._next_delta(send)
             if self._stream:
                 await self._send_stream(first, send, body)
@@ -134,10 +134,10 @@ class GenerationResponse(Response):
         await response(scope, receive, send)
 
     async def _next_delta(self, send: Send, writer: "_EventWriter | None" = None) -> Delta:
-        """Return the next delta; meanwhile keep the connection alive, if the stream does so.
+        """Return the next delta; send the events of `keep_alive` meanwhile, if the stream has them.
 
         Args:
-            send: sends the events of `keep_alive`, and first the status.
+            send: ASGI's `send`; the status is sent before the first event.
             writer: writes events while this method waits.
 
         Raises:
@@ -156,7 +156,7 @@ class GenerationResponse(Response):
                     await send_event(send, (self._keep_alive(),), self._slices)
 
     async def _begin(self, send: Send) -> None:
-        """Send the status and the headers of a stream, unless they are sent."""
+        """Send the status and the headers of a stream, unless that was done before."""
         if self._has_begun:
             return
         self._has_begun = True

@@ -21,14 +21,14 @@ async def send_json(
 ) -> None:
     """Send a JSON response whose text comes in fragments.
 
-    `send` waits while the client does not read, so that little of a large body is in memory. Other
-    callbacks of the event loop run between the fragments.
+    `send` waits while the client does not read, so that only a small part of a large body is in
+    memory. Other callbacks of the event loop run between the fragments.
 
     Args:
         send: ASGI's `send`.
         fragments: the body.
         headers: further headers.
-        is_needed: whether the client still waits; if not, the rest of the body is not made.
+        is_needed: returns whether the client still waits; if not, the rest of the body is skipped.
     """
     own = [(name.encode(), value.encode()) for name, value in headers.items()]
     own.append((b"content-type", b"application/json"))
@@ -50,7 +50,7 @@ async def send_json(
 async def send_event(
     send: Send, fragments: Iterable[str], slices: Slices, is_last: bool = False
 ) -> None:
-    """Send some of an event stream, in pieces of limited size; `slices` are the stream's."""
+    """Send fragments of an event stream in pieces of limited size; `slices` are the stream's."""
     for piece, ends in _pieces(fragments):
         more = not (ends and is_last)
         if piece or not more:

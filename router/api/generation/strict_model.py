@@ -20,10 +20,10 @@ class StrictModel(BaseModel):
         strict=True, extra="allow", allow_inf_nan=False, ser_json_inf_nan="constants"
     )
 
-    # Fields that are sent apart from the others if a helper process has parsed the body, with the
-    # empty values that replace them.
+    # Fields that a helper process returns separately when it has parsed a body, by name, each
+    # with the empty value that replaces it in the model.
     CONTENT: ClassVar[Mapping[str, Any]] = {}
-    # The client's names of fields that our checks name otherwise.
+    # Client's names of fields, by the names of these fields in our checks.
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {}
 
     @classmethod

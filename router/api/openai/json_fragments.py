@@ -7,7 +7,7 @@ such an opportunity.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from penstock.router.requests.json_text import dumps as dumps  # re-exported
+from penstock.router.requests.json_text import dumps as dumps  # part of this module's interface
 
 TOKENS_PER_FRAGMENT = 32  # with 20 alternatives each: about 1 ms
 IDS_PER_FRAGMENT = 4096
@@ -46,7 +46,7 @@ class Columns:
             column.append(items_of(values[name]))
 
     def after(self, before: "Columns | None") -> Iterator[str]:
-        """Yield a JSON object of the arrays, each with the items of `before` in front."""
+        """Yield a JSON object of the arrays; the items of `before` come first in each array."""
         separator = "{"
         for name, column in self.fragments.items():
             yield f'{separator}"{name}":'

@@ -18,7 +18,7 @@ from penstock.router.requests.tools import check_json, check_tools
 
 
 class OpenAiBody(StrictModel):
-    """A body of a route of OpenAI or of vLLM."""
+    """Base of the request bodies of OpenAI's and vLLM's routes."""
 
     CONTENT: ClassVar[Mapping[str, Any]] = {
         "messages": [],
@@ -94,7 +94,7 @@ class Message(StrictModel):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # another name of reasoning_content, as in vLLM
+    reasoning: str | None = None  # vLLM's name of `reasoning_content`
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form for chat templates."""
@@ -181,7 +181,7 @@ class Conversation(ChatBody, OpenAiBody):
 
 
 def _message_sizes(messages: object) -> tuple[int, int]:
-    """Return the numbers of content parts and tool calls of messages, perhaps not yet parsed."""
+    """Return the numbers of content parts and tool calls; messages may still be unparsed."""
     content_pieces = tool_calls = 0
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Message):

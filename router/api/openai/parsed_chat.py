@@ -39,7 +39,7 @@ class ParsedChatFormatter(ChatFormatter):
     def __init__(self, context: ResponseContext, parsing: AnswerParsing) -> None:
         super().__init__(context)
         self._parsing = parsing
-        self._answers: dict[int, AnswerPieces] = {}  # by index of the choice, while streamed
+        self._answers: dict[int, AnswerPieces] = {}  # answers of a stream, by index of the choice
         self._sides: dict[tuple[int, str, int], tuple[str, str]] = {}  # see `_piece_event`
         self.token_chunk = self._token_chunk
 

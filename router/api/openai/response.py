@@ -47,7 +47,7 @@ class CompletionFormatter:
         self.token_chunks = TokenChunks(self._progress, context.wants_only_text)
         self.token_chunk = self.token_chunks.get
         self._head = dumps(context.header("text_completion"))[:-1]
-        # Made once per prompt, and repeated in each of its choices.
+        # Logprobs of each echoed prompt, by prompt index; all choices of a prompt repeat them.
         self._echoed: dict[int, tuple[Columns, TextOffsets]] = {}
         self._tables: dict[int, list[str]] = {}
 
@@ -132,7 +132,7 @@ class CompletionFormatter:
         entries: Sequence[Logprobs | None],
         offsets: TextOffsets,
     ) -> Iterator[str]:
-        """Append the logprobs of some tokens to the columns; yields only empty fragments."""
+        """Append the logprobs of some tokens to the columns; yields an empty text per step."""
         for start in range(0, len(tokens), TOKENS_PER_FRAGMENT):
             end = start + TOKENS_PER_FRAGMENT
             columns.append(self._logprobs(tokens[start:end], entries[start:end], offsets))
@@ -234,7 +234,7 @@ class ChatFormatter:
         return f'{self._head},"choices":[{choice}]{self._end()}'
 
     def _choice_fields(self, delta: Delta) -> Iterator[str]:
-        """Yield the fields of a choice after its text."""
+        """Yield the fields that follow the text of a choice."""
         yield ',"logprobs":'
         if self._context.num_logprobs is None:
             yield "null"

@@ -30,11 +30,11 @@ class ResponseContext:
     num_logprobs: int | None = None
     return_token_ids: bool = False
     tokens_as_ids: bool = False  # logprobs name a token by its id instead of its text
-    wants_usage: bool = False  # at the end of a stream
-    wants_continuous_usage: bool = False  # in every chunk
+    wants_usage: bool = False  # send usage at the end of a stream
+    wants_continuous_usage: bool = False  # send usage in every chunk
     echo: Sequence[str] | None = None  # per prompt: the text that is prepended to its answers
     only_echo: bool = False  # hide the generated tokens
-    # Prompt logprobs by prompt index, from token 1 on. Complete before the first delta.
+    # Logprobs of each prompt's tokens 1, 2, ... by prompt index. Complete before the first delta.
     prompt_logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
     num_prompt_logprobs: int | None = None
     # Number of cached prompt tokens by prompt index. Present before the prompt's first delta.

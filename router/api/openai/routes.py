@@ -63,7 +63,7 @@ def openai_app(frontend: Frontend) -> Starlette:
     """Return the HTTP application for a frontend."""
     api, tokens = OpenAiApi(frontend), TokenApi(frontend)
     routes = [
-        # Starlette tries the routes in this order: the most frequent ones are first.
+        # The most frequent routes are first, because Starlette tries routes in order.
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
         *MessagesApi(frontend).routes(),
@@ -107,7 +107,7 @@ class OpenAiApi:
         return json_response({"version": penstock.__version__})
 
     async def models(self, request: Request) -> Response:
-        """Return the models as a list of OpenAI's API, which is also a page of Anthropic's."""
+        """Return the models as one object that is both OpenAI's list and a page of Anthropic's."""
         names = self._frontend.config.model_names
         page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
         return json_response({"object": "list", "data": [*map(self._model_info, names)], **page})
@@ -262,7 +262,7 @@ def _check_stream(body: BaseRequest, sampling: SamplingParams) -> None:
 
 
 def _prompt_copies(body: BaseRequest, sampling: SamplingParams) -> int:
-    """Return how often the answer to a prompt contains the prompt: once in each choice, or once."""
+    """Return how many copies of a prompt the response has: one per choice, one in all, or none."""
     if body.prompt_logprobs is None and not body.return_token_ids:
         return sampling.num_sequences if isinstance(body, CompletionRequest) and body.echo else 0
     return sampling.num_sequences if isinstance(body, CompletionRequest) else 1

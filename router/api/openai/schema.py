@@ -91,8 +91,8 @@ class BaseRequest(StructuredFields):
     ) -> Sequence[int]:
         """Return the last tokens of a prompt, if the body limits the prompt's length.
 
-        As in vLLM, -1 keeps as many tokens as fit. `max_tokens` is the default length of the answer
-        for which room is left; None: one token.
+        As in vLLM, -1 keeps as many tokens as fit. The prompt then leaves room for the answer, of
+        which `max_tokens` is the default length; None: one token.
         """
         name, most = "truncate_prompt_tokens", self.truncate_prompt_tokens
         if most is None:
@@ -104,7 +104,7 @@ class BaseRequest(StructuredFields):
         return prompt[-most:]
 
     def client_names(self) -> Mapping[str, str]:
-        """Return our names of fields for which the client sent another name, with that name."""
+        """Return the client's names of fields, by the names of these fields in our checks."""
         form = self.form()
         return {} if form is None else {"structured_outputs": form[0]}
 
@@ -190,7 +190,7 @@ class CompletionRequest(BaseRequest):
         return self.logprobs
 
     def num_prompt_logprobs(self) -> int | None:
-        # `logprobs` also applies to an echoed prompt.
+        # With `echo`, `logprobs` also applies to the prompt.
         wanted = (self.prompt_logprobs, self.logprobs if self.echo else None)
         return max((count for count in wanted if count is not None), default=None)
 

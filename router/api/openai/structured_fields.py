@@ -1,4 +1,4 @@
-"""Fields of a request body that demand a form of the answer."""
+"""Fields of a request body that constrain the form of the answer."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredFields(OpenAiBody):
-    """The fields of a body; at most one may demand a form."""
+    """The fields that constrain the form of an answer; a body may have at most one constraint."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -58,10 +58,10 @@ class StructuredFields(OpenAiBody):
     guided_grammar: str | None = None
 
     def form(self) -> tuple[str, StructuredOutputs] | None:
-        """Return the field that demands a form, and the form; None if no field does.
+        """Return the field that constrains the answer, and the constraint; None if no field does.
 
         Raises:
-            ServingError: INVALID if several fields do, or a field is not complete.
+            ServingError: INVALID if several fields have a constraint, or a field is not complete.
         """
         given: dict[str, Form] = {}
         if self.response_format is not None:

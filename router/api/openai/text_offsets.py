@@ -1,4 +1,4 @@
-"""Places of tokens in a text whose characters may be split between tokens."""
+"""Offsets of tokens in a text, where a token may end within a character."""
 
 import codecs
 
@@ -6,9 +6,9 @@ UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TextOffsets:
-    """The offset of each token of one text, in characters, as tokens are added.
+    """Computes the offset of each token in a text, in characters, as tokens are added.
 
-    A token that continues a character begins where this character begins.
+    A token that begins within a character has the offset of that character.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class TextOffsets:
         return offset
 
     def copy(self) -> "TextOffsets":
-        """Return the offsets of another text that begins with the same tokens."""
+        """Return a copy, to which other tokens can be added."""
         other = TextOffsets()
         other._decoder.setstate(self._decoder.getstate())
         other._num_chars = self._num_chars

@@ -32,11 +32,11 @@ class StreamProgress:
 
 
 class TokenChunks:
-    """Chunks for tokens that only add text: constant JSON on both sides of the text, per choice.
+    """Makes chunks for tokens that only add text, from the constant JSON around the text.
 
     Args:
         progress: counts the tokens.
-        is_plain: whether a token adds only text; if not, `get` returns None.
+        is_plain: whether tokens add only their text to a chunk; if not, `get` returns None.
     """
 
     TEXT = "\0"  # placeholder for the text in the chunk that serves as a template

@@ -75,7 +75,7 @@ class BackgroundRun:
             outcome = Outcome("cancelled")
         except ServingError as error:
             outcome = Outcome("failed", error=error)
-        except Exception:  # a bug must not make the response vanish
+        except Exception:  # after a bug, the response must still end
             log.exception("the response %s could not be generated", self.response.id)
             outcome = Outcome("failed", error=internal_error())
         finally:
@@ -96,17 +96,17 @@ class BackgroundRun:
         async for delta in self._answers:
             self._status = "in_progress"
             await events.add(self._formatter.chunk(delta), slices)
-            if delta.finish:  # the only choice has ended: the response can no longer be canceled
+            if delta.finish:  # no cancel after this: the only choice has ended
                 return
 
     async def _end_early(self, outcome: Outcome, slices: Slices) -> None:
-        """End a response that was canceled or has failed; a stream of the former has no event."""
+        """End a canceled or failed response; only a failed one gets a last event."""
         if self.events is not None and outcome.error is not None:
             try:
                 failed = self._formatter.failed_events(outcome.error)
                 await self.events.add(failed, slices, are_last=True)
                 return
-            except Exception:  # the same bug as before, probably
+            except Exception:  # probably caused by the same bug
                 log.exception("the events of %s could not be made", self.response.id)
         for _ in self._formatter.ended_early(outcome):
             await slices.pause()
@@ -122,11 +122,11 @@ class BackgroundRuns:
         self._running_bytes = EventBytes()
 
     def new_events(self, tenant: str) -> EventLog:
-        """Return the log of a response with events; the logs of all running ones are bounded."""
+        """Return a new event log; its bytes count towards the limits of all running logs."""
         return EventLog(partial(self._running_bytes.take, tenant))
 
     def check_limit(self, tenant: str) -> None:
-        """Refuse another response of a tenant that has too many.
+        """Refuse another response of a tenant that already runs the maximum number.
 
         Raises:
             ServingError: OVERLOADED.
@@ -140,7 +140,7 @@ class BackgroundRuns:
             )
 
     def start(self, tenant: str, run: BackgroundRun) -> None:
-        """Start to generate a response, or cancel it if others have reached the limit meanwhile.
+        """Start to generate a response; cancel it if the limit has been reached in the meantime.
 
         Raises:
             ServingError: OVERLOADED.
@@ -160,7 +160,7 @@ class BackgroundRuns:
         return self._runs.get(tenant, {}).get(name)
 
     def events(self, tenant: str, name: str) -> EventLog | None:
-        """Return the events of a response that runs or has ended; None if it has none."""
+        """Return the events of a running or ended response; None if there are none."""
         run = self.get(tenant, name)
         return self._ended_logs.get(tenant, name) if run is None else run.events
 

@@ -75,7 +75,7 @@ class ResponsesRequest(ChatBody):
     metadata: dict[str, str] | None = None
     include: Texts | None = None
     max_output_tokens: int | None = None
-    max_tool_calls: int | None = None  # of OpenAI's own tools, of which there are none
+    max_tool_calls: int | None = None  # for OpenAI's own tools, which Penstock does not have
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
@@ -90,7 +90,7 @@ class ResponsesRequest(ChatBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    # extensions, named as in chat completions
+    # extensions, with the names of chat completions
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

@@ -30,13 +30,13 @@ MAX_KEPT_BYTES = 64 << 20
 
 
 class EventBytes:
-    """The memory of the events of all running responses, by tenant."""
+    """Counts the bytes of the events of all running responses, in total and by tenant."""
 
     def __init__(self) -> None:
         self._tenants: Counter[str] = Counter()
 
     def take(self, tenant: str, size: int, is_required: bool) -> None:
-        """Count the bytes of an event.
+        """Add the bytes of an event.
 
         Args:
             tenant: the tenant of the response.
@@ -88,12 +88,12 @@ class EventLog:
     async def add(self, fragments: Iterable[str], slices: Slices, are_last: bool = False) -> None:
         """Append the events in `fragments`; the last fragment of each event ends with a blank line.
 
-        An event whose fragments end early is left out.
+        An event is left out if its fragments end early.
 
         Args:
             fragments: the events.
             slices: pauses after each fragment.
-            are_last: whether the events report a failure, which the limits do not refuse.
+            are_last: whether the events report a failure; the limits do not apply to such events.
 
         Raises:
             ServingError: the events exceed `MAX_EVENT_BYTES`, or the limits of `take`.
@@ -165,7 +165,7 @@ class EventLogs:
 
 
 class EventLogResponse(Response):
-    """A stream of the events of a log; it ends when they do. Its client may leave at any time.
+    """Streams the events of a log until the log ends. The client may disconnect at any time.
 
     Args:
         log: the events.

@@ -43,7 +43,7 @@ class FinishedResponse:
 
 
 class Recorder(Protocol):
-    """Stores a response that has ended."""
+    """Interface of the object that stores responses when they have ended."""
 
     def keeps(self, num_bytes: int) -> bool:
         """Return whether a response whose output has `num_bytes` as JSON will be stored.
@@ -92,7 +92,7 @@ class ResponsesFormatter:
         self._events = EventStream()
         self._num_tokens = 0
         self._has_ended = False
-        self._opening: Sequence[str] = ("created", "in_progress")  # events that are not made
+        self._opening: Sequence[str] = ("created", "in_progress")  # events still to be made
 
     # ------------------------------------------------------------ complete responses
 
@@ -114,7 +114,7 @@ class ResponsesFormatter:
         return Outcome("completed", self._usage(), int(time.time()))
 
     def ended_early(self, outcome: Outcome) -> Iterator[str]:
-        """Yield a response without output that has failed or was canceled before its end."""
+        """Yield the JSON of a response that failed or was canceled, without output."""
         self._output = Output(self._suffix)
         return self._finished(outcome)
 
@@ -152,7 +152,7 @@ class ResponsesFormatter:
         else:
             yield from self._token_pieces(delta)
         if delta.finish:
-            # A delta without tokens may have the text that was held back.
+            # A last delta without tokens may still have text that was held back.
             rest = "" if delta.tokens or self._is_plain else delta.text
             pieces = self._answer.feed(rest, has_ended=True)
             entries: list[str] = []
@@ -181,9 +181,9 @@ class ResponsesFormatter:
         entries: Sequence[tuple[int, Logprobs | None]],
         into: list[str],
     ) -> Iterator[tuple[Sequence[Piece], Sequence[str]]]:
-        """Append the log probabilities of the content in `pieces` as JSON, if they are wanted.
+        """Append the log probabilities of the content in `pieces` as JSON, if requested.
 
-        Yields an empty result after each token, so that the caller can pause: the text of many
+        Yields an empty result after each token. The caller can then pause, because the text of many
         tokens may have been held back.
         """
         if not self._with_logprobs:
@@ -218,7 +218,7 @@ class ResponsesFormatter:
             yield from self._events.response(outcome.status, self._finished(outcome))
 
     def queued_events(self) -> Iterator[str]:
-        """Yield the events of a response that waits; call this before `chunk`."""
+        """Yield the events of a queued response; must be called before `chunk`."""
         for kind in ("created", "queued"):
             yield from self._events.response(kind, self._response.json(Outcome("queued")))
         self._opening = ("in_progress",)
@@ -228,7 +228,7 @@ class ResponsesFormatter:
         if not self._events.num_events or self._with_logprobs:
             return None
         self._num_tokens += 1
-        if self._is_plain and self._output.items:  # the only item is the message
+        if self._is_plain and self._output.items:  # the message is the only item
             if not text:
                 return b""
             self._output.last.write(text)
@@ -250,11 +250,11 @@ class ResponsesFormatter:
             yield self._events.text(piece.text, entries)
 
     def end_of_stream(self) -> str:
-        """Return nothing: `chunk` has returned the last event."""
+        """Return an empty text, because `chunk` has returned the last event."""
         return ""
 
     def failed_events(self, error: ServingError) -> Iterator[str]:
-        """Yield the events of an error at any time; the failed response has no output."""
+        """Yield the events of an error, which may come at any time; the response has no output."""
         self._output = Output(self._suffix)
         self._has_ended = False
         return self.error_events(error)

@@ -31,7 +31,7 @@ async def list_page(stored: Sequence[StoredItems], query: Mapping[str, str]) -> 
         index, skipped = await _position_after(lists, after, step)
     slices = Slices()
     found: list[tuple[str, list[bytes]]] = []
-    for own in lists[index:]:  # only the lists that have items of the page are split
+    for own in lists[index:]:  # splits only the lists that have items of the page
         found += own.lines()[::step][skipped:]
         skipped = 0
         if len(found) > limit:
@@ -45,7 +45,7 @@ async def list_page(stored: Sequence[StoredItems], query: Mapping[str, str]) -> 
 
 
 async def _position_after(lists: Sequence[StoredItems], name: str, step: int) -> tuple[int, int]:
-    """Return the index of the list that has an item, and the number of its items up to this one.
+    """Return the index of the list with an item, and how many of its items a page skips.
 
     Args:
         lists: the lists, in the order in which they are listed.

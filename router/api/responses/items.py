@@ -78,7 +78,7 @@ class InputItem(StrictModel):
 
 
 def text_item(text: str) -> InputItem:
-    """Return the item that stands for an input without items."""
+    """Return the message that represents an input that is a plain text."""
     return InputItem(type="message", role="user", content=text)
 
 
@@ -110,7 +110,7 @@ def reasoning_of(item: InputItem) -> str:
 class Conversation:
     """Makes messages for chat templates from items.
 
-    Consecutive items of the assistant are one message: reasoning, text and calls.
+    Consecutive items of the assistant (reasoning, text and calls) become one message.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class Conversation:
         if "reasoning_content" not in answer:
             answer["reasoning_content"] = ""
             self._thoughts.append((answer, []))
-        self._thoughts[-1][1].append(text)  # joined once: joining at each item takes seconds
+        self._thoughts[-1][1].append(text)  # joined only once: repeated joins take seconds
 
     def _add_call(self, item: InputItem) -> None:
         answer = self._answer or self._begin()

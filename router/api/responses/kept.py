@@ -1,6 +1,6 @@
 """The texts of a body that the router keeps until the response is sent (`ChatBody.kept`).
 
-A helper process makes them for a large body. The router only joins and copies them.
+For a large body, a helper process makes these texts. The router only joins and copies them.
 """
 
 import json
@@ -55,7 +55,7 @@ class KeptContent:
         )
 
     def frames(self) -> Sequence[bytes]:
-        """Return the frames from which `read` makes the texts again."""
+        """Return frames, from which `read` restores the texts."""
         head = json.dumps([self.num_instructions, self.instruction_chars]).encode()
         return [head, self.shown, self.ids, self.items]
 

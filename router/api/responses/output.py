@@ -69,13 +69,13 @@ class OutputItem:
         return self.kind in CONTENT_TYPES
 
     def empty_content_json(self) -> str:
-        """Return the content part as it is before its first text."""
+        """Return the content part without text."""
         is_message = self.kind == "message"
         extra: Mapping[str, Any] = {"annotations": [], "logprobs": []} if is_message else {}
         return dumps({"type": CONTENT_TYPES[self.kind], "text": "", **extra})
 
     def begun_json(self) -> str:
-        """Return the item as it is before its first text."""
+        """Return the item without text."""
         empty: Mapping[str, Any] = {"content": []} if self.has_content else {"arguments": ""}
         return dumps({**self._members("in_progress"), **empty})
 
@@ -101,7 +101,7 @@ class OutputItem:
         yield "]}"
 
     def as_input(self) -> InputItem:
-        """Return the item as one of the input of a later response."""
+        """Return the item in the form of an input item for a later response."""
         text = self._text.getvalue()
         make = InputItem.model_construct
         match self.kind:

@@ -1,4 +1,4 @@
-"""Fields of the Responses API that Penstock does not have, and the values that ask for nothing."""
+"""Fields of the Responses API that Penstock does not support, and their accepted values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 INCLUDABLE = (
     LOGPROBS,
-    # These concern items that no answer contains.
+    # The rest concerns items that no answer contains.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",

@@ -122,7 +122,7 @@ class ResponsesApi:
     async def _truncated(
         self, request: Request, parsed: ParsedBody[Any], content: KeptContent
     ) -> Chat | None:
-        """Return a conversation without its oldest messages that fits into the context, if any."""
+        """Return the conversation, without its oldest messages, if that fits into the context."""
         body, frontend = parsed.body, self._frontend
         options = body.template_options(frontend.helpers.template_variables)
 

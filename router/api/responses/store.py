@@ -25,7 +25,7 @@ class _Tenant:
 
 
 class ResponseStore:
-    """The stored responses of all tenants. A tenant cannot see the responses of another one.
+    """The stored responses of all tenants; a tenant can only see its own responses.
 
     If all tenants together exceed the limit, the tenant with the most bytes loses responses.
     """

@@ -155,13 +155,14 @@ def joined_chat(
 ) -> Chat:
     """Return a chat that continues a conversation.
 
-    The instructions stay in front. Those of earlier responses are not part of the conversation.
+    The new chat's instructions come first. Instructions of earlier responses are not part of the
+    conversation.
 
     Args:
         chat: the chat of the body.
         content: the other texts of the body.
         history: the items of the conversation.
-        bounds: has the maximum number of items, and of bytes of all messages.
+        bounds: limits on the number of items and on the bytes of all messages.
 
     Raises:
         ServingError: INVALID if the conversation is too large.
@@ -216,13 +217,13 @@ class ResponseRecorder:
         """Return whether a response whose output has `num_bytes` as JSON will be stored.
 
         Raises:
-            ServingError: TOO_LARGE if a response would be lost that was generated in the
-                background.
+            ServingError: TOO_LARGE if the response cannot be stored and was generated in the
+                background, so that it would be lost.
         """
         response = self._response
         if not response.is_stored:
             return False
-        # The output is stored in the response, as items and as messages.
+        # The output counts three times: in the response, as items and as messages.
         size = least_bytes(self._input, response.shown.encode()) + 3 * num_bytes
         self._is_kept = size <= self._max_bytes
         if self._is_kept:

@@ -12,7 +12,7 @@ UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTexts:
-    """Splits the text of deltas, which may be merged, by their tokens.
+    """Splits the text of deltas into the texts of their tokens; deltas may be merged.
 
     Args:
         token_bytes: the bytes of the model's tokens.
@@ -23,7 +23,7 @@ class TokenTexts:
         self._token_bytes = token_bytes
         self._hidden = token_bytes.special - shown
         self._decoder = UTF8("replace")
-        self._next = 0  # position of the token that follows the bytes in `_decoder`
+        self._next = 0  # position of the first token that `_decoder` has not read
 
     def split(self, delta: Delta) -> Iterator[str]:
         """Yield the text of each token; the last token has the rest of the delta's text."""
@@ -41,9 +41,9 @@ class TokenTexts:
 class TokenKinds:
     """Counts the tokens of the reasoning, and finds the log probabilities of the content.
 
-    A token without a piece of its own, because its text is held back or part of a tag, belongs to
-    the next piece. After reasoning, it belongs to the reasoning, because the end of the reasoning
-    is marked by such tokens.
+    A token without a piece of its own has text that is held back or part of a tag. Such a token
+    belongs to the next piece. After reasoning, it belongs to the reasoning, because such tokens
+    mark the end of the reasoning.
 
     Attributes:
         num_reasoning: number of tokens that belong to the reasoning.

@@ -31,12 +31,12 @@ class MessageStart:
 
 @dataclass(frozen=True, slots=True)
 class ShorterChats:
-    """Ever shorter chats, each of which is made only when it is wanted.
+    """A list of chats, from the longest to the shortest; a chat is made only on demand.
 
     Attributes:
         chat: the whole conversation.
-        head: the start of all chats: the bracket, and the first messages without a comma.
-        offsets: of the message that follows in each of the chats.
+        head: start of all chats: the opening bracket, and the messages that every chat keeps.
+        offsets: for each chat, the offset of the first message after `head`.
     """
 
     chat: Chat
@@ -47,7 +47,7 @@ class ShorterChats:
         """Return one of the chats."""
         separator = b"," if len(self.head) > 1 else b""
         messages = self.head + separator + self.chat.messages[self.offsets[index] :]
-        # Each character takes at least one byte.
+        # A character takes at least one byte, so bytes are an upper bound.
         return replace(
             self.chat, messages=messages, num_chars=min(self.chat.num_chars, len(messages))
         )
@@ -69,16 +69,15 @@ async def message_starts(messages: bytes, first: int = 1) -> list[MessageStart]:
 
 
 async def shorter_chats(chat: Chat, num_instructions: int) -> list[ShorterChats]:
-    """Return chats without the oldest messages: lists of ever shorter ones, the best list first.
+    """Return lists of chats without the oldest messages; the list to try first comes first.
 
-    The instructions, the last message, and the call of each result stay. The chats of the first
-    list begin with a message of the user, because many templates need one there. If none of them
-    fits, those of the second list keep only a part of the last turn: its question and the latest
-    calls.
+    Every chat keeps the instructions, the last message, and the call of each tool result. In the
+    first list, chats begin with a message of the user, because many templates require one there. In
+    the second list, chats keep only a part of the last turn: its question and the latest calls.
 
     Args:
         chat: the whole conversation.
-        num_instructions: bytes of the first message, if it has the instructions.
+        num_instructions: bytes of the first message if it has the instructions, else 0.
     """
     messages, begin = chat.messages, 1 + num_instructions
     starts = await _separable(messages, await message_starts(messages, begin))
@@ -98,10 +97,10 @@ async def shorter_chats(chat: Chat, num_instructions: int) -> list[ShorterChats]
 
 
 async def _separable(messages: bytes, starts: Sequence[MessageStart]) -> list[MessageStart]:
-    """Return the starts that no result follows whose call is before."""
+    """Return the starts at which a chat can be cut: no result after them has an earlier call."""
     slices = Slices()
     calls: dict[bytes, int] = {}
-    indices: dict[int, int] = {}  # of a result's call, by the result's index
+    indices: dict[int, int] = {}  # index of the call of each result, by the result's index
     ends = [*(start.offset for start in starts[1:]), len(messages)]
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
         if start.role == "assistant":
@@ -112,7 +111,7 @@ async def _separable(messages: bytes, starts: Sequence[MessageStart]) -> list[Me
         if index % MESSAGES_PER_SLICE == 0:
             await slices.pause()
     found: list[MessageStart] = []
-    first_call = len(starts)  # the earliest call of the results from `index` on
+    first_call = len(starts)  # index of the earliest call of the results from `index` on
     for index in reversed(range(len(starts))):
         first_call = min(first_call, indices.get(index, first_call))
         if first_call >= index:
@@ -133,7 +132,7 @@ def _values(messages: bytes, key: bytes, begin: int, end: int) -> Iterator[bytes
 async def first_that_fits(
     lists: Sequence[ShorterChats], length_of: Callable[[Chat], Awaitable[int]], max_tokens: int
 ) -> Chat | None:
-    """Return the longest chat that fits, by bisection; None: none of them fits.
+    """Return the longest chat that fits, found by bisection; None if none fits.
 
     Args:
         lists: from `shorter_chats`.
@@ -150,12 +149,12 @@ async def first_that_fits(
         except ServingError as error:
             if error.code is not Code.INVALID:
                 raise
-            return False  # it is too long to be encoded, or the template refuses its roles
+            return False  # the chat is too long to encode, or the template refuses its roles
 
     for chats in lists:
         if not await fits(chats.at(-1)):
             continue
-        low, high = 0, len(chats.offsets) - 1  # the chat at `high` fits
+        low, high = 0, len(chats.offsets) - 1  # invariant: the chat at `high` fits
         while low < high:
             middle = (low + high) // 2
             if await fits(chats.at(middle)):

@@ -1,7 +1,7 @@
-"""The grammar of answers that may call tools: free text, in which each call has the given form.
+"""The grammar of answers that may call tools: free text that contains calls of given forms.
 
-The text is in Lark's syntax as llguidance reads it. `penstock.common.grammar` adds the rules
-`arguments_0`, `arguments_1` and so on: the arguments of each function.
+The grammar is written in llguidance's variant of Lark's syntax. `penstock.common.grammar` adds the
+rules `arguments_0`, `arguments_1` and so on, one for the arguments of each function.
 """
 
 import json
@@ -25,7 +25,7 @@ WHITE_SPACE, MAX_SPACES = " \t\r\n", 8
 
 
 def is_short(space: str) -> bool:
-    """Return whether white space matches `SPACE`."""
+    """Return whether white space is short enough for the terminal `SPACE`."""
     return len(space) <= MAX_SPACES and not space.strip(WHITE_SPACE)
 
 
@@ -34,7 +34,7 @@ class CallForm:
     """The form of one or more calls.
 
     Attributes:
-        trigger: text or special token with which they begin.
+        trigger: text or special token with which the calls begin.
         rest: what follows, as the expansion of a rule.
         only_first: calls begin only at the start of the answer.
     """
@@ -86,7 +86,7 @@ class CallGrammar:
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     def each(self, form: Callable[[str, str], str]) -> str:
-        """Return a rule with the alternatives of all functions.
+        """Add a rule with the alternatives of all functions; return its name.
 
         `form` gets a name and the rule of its arguments.
         """
@@ -100,11 +100,11 @@ class CallGrammar:
         return f"( {expansion} )*" if self.is_parallel else ""
 
     def firsts(self, trigger: Callable[[str], str], rest: str) -> list[CallForm]:
-        """Return a form for each function whose call begins an answer.
+        """Return one form per function, for calls that begin the answer.
 
         Args:
             trigger: returns the text that begins the call of a name.
-            rest: what follows the arguments.
+            rest: expansion for the text after the arguments.
         """
         return [
             CallForm(trigger(name), f"arguments_{index} {rest}", only_first=True)
@@ -120,7 +120,7 @@ class CallGrammar:
 
         Args:
             key: name of the member with the arguments.
-            has_name: whether the text before has the key `name`.
+            has_name: whether the text before the members already contains the key `name`.
         """
 
         def form(name: str, arguments: str) -> str:
@@ -179,9 +179,9 @@ class CallGrammar:
     ) -> str:
         """Return the expansion for answers whose reasoning could begin with a special token.
 
-        A lexer that has read white space cannot be in two terminals when a special token comes.
-        The text at the start is therefore in terminals of its own: reasoning may follow `SPACE`,
-        and no other text.
+        A lexer that has read white space cannot be in two terminals when a special token comes. The
+        text at the start therefore has its own terminals: reasoning may follow `SPACE`, but no
+        other text.
         """
         triggers = [form.trigger for form in forms]
         others = self._special(known[1:], (*triggers, *known))
@@ -213,7 +213,7 @@ class CallGrammar:
         return f"( {' | '.join((*firsts, body))} )" if firsts else body
 
     def _calls(self, forms: Sequence[CallForm], name: str, lead: str) -> list[str]:
-        """Return the rules for the forms of calls, with the text before them."""
+        """Return the rules for calls of these forms, each preceded by text."""
         rules: list[str] = []
         for index, form in enumerate(forms):
             before = SPACE if form.only_first else lead
@@ -223,7 +223,7 @@ class CallGrammar:
         return rules
 
     def _triggered(self, name: str, lead: str, trigger: str, rest: str) -> list[str]:
-        """Return the rules of `name`: `lead`, the trigger as soon as it comes, then `rest`."""
+        """Return the rules of `name`: text `lead` up to the first trigger, trigger, `rest`."""
         token = self._special_id(trigger)
         if token is not None:
             return [f"{name}: {lead} <[{token}]> {rest}"]
@@ -236,8 +236,8 @@ class CallGrammar:
 
         Args:
             allowed: the markers that are allowed.
-            markers: all markers that are used elsewhere. Their tokens are lexemes of their own, as
-                the lexer takes only one of several lexemes with the same token.
+            markers: all markers that are used elsewhere. Each of their tokens is a lexeme of its
+                own, because the lexer takes only one of several lexemes with the same token.
         """
         own = {self._special_id(marker) for marker in markers}
         others = sorted(set(self._special_ids) - own)

@@ -39,7 +39,7 @@ class FunctionGemmaParser(Reader):
         super().__init__()
         self._head = ""
         self._bare = ""  # text outside of strings
-        self._brackets: list[str] = []  # closing brackets that are due
+        self._brackets: list[str] = []  # closing brackets that are still missing
         self._is_key = False  # the next text is the name of a member
 
     def _start(self) -> bool:

@@ -57,7 +57,7 @@ class JsonListReader(JsonReader):
     """Reads calls in a JSON array: `[{"name": ..., "arguments": ...}, ...]`."""
 
     def _begin_list(self, opened: str) -> bool:
-        """Read an array next; `opened` is the text before it, content if there is no call."""
+        """Read an array next; the text `opened` before it becomes content if no call follows."""
         self._opened = opened
         self._state = self._read_bracket
         return True

@@ -37,7 +37,7 @@ class KimiParser(DeepSeekV31Parser):
         if found is None:
             super()._begin("")
             return
-        # An id without an index does not identify a call, nor does one that another call has too.
+        # An id must have an index, and be unique among the calls of the answer.
         is_id = found["index"] is not None and given not in self._ids
         self._ids.add(given)
         super()._begin(found["name"], given if is_id else "")

@@ -16,7 +16,7 @@ class LlamaJsonParser(JsonReader):
     """Parses one answer; an answer that does not begin with a call is content up to a tag.
 
     Args:
-        is_strict: read only calls that the grammar of `call_forms` constrains.
+        is_strict: whether to read only calls that the grammar of `call_forms` constrains.
     """
 
     markers = (TAG,)

@@ -16,7 +16,7 @@ from penstock.router.parsers.tools.tool_parameters import ToolParameters
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")  # bounded, since it is matched at every token
-MAX_KEY_CHARS = 300  # of an argument's name, with white space
+MAX_KEY_CHARS = 300  # limit for an argument's name, with white space
 
 
 class PythonicParser(Reader):
@@ -68,7 +68,7 @@ class PythonicParser(Reader):
             return True
         spaces = self._text[: len(self._text) - len(rest)]
         if self._strict_tools is not None and not is_begin:
-            # The grammar constrains only calls whose name follows the bracket at once.
+            # The grammar constrains only calls whose name directly follows the bracket.
             if len(after) == 1 and not self._is_ended:
                 return False
             if not is_short(spaces) or after[1:2].isspace():

@@ -8,8 +8,9 @@
     </function>
     </tool_call>
 
-Models sometimes forget `<tool_call>` or an end tag. A function that a tool has may therefore begin
-without `<tool_call>`, and the next tag ends a value, a call or a block that is still open.
+Models sometimes forget `<tool_call>` or an end tag. Therefore `<function=NAME>` may begin a call
+without `<tool_call>` if a tool has this name. The next tag ends a value, a call or a block that is
+still open.
 """
 
 import re

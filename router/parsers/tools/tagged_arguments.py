@@ -1,7 +1,7 @@
 """Base class of parsers for calls whose arguments are between tags, without JSON quotes.
 
-The text between the tags of a parameter is a string as it is, or a value in JSON. The parameter's
-schema shows which of the two.
+The text between the tags of a parameter is either a plain string or a JSON value, depending on the
+parameter's schema.
 """
 
 import json
@@ -18,10 +18,10 @@ NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 class TaggedArgumentsParser(Reader):
     """Writes the arguments of calls as JSON while their values arrive.
 
-    A value whose schema allows only strings, or also null, is streamed. Other values are held back
-    until they are complete: a JSON value of a type that the schema allows is written as it is. Any
-    other text becomes a string if the schema allows strings, else the JSON of a value in Python's
-    syntax, if it is one.
+    A value is streamed if its schema allows only strings, or strings and null. Other values are
+    held back until they are complete. A JSON value of a type that the schema allows is then written
+    unchanged. Any other text becomes a string if the schema allows strings. Otherwise it is written
+    as JSON if it is a value in Python's syntax.
 
     Args:
         tools: the parameters of the tools.
@@ -88,7 +88,7 @@ class TaggedArgumentsParser(Reader):
 
 
 def _typed(text: str, types: frozenset[str]) -> str:
-    """Return the text of a value as JSON of one of `types`, as far as possible."""
+    """Return the text of a value as JSON, of one of `types` if possible."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -1,9 +1,8 @@
 """Prices the generation of an answer on a worker, from measured times of decode steps.
 
 Workers of one machine may share its cores (`workers/rank/core_sharing.py`), so a step may take
-longer while another worker of the machine computes. Steps without and with such a worker are
-measured separately. For workers that share no cores, such as GPU workers, all steps are of the
-first kind.
+longer while another worker of the machine computes. Steps with and without such a worker are
+measured separately. Workers that share no cores, such as GPU workers, have only steps without.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ class StepTimeModel:
     def __init__(self) -> None:
         self._count = self._sizes = self._seconds = self._squares = self._products = 0.0
         self.is_calibrated = False  # whether there are enough measurements for an estimate
-        self._line: tuple[float, float] | None = (0.0, 0.0)  # None: `line` fits it again
+        self._line: tuple[float, float] | None = (0.0, 0.0)  # None: must be fitted again
 
     def add(self, num_sequences: int, seconds: float) -> None:
         """Add a step that took `seconds`."""
@@ -79,7 +78,7 @@ class StepTimeModel:
 
 
 class AnswerRate:
-    """One worker's measured decode steps, and the fraction of its time that prompts take."""
+    """Measured decode steps of a worker, and the fraction of its time that it computes prompts."""
 
     __slots__ = ("_busy", "_last", "_shared_at", "_sole", "_updated_at", "_with_others")
 
@@ -89,7 +88,7 @@ class AnswerRate:
         self._with_others = StepTimeModel()
         self._busy = 0.0
         self._updated_at = now
-        self._shared_at = float("-inf")  # when a step beside others was last measured
+        self._shared_at = float("-inf")  # time of the last measured step with other workers
 
     def add(self, load: WorkerLoad, now: float, is_shared: bool) -> None:
         """Add the difference between a load report and the previous one.
@@ -113,15 +112,15 @@ class AnswerRate:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether enough steps have been measured, with or without other workers."""
+        """Whether enough steps have been measured, either with or without other workers."""
         return self._sole.is_calibrated or self._with_others.is_calibrated
 
     def knows_both(self, now: float) -> bool:
-        """Return whether steps have been measured without other workers, and recently with them.
+        """Return whether steps without other workers, and recent steps with them, are measured.
 
-        If all answers are on one worker for a long time, the result becomes False, so that several
-        workers are tried again. Steps without other workers need no such trial: they are measured
-        whenever the others are idle.
+        If one worker generates all answers for a long time, the result becomes False, so that
+        several workers are tried again. Steps without other workers need no such trial, since they
+        are measured whenever the other workers are idle.
         """
         is_recent = now - self._shared_at < SHARED_MEMORY_SECONDS
         return is_recent and self._sole.is_calibrated and self._with_others.is_calibrated
@@ -147,14 +146,14 @@ class AnswerRate:
     ) -> float:
         """Return the seconds that one more sequence costs per token, summed over all sequences.
 
-        The new sequence waits for its own steps and for prompts in between. Each of the
-        `num_running` sequences waits for the time that the new one adds to a step.
+        The new sequence waits for its own steps and for the prompts computed between them. Each of
+        the `num_running` sequences waits for the time that the new sequence adds to a step.
 
         Args:
             num_running: sequences of this worker.
             is_shared: whether another worker of the machine computes as well.
             now: clock seconds.
-            steps: the worker whose step times apply: this worker, or another if it has none.
+            steps: rate with the step times: of this worker, or of another if this one has none.
         """
         fixed, slope = steps.model(is_shared).line()
         own = (fixed + slope * (num_running + 1)) / (1 - self.prompt_fraction(now))
@@ -176,10 +175,10 @@ class AnswerRate:
 
 
 def prefers_one_worker(rates: Sequence[AnswerRate], num_running: Sequence[int], now: float) -> bool:
-    """Return whether one worker generates all answers of a machine sooner than all its workers.
+    """Return whether a machine's answers are generated faster by one worker than by all.
 
-    Compares the step of a single worker that has all cores and all sequences with the step of
-    workers that share the cores and divide the sequences evenly. One more sequence is counted.
+    The step of a single worker that has all cores and all sequences is compared with the step of
+    workers that share the cores and divide the sequences evenly. Both include one more sequence.
 
     Args:
         rates: the workers of one machine.
@@ -187,7 +186,7 @@ def prefers_one_worker(rates: Sequence[AnswerRate], num_running: Sequence[int], 
         now: clock seconds.
 
     Returns:
-        False also if the times are unknown, or if one worker is faster by less than `MIN_GAIN`.
+        True if one worker is faster by at least `MIN_GAIN`; False if the times are unknown.
     """
     total = sum(num_running) + 1
     known = [

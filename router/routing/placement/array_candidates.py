@@ -39,7 +39,7 @@ class ArrayCandidates:
     def __init__(self, demand: Demand, workers: Fleet[WorkerView], now: float) -> None:
         self._demand, self._fleet, self._now = demand, workers, now
         self._groups = workers.groups
-        self._penalty: Floats | None = None  # by row; None: no worker has one
+        self._penalty: Floats | None = None  # by row; None: no worker has a penalty
         if now - workers.last_lost_at < PENALTY_SECONDS:
             self._penalty = np.maximum(0.0, 1.0 - (now - workers.lost_at) / PENALTY_SECONDS)
         cached = demand.cached_tokens
@@ -141,8 +141,8 @@ class ArrayCandidates:
     # -------------------------------------------------------------- search
 
     def _cheapest(self, group: WorkerGroup[WorkerView], costs: Floats) -> WorkerView | None:
-        """Return the worker of lowest cost that has room, or None; the first by name of several."""
-        if group.is_by_name:  # `argmin` finds the first of several
+        """Return the worker with room of lowest cost, or None; ties are broken by name."""
+        if group.is_by_name:  # in order of names, `argmin` returns the first name
             view = group.views[costs.argmin()]
             if self._fits(view):
                 return view
@@ -182,13 +182,13 @@ class ArrayCandidates:
         cached: CachedPrefix,
         value: Callable[[int], float],
     ) -> Floats:
-        """Return a function of the cached tokens for each of a group's workers [n]."""
+        """Return `value` of the cached tokens of each of a group's workers, [n]."""
         rows, start, num = self._fleet.use_slots(cached.slots), group.start, len(group.views)
         values = np.empty(num)
         values.fill(value(0))
         for depth, holders in cached.levels:
             those, one = holders & group.mask, value(depth * cached.unit)
-            if those.bit_count() == num:  # not `group.mask`: it lacks workers without blocks
+            if those.bit_count() == num:  # all workers; `group.mask` lacks those without blocks
                 values.fill(one)
             elif those.bit_count() <= FEW_WORKERS:
                 for slot in bits(those):
@@ -200,7 +200,7 @@ class ArrayCandidates:
         return values
 
     def _has_capacity(self, group: WorkerGroup[WorkerView]) -> npt.NDArray[np.bool_]:
-        """Return `WorkerView.has_capacity` of a group's workers, but ignore back-offs."""
+        """Return `WorkerView.has_capacity` of a group's workers, without regard to back-offs."""
         demand, loads = self._demand, group.loads
         num = demand.num_sequences
         blocks = np.ceil((demand.num_tokens + num) / group.block_sizes)

@@ -1,7 +1,7 @@
-"""The cached leading tokens of one prompt at each worker, computed when they are needed.
+"""The cached leading tokens of one prompt at each worker, computed on demand.
 
-With many workers, most have the first blocks of a prompt (its system prompt). Filling a dict with
-an entry for each of them would take longer than the rest of a decision.
+With many workers, most have cached the first blocks of a prompt (its system prompt). A dict with an
+entry for each of them would take longer than the rest of a placement decision.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ Each set of workers contains the next one."""
 
 
 class CachedPrefix(Mapping[str, int]):
-    """Maps workers to numbers of tokens; workers without such tokens are absent.
+    """Maps workers to their numbers of cached leading tokens; workers without any are absent.
 
     Args:
         slots: the workers' numbers in `levels`, which must not change while this object is in use.
@@ -32,7 +32,7 @@ class CachedPrefix(Mapping[str, int]):
         self._tokens: dict[str, int] | None = None
 
     def as_dict(self) -> dict[str, int]:
-        """Return this mapping as a dict, which is computed once."""
+        """Return this mapping as a dict; the dict is computed only once."""
         if self._tokens is None:
             found: dict[str, int] = {}
             names, above = self.slots.names, 0
@@ -70,10 +70,10 @@ class CachedPrefix(Mapping[str, int]):
 
 
 def merge_levels(sources: Sequence[tuple[int, Levels]]) -> Levels:
-    """Return one list of levels, in tokens, for levels of several sources.
+    """Merge the levels of several sources into one list of levels in tokens.
 
     Args:
-        sources: pairs of the tokens of one depth, and levels. If several sources contain a worker,
+        sources: pairs of the tokens per depth, and the levels. If several sources contain a worker,
             its largest number of tokens counts.
     """
     found = [(unit * depth, workers) for unit, levels in sources for depth, workers in levels]

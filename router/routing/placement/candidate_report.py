@@ -26,8 +26,8 @@ class Candidate(NamedTuple):
         worker: name of the worker.
         role: prefill, decode or mixed.
         state: ready, suspect, stuck or draining.
-        cost: work of the prompt there in tokens of prompt computation, see `rankings.cost`; lower
-            is better. Only `--routing cost` compares this number.
+        cost: work of computing the prompt at this worker, in tokens (see `rankings.cost`); lower is
+            better. Only `--routing cost` compares this number.
         queued_tokens: prompt tokens that the worker must compute before this prompt.
         num_sequences: sequences on the worker, those of other routers included.
         cached_tokens: leading tokens of the prompt that the worker has cached.
@@ -71,7 +71,7 @@ def candidates_of(
         if view.lost_at > since:
             cost += PENALTY_TOKENS * view.penalty(now)
         ranked.append((cost, busy, assigned, name, view))
-    ranked.sort()  # names differ, so views are not compared
+    ranked.sort()  # views are never compared, because names differ
     kept = ranked[:MAX_CANDIDATES]
     kept += [row for row in ranked[MAX_CANDIDATES:] if row[3] in chosen]
     return [

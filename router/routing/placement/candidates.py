@@ -19,7 +19,7 @@ operator assigned the role."""
 
 
 class Candidates(Protocol):
-    """The usable workers of a router, without those that are unfit for one request."""
+    """Interface to the usable workers of a router that are fit for one request."""
 
     def has(self, group: Group) -> bool:
         """Return whether a group has workers, with or without room."""
@@ -55,7 +55,7 @@ class Candidates(Protocol):
         ...
 
     def kept_worker(self) -> WorkerView | None:
-        """Return the prefill worker with the fewest sequences that may generate an answer."""
+        """Return the least busy prefill worker, of those that may generate an answer."""
         ...
 
 

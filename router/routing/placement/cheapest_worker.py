@@ -1,8 +1,8 @@
-"""Finds the worker for a prompt quickly if a worker that has cached some of it is clearly cheapest.
+"""Finds the worker for a prompt quickly if one with a cached prefix is clearly the cheapest.
 
-This is the first step of a search for a prompt worker. It computes the costs of the few workers
-with the longest cached prefixes, level by level, until the lowest of them is below a lower bound of
-all other costs.
+This is the first step of the search for the worker that computes a prompt. It computes the costs of
+the few workers with the longest cached prefixes, one level after the other. It stops when the
+lowest of these costs is below a lower bound of all other costs.
 """
 
 from math import inf

@@ -99,7 +99,7 @@ class TransferCostModel:
     def _fitted_slope(self) -> float:
         if not self._lengths:
             return 0.0
-        steepest = self._seconds / self._lengths  # the slope if the fixed time is 0: upper bound
+        steepest = self._seconds / self._lengths  # upper bound: slope for a fixed time of 0
         variance = self._squares - self._lengths * self._lengths / self._count
         if variance <= 1e-9 * self._squares:
             return steepest

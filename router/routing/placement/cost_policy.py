@@ -1,4 +1,4 @@
-"""Placement by cost, which compares a router's workers by array operations."""
+"""Placement by cost, with array operations that compare a router's workers."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ from penstock.router.routing.worker_view import WorkerView
 
 
 class CostPolicy(RolePolicy):
-    """`RolePolicy` with `CostRanking`, and with a fast path that makes the same choices.
+    """`RolePolicy` with `CostRanking` and a fast path, which makes the same choices.
 
-    Costs that differ only by rounding may be ordered differently.
+    Only workers whose costs differ by rounding alone may be chosen differently.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class CostPolicy(RolePolicy):
         cached = demand.cached_tokens
         if (
             isinstance(workers, Fleet)
-            and workers  # a closed stream removes a worker before the index forgets its blocks
+            and workers  # may be empty: a lost worker leaves the fleet before the index
             and isinstance(cached, CachedPrefix)
             and cached.levels
             and len(workers.groups["prompt"].views) == len(workers)

@@ -68,12 +68,12 @@ ALL_DECISIONS = (
 
 
 class DisaggregationPolicy:
-    """Policy that estimates prompt costs on workers and chooses prefill or decode worker.
+    """Chooses between prefill and decode worker for each prompt, from estimated costs.
 
     Args:
-        workers: candidate workers; a worker without a measured prefill rate is assumed to have the
-            mean rate of the others, and a worker without measured decode steps the step times of
-            another.
+        workers: candidate workers. A worker without a measured prefill rate is assumed to have the
+            mean rate of the others. A worker without measured decode steps is assumed to have the
+            step times of another worker.
         transfer_costs: cost model of KV transfers.
         cached_tokens: tokens of the prompt that each worker has cached; None: not known.
     """
@@ -128,7 +128,7 @@ class DisaggregationPolicy:
         wait_here, compute_here = self._prompt_cost(num_tokens, decode)
         transfer = self._transfer_costs.seconds(num_tokens)
         harm = decode.num_busy * compute_here
-        # Prefill workers may generate answers too, which the prompt delays.
+        # Answers of the prefill worker are delayed by the prompt, too.
         disaggregated = wait_there + compute_there * (1 + prefill.num_answers) + transfer
         together = wait_here + compute_here + harm
         if together < MAX_COST_RATIO * disaggregated:
@@ -153,7 +153,7 @@ class DisaggregationPolicy:
         decode: WorkerView | None,
         now: float,
     ) -> PrefillDecision | None:
-        """Return the decision that `prefill` computes prompt and answer; None if it costs too much.
+        """Return the decision that `prefill` computes prompt and answer; None if that costs more.
 
         Args:
             num_tokens: length of the prompt.
@@ -179,9 +179,9 @@ class DisaggregationPolicy:
     def keeps_tpot(
         self, num_tokens: int, worker: WorkerView, slo_seconds: float, now: float
     ) -> bool:
-        """Return whether a worker's answers keep the bound of their time per token.
+        """Return whether a worker's answers stay within the bound of their time per token.
 
-        The new prompt delays the answers while the worker computes it.
+        The new prompt delays these answers while the worker computes it.
 
         Args:
             num_tokens: length of the prompt.
@@ -208,8 +208,9 @@ class DisaggregationPolicy:
     ) -> bool:
         """Return whether a running answer should move from a prefill worker to a decode worker.
 
-        An answer that exceeds the bound of its time per token moves if `target` keeps the bound.
-        Any other answer moves if the move saves clearly more time than the KV transfer takes.
+        An answer that exceeds the bound of its time per token moves if it would be within the bound
+        on `target`. Any other answer moves if this saves clearly more time than the KV transfer
+        takes.
 
         Args:
             num_tokens: tokens of the prompt and of the answer so far.
@@ -248,7 +249,7 @@ class DisaggregationPolicy:
         """Return the seconds that a prompt waits for a worker, and then takes to compute there."""
         speed, uncached = self._speed(num_tokens, view)
         queued: float = view.backlog_tokens
-        if router_queue_tokens:  # includes cached tokens, which the workers' backlogs exclude
+        if router_queue_tokens:  # includes cached tokens; workers' backlogs do not
             queued += router_queue_tokens * view.prefill_rate.uncached_fraction
         return queued / speed, uncached / speed
 

@@ -36,24 +36,24 @@ class LoadTable:
 
     def __init__(self, num_workers: int) -> None:
         columns = np.zeros((12, num_workers))
-        self.queued = columns[0]  # prompt tokens to compute
+        self.queued = columns[0]  # queued prompt tokens
         self.reads = columns[1]  # KV tokens that a decode step reads: see `WorkerView.by_cost`
         self.cost = columns[
             2
         ]  # `queued` plus `reads` of `MAX_READS` decode steps, in prompt tokens
-        self.delayed = columns[3]  # sequences that a new prompt delays, and its own
+        self.delayed = columns[3]  # sequences delayed by a new prompt, its own included
         # Orders workers of equal cost: by sequences, then by assigned tokens.
         self.ties = columns[4]
-        self.utilization = columns[5]  # fraction of the sequences
-        self.filled = columns[6]  # fraction of the blocks
-        self.num_assigned = columns[7]  # requests
-        self.free_sequences = columns[8]  # +inf: any request has room
+        self.utilization = columns[5]  # fraction of the sequence slots in use
+        self.filled = columns[6]  # fraction of the blocks in use
+        self.num_assigned = columns[7]  # number of assigned requests
+        self.free_sequences = columns[8]  # +inf: unlimited
         self.free_blocks = columns[9]
         self.speed = columns[10]  # prompt tokens per second; 0: not measured
-        self.uncached = columns[11]  # fraction of the prompt tokens
+        self.uncached = columns[11]  # fraction of the prompt tokens that are not cached
         self.uncached[:] = 1.0
         self.first_with_steps = num_workers  # smallest position of a worker with measured steps
-        self.has_new_speeds = True  # since `Fleet.speeds` was computed
+        self.has_new_speeds = True  # True: changed since `Fleet.speeds` was computed
 
     def rows(self, rows: slice) -> "LoadTable":
         """Return the columns of consecutive rows, which share the memory of this table."""
@@ -88,11 +88,11 @@ class WorkerGroup(Generic[V]):
         start: the first row.
         views: the workers.
         loads: their loads.
-        ranks: their positions in order of their names.
+        ranks: position of each worker in the order of the names.
         is_by_name: whether there are workers, and their rows are in order of their names.
         layouts: the layouts of their KV blocks.
         block_sizes: tokens of their blocks.
-        mask: the slots of the workers, of `Fleet.use_slots`.
+        mask: bit mask of the workers' slots; set by `Fleet.use_slots`.
     """
 
     def __init__(self, fleet: "Fleet[V]", start: int, stop: int) -> None:
@@ -109,7 +109,7 @@ class WorkerGroup(Generic[V]):
 class Fleet(list[V], Generic[V]):
     """The workers of a router; replaced when a worker connects, is lost or changes its role.
 
-    Rows number the workers in order of their kinds, and within a kind in order of their names.
+    Rows are in the order of the workers' kinds, and within a kind in the order of their names.
     """
 
     def __init__(self, views: Iterable[V]) -> None:
@@ -129,11 +129,11 @@ class Fleet(list[V], Generic[V]):
             group: WorkerGroup(self, bisect_left(kinds, first), bisect_left(kinds, end))
             for group, (first, end) in GROUPS.items()
         }
-        self._peers: dict[str, list[V]] = {}  # workers by machine; "" is no machine
+        self._peers: dict[str, list[V]] = {}  # workers by machine; "" is not included
         for view in self:
             if view.info.machine:
                 self._peers.setdefault(view.info.machine, []).append(view)
-        self._slots: tuple[WorkerSlots | None, int] = (None, -1)  # in use, and their version
+        self._slots: tuple[WorkerSlots | None, int] = (None, -1)  # slots in use, and their version
         self._rows_of_slots: list[int] = []
         self._mean_speed = 0.0
         self._speeds: Floats = self.loads.speed
@@ -147,7 +147,7 @@ class Fleet(list[V], Generic[V]):
         return self._peers.get(machine, ())
 
     def use_slots(self, slots: WorkerSlots) -> list[int]:
-        """Return the row of each slot, and set `WorkerGroup.mask`; -1: no worker of this fleet."""
+        """Return the row of each slot (-1: no worker of this fleet), and set `WorkerGroup.mask`."""
         if self._slots != (slots, slots.version):
             self._slots = (slots, slots.version)
             self._rows_of_slots = [self._row_of.get(name, -1) for name in slots.names]
@@ -188,7 +188,7 @@ class Fleet(list[V], Generic[V]):
 def _kind(view: View) -> int:
     """Return 0 or 1 for prefill workers, 2 for mixed workers and 3 for decode workers.
 
-    Answers move away from workers of kind 0, whose role an operator assigned.
+    An operator assigned the role of workers of kind 0; answers move away from these workers.
     """
     if view.role == "prefill":
         return 0 if view.is_shedding else 1

@@ -26,11 +26,11 @@ def least_row(
     """Return the row with the lowest (cost, ties) of those that fit; -1 if none fits.
 
     Args:
-        costs: the costs [n]; infinity: not a candidate.
-        ties: arrays [n] that order rows of equal cost; no two rows have the same elements in all.
+        costs: the costs [n]; rows with infinite cost are not candidates.
+        ties: arrays [n] that order rows of equal cost; rows differ in at least one array.
         fits: returns whether the worker of a row may be chosen.
-        might_fit: returns False for rows that do not fit, and may return True for such rows; called
-            if there are many rows and the first one does not fit. None: any row might fit.
+        might_fit: returns a mask [n] that is False only for rows that do not fit; None: any row
+            might fit. It is called if there are many rows and the first one does not fit.
     """
     if len(costs) <= MAX_LIST_WORKERS:
         return _least_of_few(costs.tolist(), ties, fits)

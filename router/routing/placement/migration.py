@@ -36,8 +36,8 @@ class RequestMigrator:
     def evacuate(self, view: WorkerView, out: list[Command], now: float) -> None:
         """Move requests away from a worker that drains, changes role or is suspect.
 
-        A draining worker loses all requests, a new prefill worker loses the decoding requests
-        whose KV blocks can move, and a suspect worker loses requests that have not started there.
+        A draining worker loses all requests. A new prefill worker loses the decoding requests whose
+        KV blocks can move. A suspect worker loses the requests that it has not started.
         """
         for request in list(view.requests):
             state = self._placer.states[request]
@@ -52,10 +52,10 @@ class RequestMigrator:
     def _withdraw(
         self, state: RequestState, view: WorkerView, out: list[Command], now: float
     ) -> None:
-        """Withdraw a request pending on `view` if it can run elsewhere and its KV is not sent.
+        """Withdraw a request pending on `view` if it can run elsewhere and no KV is being sent.
 
-        A live migration ends: the request runs on at its source, and the migration to another
-        destination begins at once if there is one.
+        If a live migration to `view` is withdrawn, the request continues at its source. A migration
+        to another destination begins at once if there is one.
         """
         assert state.pending is not None
         if state.running is None and state.pending.epoch is not None:
@@ -75,8 +75,8 @@ class RequestMigrator:
     ) -> None:
         """Move a request off `view`, which runs it, if `view` drains or became a prefill worker.
 
-        A live migration keeps the pause short. Without one, the request yields for a drain, but it
-        stays on a new prefill worker.
+        A live migration keeps the pause short. If it is impossible, the request yields if the
+        worker drains, and stays if the worker became a prefill worker.
         """
         running = state.running
         if running is None or running.yielding or state.pending is not None:

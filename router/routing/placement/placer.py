@@ -30,7 +30,7 @@ class RecoveryThrottle:
     def __init__(self, num_per_worker: int) -> None:
         self._num_per_worker = num_per_worker
         self._waiting: dict[int, None] = {}  # ids in order of arrival
-        self._recovering: dict[int, None] = {}  # ids of released requests without a new token
+        self._recovering: dict[int, None] = {}  # ids of released requests without new tokens
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -59,7 +59,7 @@ class RecoveryThrottle:
 
 
 class Placer:
-    """The placement of all requests: which are queued, and which worker holds each other one."""
+    """The placement of all requests: which ones are queued, and which workers hold the rest."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Placer:
         self.dirty = True
 
     def reconcile(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Update the placement and the worker views after a change of a request's state.
+        """Update queue and worker views after the state of a request has changed.
 
         A request that is no longer on any worker is placed again or queued.
         """

@@ -27,7 +27,7 @@ class Placement:
 
     worker: str
     decode_target: str | None = None  # worker to which the request moves after its first token
-    # None: the policy did not have to choose between prefill and decode worker.
+    # None: the policy had no choice between a prefill and a decode worker.
     decision: PrefillDecision | None = field(default=None, compare=False)
 
     @property
@@ -55,11 +55,10 @@ class Policy(Protocol):
 
 
 class RolePolicy:
-    """Policy that chooses between prefill and decode workers, and leaves the rest to a ranking.
+    """Policy that chooses between prefill and decode workers; a ranking chooses within a role.
 
-    The ranking chooses one worker of a role. A decode worker also computes the prompt if
-    `DisaggregationPolicy` estimates that this takes less time. If one role has no workers, the
-    workers of the other role do all the work.
+    A decode worker also computes the prompt if `DisaggregationPolicy` estimates that this takes
+    less time. If one role has no workers, the workers of the other role do all the work.
 
     Args:
         ranking: chooses the worker within a role.
@@ -112,7 +111,7 @@ class RolePolicy:
         first: WorkerView | None,
         now: float,
     ) -> Placement | None:
-        """Choose among prefill and decode workers; `first`: a prefill worker with room, or None."""
+        """Choose among both roles; `first` is a prefill worker with room, or None."""
         if first is None and not candidates.has("prefill"):
             return None
         whole = candidates.colocated_worker(disaggregation)
@@ -177,7 +176,7 @@ class RolePolicy:
 
 
 class LeastLoaded(RolePolicy):
-    """Policy that prefills where the fewest tokens are queued and decodes where load is smallest.
+    """Policy that computes prompts at the shortest queue and answers at the least loaded worker.
 
     Args:
         disaggregation: see `RolePolicy`.

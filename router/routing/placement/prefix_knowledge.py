@@ -9,7 +9,7 @@ from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
 
 
 class PrefixKnowledge:
-    """Estimates the number of prompt tokens that each worker need not compute.
+    """Estimates how many prompt tokens each worker has cached and need not compute.
 
     Args:
         index: the blocks that workers have reported.
@@ -28,7 +28,7 @@ class PrefixKnowledge:
         if not request.prompt_hashes or self._index.is_empty:
             return None
         if request.params.prompt_logprobs is not None:
-            return {}  # cached blocks do not give logprobs: the whole prompt is computed
+            return {}  # the whole prompt is computed, because cached blocks have no logprobs
         self._recent.expire(now)
         sources: list[tuple[int, Levels]] = []
         for block_size, hashes in request.prompt_hashes.items():

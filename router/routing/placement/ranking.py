@@ -37,7 +37,7 @@ class Ranking(Protocol):
 
 
 def with_prefill_slot(views: Sequence[WorkerView]) -> Sequence[WorkerView]:
-    """Return the workers that can start a prompt; all if prompts do not queue at the router."""
+    """Return the workers that can start a prompt now; all if prompts queue at the workers."""
     if not views or not views[0].queues_at_router:
         return views
     return [view for view in views if view.has_prefill_slot]
@@ -57,9 +57,9 @@ def none_penalized(views: Sequence[WorkerView], now: float) -> bool:
 def least(
     views: Sequence[WorkerView], key: Callable[[WorkerView], Any], demand: Demand | None
 ) -> WorkerView | None:
-    """Return the worker with the smallest key, of those with room for `demand` if it is given.
+    """Return the worker with the smallest key; if `demand` is given, of those with room for it.
 
-    For speed, the worker with the smallest key of all is checked first.
+    For speed, the worker with the smallest key is checked first, before the others.
     """
     best = min(views, key=key, default=None)
     if best is None or demand is None or best.has_capacity(demand.num_tokens, demand.num_sequences):

@@ -1,9 +1,9 @@
-"""Prompts that were just placed: their workers do not have the blocks yet, but will have them.
+"""Prompts that were just placed, whose blocks the workers do not have yet but will have.
 
 Without this record, two equal prompts that arrive together would go to two workers, and both
 workers would compute the whole prompt. A record keeps only some blocks of the prompt: the first
-`STRIDE` ones, and then the last of each `STRIDE`. Depths beyond `STRIDE` are therefore rounded down
-to a multiple of `STRIDE`.
+`STRIDE` blocks, and then every `STRIDE`-th. Depths beyond `STRIDE` are therefore rounded down to a
+multiple of `STRIDE`.
 """
 
 from collections import Counter, deque
@@ -23,16 +23,16 @@ By then the worker has reported the blocks.
 
 
 class RecentPrompts:
-    """The prompts that workers have not computed yet, or have just computed, by request.
+    """Records, by request, of prompts that workers will compute or have just computed.
 
     Args:
-        slots: the numbers of workers in levels.
+        slots: the slots of the workers in the levels.
     """
 
     def __init__(self, slots: WorkerSlots) -> None:
-        self.index = PrefixIndex(slots)  # of the recorded blocks
+        self.index = PrefixIndex(slots)  # index of the recorded blocks
         self._prompts: dict[int, tuple[str, Sequence[int]]] = {}  # worker and blocks, by request
-        # By worker: the number of its recorded prompts that contain a block.
+        # By worker and block: the number of the worker's recorded prompts that contain the block.
         self._counts: dict[str, Counter[int]] = {}
         self._ending: deque[tuple[float, int, str]] = deque()  # time, request and worker
 
@@ -56,7 +56,7 @@ class RecentPrompts:
             self._ending.append((now + KEPT_SECONDS, request, prompt[0]))
 
     def remove(self, request: int) -> None:
-        """Remove a record at once, because its worker does not compute the prompt."""
+        """Remove a record at once, because no worker computes the prompt any more."""
         prompt = self._prompts.pop(request, None)
         if prompt is None:
             return
@@ -83,9 +83,9 @@ class RecentPrompts:
     def exceeds(self, hashes: Sequence[int], levels: Levels) -> bool:
         """Return whether `self.levels(hashes)` has a larger depth than `levels` for some worker.
 
-        Workers whose depth is `d` in `levels` are looked up at the first recorded block beyond `d`
-        only, until no worker has such a block: then none has a later one either. This takes a
-        fraction of the time of `self.levels`.
+        For workers whose depth in `levels` is `d`, only the first recorded block beyond `d` is
+        looked up. The search ends when no worker has such a block, since then none has a later
+        block either. This takes a fraction of the time of `self.levels`.
         """
         workers, holders, num_hashes, depth = self.index.workers, self.index.holders, len(hashes), 0
         for next_depth, deeper in (*levels, (0, 0)):

@@ -1,9 +1,9 @@
 """Keeps the prefix index equal to the blocks that workers report.
 
 A worker sends a snapshot after its stream has opened, and then every change. If a change is missing
-or contradicts the index, the feed forgets all blocks of the worker and requests a new snapshot.
-Until the snapshot has arrived, the worker counts as a worker without cached blocks: placement may
-miss a cached prefix, but never expects one that is not there.
+or contradicts the index, the feed removes all blocks of the worker from the index and requests a
+new snapshot. Until the snapshot has arrived, the worker counts as a worker without cached blocks.
+Placement may then miss a cached prefix, but never expects one that does not exist.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ SNAPSHOT_SECONDS = 10.0
 
 
 class _State(Enum):
-    AWAITING = auto()  # the snapshot has not arrived; changes that arrive before it are ignored
+    AWAITING = auto()  # no snapshot yet; changes are ignored
     LOADING = auto()  # some chunks of the snapshot have arrived
     LIVE = auto()  # the index has all blocks
     STALE = auto()  # the index was wrong; the next request for a snapshot is not due yet
@@ -42,11 +42,11 @@ class _Feed:
     capacity: int  # blocks of the worker
     awaiting_since: float
     state: _State = _State.AWAITING
-    next_number: int = 0  # of the next change
-    next_chunk: int = 0  # of the snapshot
+    next_number: int = 0  # number of the next change
+    next_chunk: int = 0  # number of the snapshot's next chunk
     reason: str = ""  # why the feed is stale
     resync_at: float = 0.0  # earliest time of the next request for a snapshot
-    resync_seconds: float = MIN_RESYNC_SECONDS  # from the next request to the one after it
+    resync_seconds: float = MIN_RESYNC_SECONDS  # pause after the next request
 
 
 class _Inconsistent(Exception):
@@ -162,7 +162,7 @@ class CacheFeed:
     # -------------------------------------------------------------- requests for snapshots
 
     def _resync(self, worker: str, feed: _Feed, reason: str, now: float) -> ResyncCache | None:
-        """Forget the blocks of a worker; request a snapshot now, or later if a pause lasts."""
+        """Remove a worker's blocks; request a snapshot, now or after the current pause."""
         self._index.clear(worker)
         feed.state, feed.reason = _State.STALE, reason
         return self._request(worker, feed, now) if now >= feed.resync_at else None

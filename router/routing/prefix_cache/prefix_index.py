@@ -2,9 +2,9 @@
 
 A block of a worker is **reachable** if the worker is known to have all blocks before it. Reachable
 blocks are in a radix tree, so a match takes one look-up for each run of blocks. All other blocks of
-a worker are **loose**: their parent is missing or unknown. `levels` checks for loose blocks where a
-set of workers shrinks, and links those that continue the prompt. The result is therefore exact for
-stores and evictions in any order.
+a worker are **loose**: their parent is missing or unknown. `levels` looks for loose blocks at each
+depth where fewer workers have the next block, and links those that continue the prompt. The result
+is therefore exact for stores and evictions in any order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class PrefixIndex:
         self._loose = _LooseBlocks()
 
     def slot(self, worker: str) -> int:
-        """Return the number of the worker's bit; a new worker gets a free number."""
+        """Return the slot of a worker; a new worker gets a free slot."""
         slot = self._slots.get(worker)
         if slot is None:
             slot = self._slots[worker] = self.slots.acquire(worker)
@@ -49,7 +49,7 @@ class PrefixIndex:
             worker: name of the worker.
             hashes: the blocks, in any order if there is no `parent`.
             parent: the block before `hashes[0]`, or `START`. If given, `hashes` are consecutive
-                blocks. This saves the later search for the positions of the blocks.
+                blocks, and their positions need not be searched later.
         """
         slot = self.slot(worker)
         if parent is not None and (parent == START or self.holders(parent) >> slot & 1):
@@ -130,7 +130,7 @@ class PrefixIndex:
         return 0 if node is None else node.holders_of(block)
 
     def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        """Return how many leading blocks of a prompt each worker has; absent workers have none.
+        """Return the number of leading prompt blocks of each worker that has any.
 
         Args:
             hashes: the short hashes of the prompt's full blocks, in order.
@@ -147,7 +147,7 @@ class PrefixIndex:
         Each set of workers is a proper subset of the one before, and the depths rise. Workers
         without the first block are in no set.
         """
-        if len(hashes) == 1:  # perhaps not the first block of a prompt: do not link it
+        if len(hashes) == 1:  # may be in the middle of a prompt: do not link
             holders = self.holders(hashes[0]) | self._loose.workers.get(hashes[0], 0)
             return [(1, holders)] if holders else []
         levels = self._tree.levels(hashes)
@@ -156,7 +156,7 @@ class PrefixIndex:
         return levels
 
     def _link_loose(self, hashes: Sequence[int], levels: Sequence[tuple[int, Workers]]) -> bool:
-        """Link the loose blocks that continue the prompt; return whether there are any."""
+        """Link the loose blocks that continue the prompt; return whether any were linked."""
         loose, is_changed = self._loose.workers, False
         first = loose.get(hashes[0], 0) if hashes else 0
         starts = [(0, first)] if first else []
@@ -186,7 +186,7 @@ class _LooseBlocks:
     def __init__(self) -> None:
         self.workers: dict[int, Workers] = {}
         self.of_slot: dict[int, set[int]] = {}
-        self._bits: dict[int, Workers] = {}  # 1 << slot: one int object for many blocks
+        self._bits: dict[int, Workers] = {}  # 1 << slot, one shared int per worker
 
     def add_worker(self, slot: int) -> None:
         self.of_slot[slot] = set()
@@ -219,11 +219,11 @@ class _LooseBlocks:
     def ends(
         self, hashes: Sequence[int], start: int, workers: Workers
     ) -> list[tuple[int, Workers]]:
-        """Return where the loose blocks of workers end that follow each other from `start` on.
+        """Return, for the workers with a loose block at `start`, where their loose blocks end.
 
         Returns:
-            Pairs of the index of the first block that is not loose and the workers, in ascending
-            order. Workers whose block at `start` is not loose are in no pair.
+            Pairs, in ascending order, of the index after the last consecutive loose block, and the
+            workers. Workers whose block at `start` is not loose are in no pair.
         """
         found: list[tuple[int, Workers]] = []
         end = start

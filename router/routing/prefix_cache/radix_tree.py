@@ -1,9 +1,9 @@
 """Radix tree of the blocks that workers have cached together with all blocks before them.
 
 The hash of a block covers all tokens before it, so hashes form trees: each block has one parent. A
-node of the radix tree is a run of consecutive blocks, which only its last block may continue with
-different blocks. Each worker of a node has its first blocks up to some **extent**. Matching a
-prompt takes one look-up for each run, not one for each block.
+node of the radix tree is a run of consecutive blocks. Only the last block of a run may have several
+children. Each worker of a node has the run's first blocks, up to some **extent**. Matching a prompt
+takes one look-up for each run, not one for each block.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ class Node:
 
     Attributes:
         blocks: the blocks of the run, at least one.
-        size: number of blocks. This copy, and `last`, save cache misses in a match.
+        size: number of blocks; `size` and `last` are copies that save cache misses in a match.
         last: the last block.
-        parent: the node whose last block comes before this run; None: the run begins a prompt.
+        parent: the node whose last block precedes this run; None: the run begins a prompt.
         children: the nodes after this run; None: there are none.
         holders: workers that have the first block.
         partial: the holders that do not have all blocks, by extent; None: there are none.
@@ -61,7 +61,7 @@ class Node:
         return extent == self.size or (extent > 0 and self.offset(block, extent - 1) < extent)
 
     def offset(self, block: int, guess: int) -> int:
-        """Return the index of a block of this run; a right guess saves the search."""
+        """Return the index of a block in this run; a correct guess saves the search."""
         return guess if self.blocks[guess] == block else self.blocks.index(block)
 
     def holders_of(self, block: int) -> Workers:
@@ -84,12 +84,12 @@ class Node:
         self.partial = partial or None
 
     def add_levels(self, levels: list[tuple[int, Workers]], start: int, end: int) -> Workers:
-        """Append the levels of a prompt at which holders have no more blocks of this run.
+        """Append the levels at which workers have no more blocks of this run.
 
         Args:
             levels: see `RadixTree.levels`.
             start: index of the first block of this run in the prompt.
-            end: index after the last block that is equal to the prompt's.
+            end: index in the prompt after the last block that this run has in common with it.
 
         Returns:
             The workers that have all blocks before `end`.
@@ -139,7 +139,7 @@ class RadixTree:
             if end > num or hashes[end - 1] != node.last:
                 end = position + node.num_common(hashes, position)
                 if end == position:
-                    break  # not the first block of the run: the hashes are not those of a prompt
+                    break  # an inner block of the run: these hashes do not begin a prompt
             if node.holders != workers:
                 if position:
                     levels.append((position, workers))
@@ -161,8 +161,8 @@ class RadixTree:
         Args:
             hashes: hashes of a prompt.
             start: index of the first block to add.
-            parent: the block before it, or `START`.
-            ends: index of the first block that is not added, with the workers, in ascending order.
+            parent: the block before `start`, or `START`.
+            ends: pairs, in ascending order: index of the first block not to add, and the workers.
 
         Returns:
             The index of the first block that is not added to any worker. It is smaller than the
@@ -228,12 +228,12 @@ class RadixTree:
         offset: int,
         ends: Sequence[tuple[int, Workers]],
     ) -> tuple[Node, int]:
-        """Add new blocks to the end of a run, or as a new one; return the node and their offset.
+        """Add blocks to the end of a run, or as a new run; return the node and the blocks' offset.
 
-        A run grows if the workers with all of its blocks get all of the new ones. Otherwise, these
-        workers would become partial holders.
+        A run grows if the workers that have all of its blocks get all of the new blocks. Otherwise
+        a new run begins, because these workers would no longer have all blocks of the run.
         """
-        if not self.nodes.keys().isdisjoint(blocks):  # equal hashes of different blocks
+        if not self.nodes.keys().isdisjoint(blocks):  # different blocks with equal hashes
             blocks = blocks[: next(at for at, block in enumerate(blocks) if block in self.nodes)]
         if before is not None and offset < before.size:
             self._split(before, offset)
@@ -267,7 +267,7 @@ class RadixTree:
             self._of_slot[slot].add(tail)
 
     def _reach(self, node: Node, workers: Workers, extent: int) -> None:
-        """Raise the extent of workers, which must be smaller, to `extent`."""
+        """Raise the extent of `workers` to `extent`; their extents must be smaller."""
         new = workers & ~node.holders
         for slot in bits(new):
             self._of_slot.setdefault(slot, set()).add(node)

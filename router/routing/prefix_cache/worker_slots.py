@@ -9,20 +9,20 @@ Workers: TypeAlias = int
 
 
 class WorkerSlots:
-    """Assigns a slot to each worker. Indexes share the slots, so their sets can be combined.
+    """Assigns a slot to each worker; indexes share the slots, so their sets can be combined.
 
     A slot is free again once every index that acquired it has released it.
     """
 
     def __init__(self) -> None:
-        self.version = 0  # changes whenever a slot gets another worker, or none
+        self.version = 0  # changes whenever a slot is assigned or freed
         self.names: list[str] = []  # worker by slot; "" if the slot is free
         self._slots: dict[str, int] = {}  # slot by worker
         self._free: list[int] = []
         self._users: Counter[str] = Counter()  # number of indexes that use a worker's slot
 
     def acquire(self, worker: str) -> int:
-        """Return the slot of a worker for one more index; a new worker gets a free slot."""
+        """Return the slot of a worker for another index; a new worker gets a free slot."""
         self._users[worker] += 1
         slot = self._slots.get(worker)
         if slot is None:

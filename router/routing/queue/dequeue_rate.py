@@ -4,10 +4,11 @@ import math
 
 
 class DequeueRate:
-    """Cost of the requests that leave the queue, per second in which requests wait.
+    """Measures the cost per second of the requests that leave the queue, while requests wait.
 
     The average covers about the last `WINDOW` seconds. Time without a waiting request does not
-    count, and neither do requests that did not wait: they say nothing about the highest speed.
+    count. Requests that did not wait do not count either, because they do not show the highest
+    speed.
     """
 
     WINDOW = 10.0  # seconds
@@ -17,9 +18,9 @@ class DequeueRate:
     """Seconds of measurement that are enough."""
 
     def __init__(self) -> None:
-        # Exponentially decayed sums until the last request that left.
+        # Exponentially decayed sums up to the time when the last request left.
         self._cost = self._seconds = 0.0
-        self._measured = 0.0  # as `_seconds`, but not decayed
+        self._measured = 0.0  # like `_seconds`, but without decay
         self._counted_until: float | None = None  # None: no request waits
 
     def began_to_wait(self, now: float) -> None:

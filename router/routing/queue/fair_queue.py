@@ -67,8 +67,8 @@ class FairQueue:
     def retry_after(self, entry: QueuedRequest, now: float) -> float:
         """Return the seconds after which the client of a refused request should retry.
 
-        This is the time in which the requests of its tenant that wait now, and the request itself,
-        would be placed, within [MIN_RETRY, MAX_RETRY].
+        In this time, the requests of the same tenant that wait now, and this request, would be
+        placed. The result is within [MIN_RETRY, MAX_RETRY].
         """
         held = self._quotas.by_tenant.get(entry.tenant, Amount()).cost
         own = held if entry.request in self._entries else held + entry.cost
@@ -90,7 +90,7 @@ class FairQueue:
         return (through - entry.cost) / speed
 
     def has_waited_too_long(self, request: int, now: float) -> bool:
-        """Return whether a request exceeds `max_wait`; False for a requeued one."""
+        """Return whether a request has waited longer than `max_wait`; False if it was requeued."""
         entry = self._entries[request]
         return not entry.is_requeued and now - entry.arrived_at > self.max_wait
 
@@ -129,7 +129,7 @@ class FairQueue:
         return self._queues[min(self._queues, key=self._counters.__getitem__)]
 
     def dequeue(self, request: int, now: float) -> None:
-        """Remove a request that is placed; a new request's prompt is charged to its tenant."""
+        """Remove a request that is placed; charge the prompt of a new request to its tenant."""
         entry = self._entries[request]
         if not entry.is_requeued:
             self._queues[entry.tenant].num_dequeued += 1
@@ -159,7 +159,7 @@ class FairQueue:
             self._counters[tenant] += OUTPUT_WEIGHT * num_tokens
 
     def _activate(self, tenant: str) -> None:
-        """Raise the counter of a tenant without queued requests to that of the next tenant."""
+        """Raise the counter of a newly waiting tenant to the smallest one of the others."""
         if tenant in self._queues:
             return
         waiting = [self._counters[other] for other in self._queues]

@@ -9,9 +9,9 @@ met, the longest prompts are deferred so that as many other prompts as possible 
 burst that is too large makes few requests late. In order of arrival, nearly all requests would be
 late, because each would wait for earlier requests that are already late.
 
-To prevent starvation, once the oldest prompt has waited for `STARVATION_FACTOR` times the SLO,
-every `STARVATION_INTERVAL`-th prompt that is taken is the oldest one. The SLO does not change
-priorities and fairness between tenants: see `fair_queue`.
+To prevent starvation, the oldest prompt is sometimes taken out of order. Once it has waited for
+`STARVATION_FACTOR` times the SLO, every `STARVATION_INTERVAL`-th prompt that is taken is the oldest
+one. The SLO does not change priorities or the fairness between tenants: see `fair_queue`.
 """
 
 import heapq
@@ -91,8 +91,8 @@ def moore_hodgson(
     """Return the index of the prompt to start next, to meet as many deadlines as possible.
 
     `prompts` are ordered by arrival; if no prompt can meet its deadline, the result is 0. All
-    workers together are approximated by one worker that is `workers` times as fast. Only the
-    latest start of a prompt is planned with the time that the prompt takes on a real worker.
+    workers together are approximated by one worker that is `workers` times as fast. The latest
+    start of a prompt, however, is planned with its compute time on a real worker.
     """
     latest = [each.due(ttft_slo) - each.seconds for each in prompts]  # latest start times
     able = [index for index, begin in enumerate(latest) if now <= begin]

@@ -15,7 +15,7 @@ class QueuedRequest:
     tenant: str
     priority: int  # as in vLLM: lower goes first; orders the requests of one tenant only
     num_tokens: int  # prompt tokens; added to the tenant's counter
-    is_requeued: bool = False  # placed before: goes first, and the queue's bounds do not count it
+    is_requeued: bool = False  # placed before: goes first, exempt from the queue's bounds
     arrived_at: float = 0.0  # clock seconds
     cost: int = 0  # upper bound of the prompt and answer tokens of all sequences
 

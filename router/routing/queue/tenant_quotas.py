@@ -1,16 +1,16 @@
-"""Each tenant's share of the queue's bounds, and the choice of requests that a new one displaces.
+"""Each tenant's share of the queue's bounds, and the rules by which new requests displace others.
 
 A tenant's share is the largest of its shares of the three bounds: requests, prompt tokens and cost
 (as in "Dominant Resource Fairness", NSDI 2011). Only requests that were never placed count. With n
 tenants waiting, the rules for a new request are:
 
-- A tenant that already waits may hold at most `LARGEST_FRACTION` or 1/n of each bound, whichever is
-  larger. A lone tenant may therefore fill the queue.
+- A tenant that already waits may hold at most the fraction `LARGEST_FRACTION` or 1/n of each bound,
+  whichever is larger. For a single tenant this is the whole queue.
 - If the queue is full, the new request displaces the last requests of the tenant with the largest
-  share, as long as that share is larger than the one that the new request's tenant would have.
-- A new request is refused if that does not make room.
+  share. This share must be larger than the share that the new request's tenant would have.
+- The new request is refused if these displacements do not make room.
 
-It follows that a tenant that would hold at most 1/n of each bound is never refused.
+Therefore a request is never refused if its tenant would hold at most 1/n of each bound.
 """
 
 import heapq
@@ -24,7 +24,7 @@ LARGEST_FRACTION = 0.25
 
 
 class Amount(NamedTuple):
-    """Numbers of waiting requests, and of their prompt tokens, and their cost."""
+    """Number of requests, of their prompt tokens, and their total cost."""
 
     requests: int = 0
     tokens: int = 0
@@ -53,7 +53,7 @@ def amount_of(entries: Iterable[QueuedRequest]) -> Amount:
 
 
 class TenantQuotas:
-    """The amounts of the requests in a queue that were never placed, in total and by tenant."""
+    """Amounts of the queued requests that were never placed, in total and by tenant."""
 
     def __init__(self, bounds: Amount) -> None:
         self._bounds = bounds
@@ -75,7 +75,7 @@ class TenantQuotas:
     def cost_before(self, tenant: str, own: int) -> int:
         """Return the cost that is served until `own` of a tenant's cost has been served.
 
-        Tenants are served equally, and a tenant that has less waiting gets only that.
+        All tenants are served equally, but at most with the cost that they have waiting.
         """
         others = self._others(tenant).values()
         return own + sum(min(held.cost, own) for held in others)

@@ -13,14 +13,15 @@ DEADLINE_PASSED = "the deadline passed"
 
 
 def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -> str:
-    """Return why it is too late to place a request for the first time; "" if it is not.
+    """Return why it is too late to place a request for the first time; "" if there is still time.
 
-    The prompt must be computed before the deadline, at the workers' measured speed.
+    It is too late if the workers, at their measured speed, cannot compute the prompt by the
+    deadline.
     """
     left = state.request.deadline - now
     if left <= 0:
         return DEADLINE_PASSED
-    if left == float("inf"):  # no deadline: the capacity of a thousand workers takes long to sum
+    if left == float("inf"):  # saves the capacity, which is slow for a thousand workers
         return ""
     capacity = None if state.attempt else prefill_capacity(views)
     if capacity is None:

@@ -49,7 +49,7 @@ def _case(
     def call() -> None:
         slot = format_of(cached).slot_elements(head_dim)
         layer = meta(2, 1024, num_heads, 16, slot, dtype=cached)
-        # Decodes, and a chunk if `max_query` is not 1, behind long contexts: some are split.
+        # Decodes with long contexts, and a chunk if `max_query` is not 1: some sequences are split.
         lengths = np.array([*7 * [1], max_query])
         starts, contexts = np.cumsum([0, *lengths]), np.full(8, 4100)
         tables = np.zeros((8, 257), np.int32)

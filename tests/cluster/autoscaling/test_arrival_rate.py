@@ -55,7 +55,7 @@ def test_burst_is_the_maximum_over_all_intervals(
     sizes = []
     for end, now in enumerate(times):
         if now >= times[-1] - memory:
-            # Use only the newest of the samples outside the window as a start.
+            # Of the samples before the window, use only the newest one as the start.
             old = [each for each in range(end) if times[each] <= now - 30.0]
             sizes += [
                 (totals[end] - totals[start]) / max(now - times[start], BURST_SECONDS)

@@ -20,7 +20,7 @@ from penstock.common.worker_load import WorkerLoad
 
 RATE = 1000.0  # prompt tokens per second of one worker
 LIMITS = PoolLimits(least=0, most=64)
-NUM_BLOCKS = 600_000  # per worker; all shares in these tests are whole numbers of blocks
+NUM_BLOCKS = 600_000  # per worker; all fractions of it in these tests are whole numbers of blocks
 
 
 def worker(
@@ -148,8 +148,8 @@ def test_share_of_the_initial_size_is_kept_and_fades() -> None:
         if decision.desired != count:
             sizes.append((now, decision.desired))
         count = decision.desired
-    # The pool keeps 65% of its initial nine workers, which fades to 0 in two hours: five workers at
-    # first, and four after about a seventh of this time.
+    # At first, the pool keeps 65% of its nine initial workers. This share falls to 0 in two hours.
+    # So the pool keeps five workers at first, and four after about a seventh of the two hours.
     assert sizes[:4] == [(10, 8), (15, 7), (20, 6), (25, 5)]
     assert sizes[4][1] == 4
     assert 1046 < sizes[4][0] < 1066
@@ -441,7 +441,7 @@ def test_multiplied_arrivals_never_lower_the_desired_size(
 def test_kept_share_of_the_initial_size_fades_linearly(
     first: int, sizes: list[tuple[float, int]], hedge: float
 ) -> None:
-    """An idle pool keeps only this share, at every later size."""
+    """An idle pool's occupancy term is the kept share of its initial size, at any current size."""
     scaler, now = Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(hedge=hedge)), 0.0
     for seconds, size in [(0.0, first), *sizes]:
         now += seconds
@@ -480,7 +480,7 @@ def test_periodic_bursts_within_the_memory_do_not_change_the_size(
         {"prefill": LIMITS}, policy=ScalingPolicy(down=20 * every, down_step=0, up=0, headroom=0)
     )
     count, total, sizes = 1, 0, []
-    # Run until the first arrivals are forgotten, because they have no rate over a whole window.
+    # The first arrivals have no rate over a whole window, so run until they are forgotten.
     for step in range(120 + 16 * len(period)):
         now = float(step * every)
         total += period[step % len(period)]

@@ -1,4 +1,4 @@
-"""A pool of scripted workers: workers are started, restarted, drained, removed and given up."""
+"""A pool of scripted workers: it starts, restarts, drains, removes and gives up workers."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -45,7 +45,7 @@ def test_imports_run_without_collections_and_their_objects_are_frozen() -> None:
     gc.callbacks.append(lambda phase, info: phases.append(phase))
     try:
         with importing():
-            made = [Node() for _ in range(10_000)]  # enough for a collection
+            made = [Node() for _ in range(10_000)]  # enough objects to trigger a garbage collection
         assert phases == []
         assert gc.isenabled()
         assert all(each is not made[0] for each in gc.get_objects())

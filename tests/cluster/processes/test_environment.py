@@ -1,4 +1,4 @@
-"""Which variables of the shell reach routers and workers."""
+"""Environment variables of the shell that reach routers and workers."""
 
 from penstock.cluster.processes.environment import child_environment
 

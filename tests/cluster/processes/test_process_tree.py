@@ -18,7 +18,7 @@ sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
 print(subprocess.Popen(sleeper, stdout=2, start_new_session=True).pid)
 """
 
-# Starts processes all the time: killing the processes of one listing would miss new processes.
+# Starts processes all the time, so a single list of processes would miss new ones.
 FORK_LOOP = """
 import subprocess
 while True:

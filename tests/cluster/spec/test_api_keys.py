@@ -1,4 +1,4 @@
-"""The API keys of a cluster: where they are read from, and which are refused."""
+"""The API keys of a cluster: their sources, and the keys that are refused."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Errors about cluster files name the mistake and its position, and show nothing of the file."""
+"""Errors about cluster files name the mistake and its position, and quote no text of the file."""
 
 from pathlib import Path
 

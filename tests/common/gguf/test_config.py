@@ -77,7 +77,8 @@ def test_llama3_scaling_is_read_as_divisors(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m", "llama3")
     rope = read_spec(write_gguf(folder, tmp_path / "m.gguf")).rope
     assert (rope.kind, rope.scale) == ("longrope", 1.0)
-    # head_dim 20: a pair turns 64 / (2 pi) = 10.2 times at first, and 8 times slower at last.
+    # head_dim 20: the first pair turns 64 / (2 pi) = 10.2 times in 64 positions and keeps its
+    # frequency. The last pairs turn 8 times slower than without scaling.
     assert rope.divisors == rope.short_divisors
     assert rope.divisors[:2] == (1.0, 1.0)
     assert rope.divisors[4:] == (8.0,) * 6
@@ -87,7 +88,7 @@ def test_llama3_scaling_is_read_as_divisors(tmp_path: Path) -> None:
 def test_control_tokens_that_end_a_turn_end_the_answer(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m", "qwen2")
     config = config_of(write_gguf(folder, tmp_path / "m.gguf"))
-    assert config["eos_token_id"] == [1, 3]  # </s> by its key, <|im_end|> by its text
+    assert config["eos_token_id"] == [1, 3]  # </s> is found by its key, <|im_end|> by its text
 
 
 def test_chat_template_and_special_tokens_are_read(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def piece_entries(writer: gguf.GGUFWriter) -> None:
 
 
 def sentence_piece(text: str) -> list[int]:
-    """Encode as SentencePiece's BPE: join the neighbours whose token has the best score."""
+    """Encode like SentencePiece's BPE: repeatedly join the neighbours whose token scores best."""
     tokens, scores, kinds = pieces()
     ids = {token: index for index, token in enumerate(tokens) if kinds[index] == NORMAL}
     parts = list("\u2581" + text.replace(" ", "\u2581"))

@@ -1,4 +1,4 @@
-"""Random schemas: an answer that ends by itself is valid; an invalid document cannot end."""
+"""Random schemas: an answer that can end is valid, and an invalid document cannot end."""
 
 import json
 import random

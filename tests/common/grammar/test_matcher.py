@@ -1,4 +1,4 @@
-"""Matchers allow exactly the tokens that continue towards an answer of the wanted form."""
+"""Matchers allow exactly the tokens that continue towards an answer of the required form."""
 
 import random
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from penstock.common.text.tokenizer import ModelTokenizer
 from tests.support.tokenizers import KINDS, id_of, write_folder
 
 TOKENIZER = ModelTokenizer(Path(__file__).parents[3] / "penstock" / "models" / "demo")
-END, VOCAB_SIZE = 2, 2100  # more logits than tokens
+END, VOCAB_SIZE = 2, 2100  # VOCAB_SIZE exceeds the number of tokens
 VOCABULARY = GrammarVocabulary(TOKENIZER, VOCAB_SIZE, [END])
 
 SCHEMA = json_schema(
@@ -49,7 +49,7 @@ def tokens_of(text: str) -> list[int]:
 
 
 def first_refused(grammar: CompiledGrammar, tokens: Sequence[int]) -> int | None:
-    """Return the index of the first token that the mask excludes; None: it excludes none."""
+    """Return the index of the first token that the mask excludes, or None if it excludes none."""
     matcher = grammar.matcher()
     for index, token in enumerate(tokens):
         if token not in allowed(matcher):

@@ -22,7 +22,7 @@ KIND_NAMES = st.sampled_from(sorted(KINDS))
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """Generate a tokenizer kind and the tokens of an answer: of a text, or arbitrary ids."""
+    """Generate a tokenizer kind and an answer: the tokens of a text, or arbitrary ids."""
     name = draw(KIND_NAMES)
     size = TOKENIZERS[name].get_vocab_size()
     arbitrary = st.lists(st.integers(0, size - 1), max_size=20)

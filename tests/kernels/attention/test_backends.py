@@ -221,7 +221,7 @@ def test_wrong_first_result_falls_back_to_ours(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A library with another meaning of the window is refused."""
+    """A library that defines the window differently is refused."""
     wrapper = modules["flashinfer"].BatchPrefillWithPagedKVCacheWrapper
     plan = wrapper.plan
 

@@ -75,7 +75,7 @@ def test_all_fp8_codes_and_float16_scales_are_converted_exactly() -> None:
     """With one position, the softmax weight is 1 and the output is the value itself."""
     form = FORMATS["fp8"]
     numbers = torch.arange(256)
-    numbers = numbers[numbers % 128 != 127].to(torch.uint8)  # without the two NaN
+    numbers = numbers[numbers % 128 != 127].to(torch.uint8)  # without the two NaN codes
     numbers = torch.cat((numbers, numbers[:2])).view(8, 32)
     finite = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)
     scale = torch.cat((finite[:8], finite[1020:1028], finite[-8:], torch.rand(40).half()))

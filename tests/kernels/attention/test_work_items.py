@@ -110,7 +110,7 @@ def check(
 
 
 def check_shares(work: StepWork, one_path: bool, shape: WorkShape) -> None:
-    """Check that each item has one worker, and that workers have nearly equal shares."""
+    """Check that each item belongs to one worker, and that workers have nearly equal costs."""
     starts = work.worker_starts
     assert len(starts) == shape.num_workers + 1
     assert starts[0] == 0
@@ -122,7 +122,7 @@ def check_shares(work: StepWork, one_path: bool, shape: WorkShape) -> None:
     unit = 1 if one_path else sound.QUANTUM
     loads = [costs[begin:end].sum() for begin, end in pairwise(starts)]
     share = -(-costs.sum() // (unit * shape.num_workers)) * unit
-    tall = shape.group > shape.few_rows  # an item for each of several tiles of a token
+    tall = shape.group > shape.few_rows  # a token has several tiles, each with an item of its own
     assert max(loads) <= share + (costs.max() if tall else 0)
 
 
@@ -208,7 +208,8 @@ def test_short_chunks_behind_long_prefixes_fill_the_device(
 def test_long_chunks_are_not_split() -> None:
     work = make([(8192, 8192)], 0, False, LLAMA)
     assert work.num_partial_rows == 0
-    assert (work.chunks[:, 1] == np.arange(256)[::-1]).all()  # the longest tile first
+    # The tile with the longest context first.
+    assert (work.chunks[:, 1] == np.arange(256)[::-1]).all()
 
 
 def test_one_path_splits_chunks_that_do_not_fill_the_device() -> None:

@@ -84,7 +84,7 @@ def num_sleeps() -> int:
 
 
 def test_a_thread_that_joins_without_the_others_starts_after_a_limit() -> None:
-    """A thread joins three times: first it starts as a team of one, then it joins too late."""
+    """A thread joins three times: first it starts as a team of one, then it is too late twice."""
     from penstock.kernels.cpu_common.thread_barrier import BARRIER_WORDS
 
     shared = np.zeros(BARRIER_WORDS, np.int64)

@@ -86,7 +86,7 @@ def test_codes_and_scales_have_the_bits_of_the_reference(name: str, magnitude: f
     new = torch.randn(16, 6, 24) * magnitude
     new[1, 1], new[2, 2, 3], new[3, 3, 2], new[4, 4] = 0.0, torch.nan, torch.inf, 1e-44
     new[5] *= torch.rand(6, 1)
-    new[6] = torch.round(new[6] / magnitude * 4) * magnitude  # values in the middle of two codes
+    new[6] = torch.round(new[6] / magnitude * 4) * magnitude  # values halfway between two codes
     layer = torch.zeros(2, 5, 3, 4, 26, dtype=torch.int8).view(FORMATS[name].dtype)
     expected, slots = layer.clone(), torch.randperm(20)[:16]
     write_kv(layer, slots, new)

@@ -40,7 +40,7 @@ def test_rms_norm_matches_the_reference(num_rows: int, dim: int, dtype: torch.dt
 @given(st.integers(1, 9), st.sampled_from([1, 24, 100, 128]), st.sampled_from(DTYPES))
 def test_layer_norm_matches_the_reference(num_rows: int, dim: int, dtype: torch.dtype) -> None:
     x, weight, bias = (torch.randn(*n, dim).to(dtype) for n in ((num_rows,), (), ()))
-    x = x * 3 + 7  # mean 7, standard deviation 3
+    x = x * 3 + 7  # normal values with mean 7 and standard deviation 3
     expected = layer_norm_reference(x.double(), weight, bias, 1e-5)
     close(layer_norm(x, weight, bias, 1e-5), expected, 3.0)
 

@@ -19,7 +19,7 @@ from penstock.kernels.mla.op import (
 )
 from tests.support.batches import Batch, make_batch, poison
 
-Sizes = tuple[int, int, int, int, int]  # H, Q, P, V, R as in `mla/op`
+Sizes = tuple[int, int, int, int, int]  # H, Q, P, V, R: letters of the shapes in `mla/op`
 SMALL = (3, 5, 4, 7, 11)
 DEEPSEEK = (512, 64, 256)  # R, P, Q + V
 

@@ -50,7 +50,8 @@ def test_filters_match_the_reference(
     assert torch.equal(found[kept], logits[kept])
     assert bool(kept.gather(1, logits.argmax(-1, keepdim=True)).all())
     for row, (top_k, _, _) in enumerate(rows):
-        assert not top_k or int(kept[row].sum()) <= top_k + 1  # + 1 for the tie
+        # + 1: of two tied tokens, both are kept.
+        assert not top_k or int(kept[row].sum()) <= top_k + 1
 
 
 def test_each_filter_by_itself() -> None:

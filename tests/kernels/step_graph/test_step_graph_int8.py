@@ -1,4 +1,4 @@
-"""INT8 products in CPU step graphs, with plain loops in place of AMX, so that every CPU can run."""
+"""INT8 products in CPU step graphs, with plain loops in place of AMX, so that any CPU runs them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Weight-only products in CPU step graphs have the bits of the separate products."""
+"""Weight-only products in CPU step graphs are bitwise equal to the separate products."""
 
 from typing import get_args
 

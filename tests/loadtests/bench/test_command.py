@@ -49,7 +49,7 @@ def test_load_is_sent_and_its_figures_are_printed_and_saved(
     assert shown(captured.out, "Total generated tokens:") == 48
     assert shown(captured.out, "Request goodput (req/s):") > 0
     assert behaviour.max_in_flight <= 3
-    assert len(behaviour.prompts) == 13  # including the warm-up
+    assert len(behaviour.prompts) == 13  # the warm-up request is counted too
     result = json.loads(saved.read_text())
     assert (result["completed"], result["total_output_tokens"]) == (12, 48)
     assert result["config"]["work"]["input_len"] == "16-32"

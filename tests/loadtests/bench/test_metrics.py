@@ -50,7 +50,7 @@ def test_figures_of_a_load_match_hand_computed_values() -> None:
     assert made.itl.mean == pytest.approx(1000 * (0.1 + 0.2 + 0.2 + 1.0) / 4)
     assert made.itl.median == pytest.approx(200)
     assert made.e2el.mean == pytest.approx(1000 * (1.0 + 1.2 + 0.25) / 3)
-    assert made.peak_concurrent == 1  # one request ends at 2.0 as the next begins
+    assert made.peak_concurrent == 1  # one request ends at 2.0, when the next begins
     assert made.good is None
     assert made.lag.p99 == pytest.approx(np.percentile([0, 0, 0, 250], 99))
 

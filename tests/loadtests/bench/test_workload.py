@@ -77,7 +77,8 @@ def test_arrivals_keep_the_rate(count: int, rate: float, seed: int) -> None:
 def test_arrivals_are_a_poisson_process() -> None:
     gaps = np.diff(arrivals(50_000, 10.0, 3))
     assert gaps.mean() == pytest.approx(0.1, rel=0.02)
-    assert gaps.std() == pytest.approx(0.1, rel=0.02)  # exponential: equals the mean
+    # The standard deviation of an exponential distribution equals its mean.
+    assert gaps.std() == pytest.approx(0.1, rel=0.02)
     assert np.corrcoef(gaps[1:], gaps[:-1])[0, 1] == pytest.approx(0, abs=0.02)
 
 

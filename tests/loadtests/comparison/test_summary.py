@@ -25,7 +25,7 @@ def test_values_of_a_run_match_hand_computed_ones() -> None:
 
 
 def test_flops_match_hand_computed_values() -> None:
-    # 8 tokens pass the body, 1 token the head; a token attends to itself and all earlier tokens.
+    # The body computes 8 tokens, the head 1. A token attends to itself and all earlier tokens.
     prompt = 2 * (1000 * 8 + 500) + 64 * (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)
     assert COST.prefill(8) == prompt
     answer = 2 * 1500 * 3 + 64 * (9 + 10 + 11)

@@ -42,7 +42,8 @@ MODULES = sorted(
 
 def run_blocked(code: str, blocked: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", BLOCK.format(blocked=blocked) + code]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # tiny products on a busy machine
+    # One thread: more would slow down tiny products on a busy machine.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
     )

@@ -23,7 +23,7 @@ from penstock.loadtests.gpu.kernel_tests import (
 from penstock.loadtests.gpu.options import Options
 from tests.support.only_kernels import only_kernels
 
-ENDS = 200.0  # seconds until a run of pytest is stopped, where it should end before
+ENDS = 200.0  # time limit in seconds of runs of pytest that should end earlier
 
 
 def results_of(folder: Path, *lines: dict[str, Any], end: str = "") -> Results:
@@ -44,7 +44,7 @@ def test_lines_are_summed_by_file(tmp_path: Path) -> None:
         *(line(name, "started") for name in ("b.py::x", "a.py::y", "a.py::z", "a.py::w")),
         line("b.py::x"),
         line("a.py::y", "failed", "\n".join(map(str, range(99)))),
-        line("a.py::y"),  # a line of the test's end, after the failure
+        line("a.py::y"),  # the test's teardown passes after the failure
         line("a.py::z", "skipped"),
         end='{"test": "a.py::w", "outc',
     )

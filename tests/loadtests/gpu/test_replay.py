@@ -14,7 +14,7 @@ from penstock.workers.models.decoder import Decoder
 
 
 class OneByOne:
-    """An engine with a clock of its own: each step takes a second and gives one token."""
+    """An engine with its own clock: each step takes a second and generates one token."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""The smoke section: errors are found, and no failure, crash or hang ends the run."""
+"""The smoke section: it finds errors, and the run continues after a failure, crash or hang."""
 
 import json
 import time

@@ -28,7 +28,7 @@ def on_trial() -> Candidate:
 
 @dataclass(frozen=True)
 class PlannedWork:
-    """Work that keeps the tiles with which it was made, as a plan of attention does."""
+    """Work that keeps the tiles that were current when it was made, like an attention plan."""
 
     outputs: int
 

@@ -52,7 +52,7 @@ def test_missing_protobuf_is_named_as_the_reason_not_to_run(
 
 
 class StubGroup:
-    """Computes the collectives of rank 0 in one process; the one named `faulty` is wrong."""
+    """Computes the collectives of rank 0 in one process; the collective named `faulty` is wrong."""
 
     def __init__(self, dtype: torch.dtype, faulty: str) -> None:
         self._dtype, self._faulty = dtype, faulty
@@ -111,7 +111,7 @@ def test_few_equal_first_tokens_are_a_failure() -> None:
 
 
 class StubRank:
-    """Rank 0 whose engines of two ranks give other tokens than the one of one rank."""
+    """A rank 0 for which an engine of two ranks gives other tokens than an engine of one rank."""
 
     loads: Mapping[str, Sequence[Request]] = {"4": [Request(4, 2)] * 4}
 

@@ -82,7 +82,7 @@ def test_measurement_prints_json_and_reports_missed_goals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overload, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(overload, "KEPT", 0.0)  # a busy machine may keep no goal
+    monkeypatch.setattr(overload, "KEPT", 0.0)  # on a busy machine, every goal may be missed
     path = tmp_path / "overload.json"
     flags = ["--seconds", "1.5", "--tries", "1", "--max-sequences", "4", "--output-len", "4-8"]
     code = overload.main([*flags, "--save-json", str(path)])

@@ -1,4 +1,4 @@
-"""The check of structured outputs with random schemas finds wrong masks, and passes."""
+"""The check of structured outputs with random schemas finds wrong masks and accepts right ones."""
 
 import json
 from typing import Any

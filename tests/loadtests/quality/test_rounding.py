@@ -1,4 +1,4 @@
-"""Rounding of the quality table: codes of the published forms, and calibration that helps."""
+"""Rounding of the quality table: published formats, and the gain of calibration."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Limits on the clients of a gRPC port: a client beyond them is ended alone."""
+"""Limits on the clients of a gRPC port: a client that exceeds one is disconnected alone."""
 
 import asyncio
 from collections.abc import AsyncIterator

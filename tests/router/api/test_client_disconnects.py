@@ -212,7 +212,7 @@ async def test_request_that_can_never_fit_is_a_client_error(config: RouterConfig
 
 
 def fail_with_a_traceback(worker: StubWorker) -> None:
-    """End the worker's only request with an error that has a path, an address and a pointer."""
+    """End the worker's only request with an error that contains a path, address and pointer."""
     trace = 'Traceback: File "/srv/penstock/engine.py", line 7\nValueError at 0x7f00 of 10.0.0.3:55'
     step = worker_pb2.Step()
     (submit,) = worker.submits

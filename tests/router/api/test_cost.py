@@ -24,7 +24,7 @@ ECHOED = {"prompt": [[52] * 2046] * 4, "n": 64, "echo": True, "logprobs": 20, "m
 
 @pytest.fixture
 def unused(shared_served: Served) -> Served:
-    """Return the shared router; no request has reached its worker."""
+    """Return the shared router, whose worker has recorded no requests."""
     shared_served.worker.submits.clear()
     shared_served.worker.answer = counting
     return shared_served

@@ -49,9 +49,9 @@ async def test_text_of_a_client_that_left_is_not_encoded(
         second = asyncio.create_task(client.post("/v1/completions", json=body_of("b")))
         waiting = served.router.frontend.prompts
         await until(lambda: waiting.num_waiting == 1)
-        second.cancel()  # closes its connection
+        second.cancel()  # the client closes its connection
         await until(lambda: waiting.num_waiting == 0)
-        assert (await client.get("/health")).status_code == 200  # the event loop is free
+        assert (await client.get("/health")).status_code == 200  # the event loop is not blocked
         held.release.set()
         assert (await first).status_code == 200
     assert held.began == ["a"]

@@ -78,7 +78,7 @@ async def test_tools_of_a_large_message_reach_the_template(prompt: Prompts) -> N
     request = pb.GenerateRequest(
         chat=pb.Chat(messages=HI, tools=[json.dumps(ADD)]),
         sampling=pb.Sampling(max_tokens=1),
-        request_id="x" * 40_000,  # so that a helper process checks the message
+        request_id="x" * 40_000,  # long, so that a helper process checks the message
     )
     _ = [reply async for reply in prompt.stub.Generate(request)]
     tokens = list(prompt.submits[-1].prompt)

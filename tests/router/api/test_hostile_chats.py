@@ -1,4 +1,4 @@
-"""Chat templates and large bodies that would hold the router are processed apart, with limits."""
+"""Costly chat templates and large bodies are processed in helper processes, with limits."""
 
 import asyncio
 import json
@@ -229,7 +229,7 @@ async def test_large_answer_of_tokenize_is_made_in_slices(
         "tokens": expected.ids,
         "token_strs": expected.tokens,
     }
-    assert callback_times.longest < 0.03  # 0.04 if the answer is made at once
+    assert callback_times.longest < 0.03  # about 0.04 if the whole answer is made in one callback
     tokens = {"tokens": expected.ids}
     answer = await post(http, "/detokenize", tokens)
     assert answer.json() == {"prompt": f"<s>{text}"}

@@ -1,4 +1,4 @@
-"""The largest answers that a call may have do not disturb other calls."""
+"""Calls with the largest allowed answers do not disturb other calls."""
 
 import asyncio
 import ctypes

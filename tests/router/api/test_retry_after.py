@@ -1,4 +1,4 @@
-"""A client that waits as long as it is told does not come too early."""
+"""A client that waits for the time in Retry-After does not come too early."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Reasoning and tool calls together, names of parsers, and the choice by the chat template."""
+"""Reasoning and tool calls together, parser names, and parsers chosen by the chat template."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -338,7 +338,7 @@ def schema_of(value: Any) -> Any:
 
 
 def as_text(name: str, value: Any, schema: Any) -> Any:
-    """Return what a tagged format writes for a value, whose type the schema may not show."""
+    """Return a value as its format writes it: strings as JSON if the schema allows others."""
     if name in ("qwen3_coder", "glm45", "glm47") and isinstance(value, str):
         tools = parameters_of(name, [function_of({"properties": {"a": schema}})])
         if not tools.types_of("f", "a") <= {"string", "null"}:

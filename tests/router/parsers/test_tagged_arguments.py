@@ -124,7 +124,7 @@ def test_answer_is_the_same_in_every_split(name: str) -> None:
         (f"I write.\n\n{call}\n{other}\n", Answer("I write.", BOTH)),
         (f"{call}\nAll is done. Yes.", Answer("All is done. Yes.", BOTH[:1])),
         (form("other.tool", ("a", "1")), Answer("", [("other.tool", '{"a": 1}')])),
-        # not calls: the text is kept
+        # these are not calls, so the text is kept
         ("The tag <tool_call> begins.", Answer("The tag <tool_call> begins.")),
         ("<tool_call>", Answer("<tool_call>")),
         ("<tool_call></tool_call>", Answer("<tool_call></tool_call>")),

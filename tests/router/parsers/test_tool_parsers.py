@@ -53,7 +53,7 @@ HERMES: list[tuple[str, Answer]] = [
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         Answer("", [("f", '{"a": 1}')]),
     ),
-    # not calls: the text is kept
+    # these are not calls, so the text is kept
     ("<tool_call>nothing</tool_call>", Answer("<tool_call>nothing</tool_call>")),
     ('<tool_call>{"a": 1}</tool_call>', Answer('<tool_call>{"a": 1}</tool_call>')),
     ('<tool_call>{"name": 5, "arguments": {}}', Answer('<tool_call>{"name": 5, "arguments": {}}')),
@@ -79,7 +79,7 @@ LLAMA: list[tuple[str, Answer]] = [
         '{"type": "function", "name": "f", "parameters": {"x": "1"}}',
         Answer("", [("f", '{"x": "1"}')]),
     ),
-    # JSON answers that are no calls
+    # JSON answers that are not calls
     ('{"name": "Ada", "born": 1815}', Answer('{"name": "Ada", "born": 1815}')),
     (' {"name": "Ada"}', Answer(' {"name": "Ada"}')),
     ("{not JSON} {", Answer("{not JSON} {")),

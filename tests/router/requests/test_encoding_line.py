@@ -1,4 +1,4 @@
-"""The line of texts is fair between tenants and bounded; cancelled jobs do not run."""
+"""The queue of texts to encode is fair between tenants and bounded; cancelled jobs do not run."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ SIZE = 2000
 
 
 class Line:
-    """An encoding line whose threads are held, and the order in which its jobs ran."""
+    """An encoding queue whose threads are blocked, and the order in which its jobs ran."""
 
     def __init__(self) -> None:
         self.line = EncodingLine(100 * SIZE)
@@ -71,7 +71,7 @@ async def test_tenant_with_many_texts_leaves_a_thread_to_others(line: Line) -> N
 async def test_tenants_are_served_equal_numbers_of_characters(line: Line) -> None:
     hold = threading.Event()
     other = asyncio.create_task(line.line.run("other", SIZE, lambda: hold.wait(60)))
-    await line.add("y", "y")  # both threads are held; one remains so
+    await line.add("y", "y")  # both threads are blocked; the one of `other` stays blocked
     for number in range(4):
         await line.add("long", f"l{number}", 4 * SIZE)
     for number in range(8):
@@ -96,7 +96,7 @@ async def test_cancelled_text_is_not_encoded(line: Line) -> None:
 
 
 async def test_tenant_beyond_its_share_is_refused_and_another_is_not(line: Line) -> None:
-    for number in range(26):  # one of them runs, and 25 are a quarter
+    for number in range(26):  # one runs, and 25 wait, which is a quarter of the limit
         await line.add("greedy", f"g{number}")
     with pytest.raises(ServingError, match="wait to be processed") as refusal:
         await line.line.run("greedy", SIZE, line.job("more"))

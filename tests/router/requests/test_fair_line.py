@@ -1,4 +1,4 @@
-"""Rules of the line: order, shares and bounds, for any jobs."""
+"""Rules of the fair line (a queue): order, shares and bounds, for any jobs."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ TENANTS = "abc"
 
 
 class World:
-    """A line whose jobs are (tenant, number), and what has become of them."""
+    """A line whose jobs are (tenant, number), and the state of each job."""
 
     def __init__(self, num_slots: int, slot_size: int) -> None:
         self.line: FairLine[tuple[str, int]] = FairLine(10**9, num_slots, slot_size)
@@ -99,7 +99,7 @@ def test_slot_becomes_free_for_a_tenant_that_was_served_less() -> None:
     assert [line.take([0]) is not None for _ in range(5)] == [True] * 4 + [False]
     line.add("other", "o", SIZE)
     line.end(0)
-    assert line.take([0]) is None  # the slot is kept for `other`, which was served less
+    assert line.take([0]) is None  # the slot is reserved for `other`, which was served less
     for _ in range(3):
         line.end(0)
     begun = line.take([0])
@@ -115,7 +115,7 @@ def test_slots_that_are_not_usable_get_no_job() -> None:
     assert begun is not None
     assert begun.slot == 1
     line.add("a", "y", SIZE)
-    assert line.take([0]) is None  # its tenant has the other slot
+    assert line.take([0]) is None  # the tenant of this job already has the other slot
 
 
 def test_cleared_line_is_empty_and_takes_jobs_again() -> None:

@@ -28,7 +28,7 @@ async def refuse(tenant: str, num_chars: int, work: Callable[[], Hashes]) -> Has
 
 
 def hashes_of_worker(request: GenerationRequest, block_size: int) -> list[int]:
-    """Return the short hashes of what a worker's batcher publishes for this prompt."""
+    """Return the short hashes of the blocks that a worker's batcher publishes for this prompt."""
     batcher = Batcher(SchedulerConfig(64, 512, block_size, hash_key=KEY))
     params = SamplingParams(max_tokens=1)
     batcher.submit(NewSequence("k", request.prompt, len(request.prompt), params, salt=request.salt))

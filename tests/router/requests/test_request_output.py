@@ -58,7 +58,7 @@ async def test_plain_tokens_go_to_the_writer_and_others_to_the_queue() -> None:
     can_write = False
     output.deliver(0, 2, tokens[2], Finish.NONE, None)
     can_write = True
-    output.deliver(0, 3, tokens[3], Finish.NONE, None)  # the token before is unread
+    output.deliver(0, 3, tokens[3], Finish.NONE, None)  # the previous token has not been read
     merged = await reader
     assert (merged.position, list(merged.tokens)) == (2, tokens[2:4])
     reader = asyncio.ensure_future(anext(stream))

@@ -1,4 +1,4 @@
-"""Resuming an answer at any position gives the rest of the whole answer's text."""
+"""Resuming an answer at any position gives exactly the remaining text."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Detection of workers that send heartbeats but make no progress, without false alarms."""
+"""Workers that send heartbeats but make no progress are detected, without false alarms."""
 
 import hypothesis.strategies as st
 from hypothesis import given

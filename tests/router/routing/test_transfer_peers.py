@@ -1,4 +1,4 @@
-"""Destinations to which prefill workers connect early: who, how many, and when they are sent."""
+"""Destinations to which prefill workers connect early: which, how many, and when sent."""
 
 from collections import Counter
 

@@ -63,7 +63,8 @@ class Shared:
             Router(number, Dispatcher(policy_of("cost"), limits)) for number in range(num_routers)
         ]
         self.now = 0.0
-        self.waiting_counts: list[int] = []  # per step: sequences above max_sequences
+        # For each step: number of sequences above max_sequences.
+        self.waiting_counts: list[int] = []
         for router in self.routers:
             for info in infos:
                 self.send_event(router, WorkerUp(info))

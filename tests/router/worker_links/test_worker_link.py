@@ -124,7 +124,7 @@ async def test_heartbeats_are_more_frequent_to_a_busy_worker(
     link = link_to(worker, received)
     await until(lambda: received.count(ev.WorkerUp) == 2)
     before = worker.num_heartbeats
-    # After a command the link treats the worker as busy, whatever its load report.
+    # After a command, the link treats the worker as busy, whatever its load reports say.
     link.send(ev.Drop("w0", 1, 1))
     await until(lambda: worker.num_heartbeats == before + 1)
     await asyncio.sleep(0.3)

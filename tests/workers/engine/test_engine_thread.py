@@ -130,7 +130,7 @@ async def test_progress_timer_runs_while_a_step_does_not_end(ahead: bool) -> Non
     loop = EngineThread(cast(Engine, engine), received.deliver, received.fatal, timer)
     await loop.call(lambda _: None)
     await received.until(lambda: len(received.results) == 1)
-    async with asyncio.timeout(60):  # the result is delivered before the thread is idle
+    async with asyncio.timeout(60):  # the result may arrive shortly before the thread is idle
         while timer.waited(time.monotonic() + 100):
             await asyncio.sleep(0.001)
     loop.post(add_work(2))

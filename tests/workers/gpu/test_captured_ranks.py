@@ -47,7 +47,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
         return made[-1]
 
     record_launches_and_collectives(monkeypatch)
-    # So that sequences have several partitions.
+    # Small partitions, so that sequences have several of them.
     monkeypatch.setattr(work_items, "SPLIT", 32)
     monkeypatch.setattr(work_items, "QUANTUM", 32)
     monkeypatch.setattr(rank_runtime, "_runs_asynchronously", lambda decoder: True)

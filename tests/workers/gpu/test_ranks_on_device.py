@@ -158,7 +158,7 @@ def test_followers_get_the_tokens_of_steps_planned_ahead(
     assert run_on_device(ahead, model, (2, 1, 1)) == expected
     tokens_ahead = [plan.tokens for plan in read if plan.ahead]
     assert len(tokens_ahead) > 5
-    assert not any(tokens.any() for tokens in tokens_ahead)  # rank 0 did not know them
+    assert not any(tokens.any() for tokens in tokens_ahead)  # rank 0 did not know the tokens yet
     assert captures[-1].replayed > 5
 
 

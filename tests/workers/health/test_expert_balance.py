@@ -1,4 +1,4 @@
-"""ExpertBalance: the busiest expert's choices over the mean, once there are enough new choices."""
+"""ExpertBalance: ratio of the busiest expert's choices to the mean, if enough are new."""
 
 import pytest
 import torch

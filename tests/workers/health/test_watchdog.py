@@ -79,7 +79,7 @@ def test_longest_step_time_decays_over_shorter_steps() -> None:
 async def test_process_that_makes_progress_is_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = 2.0  # longer than this test may go without a CPU core
+    seconds = 2.0  # longer than a busy machine may delay this test
     recorded = RecordedWatchdog(tmp_path / "dumps", monkeypatch, seconds)
     timer = recorded.watchdog.timer("the engine")
     recorded.watchdog.start()

@@ -169,7 +169,7 @@ async def test_eight_requests_transfer_concurrently(
 
 
 class Gate:
-    """Counts calls of a `KvStaging` method, and blocks all but the first `free` until opened."""
+    """Counts calls of a `KvStaging` method; blocks those after the first `free` until opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, free: int) -> None:
         self.num_calls = 0
@@ -231,7 +231,7 @@ async def test_blocks_of_a_dropped_lease_are_kept_while_they_are_read(
     await gate.reached(3)
     leased = pools.prefill.load.leased_blocks
     await pools.prefill.drop(moving.request)
-    # Once later requests have completed, the drop was processed, but the blocks are still read.
+    # When later requests have completed, the drop has been processed; the blocks are still read.
     await pools.answer_without_transfer(PROMPT[:3], 2)
     await pools.prefill.submit(10**6, PROMPT[:3], greedy(1))
     await pools.prefill.answer(10**6)
@@ -316,7 +316,7 @@ async def test_source_reports_that_it_cannot_reach_the_destination(
     to.MergeFrom(wire.TransferEndpoint(**endpoint))
     await moving.send(to=to)
     assert reason in await failure_reason(pools.prefill, moving)
-    # Because the endpoint changed, the source closed the existing pair; the destination detects it.
+    # The endpoint changed, so the source closed the existing pair, which the destination detects.
     assert await moving.answer() == expected
     await moving.drop()
     await settle(pools)

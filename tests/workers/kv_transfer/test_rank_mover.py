@@ -1,4 +1,4 @@
-"""KV transfers between ranks: each pair moves its shard; if a pair fails, the transfer fails."""
+"""KV transfers between ranks: each pair moves its shard, and a failed pair fails the transfer."""
 
 import asyncio
 import threading
@@ -416,7 +416,7 @@ async def test_loss_of_a_peer_frees_its_channel_and_both_ends_of_its_pairs() -> 
     async with sides(source, target) as both:
         both.source.set_peers("router", [both.peer])
         await eventually(lambda: [each.connected for each in both.source.channels()] == [True])
-        both.source.set_peers("router", [])  # as when its router has lost the peer
+        both.source.set_peers("router", [])  # as if its router had lost the peer
         await eventually(lambda: not both.source.channels())
         for worker in (source, target):
             await eventually(lambda mover=worker.movers.own: not mover._endpoints)  # type: ignore[misc]

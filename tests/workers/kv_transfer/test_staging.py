@@ -19,7 +19,7 @@ LATENT = LayerHeadRange(0, LAYERS, 0, 1)
 class Side:
     """A KV cache that holds a sequence of `length` positions in scattered blocks.
 
-    `name` is the cache's format; None: arbitrary elements.
+    `name` is the cache's format. With None, the elements are arbitrary.
     """
 
     def __init__(

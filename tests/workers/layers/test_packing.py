@@ -28,7 +28,8 @@ def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
 def test_every_linear_layer_is_found(decoder: Decoder) -> None:
     found = list(linears(decoder))
     assert len(found) == 4 * len(decoder.layers) + 1
-    assert not any(linear.packed for linear in found)  # MEMORY_FRACTION is 0: nothing is packed
+    # MEMORY_FRACTION is 0 in this case, so nothing is packed.
+    assert not any(linear.packed for linear in found)
 
 
 def test_onednn_packing_keeps_the_results(

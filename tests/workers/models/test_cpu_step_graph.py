@@ -1,4 +1,4 @@
-"""CPU step graphs match transformers; unsupported models and steps get no graph."""
+"""CPU step graphs match transformers; unsupported models and steps run without a graph."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -199,8 +199,9 @@ def test_graph_has_the_bits_of_eager_execution(
 ) -> None:
     """Each layer's `lower` computes the same as its `__call__`.
 
-    Without deterministic mode, eager execution uses the batch-invariant gates too, because torch's
-    gates round differently, and routing of experts is equal up to rounding.
+    The test makes eager execution use the batch-invariant gates even without deterministic mode,
+    because torch's gates round differently. Without deterministic mode, the routing to experts is
+    equal only up to rounding.
     """
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 1 if deterministic else 65)
     monkeypatch.setattr(model_builder, "GATES", BATCH_INVARIANT_GATES)

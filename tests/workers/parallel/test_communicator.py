@@ -1,4 +1,4 @@
-"""Communicators are created with the options of their use."""
+"""Communicators are created with the options that their purpose needs."""
 
 from datetime import timedelta
 from types import SimpleNamespace

@@ -22,7 +22,7 @@ class FakeSend:
 
 
 class FakeCommunicator:
-    """A communicator to a rank 0 that is gone after `num_delivered` reports (two sends each)."""
+    """A communicator to a rank 0 that is gone after `num_delivered` reports of two sends each."""
 
     def __init__(self, num_delivered: int) -> None:
         self.sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""The follower's watchdog: compiling during the warm-up does not count, a later hang does."""
+"""The follower's watchdog: it ignores compilation during warm-up, and detects a later hang."""
 
 import threading
 from pathlib import Path

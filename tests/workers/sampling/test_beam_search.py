@@ -1,4 +1,4 @@
-"""Beam search finds the same answers as `transformers`: on random logits, and in the engine."""
+"""Beam search finds the same answers as `transformers`, on random logits and in the engine."""
 
 import dataclasses
 from collections.abc import Sequence

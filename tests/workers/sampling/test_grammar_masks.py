@@ -1,4 +1,4 @@
-"""A matcher that has run ahead of its answer gives the same masks as one that has not."""
+"""A matcher that has run ahead of its answer gives the same masks as any other matcher."""
 
 from random import Random
 

@@ -155,7 +155,8 @@ def test_masks_filled_beside_the_step_are_those_of_the_step() -> None:
     assert found.at.tolist() == second.at.tolist() == [0]
     assert np.array_equal(found.words, second.words)
     masks.begin(rows, indices, history)
-    assert masks.take(rows[1:], indices[1:], history) is None  # other rows than those begun
+    # These are not the rows that were begun.
+    assert masks.take(rows[1:], indices[1:], history) is None
 
 
 def test_error_of_a_fill_beside_the_step_is_raised_where_the_masks_are_taken() -> None:

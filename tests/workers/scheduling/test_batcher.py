@@ -180,7 +180,7 @@ def test_admission_reports_the_cached_tokens_of_the_prompt() -> None:
     bench.step()
     admitted = bench.batcher.events()[0]
     assert isinstance(admitted, Admitted)
-    assert admitted.num_cached == 7  # of 10 cached positions
+    assert admitted.num_cached == 7  # 10 positions are cached
 
 
 def test_all_choices_of_a_prompt_report_the_same_cached_tokens() -> None:
@@ -233,7 +233,7 @@ def test_sequence_dropped_in_flight_keeps_its_blocks_until_the_commit() -> None:
     assert bench.batcher.load().used_blocks == 1
     bench.batcher.drop("b")
     load = bench.batcher.load()
-    # "a" ended before its step was committed, so the three tokens of "b" alone are cached.
+    # "a" ended before its step was committed, so only the three tokens of "b" are cached.
     assert (load.used_blocks, load.cached_blocks, load.free_blocks) == (0, 1, 31)
     bench.batcher.check()
 

@@ -219,7 +219,8 @@ class Schedule:
                 rng.choice([0.25, 0.5, 1.0]),
             )
         )
-        self.calm = rng.random() < 0.5  # no drops and failures, so more sequences run at a time
+        # If True, no drops or failures, so that more sequences run at a time.
+        self.calm = rng.random() < 0.5
 
     def run(self, num_actions: int) -> None:
         actions: list[tuple[Callable[[], None], int]] = [

@@ -12,7 +12,7 @@ from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import Admitted, Ints
 from tests.support.batcher_bench import Bench, beams, sequence
 
-SYSTEM = list(range(10))  # two blocks of four tokens and the begin of a third
+SYSTEM = list(range(10))  # two blocks of four tokens and the first tokens of a third
 
 
 def served(bench: Bench, key: str, prompt: list[int], max_tokens: int = 6) -> int:
@@ -80,7 +80,7 @@ def test_no_block_of_a_step_is_both_copied_and_overwritten() -> None:
 def test_prompt_that_fits_only_without_the_begun_block_computes_all_of_it() -> None:
     bench = Bench(num_blocks=5, max_sequences=1)
     served(bench, "first", list(range(14)))
-    # The other prompt needs all five blocks, so the source of a copy cannot be held beside them.
+    # The second prompt needs all five blocks, so the source of a copy cannot be held as well.
     assert served(bench, "second", [*range(7), *range(30, 40)], 3) == 4
     assert served(bench, "third", [*range(7), *range(40, 47)], 3) == 7
 

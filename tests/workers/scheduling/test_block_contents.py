@@ -1,4 +1,4 @@
-"""The search for a cached block that begins like the rest of a prompt."""
+"""The search for a cached block whose first tokens equal the rest of a prompt."""
 
 import numpy as np
 from hypothesis import given

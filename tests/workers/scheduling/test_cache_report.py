@@ -1,4 +1,4 @@
-"""CacheReporter: reports replay to the published blocks, and name only what a router can know."""
+"""CacheReporter: replayed reports give the published blocks; routers know every named block."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -10,7 +10,7 @@ from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import Reserved
 from tests.support.batcher_bench import Bench, sequence
 
-SYSTEM = list(range(10))  # two blocks of four tokens and the begin of a third
+SYSTEM = list(range(10))  # two blocks of four tokens and the first tokens of a third
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -18,9 +18,9 @@ SYSTEM = list(range(10))  # two blocks of four tokens and the begin of a third
 def test_transfer_that_begins_before_a_copy_does_not_overwrite_its_source(
     num_stages: int, num_short: int
 ) -> None:
-    """A step that copies a block waits to be computed while a KV transfer gets its blocks.
+    """A planned step that copies a block is not computed yet when a KV transfer gets its blocks.
 
-    The transfer needs `num_short` blocks fewer than all that seem to be available.
+    The transfer needs `num_available + 1 - num_short` blocks.
     """
     bench = Bench(num_blocks=12, watermark=0, max_batched_tokens=40, num_stages=num_stages)
     bench.batcher.submit(sequence("first", [*SYSTEM, 50, 51, 52], 2))
@@ -38,9 +38,9 @@ def test_transfer_that_begins_before_a_copy_does_not_overwrite_its_source(
     if (ahead := bench.batcher.plan()) is not None:
         bench.batcher.withdraw(ahead)
     reserved = [each for each in bench.batcher.events() if isinstance(each, Reserved)]
-    assert len(reserved) == num_short  # without room, the transfer waits
+    assert len(reserved) == num_short  # if too few blocks are free, the transfer waits
     for each in reserved:
-        bench.model.poison(each.blocks)  # the transfer writes
+        bench.model.poison(each.blocks)  # poisoned as if the transfer had written
     bench.commit(plan)
     bench.batcher.check()
     assert bench.batcher.pool.state[plan.copies[0, 0]] == State.CACHED

@@ -1,4 +1,4 @@
-"""Files of MXFP4, NVFP4 and bitsandbytes that contradict themselves: one line names the tensor."""
+"""Inconsistent files of MXFP4, NVFP4 and bitsandbytes: a one-line error names the tensor."""
 
 import json
 from collections.abc import Callable

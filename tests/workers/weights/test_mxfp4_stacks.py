@@ -120,7 +120,7 @@ def test_weights_are_those_of_transformers(tmp_path: Path, held: None) -> None:
 def test_every_rank_has_the_weights_of_one_rank(
     shape: tuple[int, int, int], tmp_path: Path, held: None
 ) -> None:
-    """An expert has 288 inputs: with four parts, ranks' inputs begin and end inside blocks."""
+    """An expert has 288 inputs: divided among four ranks, they begin and end inside blocks."""
     make_gpt_oss(tmp_path, intermediate_size=288, num_key_value_heads=4)
     mesh, spec = Mesh(*shape), read_spec(tmp_path)
     whole = stacks(load_model(tmp_path, "auto", CPU)[1])

@@ -88,7 +88,7 @@ def test_weights_are_those_that_compressed_tensors_reads(name: str) -> None:
 
 
 def dense(decoder: Decoder) -> dict[str, torch.Tensor]:
-    """Return the weights [out, in] of all quantized products: the products of unit vectors."""
+    """Return the weights [out, in] of all quantized layers, computed from unit vectors."""
     return {
         " ".join(names): linear(torch.eye(linear.weight.shape[1])).T
         for names, linear in decoder.linears()

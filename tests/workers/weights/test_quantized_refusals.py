@@ -1,4 +1,4 @@
-"""Quantized checkpoints with wrong tensors or options: one line that names the tensor."""
+"""Quantized checkpoints with wrong tensors or options: a one-line error names the tensor."""
 
 import json
 from collections.abc import Callable

@@ -11,7 +11,7 @@ The description contains versions and settings, for the report. `options` holds:
     address: where the router must listen, as host:port
     second_port: another free port, for metrics
     key: the API key that clients send
-    and the settings of the router (`routers.py`)
+    further keys: the settings of the router, from `routers.py`
 """
 
 import contextlib

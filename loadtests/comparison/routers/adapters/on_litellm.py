@@ -33,7 +33,7 @@ def router(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     host, port = options["address"].split(":")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
-        path.write_text(json.dumps(config))  # JSON is YAML
+        path.write_text(json.dumps(config))  # valid YAML, because YAML includes JSON
         command = [
             *(str(Path(sys.executable).parent / "litellm"), "--config", str(path)),
             *("--host", host, "--port", port, "--num_workers", "1", "--telemetry", "False"),

@@ -11,7 +11,8 @@ standard library. A side is a module in this folder with
     step() -> tuple[int, int, int]                nanoseconds, tokens computed, sequences left
     preempted: int                                preemptions since the start
 
-The times are those of the scheduler itself, without creating its inputs and the sampled tokens.
+The times are those of the scheduler itself. They exclude the creation of its inputs and of the
+sampled tokens.
 """
 
 import gc

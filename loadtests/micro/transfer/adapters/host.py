@@ -2,8 +2,9 @@
 
 Runs as `python -P tuned.py WORK [FOLDER]`, where WORK is a `Work` as JSON. Without FOLDER, the
 process is the source: it starts the destination and prints the figures as one line of JSON. The
-process imports Penstock from the tree on PYTHONPATH, which may be an older commit. It uses only
-modules that all these commits have, and one adapter, a module in this folder with
+process imports Penstock from the tree on PYTHONPATH, which may be an older commit. It therefore
+uses only modules that exist in all measured commits, and one adapter. An adapter is a module in
+this folder with
 
     MESSAGE_BYTES                                  largest message of a transfer
     Source(kv, host, seconds)                      with `send(...)` and `stop()`
@@ -49,7 +50,7 @@ class TransferFailed(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What to transfer: `num_blocks` random blocks of a cache with twice as many."""
+    """The blocks to transfer: `num_blocks` random blocks of a cache with twice as many blocks."""
 
     num_tokens: int
     block_shape: Sequence[int]  # layers, KV heads, block_size, head_dim
@@ -72,7 +73,7 @@ class Work:
 
 
 class Side:
-    """One of the two processes: KV, its blocks, and bare gloo to the other process."""
+    """One of the two processes, with its KV cache and bare gloo to the other process."""
 
     def __init__(self, rank: int, work: Work, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -105,7 +106,7 @@ class Side:
 
 
 async def run_destination(work: Work, folder: Path) -> None:
-    """Receive transfers, as requested by lines on stdin; reply with lines of JSON on stdout."""
+    """Receive the transfers that lines on stdin request; reply with JSON lines on stdout."""
     side = Side(DESTINATION, work, folder)
 
     def done(reason: str, num_bytes: int) -> None:
@@ -173,7 +174,7 @@ class DestinationProcess:
 
 @dataclasses.dataclass(slots=True)
 class Times:
-    """Wall time and CPU time of both processes, in seconds, of each counted round."""
+    """Wall time of each counted round, and CPU time of both processes, in seconds."""
 
     wall: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
@@ -243,7 +244,7 @@ def load_adapter() -> Any:
     """Return the adapter for the tree from which this process imports Penstock."""
     workers = Path(penstock.__file__).parent / "workers"
     name = "on_kv_transfer" if (workers / "kv_transfer").is_dir() else "on_transfer"
-    # By path, because this folder does not belong to the imported tree.
+    # Loaded by path, because this folder does not belong to the imported tree.
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None

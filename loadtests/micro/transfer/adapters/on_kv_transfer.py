@@ -23,14 +23,14 @@ SECRET = "transfer"
 
 
 class Source:
-    """The worker that sends."""
+    """The sending worker."""
 
     def __init__(self, kv: torch.Tensor, host: str, seconds: float) -> None:
         identity = WorkerIdentity(*SOURCE, "layout", host, "")
         self._sender = KvSender(identity, _endpoints(kv, host, seconds), seconds)
 
     async def send(self, address: str, epoch: int, num_tokens: int, blocks: Ints) -> None:
-        """Send the first `num_tokens` positions, which `blocks` hold, to a destination."""
+        """Send the KV of the first `num_tokens` positions, held in `blocks`, to a destination."""
         outgoing = OutgoingTransfer("router", 1, 1, epoch, 0, num_tokens, blocks)
         peer = Peer(*DESTINATION, address, SECRET)
         await self._sender.send(peer, outgoing, lambda: None)
@@ -40,7 +40,7 @@ class Source:
 
 
 class Destination:
-    """The worker that receives; `done` gets the reason of a failure, or "", and the bytes."""
+    """The receiving worker; `done` gets the reason of a failure or "", and the received bytes."""
 
     def __init__(
         self, kv: torch.Tensor, host: str, seconds: float, done: Callable[[str, int], None]

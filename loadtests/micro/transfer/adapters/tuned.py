@@ -1,7 +1,7 @@
 """Runs `host` in a process that is tuned like a worker's: `python -P tuned.py WORK [FOLDER]`.
 
-Workers set options of malloc and OpenMP before they import torch. They change the time of transfers
-in older commits, which allocate memory for each message.
+Workers set options of malloc and OpenMP before they import torch. These options affect the transfer
+times of older commits, which allocate memory for each message.
 """
 
 import importlib
@@ -17,7 +17,7 @@ TUNING = (
 
 
 def tune() -> None:
-    """Call the function of the tree from which this process imports Penstock."""
+    """Call the tuning function of the tree from which this process imports Penstock."""
     for module, function in TUNING:
         folder, _, _ = module.rpartition(".")
         if importlib.util.find_spec(folder) and importlib.util.find_spec(module):

@@ -2,7 +2,8 @@
 
 Prompts that begin alike have the same key and go to the same worker, without any knowledge of
 caches. If this worker has more than its share of the load, the next worker in the key's order is
-used. Orders are those of rendezvous hashing: if a worker is lost, only its own keys move.
+used. Each key orders the workers by rendezvous hashing: if a worker is lost, only the keys of that
+worker move.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +53,7 @@ def prefix_key(prompt_hashes: Mapping[int, Sequence[int]]) -> int | None:
 def _first(
     views: Sequence[WorkerView], demand: Demand, load: Callable[[WorkerView], int], own: int
 ) -> WorkerView | None:
-    """Return the first worker whose load, with the request's `own` load, is within the bound.
+    """Return the first worker whose load, including the request's `own` load, is within the bound.
 
     The bound is at least `own`, so it never excludes an idle worker. If it excludes all workers,
     the first one is returned.

@@ -3,9 +3,8 @@
     cost = queued tokens + PROMPT_WEIGHT x uncached tokens of the prompt + decode load
 
 A larger `PROMPT_WEIGHT` raises the share of cached tokens, and a smaller one balances queues
-better. Among workers of equal cost, the one with the fewest sequences is chosen. If there are
-several, it is the one to which the fewest tokens were assigned: its cache holds the least that
-could be evicted.
+better. Among workers of equal cost, the one with the fewest sequences is chosen. Among those, the
+one with the fewest assigned tokens is chosen, because it has the least to evict from its cache.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ SMALL = ["--input-len", "8", "--output-len", "2", "--rate", "50", "--step-second
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable the limit on late requests, because a busy machine may send late."""
+    """Disable the limit on late requests, because a busy machine may send requests late."""
     monkeypatch.setattr(run, "MAX_LAG_MS", float("inf"))
 
 

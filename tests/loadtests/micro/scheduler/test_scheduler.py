@@ -1,4 +1,4 @@
-"""The comparison with vLLM's scheduler: its cells, how cells run, and what cells count."""
+"""The comparison with vLLM's scheduler: how its cells run, and the counts of each cell."""
 
 import dataclasses
 from typing import Any

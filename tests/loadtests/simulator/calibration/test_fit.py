@@ -133,6 +133,7 @@ def test_slowdown_by_other_workers_is_fitted_apart_from_the_rest(sharing: float,
 def test_slowdown_is_unknown_without_equal_steps_of_both_kinds() -> None:
     steps = grid()
     always = np.ones(len(steps))
-    apart = (steps.tokens > 16).astype(np.float64)  # only long steps ran beside others
+    # Only long steps ran while other workers computed.
+    apart = (steps.tokens > 16).astype(np.float64)
     for others in (0 * always, always, apart):
         assert sharing_of(replace(steps, others=others)) == 0.0

@@ -1,4 +1,4 @@
-"""Fault schedules: all pass; injected bugs are found, shrunk and reproduced."""
+"""Fault schedules: all pass, and each injected bug is found, shrunk and reproduced."""
 
 import re
 import subprocess

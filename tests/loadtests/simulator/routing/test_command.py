@@ -19,7 +19,7 @@ PLAN = Plan(num_workers=3, num_blocks=8, block_size=512, tokens_per_second=1000.
 
 
 def session(number: int, turn: int) -> Prompt:
-    """Return a turn of a conversation: its prompt extends the one of the turn before."""
+    """Return a turn of a conversation: its prompt extends the prompt of the previous turn."""
     blocks = [100 * number + depth for depth in range(turn + 1)]
     return Prompt(turn + 0.1 * number, 512 * (turn + 1) + 9, blocks)
 

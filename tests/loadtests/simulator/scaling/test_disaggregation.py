@@ -45,7 +45,7 @@ def test_slo_order_meets_more_goals_under_overload() -> None:
     case = Case("overload", lambda at: 14.0, 14.0, "lognormal:256-4096", "16", 1, 1)
     kept = [
         play(case, POLICIES["always"](), Playing(20.0, 1, promised)).figures.kept
-        for promised in (0.0, 2.0)  # TTFT SLO in seconds; 0: none
+        for promised in (0.0, 2.0)  # TTFT SLO in seconds, or 0 for no SLO
     ]
     assert kept[1] > kept[0] + 0.3
 

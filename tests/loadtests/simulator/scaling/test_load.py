@@ -13,7 +13,8 @@ from penstock.loadtests.bench.workload import Lengths, Planned
 from penstock.loadtests.simulator.model.timing import Timing
 from penstock.loadtests.simulator.scaling.cluster import Cluster, ClusterPlan
 from penstock.loadtests.simulator.scaling.goals import figures, is_kept
-from penstock.loadtests.simulator.scaling.load import KINDS, simulate, static_peak
+from penstock.loadtests.simulator.scaling.load import simulate, static_peak
+from penstock.loadtests.simulator.scaling.load_options import KINDS
 from penstock.loadtests.simulator.scaling.page import Chart, Line, page
 from penstock.loadtests.simulator.scaling.scalers import Static
 from penstock.loadtests.simulator.scaling.workloads import (

@@ -56,7 +56,7 @@ def test_load_of_several_tenants_is_in_order_of_time() -> None:
 
 @pytest.mark.slow
 def test_overload_and_a_greedy_tenant_are_survived_at_toy_size() -> None:
-    """At these sizes, goodput and the others' requests suffer little; the run is reproducible."""
+    """At these sizes, overload hardly affects goodput or other tenants; runs are reproducible."""
     rate = 12.0
     alone, above = run(TOY, [("", rate)]), run(TOY, [("", 10 * rate)])
     assert alone.refused == 0.0

@@ -9,7 +9,7 @@ from penstock.cli import main
 from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulator.model.timing import Timing
 from penstock.loadtests.simulator.scaling.goals import Figures, workers_needed
-from penstock.loadtests.simulator.scaling.load import WrongOptions
+from penstock.loadtests.simulator.scaling.load_options import WrongOptions
 from penstock.loadtests.simulator.scaling.scaling import Loads, cases, missed
 
 FIGURES = Figures(

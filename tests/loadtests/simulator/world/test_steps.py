@@ -163,7 +163,7 @@ def test_workers_that_share_cores_have_the_same_times_in_a_fast_forward() -> Non
 
 
 def test_workers_that_share_cores_slow_each_other_down_while_both_compute() -> None:
-    """Of two equal requests at once, each worker gets one; a lone request has all cores."""
+    """Two equal requests run on one worker each and share cores; a lone request has all cores."""
     timing = Timing(sharing=0.5)
     together = [Planned(0, 1.0, 512, 100), Planned(1, 1.0, 512, 100)]
     plan = ClusterPlan({"mixed": 2}, LIMITS, timing, is_one_machine=True)
@@ -181,7 +181,7 @@ def test_step_is_slowed_down_by_the_others_that_compute_when_it_begins() -> None
     cores, runners = SharedCores(0.5), [_Runner(), _Runner(), _Runner()]
     for number, runner in enumerate(runners):
         cores.set_computing(runner, True)
-        cores.set_computing(runner, True)  # the next step
+        cores.set_computing(runner, True)  # the same worker begins its next step
         assert cores.slowdown(runner) == 1 + 0.5 * number
     assert [runner.num_changes for runner in runners] == [2, 1, 0]
     cores.set_computing(runners[0], False)

@@ -1,4 +1,4 @@
-"""Errors below /v1/messages: the exception of the official client, and Anthropic's form."""
+"""Errors below /v1/messages: the official client's exception, and Anthropic's error format."""
 
 import asyncio
 from dataclasses import replace
@@ -157,7 +157,7 @@ async def test_error_of_a_worker(config: RouterConfig, has_begun: bool) -> None:
 
 
 async def read_stream(client: Any, worker: StubWorker, fails: bool) -> tuple[list[str], Any]:
-    """Read a stream until its error; return the types of the events that are no deltas."""
+    """Read a stream until its error; return the types of all events except deltas."""
     kinds: list[str] = []
     try:
         headers = {"x-request-id": "me"}

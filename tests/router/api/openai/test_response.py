@@ -1,4 +1,4 @@
-"""Chunks of single tokens equal the chunks of the general form."""
+"""`token_chunks`, the fast path for single tokens, gives the same chunks as the general path."""
 
 import pytest
 
@@ -38,7 +38,8 @@ def test_token_chunk_equals_the_general_chunk(
     kind: type[CompletionFormatter | ChatFormatter], wants_usage: bool
 ) -> None:
     fast, general = kind(context(wants_usage=wants_usage)), kind(context(wants_usage=wants_usage))
-    assert fast.token_chunks.get(1, 1, "x") is None  # the first chunk of a choice may have more
+    # The first chunk of a choice may have more fields.
+    assert fast.token_chunks.get(1, 1, "x") is None
     assert text_of(fast.chunk(plain(0, "first"))) == text_of(general.chunk(plain(0, "first")))
     for position, text in enumerate(TEXTS, start=1):
         expected = text_of(general.chunk(plain(position, text))).encode()

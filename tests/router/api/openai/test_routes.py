@@ -64,7 +64,7 @@ async def test_chat_completion(client: Any, sentence_served: Served) -> None:
     assert choice.message.role == "assistant"
     assert choice.finish_reason == "stop"
     assert answer.usage is not None
-    num_answer = len(tokens_of(SENTENCE)) + 1  # the end token counts
+    num_answer = len(tokens_of(SENTENCE)) + 1  # + 1: the end token counts
     num_prompt = len(sentence_served.worker.submits[0].prompt)
     assert answer.usage.completion_tokens == num_answer
     assert answer.usage.prompt_tokens == num_prompt

@@ -1,4 +1,4 @@
-"""Refusals of the fields that demand a form of the answer."""
+"""Refusals of invalid fields for structured outputs."""
 
 from typing import Any
 

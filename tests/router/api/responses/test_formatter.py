@@ -76,7 +76,7 @@ def entry(token: int) -> pb.TokenLogprobs:
 
 
 def delta(texts: Sequence[str], begin: int, end: int, with_logprobs: bool = False) -> Delta:
-    """Return the delta of some tokens; the last one has the end token too."""
+    """Return the delta of some tokens; the last token is followed by the end token."""
     tokens = list(TOKENS[begin:end])
     finish = ""
     if end == len(TOKENS):
@@ -92,7 +92,7 @@ def parsed(events: str) -> list[dict[str, Any]]:
 
 
 def joined(events: Sequence[dict[str, Any]]) -> list[Any]:
-    """Return events without numbers; neighboring deltas of an item are merged."""
+    """Return events without sequence numbers; neighboring deltas of an item are merged."""
     found: list[Any] = []
     for index, event in enumerate(events):
         assert event.pop("sequence_number") == index
@@ -109,7 +109,7 @@ def joined(events: Sequence[dict[str, Any]]) -> list[Any]:
 def streamed(setup: Setup, cuts: Sequence[int], with_logprobs: bool, idle: float) -> list[Any]:
     """Return the events of an answer that is cut into deltas.
 
-    A part `idle` of the deltas of one token is sent through `token_chunk`.
+    The fraction `idle` of the single-token deltas is sent through `token_chunk`.
     """
     formatter, texts = setup.formatter(with_logprobs), pieces_of(TOKENS)
     drawn = random.Random(len(cuts))
@@ -174,7 +174,7 @@ def test_logprobs_of_one_token_are_encoded_in_a_step(
         return "{}"
 
     monkeypatch.setattr("penstock.router.api.responses.formatter.logprobs_json", encode)
-    tokens = [END_TOKEN] * 50 + [TOKENS[-1]]  # the text of the first ones is empty
+    tokens = [END_TOKEN] * 50 + [TOKENS[-1]]  # end tokens have no text
     whole = Delta(0, 0, 0, tokens, pieces_of(tokens[-1:])[0], [entry(9)] * 51, "length")
     counts = [0]
     for _ in setup.formatter(True, is_parsed=False).chunk(whole):

@@ -8,12 +8,12 @@ NO_ITEMS = StoredItems(b"", (), b"", 0)
 
 
 def response(name: str, num_bytes: int = 0) -> StoredResponse:
-    """Return a response that counts `ENTRY_BYTES` and `num_bytes`."""
+    """Return a response that the store counts as `ENTRY_BYTES + num_bytes` bytes."""
     return StoredResponse(name, [b"x" * num_bytes], (), NO_ITEMS)
 
 
 def names(store: ResponseStore, tenant: str, of: str) -> str:
-    """Return the characters of `of` that are ids of stored responses."""
+    """Return the characters of `of` that are the id of a stored response."""
     return "".join(name for name in of if _is_stored(store, tenant, name))
 
 

@@ -118,7 +118,7 @@ async def test_other_callbacks_run_while_many_messages_are_read(
     assert turns > 2 * 2000 // 256
     (chats,) = reading.result()
     assert len(chats.offsets) == 1999
-    assert [type(offset) for offset in chats.offsets[:1]] == [int]  # not whole chats
+    assert [type(offset) for offset in chats.offsets[:1]] == [int]  # offsets instead of whole chats
 
 
 async def test_longest_conversation_that_fits_is_found() -> None:

@@ -1,4 +1,4 @@
-"""Measured times of decode steps, and the choice between one worker and several of a machine."""
+"""Measured times of decode steps, and the choice of one or several workers of a machine."""
 
 import pytest
 from hypothesis import given
@@ -51,7 +51,7 @@ def measured(
 
 
 def both(one: float, others: float, slope: float = 0.0) -> AnswerRate:
-    """Return a rate with measured steps without and with other workers."""
+    """Return a rate with steps measured alone (`one`) and beside other workers (`others`)."""
     return measured(others, slope, is_shared=True, rate=measured(one, slope / 2))
 
 
@@ -89,13 +89,14 @@ def test_unmeasured_case_is_that_of_the_other_one() -> None:
 
 
 def test_one_worker_is_preferred_if_its_steps_are_faster_for_all_sequences() -> None:
-    # Four sequences: one worker needs 10 + 4 ms, two with two each 20 + 4 ms.
+    # Four sequences: a step takes 10 + 4 ms if all are on one worker, and 20 + 4 ms if two workers
+    # have two each.
     fast = [both(0.010, 0.020, 0.002), both(0.010, 0.020, 0.002)]
     assert prefers_one_worker(fast, [2, 1], 20.0)
-    # Nothing is shared, so two workers are as fast as one.
+    # The workers do not slow each other down, so two are as fast as one.
     apart = [both(0.010, 0.010), both(0.010, 0.010)]
     assert not prefers_one_worker(apart, [2, 1], 20.0)
-    # One worker is faster, but hardly.
+    # One worker is only slightly faster.
     even = [both(0.010, 0.011), both(0.010, 0.011)]
     assert not prefers_one_worker(even, [2, 1], 20.0)
 

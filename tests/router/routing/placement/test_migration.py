@@ -329,7 +329,7 @@ class DrainMachine(RuleBasedStateMachine):
                 self.tick(name)
             if len(self.roles) > 1:
                 assert name not in self.destinations
-            self.tick()  # its heartbeat comes again
+            self.tick()  # its heartbeats arrive again
 
     @invariant()
     def request_has_the_best_destination(self) -> None:

@@ -58,7 +58,8 @@ def test_workers_of_any_single_role_serve_requests(role: str) -> None:
     ("demand", "worker"),
     [
         (Demand(1, 10, 1, num_remaining=1), "p0"),  # the prefill worker produces the only token
-        (Demand(1, 10, 3, num_remaining=8, is_pinned=True), "d0"),  # several choices are not moved
+        # Requests with several choices are not moved.
+        (Demand(1, 10, 3, num_remaining=8, is_pinned=True), "d0"),
         (Demand(1, 10, 1, num_remaining=8, has_source=True), "d0"),
     ],
 )

@@ -10,9 +10,10 @@ from penstock.router.routing.prefix_cache.worker_slots import WorkerSlots
 
 
 def chain(fork: int, length: int, branch: int) -> list[int]:
-    """Return blocks that are shared by all branches up to `fork`."""
+    """Return block hashes; all branches share the first `fork` of them."""
     own = 10_000 * (10 * fork + branch)
-    return [*range(1, fork + 1), *range(own + fork, own + length)][:length]  # 0 is `START`
+    # 0 is reserved for `START`.
+    return [*range(1, fork + 1), *range(own + fork, own + length)][:length]
 
 
 prompts = st.builds(chain, st.integers(0, 60), st.integers(0, 90), st.integers(1, 3))

@@ -1,4 +1,4 @@
-"""CacheFeed: it knows a worker's blocks exactly, or none of them and asks for a snapshot."""
+"""CacheFeed knows a worker's blocks exactly; otherwise it knows none and requests a snapshot."""
 
 import itertools
 import re
@@ -209,7 +209,7 @@ class Channel:
 
 
 class FeedMachine(RuleBasedStateMachine):
-    """A pool and two routers; messages are lost, duplicated and reordered, streams end."""
+    """A pool and two routers. Messages are lost, duplicated and reordered, and streams end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class FeedMachine(RuleBasedStateMachine):
             assert router.index.num_blocks("w") <= CAPACITY
 
     def teardown(self) -> None:
-        """After quiet, each index equals the pool."""
+        """Once all messages have been read, each index equals the pool."""
         for number in range(9):
             # A new block: its event shows routers that an earlier event is missing.
             cache(self.pool, (90 + number,))

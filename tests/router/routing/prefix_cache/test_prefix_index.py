@@ -39,7 +39,7 @@ workers = st.sampled_from(WORKERS)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Stores and evicts blocks of a tree in any order, and compares with the plain walk."""
+    """Stores and evicts blocks of a tree in any order, and compares matches with the plain walk."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -131,7 +131,7 @@ TestTree.settings = settings(max_examples=80, stateful_step_count=30, deadline=N
 
 @given(st.lists(lengths, min_size=1, max_size=40), lengths)
 def test_workers_of_equal_extent_take_one_entry(extents: list[int], length: int) -> None:
-    """A run that many workers have in part does not slow down matches."""
+    """A run of blocks that many workers have only in part does not slow down matches."""
     index, prompt = PrefixIndex(), PROMPTS[0]
     index.store("all", prompt, START)
     for number, extent in enumerate(extents):
@@ -151,7 +151,7 @@ def test_run_with_children_does_not_grow() -> None:
 
 
 def test_blocks_that_contradict_the_tree_stay_loose() -> None:
-    """Two blocks with equal short hashes must not link a prompt to another one's blocks."""
+    """Equal short hashes of two blocks must not link a prompt to the blocks of another prompt."""
     index = PrefixIndex()
     index.store("a", [1, 2, 3], START)
     index.store("b", [7, 2, 9], START)

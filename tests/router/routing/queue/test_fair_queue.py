@@ -135,7 +135,7 @@ def test_retry_time_is_computed_from_backlog_and_measured_speed() -> None:
     assert queue.retry_after(refused, 0.0) == pytest.approx(50_500 / DequeueRate.ASSUMED)
     now = 0.0
     for request in range(60):
-        now += 0.1  # tenants use 5000 tokens of cost per second
+        now += 0.1  # tenants are served 5000 tokens of cost per second
         queue.dequeue(request, now)
     assert queue.retry_after(refused, now) == pytest.approx(20_500 / 5000, rel=0.01)
     assert queue.retry_after(refused, now + 1000.0) == FairQueue.MAX_RETRY

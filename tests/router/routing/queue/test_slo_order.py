@@ -211,7 +211,7 @@ def test_slo_does_not_change_the_order_of_priorities_and_tenants(
         assert entries[head].priority == entries[chosen].priority
         assert entries[head].tenant == entries[chosen].tenant
         assert entries[head].is_requeued == entries[chosen].is_requeued
-        for queue in (plain, with_slo):  # the tenant is charged the same in both
+        for queue in (plain, with_slo):  # both queues charge the tenant the same
             queue.dequeue(chosen, now)
             queue.check()
     assert plain.head() is None, "every request was dequeued"

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.transfer_world import SECONDS, TransferWorld
 
-MAX_FAULTS = 2  # in one run, so that some transfers succeed
+MAX_FAULTS = 2  # most faults in one run, so that some transfers succeed
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -92,7 +92,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.num_faults < MAX_FAULTS)
     @rule()
     def pause(self) -> None:
-        """Let so much time pass that transfers time out."""
+        """Let enough time pass for transfers to time out."""
         self.num_faults += 1
         self.world.wait(SECONDS)
 

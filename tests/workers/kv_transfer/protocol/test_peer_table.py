@@ -1,4 +1,4 @@
-"""Connections to peers: which are made early, evicted, closed and tried again."""
+"""Connections to peers that are made early, evicted, closed or retried."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -236,7 +236,7 @@ def test_connections_are_bounded_and_every_idle_listed_peer_is_connected_in_the_
         assert {id(each) for each in open_now} <= {id(e) for e in worker.table.connections()}
     for connection in list(worker.open):
         connection.idle, connection.connected = True, True
-    for _ in range(2):  # first what broke is removed, then it is connected again
+    for _ in range(2):  # the first check removes broken connections, the second connects them again
         worker.check()
         worker.now += MAX_RETRY_SECONDS
     worker.check()

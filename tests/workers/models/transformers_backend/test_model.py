@@ -21,7 +21,8 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 MAX_NEW = 8
-LENGTHS = (12, 16, 61)  # of prompts; each crosses a block or window boundary with its answer
+# Lengths of prompts; each prompt and its answer cross a block or window boundary.
+LENGTHS = (12, 16, 61)
 
 LoadedModel = tuple[Model, list[list[int]], Expected]
 

@@ -1,4 +1,4 @@
-"""Weights of GGUF files in a model: those of the checkpoint that a file was made from."""
+"""Weights of GGUF files in a model equal those of the checkpoint that a file was made from."""
 
 import json
 import logging
