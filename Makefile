@@ -36,9 +36,10 @@ check: lint
 PROCESS_TESTS = $(shell grep -rlE --include='test_*.py' 'mark\.(process|cluster)\b' \
   tests/cluster tests/workers tests/loadtests tests | awk '!seen[$$0]++')
 
+# Neighbouring tests stay in one process (worksteal), so that shared fixtures are made once.
 test: setup
-	$(BIN)/python -m pytest -q -n 3 -m "not process and not cluster and not gpu and not interpreted"
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not process and not cluster and not gpu and not interpreted"
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
 	  -m "process or cluster" $(PROCESS_TESTS)
 	@$(MAKE) --no-print-directory kernels
 
