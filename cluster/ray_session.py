@@ -132,7 +132,7 @@ class RaySession:
 
     def stop(self) -> None:
         """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""
-        self._descendants.alive()  # record them now: orphans can be found later only on Linux
+        self._descendants.alive()  # record processes now: only Linux finds orphans later
         with suppress(Exception):  # Ray may be only partly started; `abandon` kills the rest
             ray.shutdown()
         if self._folder is not None:

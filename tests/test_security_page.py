@@ -1,4 +1,4 @@
-"""`docs/security.md` has a row for every class, and the tests that its rows name exist."""
+"""`docs/security.md` has a row for every vulnerability class; each test named there exists."""
 
 import ast
 import re

@@ -116,8 +116,8 @@ TOOL_RECIPES: tuple[Recipe, ...] = (
         weights={**_REPAIR.weights, "subtraction": 3.3, "sort_words": 3.0, "copy": 2.0},
     ),
 )
-# The model is the mean of the weights after the last two parts. It answers more questions, with and
-# without tools, than the weights of either part.
+# The final weights are the mean of the weights after each of the last two recipes. With the mean,
+# the model answers more questions, with and without tools, than with the weights of either recipe.
 NUM_AVERAGED = 2
 MINUTES = sum(recipe.minutes for recipe in (DEMO_RECIPE, *REVIEWS, SMALL_RECIPE, *TOOL_RECIPES))
 
@@ -173,7 +173,8 @@ class Maker:
     ) -> None:
         """Print the scores on held-out questions; write them and the model card to the folder.
 
-        course: progress of the course about tools; the folder has the scores before it.
+        course: progress of the course about tools; the folder still has the scores from before the
+            course.
         """
         answer = self.answer()
         if answer is None:

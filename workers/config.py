@@ -18,7 +18,7 @@ _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Sizes that bound a step and divide the KV cache."""
+    """Limits on the size of a step, and the size of a block of the KV cache."""
 
     block_size: int
     max_sequences: int

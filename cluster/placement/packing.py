@@ -148,7 +148,7 @@ class _TopologySearch:
         return next((found for found in attempts if found is not None), None)
 
     def on_fewest_values(self, goal: Sequence[PlacementRequest]) -> PackingResult | None:
-        """Variant of `on_one_value` with as few values as possible: 2 or more, but not all."""
+        """Variant of `on_one_value` with as few label values as suffice, at least 2 and not all."""
         # Bisect: more nodes hold more workers, with rare exceptions due to greedy packing. The set
         # of all values is excluded, because it would give no locality.
         numbers = range(2, len(self._values))

@@ -119,7 +119,7 @@ class WorkerPool:
 
         Args:
             wanted: number of workers to reach, not counting draining and reassigned workers.
-            busy: worker name to load of the worker.
+            busy: load of each worker, by worker name.
             reassigned: names of workers whose role an operator changed; these workers are kept.
         """
         numbered = {

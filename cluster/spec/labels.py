@@ -37,7 +37,7 @@ def check_key(key: str) -> None:
     if not _NAME.fullmatch(name):
         raise BadLabel(
             f"invalid label key {key!r}: expected [DOMAIN/]NAME, where NAME is up to 63 letters, "
-            "digits, '-', '_' and '.', the first and the last a letter or digit"
+            "digits, '-', '_' and '.', and begins and ends with a letter or digit"
         )
     if slash and (len(prefix) > _LONGEST_PREFIX or not _PREFIX.fullmatch(prefix)):
         raise BadLabel(f"invalid label key {key!r}: {prefix!r} before '/' is not a domain name")

@@ -99,7 +99,7 @@ class Stuck:
     """A router reports that a worker responds but makes no progress."""
 
     worker: str
-    address: str  # identifies the process: its successor has the same name
+    address: str  # identifies the process, because a restarted worker keeps its name
     reason: str
 
 

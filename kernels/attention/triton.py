@@ -325,7 +325,7 @@ def merge_kernel(
     # partitions, then of the prefix (first_shared + partition * B + sequence)
     partial_sums,
     weights,  # [P, HEADS, 2] float32 maximum score and sum of exponentials
-    merges,  # [B, 2] int32 first row and number of each sequence's own partitions; 0: no merge
+    merges,  # [B, 2] int32 first row of a sequence's own partitions; their number, 0: no merge
     query_starts,  # [B + 1] int32 index of each sequence's first token; the last entry is T
     out,  # [T, HEADS, D]
     sinks,  # [HEADS] attention sinks, or None

@@ -89,7 +89,8 @@ def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int, cached: int) -> Til
     tiles = table[next(widest for widest in table if width <= widest)]
     if cached > 1:
         return tiles
-    # Codes are converted in registers, which would spill with as many rows as for a float cache.
+    # Quantized keys and values are converted in registers. With as many rows as for a float cache,
+    # registers would spill.
     if family == "amd":
         return Tiles(32, 32 if width > 128 else 64, 4, 1)
     return tiles._replace(rows=tiles.rows // 2, columns=16 if width > 128 else tiles.columns)

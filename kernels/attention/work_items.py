@@ -49,7 +49,7 @@ class WorkShape(NamedTuple):
     num_kv_heads: int
     group: int  # query heads per KV head
     few_rows: int  # rows of a tile for sequences with few query rows
-    chunk_rows: int  # rows of a tile for chunks; equal to `few_rows` with `one_path`
+    chunk_rows: int  # rows of a tile for chunks; with `one_path`, this is `few_rows`
     few_programs: int  # programs of the persistent grid
     chunk_programs: int  # number of chunk programs that fill the device
     row_bytes: int  # bytes of a token's partial sums

@@ -160,7 +160,7 @@ def compute_columns(
 ) -> None:  # fmt: skip
     """Compute the columns of panels [first, last) of y [num_rows, num_outputs].
 
-    If the last panel has fewer outputs than columns, its columns go through a temporary array.
+    A last panel that is only partly filled is computed into a temporary array.
     """
     whole = min(last, num_outputs // PANEL)
     if first < whole:

@@ -331,8 +331,8 @@ def compile_interpreter(rows: str, extensions: Extensions) -> Any:
         " int64[::1], int64[::1], int32[:, ::1], int64)"
     )
     body = _make_run(extensions.int8, extensions.experts, extensions.codes)
-    # numba names its index file after this. Processes that compile different interpreters at the
-    # same time must not write to the same index file.
+    # numba names its index file after `__qualname__`. Processes that compile different interpreters
+    # at the same time must not write to the same index file.
     body.__qualname__ = f"run_{rows}{extensions}"
     kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(body)
 

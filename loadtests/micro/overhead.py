@@ -48,7 +48,7 @@ class RoundTimes:
         return [whole - bare for whole, bare in zip(self.ttft, self.prefill, strict=True)]
 
     def figures(self) -> dict[str, Any]:
-        """Return the quantiles of both times, and of their difference for each request."""
+        """Return quantiles over the requests: of both times, and of their difference."""
         columns = {"added_ms": self.added(), "ttft_ms": self.ttft, "prefill_ms": self.prefill}
         return {name: dataclasses.asdict(Quantiles.of(values)) for name, values in columns.items()}
 

@@ -72,7 +72,7 @@ class SamplingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Settings of one request for sampling and for the ends of its answers.
+    """Settings of one request: how tokens are sampled, and when answers end.
 
     `min_tokens` and `max_tokens` count the whole answer: when an answer is continued on another
     worker or in another call, the tokens generated before are included.

@@ -64,7 +64,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class ThreadedAuthInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Version of `AuthInterceptor` for a server with threads, which has no health checks."""
+    """Version of `AuthInterceptor` for a threaded server; such a server has no health checks."""
 
     def __init__(self, authorize: Authorize) -> None:
         self._authorize = authorize

@@ -266,7 +266,8 @@ class BoundedConnection(HttpToolsProtocol):
         if self._running is not None:
             self._running.flush()  # before the response to the next request
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # stop uvicorn's timer, which an empty line would stop
+        # An empty line from the client stops uvicorn's timer, so ours is used instead.
+        self._unset_keepalive_if_required()
         if self.transport.is_closing():
             self._watch_unsent()
         elif self._is_last_response and not self.cycle.more_body:

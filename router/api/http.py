@@ -99,7 +99,7 @@ def headers_of(error: ServingError) -> Mapping[str, str]:
 
 
 class ErrorFormat(Protocol):
-    """Makes the response for an error, in the format of the API of the request's path."""
+    """Makes the response for an error, in the format of the API that was called."""
 
     def __call__(self, scope: Scope, error: ServingError, status: int | None = None) -> Response:
         """Return the response; `status` is by default that of the error's code."""

@@ -106,9 +106,9 @@ def default_max_tokens(
 def check_least_cost(
     sampling: SamplingParams, num_prompts: int, model: ModelLimits, bounds: RequestBounds
 ) -> None:
-    """Refuse a call that is invalid or too expensive whatever its prompts, before they are encoded.
+    """Refuse a call that is invalid, or too expensive even without its prompts.
 
-    `sampling` may lack the bad words, since these are not encoded yet.
+    This is called before prompts and bad words are encoded; `sampling` may lack the bad words.
     """
     check_sampling(sampling, model, bounds)
     least = request_cost(_without_prompt(sampling), max(sampling.max_tokens or 1, 1))

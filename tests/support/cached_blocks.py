@@ -21,7 +21,7 @@ def chain(*names: int) -> list[bytes]:
 
 
 def cache(pool: BlockPool, names: tuple[int, ...]) -> Ints:
-    """Compute a sequence whose blocks fit, publish and release its blocks, and return them."""
+    """Compute as many blocks of a sequence as fit; publish, release and return these blocks."""
     hashes = chain(*names)[: pool.num_blocks]
     found = pool.published.match(hashes)
     pool.retain(found, State.USED)

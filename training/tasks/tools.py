@@ -115,8 +115,8 @@ def calculation(rng: Random, tools: tuple[Tool, ...]) -> Round:
 def entry(rng: Random, tools: tuple[Tool, ...]) -> Round:
     """Return a question about an entry that only the look-up knows."""
     key = _key(rng)
-    # The call has the key after a quote. A lower-case key would have other tokens after a space, so
-    # it is always quoted.
+    # Always quote a lower-case key. In the call, the key follows a quote; after a space, it would
+    # be split into other tokens.
     is_quoted = key[0].islower() or rng.random() < 0.4
     prompt = rng.choice(_LOOK_UP).format(key=f'"{key}"' if is_quoted else key)
     is_missing = rng.random() < 0.08
@@ -252,7 +252,7 @@ def is_direct_answer(example: Example, text: str) -> bool:
 
 @family(weight=1.2, accepts=is_direct_answer, tools=True)
 def no_tool(rng: Random) -> Example:
-    """Questions of all families that no offered tool fits: no call, and perhaps no known answer."""
+    """Questions that no offered tool helps to answer: answered without a call, or by UNKNOWN."""
     return direct(rng, offer(rng))
 
 

@@ -43,8 +43,8 @@ def check_batch_invariance(engine: Engine) -> None:
     )
     if not same:
         raise ValueError(
-            "deterministic mode is not available on this machine: a prompt computed in chunks gave "
-            "other bits than the same prompt computed whole"
+            "deterministic mode is not available on this machine: a prompt that was computed in "
+            "chunks did not give bitwise the same results as in one piece"
         )
 
 

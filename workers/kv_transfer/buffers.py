@@ -70,7 +70,7 @@ class BufferRing(Generic[User]):
         self._free.append(buffer)
 
     def discard(self, user: User) -> None:
-        """Replace a buffer that a failed operation may still write."""
+        """Give up a buffer to which a failed operation may still write; allow a new buffer."""
         self._release(user)
         self._num_new += 1
 

@@ -109,7 +109,7 @@ class Linear:
     sizes: tuple[int, ...]  # number of outputs of each projection
     packed: PackedLinear | None = None  # the loaded weights, rearranged for a faster kernel
     device: torch.device | None = None  # device of the weights once they are allocated
-    row_order: Tensor | None = None  # [sum(sizes)] rows of the checkpoint, in the order of `sizes`
+    row_order: Tensor | None = None  # [sum(sizes)] the checkpoint's row for each row of `weight`
     method: LinearMethod = FLOAT  # how the weights are stored, loaded and multiplied
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ milliseconds, so that other messages do not wait long."""
 
 
 class CacheStream:
-    """The routers that get the cached blocks of a worker. Only the event loop may use this object.
+    """Reports the cached blocks of a worker to routers. Only the event loop may use this object.
 
     Args:
         incarnation: incarnation of the worker.

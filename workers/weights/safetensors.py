@@ -48,7 +48,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsEntry(TensorEntry):
-    """A tensor in a safetensors file; its region is read in the order of the file."""
+    """A tensor in a safetensors file; `load` reads the items of a region in file order."""
 
     def loadable_dtypes(self, accepted: tuple[str, ...]) -> tuple[str, ...]:
         return accepted

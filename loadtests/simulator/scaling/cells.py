@@ -67,7 +67,7 @@ def run_cell(plan: ClusterPlan, load: Sequence[Planned]) -> Cell:
 
 
 def figures_of_cells(cells: Sequence[Cell], plan: ClusterPlan) -> Figures:
-    """Summarize all cells as one cluster; a cell's workers cost time until the cell ends."""
+    """Summarize all cells as one cluster; a cell's workers count until the cell ends."""
     return figures_of(
         list(chain.from_iterable(cell.calls for cell in cells)),
         plan,

@@ -69,7 +69,7 @@ def figures_of(
     most_workers: int,
     scalings_an_hour: float,
 ) -> Figures:
-    """Summarize finished calls; `worker_seconds` is the time that workers cost."""
+    """Summarize finished calls; `worker_seconds` is the sum of the running times of workers."""
     chunk = plan.limits.max_batched_tokens
     kept = sum(is_kept(call, plan.timing, chunk) for call in calls)
     good = [call for call in calls if call.status == "ok"]

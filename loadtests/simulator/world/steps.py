@@ -96,7 +96,7 @@ class StepRunner:
         self._in_step = False
         self._quiet_steps: QuietSteps | None = None
         self._numbers = count()
-        self._single_until = 0.0  # time of a message's arrival, before which steps are not combined
+        self._single_until = 0.0  # do not combine steps before this time, when a message arrives
 
     def post(self, act: Act) -> None:
         """Run `act` at the next step boundary, which may be now."""

@@ -22,7 +22,7 @@ GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 
 
 class _Reader:
-    """The metadata below the prefix of the architecture, and the tensors."""
+    """Reads metadata whose keys begin with the architecture's prefix; also has the tensors."""
 
     def __init__(self, checkpoint: GgufCheckpoint, prefix: str) -> None:
         self.metadata = checkpoint.metadata

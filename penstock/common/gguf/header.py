@@ -171,7 +171,7 @@ class _Cursor:
         if num_bytes <= left:
             return
         if num_bytes <= len(self.data) - self.position:
-            raise self.bad(f"{what} goes beyond the {MAX_HEADER_BYTES >> 20} MiB of a header")
+            raise self.bad(f"{what} exceeds the header limit of {MAX_HEADER_BYTES >> 20} MiB")
         raise self.bad(f"{what} needs {num_bytes} bytes, but the file ends after {left}")
 
     def number(self, kind: struct.Struct, what: str) -> int | float:

@@ -129,7 +129,7 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, bool]
                 f"tokenizer.ggml.merges[{number}] is {' '.join(merge)!r:.80}: expected two tokens "
                 "with one space between them"
             )
-    # llama.cpp's converter fills gaps in the vocabulary with tokens of this name.
+    # Leave out the tokens [PADn] with which llama.cpp's converter fills gaps in the vocabulary.
     vocab = {
         text: token
         for token, text in enumerate(vocabulary.tokens)
@@ -167,7 +167,7 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **options: object) -> J
 
 
 def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, bool]:
-    """Return the entries of tokenizer.json for SentencePiece BPE, and the default for BOS.
+    """Return (entries of tokenizer.json for SentencePiece BPE, whether BOS is added by default).
 
     SentencePiece joins the pair whose token has the highest score. BPE of the `tokenizers` library
     joins the pair that comes first in its list of merges. We therefore sort the list by score.

@@ -96,7 +96,7 @@ def _tagged_value(rules: ArgumentRules, key: str, schema: Any, path: str) -> str
 
 
 def _json_text(rules: ArgumentRules, schema: Any) -> str:
-    """Return the expansion for a value in JSON, and the tag after it."""
+    """Return the expansion for a JSON value and the tag after it."""
     end = rules.notation.end_token or quoted(rules.notation.end)
     return f"{rules.json_value(schema)} {end}"
 

@@ -19,7 +19,7 @@ class Segment(NamedTuple):
     """A part of a rendered prompt."""
 
     text: str
-    is_plain: bool  # control tokens in `text` are ordinary text
+    is_plain: bool  # what looks like a control token in `text` is ordinary text
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Prices the generation of an answer on a worker, from measured times of decode steps.
+"""Predicts the time to generate an answer on a worker, from measured times of decode steps.
 
 Workers of one machine may share its cores (`workers/rank/core_sharing.py`), so a step may take
-longer while another worker of the machine computes. Steps with and without such a worker are
-measured separately. Workers that share no cores, such as GPU workers, have only steps without.
+longer while another worker of the machine computes. These steps are measured separately. Workers
+that share no cores, such as GPU workers, have no such steps.
 """
 
 from collections.abc import Sequence

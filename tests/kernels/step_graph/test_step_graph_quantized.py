@@ -1,4 +1,4 @@
-"""Weight-only products in CPU step graphs are bitwise equal to the separate products."""
+"""Products with quantized weights have the same bits in a CPU step graph as outside of it."""
 
 from typing import get_args
 
