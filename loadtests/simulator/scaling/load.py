@@ -75,11 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(arriving: Arriving, serving: Serving) -> None:
-    for record, names in (
-        (arriving, ("low", "high", "period", "copies", "speed", "seconds")),
-        (serving, ("most", "busy", "max_sequences", "max_batched_tokens")),
-        (serving, ("kv_tokens", "block_size")),
-    ):
+    curve = ("low", "high", "period", "copies", "speed", "seconds")
+    sizes = ("max_sequences", "max_batched_tokens", "kv_tokens", "block_size")
+    for record, names in ((arriving, curve), (serving, ("most", "busy", *sizes))):
         for name in names:
             if not 0 < getattr(record, name) < math.inf:
                 raise WrongOptions(f"--{name.replace('_', '-')} must be above 0")
@@ -281,9 +279,8 @@ def static_peak(load: Sequence[Planned], plan: ClusterPlan, most: int) -> int:
 
 def _suffices(load: Sequence[Planned], plan: ClusterPlan, count: int) -> bool:
     try:
-        return (
-            simulate("static", load, replace(plan, pools={"mixed": count}), count)[1].kept >= 0.995
-        )
+        fixed = replace(plan, pools={"mixed": count})
+        return simulate("static", load, fixed, count)[1].kept >= 0.995
     except RuntimeError:
         return False
 
