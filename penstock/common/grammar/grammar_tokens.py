@@ -1,5 +1,7 @@
 """The tokens of a model in the form in which llguidance reads them."""
 
+from collections.abc import Sequence
+
 from penstock.common.text.continuing import continuing
 from penstock.common.text.tokenizer import ModelTokenizer
 
@@ -13,16 +15,17 @@ class GrammarTokens:
 
     Args:
         tokenizer: the tokenizer of the model.
-        end_token: a token that ends an answer.
+        end_tokens: tokens that end an answer. No text contains them, even if the tokenizer does
+            not mark them as special, as in some GGUF files.
     """
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: ModelTokenizer, end_token: int) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, end_tokens: Sequence[int]) -> None:
         token_bytes = tokenizer.token_bytes
-        self.eos_token_id = end_token
-        self.special_token_ids = sorted(token_bytes.special)
+        self.eos_token_id = end_tokens[0]
+        self.special_token_ids = sorted(token_bytes.special | set(end_tokens))
         self.tokens = list(map(token_bytes.bytes_of, range(tokenizer.vocab_size)))
         self._tokenizer = continuing(tokenizer.tokenizer)
 

@@ -56,7 +56,7 @@ class GrammarVocabulary:
     ) -> None:
         if not end_tokens:
             raise ValueError("the model has no end token: a grammar could not end an answer")
-        tokens: Any = GrammarTokens(tokenizer, end_tokens[0])
+        tokens: Any = GrammarTokens(tokenizer, end_tokens)
         self.tokens = LLTokenizer(
             tokens,
             n_vocab=max(vocab_size, tokenizer.vocab_size),

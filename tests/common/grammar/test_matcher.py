@@ -248,3 +248,15 @@ def test_added_tokens_that_are_text_are_allowed_in_text(tmp_path: Path, kind: st
     forced = vocabulary.compile(StructuredOutputs("choice", '["a<tool_call>b"]')).matcher()
     assert forced.advance(model.encode("a", add_special_tokens=False)[-1:])
     assert allowed(forced) == [text]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_end_tokens_that_are_not_special_are_no_text(tmp_path: Path, kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    tokenizer.add_tokens([AddedToken("<end_of_turn>", special=False)])
+    end = id_of(tokenizer, "<end_of_turn>")
+    model = ModelTokenizer(write_folder(tmp_path / "model", tokenizer))
+    vocabulary = GrammarVocabulary(model, model.vocab_size, [END, end])
+    # One character at least: the answer is not complete yet.
+    found = allowed(vocabulary.compile(StructuredOutputs("regex", "(.|\n)+")).matcher())
+    assert end not in found
