@@ -71,3 +71,9 @@ def pytest_collection_finish() -> None:
     """Enable garbage collection, but exclude the objects that exist by now."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let the garbage collector start in the controller of xdist, which collects no tests."""
+    if session.config.getoption("numprocesses", None):
+        gc.enable()

@@ -51,6 +51,8 @@ def apply_host_masks_(
 
     The compiled loop refuses arrays of other types with TypeError.
     """
+    if not len(rows):
+        return  # torch refuses the strides of an empty array
     if not (has_numba() and logits.is_contiguous()):
         apply_token_mask_(logits, torch.from_numpy(rows), torch.from_numpy(words))
         return

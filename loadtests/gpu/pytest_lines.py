@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 VARIABLE = "PENSTOCK_TEST_LINES"
-LAST_CHARACTERS = 2000  # characters of the traceback in the line of a failed test
+LAST_CHARACTERS = 2000  # maximum length of the traceback in a failed test's line
 CUDA_ERROR = re.compile(r"CUDA error|CUDA driver error|illegal memory access|device-side assert")
 
 

@@ -35,8 +35,8 @@ from penstock.loadtests.gpu.models import SHAPES, small
 Candidate = dict[str, int]
 
 BLOCK_SIZE = 64  # the default block size on a GPU
-SMALL_CANDIDATES = 3  # candidates per problem under the interpreter
-SMALL_ROWS = 64  # maximum rows per expert under the interpreter
+SMALL_CANDIDATES = 3  # number of candidates per problem if kernels are interpreted
+SMALL_ROWS = 64  # maximum rows per expert if kernels are interpreted
 MOE_TOKENS = {16: 64, 64: 512, 128: 4096}
 """Tokens of the timed batches by the rows of the default tiles, for 8 of 128 experts."""
 WEIGHT_ONLY = "8b"  # the model whose products are tuned with weights of 4 and 8 bits

@@ -2,12 +2,13 @@
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
 import grpc.aio
 import uvloop
 
+from penstock.loadtests.micro.child_server import child_server
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
 
@@ -52,21 +53,15 @@ async def _serve(step_seconds: float) -> None:
     await server.stop(None)
 
 
-@asynccontextmanager
-async def bare_server(step_ms: float) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """Run the bare server in its own process; yield the process and the server's address."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.loadtests.micro.bare_grpc", str(step_ms)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        yield process, (await process.stdout.readline()).decode().strip()
-    finally:
-        process.stdin.close()
-        await process.wait()
+def bare_server(
+    step_ms: float,
+) -> AbstractAsyncContextManager[tuple[asyncio.subprocess.Process, str]]:
+    """Run the bare server in its own process; yield the process and the server's address.
+
+    Raises:
+        MeasurementFailed: the server did not start.
+    """
+    return child_server("penstock.loadtests.micro.bare_grpc", str(step_ms))
 
 
 def main(arguments: Sequence[str]) -> int:

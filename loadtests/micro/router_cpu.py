@@ -234,6 +234,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the measurement; print and save its results; return the exit code."""
     program, about = "python -m penstock.loadtests.micro.router_cpu", "Router CPU per token."
     (options,) = read_flags(program, about, (Options,), arguments)
+    if options.streams < 2 or options.output_len < 3:
+        print(
+            f"{program}: give --streams of 2 or more and --output-len of 3 or more: the CPU time "
+            "is split by loads with fewer streams and tokens",
+            file=sys.stderr,
+        )
+        return 2
     return run(lambda: measure(options), dataclasses.asdict(options), options.save_json)
 
 

@@ -105,6 +105,8 @@ class BodyWriter:
         if not self._unsent:
             self._batch.add(self.flush)
         self._unsent += b"%x\r\n%b\r\n" % (len(part), part)
+        if len(self._unsent) > MAX_COLLECTED:
+            self.flush()
 
     def write(self, data: bytes) -> None:
         """Write bytes of the response, like `write` of an asyncio transport."""

@@ -137,7 +137,7 @@ class JsonCall:
         self._decide()
 
     def _decide(self) -> None:
-        """Set `name` if it is certain now that the object is a call."""
+        """Set `name` once the name and the arguments of the call are known."""
         if self._given_name and self._has_arguments:
             self.name = self._given_name
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import uvloop
 
 from penstock.loadtests.comparison.routers.openai_stub import OpenAiStub
-from penstock.loadtests.micro.ab_runner import MeasurementFailed
+from penstock.loadtests.micro.child_server import child_server
 from penstock.loadtests.micro.stub_workers import StubWorker
 
 WORKER_NAME = "mixed-0"
+_MODULE = "penstock.loadtests.comparison.routers.stubs"
 _TOKEN_ID = 269  # " a" (`openai_stub.TOKEN`) in the tokenizer of the bundled model
 
 
@@ -36,21 +37,8 @@ class Stub:
 @asynccontextmanager
 async def stub(kind: str, step_ms: float) -> AsyncIterator[Stub]:
     """Run a stub of kind "openai" or "worker"; stop it on exit. Raises MeasurementFailed."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "penstock.loadtests.comparison.routers.stubs", kind, str(step_ms)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        address = (await process.stdout.readline()).decode().strip()
-        if not address:
-            raise MeasurementFailed(f"the {kind} stub did not start: see its output above")
+    async with child_server(_MODULE, kind, str(step_ms)) as (process, address):
         yield Stub(process, address)
-    finally:
-        process.stdin.close()
-        await process.wait()
 
 
 async def _serve(kind: str, step_ms: float) -> None:

@@ -39,7 +39,7 @@ class CacheStream:
         self._awaiting: dict[int, Session] = {}
         self._live: dict[int, Session] = {}
         self._next_number = 0  # number of the next change
-        self._faults: dict[str, Counter[str]] = {}  # by router: number of times to apply each fault
+        self._faults: dict[str, Counter[str]] = {}  # router to the count left of each fault
 
     def open(self, session: Session) -> None:
         """Subscribe a router."""

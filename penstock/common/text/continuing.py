@@ -18,6 +18,9 @@ def continuing(tokenizer: Tokenizer) -> Tokenizer:
     spec = json.loads(tokenizer.to_str())
     for part in ("normalizer", "pre_tokenizer"):
         spec[part] = _without_prefix(spec[part])
+    for token in spec["added_tokens"]:
+        # Otherwise a token takes the spaces around it, or is not found beside letters.
+        token.update(lstrip=False, rstrip=False, single_word=False)
     found = Tokenizer.from_str(json.dumps(spec))
     found.encode_special_tokens = True
     return found

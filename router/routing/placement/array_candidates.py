@@ -39,7 +39,7 @@ class ArrayCandidates:
     def __init__(self, demand: Demand, workers: Fleet[WorkerView], now: float) -> None:
         self._demand, self._fleet, self._now = demand, workers, now
         self._groups = workers.groups
-        self._penalty: Floats | None = None  # by row; None: no worker has a penalty
+        self._penalty: Floats | None = None  # penalty of each row; None: all are 0
         if now - workers.last_lost_at < PENALTY_SECONDS:
             self._penalty = np.maximum(0.0, 1.0 - (now - workers.lost_at) / PENALTY_SECONDS)
         cached = demand.cached_tokens

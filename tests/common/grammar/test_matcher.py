@@ -233,6 +233,24 @@ def test_masks_are_those_of_the_librarys_own_reading(tmp_path: Path, kind: str) 
             ] == other
 
 
+@pytest.mark.parametrize("side", ["", "lstrip", "rstrip"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_forced_text_keeps_the_spaces_beside_an_added_token(
+    tmp_path: Path, kind: str, side: str
+) -> None:
+    tokenizer = KINDS[kind]()
+    flags = {side: True} if side else {}
+    tokenizer.add_tokens([AddedToken("<tool_call>", special=False, **flags)])
+    model = ModelTokenizer(write_folder(tmp_path / "model", tokenizer))
+    vocabulary = GrammarVocabulary(model, model.vocab_size, [END])
+    matcher = vocabulary.compile(StructuredOutputs("choice", '["a <tool_call> b"]')).matcher()
+    tokens: list[int] = []
+    while not matcher.is_complete:
+        tokens.append(allowed(matcher)[0])
+        assert matcher.advance(tokens[-1:])
+    assert b"".join(map(model.token_bytes.bytes_of, tokens)) == b"a <tool_call> b"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_added_tokens_that_are_text_are_allowed_in_text(tmp_path: Path, kind: str) -> None:
     tokenizer = KINDS[kind]()

@@ -1,10 +1,15 @@
 """Token masks on a CPU: the compiled loop gives the reference's logits bitwise."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 
-from penstock.kernels.sampling.token_mask import apply_token_mask_, apply_token_mask_reference
+from penstock.kernels.sampling.token_mask import (
+    apply_host_masks_,
+    apply_token_mask_,
+    apply_token_mask_reference,
+)
 from tests.support.token_masks import MaskCase, mask_cases
 
 
@@ -14,6 +19,25 @@ def test_masked_logits_are_those_of_the_reference(case: MaskCase) -> None:
     found = case.logits.clone()
     apply_token_mask_(found, case.rows, case.words)
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@given(case=mask_cases())
+def test_masks_in_arrays_give_the_logits_of_the_reference(padding: int, case: MaskCase) -> None:
+    expected = apply_token_mask_reference(case.logits, case.rows, case.words)
+    # With padding, the rows are not contiguous.
+    found = torch.nn.functional.pad(case.logits, (0, padding))[:, : case.logits.shape[1]]
+    apply_host_masks_(found, case.rows.numpy(), case.words.numpy())
+    assert torch.equal(found.contiguous().view(torch.int32), expected.view(torch.int32))
+
+
+def test_masks_in_arrays_of_another_size_or_type_are_refused() -> None:
+    logits, rows = torch.zeros(1, 40), np.zeros(1, np.int64)
+    for words in (np.zeros((1, 1), np.int32), np.zeros((2, 2), np.int32)):
+        with pytest.raises(ValueError, match="words: 1 masks for 40 tokens expected"):
+            apply_host_masks_(logits, rows, words)
+    with pytest.raises(TypeError):
+        apply_host_masks_(logits.double(), rows, np.zeros((1, 2), np.int32))
 
 
 def test_exactly_the_tokens_with_a_clear_bit_are_excluded() -> None:

@@ -135,6 +135,26 @@ async def test_calls_that_arrive_together_begin_one_in_each_iteration() -> None:
 START = {"type": "http.response.start", "status": 200, "headers": []}
 
 
+async def test_collected_parts_above_the_limit_are_written_at_once() -> None:
+    counts: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        await send({"type": "http.response.body", "body": b"0", "more_body": True})
+        await asyncio.sleep(0)
+        body = scope["extensions"][BODY_WRITER]
+        for _ in range(8):
+            body.write_chunk(b"x" * (MAX_COLLECTED // 4))
+            counts.append(transport.num_writes)
+        await send({"type": "http.response.body", "body": b""})
+
+    connection, transport = connect(app)
+    with cancelled_tasks(connection):
+        connection.data_received(HEAD + b"content-length: 0\r\n\r\n")
+        await until(lambda: connection.cycle.response_complete)
+    assert counts == [1, 1, 1, 2, 2, 2, 2, 3]
+
+
 async def test_parts_of_one_iteration_are_written_together_and_before_later_sends() -> None:
     counts: list[int] = []
 

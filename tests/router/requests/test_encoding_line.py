@@ -96,7 +96,7 @@ async def test_cancelled_text_is_not_encoded(line: Line) -> None:
 
 
 async def test_tenant_beyond_its_share_is_refused_and_another_is_not(line: Line) -> None:
-    for number in range(26):  # one runs, and 25 wait, which is a quarter of the limit
+    for number in range(26):  # one job runs, 25 wait: a quarter of the limit
         await line.add("greedy", f"g{number}")
     with pytest.raises(ServingError, match="wait to be processed") as refusal:
         await line.line.run("greedy", SIZE, line.job("more"))
