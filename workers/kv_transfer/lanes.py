@@ -28,7 +28,7 @@ class Lane:
         return REACHED
 
     def follow(self, position: Waitable) -> None:
-        """Make work launched later in this lane wait for `position`, a result of `position()`."""
+        """Delay work that is launched later in this lane until `position` is reached."""
 
     def mark(self) -> Waitable:
         """Return a mark for the work launched so far in this lane."""

@@ -33,7 +33,7 @@ class Submitter:
         self._grammars = grammars
         self._most = most
         self._thread = ThreadPoolExecutor(1, "grammars")
-        # Commands for the sequences that wait for their grammars.
+        # Commands of each sequence, kept until its grammar is compiled.
         self._waiting: dict[SequenceKey, list[EngineCommand]] = {}
 
     def submit(self, session: Session, key: SequenceKey, new: NewSequence) -> None:
