@@ -172,7 +172,7 @@ class Batcher:
             forced: tokens that must follow the sampled ones; see `append_forced`.
         """
         drawn = np.asarray(drawn, np.int32)
-        if len(drawn) != len(plan.sampling_rows):
+        if len(drawn) != plan.num_sampling:
             raise ValueError("`drawn` must have one token for each sampling row of the plan")
         self._in_flight.remove_oldest(plan)
         self.pool.check_total()

@@ -29,7 +29,8 @@ class InFlightSteps:
         if not self.plans or plan is not self.plans[0]:
             raise ValueError("not the first step in flight")
         del self.plans[0]
-        self._batch.block_growth.release_sources(plan.copies)
+        if len(plan.copies):
+            self._batch.block_growth.release_sources(plan.copies)
 
     def remove_newest(self, plan: StepPlan) -> None:
         """Remove a step that has not started to run. Raises ValueError if it is not the newest."""

@@ -100,11 +100,11 @@ class StepPlan:
     block_tables: Ints  # [B, M] blocks of each sequence; unused entries are undefined
     slots: Ints  # [T] KV slot of each token: block * block_size + offset
     samples: Bools  # [B] whether the step samples a token for the sequence
-    copies: Ints = field(default_factory=NO_PAIRS.copy)  # [C, 2] source and destination block
+    copies: Ints = field(default_factory=lambda: NO_PAIRS)  # [C, 2] source and destination block
     # [F, 2] per fork: index of its leader in `rows[samples]`, and the fork's own table row
-    forks: Ints = field(default_factory=NO_PAIRS.copy)
+    forks: Ints = field(default_factory=lambda: NO_PAIRS)
     # [P] indices of tokens after which the logprob of the next prompt token is requested
-    scored: Ints = field(default_factory=NO_TOKENS.copy)
+    scored: Ints = field(default_factory=lambda: NO_TOKENS)
     ahead: bool = False  # `tokens` are not known yet: call `fill` before the step runs
 
     def fill(self, drawn: Ints) -> None:
@@ -123,6 +123,11 @@ class StepPlan:
             "num_scored": len(self.scored),
             "ahead": int(self.ahead),
         }
+
+    @property
+    def num_sampling(self) -> int:
+        """Length of `sampling_rows`."""
+        return int(np.count_nonzero(self.samples)) + len(self.forks)
 
     @property
     def sampling_rows(self) -> Ints:
