@@ -1,4 +1,4 @@
-# The verbs: setup, serve, lint, check, test, fuzz, kernels, aot, gpu, protos, locks, sbom, train-demo,
+# The verbs: setup, serve, lint, check, test, long, fuzz, kernels, aot, gpu, protos, locks, sbom, train-demo,
 # router-environment.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve lint check test fuzz kernels aot gpu gpu-carry protos locks sbom train-demo router-environment
+.PHONY: setup serve lint check test long fuzz kernels aot gpu gpu-carry protos locks sbom train-demo router-environment
 
 setup: $(STAMP)
 
@@ -29,7 +29,7 @@ lint: setup
 	$(BIN)/python -m tests.generated
 
 check: lint
-	$(BIN)/python -m pytest -q -n 3 -m "not slow and not process and not cluster and not gpu and not interpreted"
+	$(BIN)/python -m pytest -q -n 3 -m "not slow and not long and not process and not cluster and not gpu and not interpreted"
 
 # The files with tests that start processes, long ones first. Only these are collected, because the
 # imports of all files take half a minute.
@@ -38,10 +38,19 @@ PROCESS_TESTS = $(shell grep -rlE --include='test_*.py' 'mark\.(process|cluster)
 
 # Neighbouring tests stay in one process (worksteal), so that shared fixtures are made once.
 test: setup
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not process and not cluster and not gpu and not interpreted"
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not long and not process and not cluster and not gpu and not interpreted"
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder \
-	  -m "process or cluster" $(PROCESS_TESTS)
+	  -m "(process or cluster) and not long" $(PROCESS_TESTS)
 	@$(MAKE) --no-print-directory kernels
+
+LONG_TESTS = $(shell grep -rlE --include='test_*.py' 'mark\.long\b' tests)
+INTERPRETED_LONG_TESTS = $(filter tests/kernels/interpreted/%,$(LONG_TESTS))
+
+# The tests that `make test` leaves to CI.
+long: setup
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m long \
+	  $(filter-out $(INTERPRETED_LONG_TESTS),$(LONG_TESTS))
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m long $(INTERPRETED_LONG_TESTS)
 
 # Random and malformed requests to a router, in two processes. ARGS: --inputs N, --seed N.
 fuzz: setup
@@ -49,7 +58,8 @@ fuzz: setup
 
 # Triton reads the variable when it is imported: hence a run of their own.
 kernels: setup
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m interpreted tests/kernels/interpreted tests/workers/gpu
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "interpreted and not long" \
+	  tests/kernels/interpreted tests/workers/gpu
 
 # A router in an environment of its own, as in its image: the packages of its lock, and the wheel.
 # Locks are for Python 3.11 on Linux, x86-64.

@@ -25,7 +25,7 @@ from tests.fuzz.target import Target
 from tests.fuzz.values import Values, messages_of, objects_of
 from tests.support.served_router import until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 NUM_DRAWN = 60
 QUICK = settings(max_examples=NUM_DRAWN, database=None, suppress_health_check=list(HealthCheck))

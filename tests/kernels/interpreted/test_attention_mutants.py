@@ -25,7 +25,7 @@ from tests.support.mutants import (
     under_kernel,
 )
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.long]
 
 PLAIN_KERNEL: dict[str, Change] = {
     **KERNEL,

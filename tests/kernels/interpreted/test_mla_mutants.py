@@ -22,7 +22,7 @@ from tests.support.mutants import (
     under_kernel,
 )
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [pytest.mark.interpreted, pytest.mark.long]
 
 ABSORBED: dict[str, Change] = {
     **{name: change for name, change in KERNEL.items() if name not in ("window", "first seen")},

@@ -14,6 +14,7 @@ FAULTS = 8
 
 
 @pytest.mark.cluster
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_streams_survive_faults_of_their_workers(tmp_path: Path) -> None:
     result = tmp_path / "result.json"

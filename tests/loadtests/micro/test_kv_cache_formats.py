@@ -10,6 +10,7 @@ from penstock.loadtests.micro import kv_cache_formats
 from penstock.loadtests.micro.kv_cache_formats import Options, attention_error, equal_fraction
 
 
+@pytest.mark.slow
 def test_every_format_is_compared_with_float32(tmp_path: Path) -> None:
     sizes = ["--prompts", "3", "--output-len", "4", "--context", "48", "--batch", "2"]
     file, threads = tmp_path / "found.json", torch.get_num_threads()

@@ -286,6 +286,7 @@ def first_failing(seeds: range) -> int | None:
     return next((seed for seed in seeds if failure_of(schedule_of(seed))), None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_an_injected_bug_is_found(bug: Inject, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)

@@ -78,14 +78,14 @@ def test_seed_determines_the_jitter_and_the_mean_stays() -> None:
     assert means[0] == pytest.approx(means[1], rel=5 * 0.2 / 400**0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("pools", [{"mixed": 2}, {"prefill": 1, "decode": 2}])
 def test_same_results_with_and_without_disaggregation(pools: dict[str, int]) -> None:
     plan = ClusterPlan(pools, LIMITS, Timing())
     assert_same_results(plan, load_of(20.0, 2.0), (Static(pools), Static(pools)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_same_results_with_few_blocks_and_shared_prefixes() -> None:
     """Sequences wait, are preempted and share cached blocks."""
     shared = [
@@ -100,7 +100,7 @@ def test_same_results_with_few_blocks_and_shared_prefixes() -> None:
     assert worker.batcher.load().prompt_tokens_cached > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_same_results_while_the_pool_scales() -> None:
     plan = ClusterPlan({"mixed": 1}, LIMITS, Timing(), cold_start=10.0)
     limits = {"mixed": PoolLimits(least=1, most=6, gpus=1)}
@@ -108,7 +108,7 @@ def test_same_results_while_the_pool_scales() -> None:
     assert_same_results(plan, load, (PenstockScaler(limits), PenstockScaler(limits)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_same_results_in_slo_order() -> None:
     """Load is four times the capacity, and blocks are few, so the order of prompts changes."""
     limits = replace(LIMITS, num_blocks=120, max_sequences=4)
@@ -116,7 +116,7 @@ def test_same_results_in_slo_order() -> None:
     assert_same_results(plan, load_of(20.0, 6.0), (Static(plan.pools), Static(plan.pools)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_same_results_with_64_workers() -> None:
     plan = ClusterPlan({"mixed": 64}, LIMITS, Timing())
     load = replicated(load_of(20.0, 8.0), 3.0, seed=2)
@@ -146,7 +146,7 @@ def test_a_few_fault_schedules_pass() -> None:
     assert not failed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_fault_schedules_pass() -> None:
     failed, counts = run_fault_schedules(range(200))
     assert not failed
