@@ -1,12 +1,16 @@
 """A 64-bit checksum of a tensor's bytes, computed on the tensor's device.
 
-    sum over i of w[i] r[i] + (w[i] >> 32) r[i + 1], plus the number of bytes times a constant
+    h(w, r) = sum over i of w[i] r[i] + (w[i] >> 32) r[i + 1]
 
-The checksum is a multilinear hash: each 64-bit word w[i] and its high half are multiplied by fixed
-odd random numbers r, and the products are summed modulo 2^64. A change within one word is always
-detected. The probability that any other change is missed is about 2^-63. (The high half is also
-multiplied separately, because the top bits of a word only affect the top bits of the word's product
-modulo 2^64.) The checksum protects against faults, not against forgery.
+The checksum is built from a multilinear hash h: each 64-bit word w[i] and its high half are
+multiplied by fixed odd random numbers r, and the products are summed modulo 2^64. (The high half is
+also multiplied separately, because the top bits of a word only affect the top bits of the word's
+product modulo 2^64.)
+
+The data is hashed in two levels: each chunk of CHUNK words with the same numbers, which stay in the
+cache of a CPU core, then the chunks' hashes with other numbers. Last, the number of bytes times a
+constant is added. Each level misses a change with a probability of about 2^-63, so the checksum
+misses it with about 2^-62. It protects against faults, not against forgery.
 
 All devices compute the same checksum, because an integer sum does not depend on the order of its
 terms.
@@ -23,6 +27,9 @@ from penstock.kernels.checks import check, check_contiguous
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.kv_cache.triton_checksum import sum_words_triton
 from penstock.kernels.triton_common.launch import power_of_2, use_triton
+
+CHUNK = 2048
+"""Words of a chunk: 16 KiB of data, and 16 KiB of random numbers for all chunks."""
 
 _SEED = 0x50454E5354
 
@@ -43,45 +50,71 @@ def checksum_on_device(data: Tensor) -> Tensor:
     if size % 8:
         raw = torch.nn.functional.pad(raw, (0, -size % 8))
     words = raw.view(torch.int64)
-    weights = _weights(_round_up(words.numel() + 1), words.device)
+    weights = _weights(0, CHUNK + 1, words.device)
+    chunk_weights = _weights(1, _round_up(num_chunks(len(words)) + 1), words.device)
     # Without the length, trailing zeros would not change the sum.
     length = (size * _SEED + (1 << 63)) % (1 << 64) - (1 << 63)
-    return sum_words(words, weights) + length
+    return sum_words(words, weights, chunk_weights) + length
 
 
-def sum_words(words: Tensor, weights: Tensor) -> Tensor:
+def num_chunks(num_words: int) -> int:
+    return -(-num_words // CHUNK)
+
+
+def sum_words(words: Tensor, weights: Tensor, chunk_weights: Tensor) -> Tensor:
     """Return the checksum without the term for the length, as an int64 tensor of shape [].
 
-    `words` is [n] int64, and `weights` is [m] int64 with m > n.
+    Args:
+        words: [n] int64.
+        weights: [CHUNK + 1] int64, the random numbers for the words of each chunk.
+        chunk_weights: [m] int64, m > `num_chunks(n)`, the random numbers for the chunks' hashes.
     """
     if use_triton(words):
         check("words", words, ["n"], [torch.int64])
-        check("weights", weights, ["m"], [torch.int64], like=words)
+        check("weights", weights, [CHUNK + 1], [torch.int64], like=words)
+        check("chunk_weights", chunk_weights, ["m"], [torch.int64], like=words)
+        check_contiguous("words", words)
         check_contiguous("weights", weights)
-        if len(weights) <= len(words):
-            raise ValueError(f"weights: more than {len(words)} expected, not {len(weights)}")
-        return sum_words_triton(words, weights)
+        check_contiguous("chunk_weights", chunk_weights)
+        least = num_chunks(len(words)) + 1
+        if len(chunk_weights) < least:
+            raise ValueError(f"chunk_weights: at least {least} expected, not {len(chunk_weights)}")
+        return sum_words_triton(words, weights, chunk_weights)
     if words.device.type == "cpu" and has_numba():
-        return torch.tensor(_cpu_kernel()(words.numpy(), weights.numpy()))
-    return sum_words_reference(words, weights)
+        arrays = words.numpy(), weights.numpy(), chunk_weights.numpy()
+        return torch.tensor(_cpu_kernel()(*arrays))
+    return sum_words_reference(words, weights, chunk_weights)
 
 
-def sum_words_reference(words: Tensor, weights: Tensor) -> Tensor:
+def sum_words_reference(words: Tensor, weights: Tensor, chunk_weights: Tensor) -> Tensor:
     """Reference for `sum_words` in plain torch."""
-    mixed = (words >> 32).mul_(weights[1 : words.numel() + 1])
-    mixed.addcmul_(words, weights[: words.numel()])
-    return mixed.sum()
+    chunks = torch.nn.functional.pad(words, (0, -len(words) % CHUNK)).view(-1, CHUNK)
+    return _hash_reference(_hash_reference(chunks, weights), chunk_weights)
+
+
+def _hash_reference(words: Tensor, weights: Tensor) -> Tensor:
+    """Return the hashes of [..., n] words, with n + 1 or more weights."""
+    num_words = words.shape[-1]
+    return (words * weights[:num_words] + (words >> 32) * weights[1 : num_words + 1]).sum(-1)
 
 
 def checksum_reference(data: bytes) -> int:
     """Reference for `checksum`: processes one word at a time."""
     padded = data + bytes(-len(data) % 8)
     words = np.frombuffer(padded, np.int64).tolist()
-    weights = _weights(_round_up(len(words) + 1), torch.device("cpu")).tolist()
-    total: int = sum(
-        word * weights[at] + (word >> 32) * weights[at + 1] for at, word in enumerate(words)
+    size = _round_up(num_chunks(len(words)) + 1)
+    weights, chunk_weights = (
+        _weights(level, count, torch.device("cpu")).tolist()
+        for level, count in enumerate((CHUNK + 1, size))
     )
-    return (total + len(data) * _SEED) % (1 << 64)
+
+    def hash_of(words: list[int], weights: list[int]) -> int:
+        terms = (w * weights[i] + (w >> 32) * weights[i + 1] for i, w in enumerate(words))
+        total = sum(terms) % (1 << 64)
+        return total - (total >> 63 << 64)  # as a signed number
+
+    chunks = [hash_of(words[at : at + CHUNK], weights) for at in range(0, len(words), CHUNK)]
+    return (hash_of(chunks, chunk_weights) + len(data) * _SEED) % (1 << 64)
 
 
 def load_cpu_kernels() -> None:
@@ -97,13 +130,13 @@ def _cpu_kernel() -> Any:
     return compiled
 
 
-def _round_up(num_words: int) -> int:
-    return max(1 << 12, power_of_2(num_words))
+def _round_up(count: int) -> int:
+    return max(1 << 12, power_of_2(count))
 
 
 @lru_cache(maxsize=8)
-def _weights(num_words: int, device: torch.device) -> Tensor:
-    """Return [num_words] odd random int64: always the first numbers of the same fixed sequence."""
+def _weights(level: int, count: int, device: torch.device) -> Tensor:
+    """Return [count] odd random int64: the first numbers of the fixed sequence of a level."""
     # PCG64 gives the same raw numbers in every version of numpy.
-    numbers = np.random.PCG64(_SEED).random_raw(num_words) | np.uint64(1)
+    numbers = np.random.PCG64(_SEED + level).random_raw(count) | np.uint64(1)
     return torch.from_numpy(numbers.view(np.int64)).to(device)

@@ -9,10 +9,14 @@ import numpy.typing as npt
 Words = npt.NDArray[np.int64]
 
 
-@numba.njit("int64(int64[::1], int64[::1])", nogil=True, cache=True)
-def sum_words(words: Words, weights: Words) -> np.int64:
-    """Compute `checksum.sum_words` for [n] words and at least n + 1 weights."""
-    total = np.int64(0)
-    for i in range(len(words)):
-        total += words[i] * weights[i] + (words[i] >> 32) * weights[i + 1]
+@numba.njit("int64(int64[::1], int64[::1], int64[::1])", nogil=True, cache=True)
+def sum_words(words: Words, weights: Words, chunk_weights: Words) -> np.int64:
+    """Compute `checksum.sum_words`; a chunk has one word less than `weights`."""
+    chunk, total = len(weights) - 1, np.int64(0)
+    for number in range((len(words) + chunk - 1) // chunk):
+        part = words[number * chunk : (number + 1) * chunk]
+        found = np.int64(0)
+        for i in range(len(part)):
+            found += part[i] * weights[i] + (part[i] >> 32) * weights[i + 1]
+        total += found * chunk_weights[number] + (found >> 32) * chunk_weights[number + 1]
     return total

@@ -1,34 +1,38 @@
-"""Triton kernel that sums the words of a checksum, and its launcher (see `checksum`)."""
+"""Triton kernel that hashes the words of a checksum, and its launcher (see `checksum`)."""
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.triton_common.launch import jit, launch, tl
 
-TILE = 2048
-"""Words per program."""
-
 
 @jit
 def _sum_words_kernel(
     words,  # [n] int64
-    weights,  # [n + 1] int64 odd random numbers
+    weights,  # [CHUNK + 1] int64 odd random numbers, for the words of a chunk
+    chunk_weights,  # [chunks + 1] int64 odd random numbers, for the chunks' hashes
     total,  # [1] int64, initially zero
     num_words,  # n, number of words
-    TILE: tl.constexpr,  # words per program
+    CHUNK: tl.constexpr,  # words of a chunk
 ):
-    """Add the checksum terms of TILE words to `total`. Grid: [n / TILE]."""
-    offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = offsets < num_words
-    values = tl.load(words + offsets, mask=mask, other=0)
-    products = values * tl.load(weights + offsets, mask=mask, other=0)
-    products += (values >> 32) * tl.load(weights + offsets + 1, mask=mask, other=0)
-    tl.atomic_add(total, tl.sum(products, axis=0), sem="relaxed")
+    """Add the term of a chunk's hash to `total`. Grid: [chunks]."""
+    chunk = tl.program_id(0)
+    within = tl.arange(0, CHUNK)
+    offsets = chunk.to(tl.int64) * CHUNK + within
+    values = tl.load(words + offsets, mask=offsets < num_words, other=0)
+    products = values * tl.load(weights + within)
+    products += (values >> 32) * tl.load(weights + within + 1)
+    found = tl.sum(products, axis=0)
+    term = found * tl.load(chunk_weights + chunk)
+    term += (found >> 32) * tl.load(chunk_weights + chunk + 1)
+    tl.atomic_add(total, term, sem="relaxed")
 
 
-def sum_words_triton(words: Tensor, weights: Tensor) -> Tensor:
-    """Return the sum over `words` [n] int64, with `weights` [m] int64 and m > n, as a tensor []."""
+def sum_words_triton(words: Tensor, weights: Tensor, chunk_weights: Tensor) -> Tensor:
+    """Compute `checksum.sum_words`; a chunk has one word less than `weights`."""
     total = torch.zeros(1, dtype=torch.int64, device=words.device)
-    grid = (-(-len(words) // TILE),)
-    launch(_sum_words_kernel, grid, words, weights, total, len(words), TILE=TILE, num_warps=8)
+    chunk = len(weights) - 1
+    arrays = words, weights, chunk_weights, total
+    grid = (-(-len(words) // chunk),)
+    launch(_sum_words_kernel, grid, *arrays, len(words), CHUNK=chunk, num_warps=8)
     return total[0]

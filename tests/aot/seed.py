@@ -25,9 +25,8 @@ from torch import Tensor
 from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.attention.backends.interface import HostBatch
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
-from penstock.kernels.kv_cache.checksum import sum_words
+from penstock.kernels.kv_cache.checksum import CHUNK, sum_words
 from penstock.kernels.kv_cache.format import format_of
-from penstock.kernels.kv_cache.triton_checksum import TILE
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
@@ -144,8 +143,8 @@ def _move_blocks(kv: Tensor) -> None:
     staged = gather_blocks(kv, first, layers, heads)
     scatter_blocks(kv, first, layers, heads, staged)
     words = -(-staged.numel() * staged.itemsize // 8)
-    sums = meta(max(2 * TILE, 2 * words), dtype=torch.int64)
-    sum_words(meta(words, dtype=torch.int64), sums)
+    sizes = words, CHUNK + 1, max(1 << 12, words)
+    sum_words(*(meta(size, dtype=torch.int64) for size in sizes))
 
 
 def compute_chunks(runner: DeviceRunner, lengths: Sequence[int]) -> None:

@@ -16,9 +16,8 @@ pytest.importorskip("triton")
 from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.attention.backends.interface import HostBatch
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
-from penstock.kernels.kv_cache.checksum import sum_words
+from penstock.kernels.kv_cache.checksum import CHUNK, sum_words
 from penstock.kernels.kv_cache.format import format_of
-from penstock.kernels.kv_cache.triton_checksum import TILE
 from penstock.kernels.linear import op as products
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import sample
@@ -77,7 +76,7 @@ def transfer(count: int, kv: Tensor, heads: slice) -> None:
     staged = gather_blocks(kv, blocks, layers, heads)
     scatter_blocks(kv, blocks, layers, heads, staged)
     words = -(-staged.numel() * staged.itemsize // 8)
-    sum_words(ints(words), ints(max(2 * TILE, 2 * words)))
+    sum_words(ints(words), ints(CHUNK + 1), ints(max(1 << 12, words)))
 
 
 CALLS: dict[str, Callable[[int], object]] = {

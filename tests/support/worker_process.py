@@ -163,7 +163,7 @@ def slow_down(seconds: float) -> None:
         return gather(staging, blocks, shard, unit, into)
 
     KvStaging.gather = slow  # type: ignore[method-assign, assignment]
-    sender.MESSAGE_BYTES = 1
+    sender.max_data_bytes = lambda backend: 1
 
 
 if __name__ == "__main__":

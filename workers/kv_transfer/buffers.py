@@ -11,8 +11,9 @@ from penstock.workers.kv_transfer.protocol.messages import MAX_PEERS
 NUM_BUFFERS = 8
 """Buffers per rank and direction."""
 
-BUFFER_BYTES = 32 << 20
-"""Size of a buffer, which bounds the size of messages, unless one block of one layer is larger."""
+BUFFER_BYTES = {"nccl": 32 << 20, "gloo": 8 << 20}
+"""Size of a buffer for each backend. It bounds the size of messages, unless one block of one layer
+is larger. With gloo, a message stays in the CPU's cache while it is gathered, hashed and sent."""
 
 MAX_PER_PAIR = 2
 """Buffers that one rank pair may use at once: one is in transit while the other is copied. The
@@ -27,7 +28,7 @@ User = TypeVar("User")
 
 def reserved_bytes() -> int:
     """Return the bytes that KV transfers need on a GPU: for buffers and for communicators."""
-    return 2 * NUM_BUFFERS * BUFFER_BYTES + 2 * MAX_PEERS * COMMUNICATOR_BYTES
+    return 2 * NUM_BUFFERS * BUFFER_BYTES["nccl"] + 2 * MAX_PEERS * COMMUNICATOR_BYTES
 
 
 class BufferRing(Generic[User]):

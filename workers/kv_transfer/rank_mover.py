@@ -29,8 +29,8 @@ from penstock.workers.kv_transfer.transport import (
     RankPair,
 )
 from penstock.workers.kv_transfer.verification import (
-    MESSAGE_BYTES,
     inspect,
+    max_data_bytes,
     message_bytes,
     seal,
     verify,
@@ -115,7 +115,8 @@ class RankMover:
         self._on_report: ReportCallback = lambda report: None
         self._thread = MoverThread(staging.device)
         self._outgoing, self._incoming = (make_lane(staging.device) for _ in range(2))
-        size = message_bytes(self.shape.max_bytes(self.rectangle, MESSAGE_BYTES))
+        limit = max_data_bytes(self.backend)
+        size = message_bytes(self.shape.max_bytes(self.rectangle, limit))
         self._to_send: BufferRing[_Endpoint] = BufferRing(size, staging.device)
         self._received: BufferRing[_Endpoint] = BufferRing(size, staging.device)
 

@@ -45,7 +45,7 @@ from penstock.workers.kv_transfer.rank_endpoints import (
     check_peer,
 )
 from penstock.workers.kv_transfer.staging import PROTOCOL, WorkerIdentity
-from penstock.workers.kv_transfer.verification import MESSAGE_BYTES
+from penstock.workers.kv_transfer.verification import max_data_bytes
 from penstock.workers.rank.fingerprint import layout_mismatch
 
 MAX_MESSAGES_WAITING = 1 << 12  # limit per source; a source that reads too slowly is closed
@@ -101,7 +101,8 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         shape, rectangles = endpoints.shape, endpoints.rectangles
-        sizes = [shape.max_bytes(each, MESSAGE_BYTES) for each in rectangles]
+        limit = max_data_bytes(endpoints.backend)
+        sizes = [shape.max_bytes(each, limit) for each in rectangles]
         self._protocol = ReceiveProtocol(shape, rectangles, seconds, sizes)
         self._channels: dict[int, _SourceChannel] = {}  # by generation
         self._callbacks: dict[int, Callable[[TransferResult], None]] = {}  # by epoch

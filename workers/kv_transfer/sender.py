@@ -17,7 +17,7 @@ from penstock.workers.kv_transfer.protocol.send import OutgoingTransfer
 from penstock.workers.kv_transfer.rank_endpoints import RankEndpoints
 from penstock.workers.kv_transfer.staging import WorkerIdentity
 from penstock.workers.kv_transfer.transport import PairBroken
-from penstock.workers.kv_transfer.verification import MESSAGE_BYTES as MESSAGE_BYTES
+from penstock.workers.kv_transfer.verification import max_data_bytes as max_data_bytes
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class KvSender:
         except BaseException:
             on_read()
             raise
-        await channel.send(outgoing, MESSAGE_BYTES, on_read)
+        await channel.send(outgoing, max_data_bytes(self._endpoints.backend), on_read)
 
     async def refuse(self, peer: Peer, epoch: int) -> None:
         """Send an abort to the destination. Raises `PairBroken` if it is unreachable."""

@@ -10,7 +10,7 @@ from penstock.workers.gpu.pinned import put
 from penstock.workers.kv_transfer.shards import BlockShape, LayerHeadRange, Shard
 from penstock.workers.scheduling.sequence import Ints
 
-PROTOCOL = 3  # version of protos/transfer.proto
+PROTOCOL = 4  # version of protos/transfer.proto
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,13 @@ from penstock.workers.kv_transfer.transport import PairBroken
 
 TRAILER_BYTES = 3 * 8
 
-MESSAGE_BYTES = BUFFER_BYTES - 2 * TRAILER_BYTES
-"""Maximum size of a message's data, unless one block of one layer is larger. The buffer also holds
-the padding and the trailer."""
+
+def max_data_bytes(backend: str) -> int:
+    """Return the maximum size of a message's data, unless one block of one layer is larger.
+
+    The buffer also holds the padding and the trailer.
+    """
+    return BUFFER_BYTES[backend] - 2 * TRAILER_BYTES
 
 
 def message_bytes(num_bytes: int) -> int:

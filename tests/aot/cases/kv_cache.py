@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from penstock.kernels.kv_cache.block_copy import gather_blocks, scatter_blocks
-from penstock.kernels.kv_cache.checksum import sum_words
+from penstock.kernels.kv_cache.checksum import CHUNK, sum_words
 from penstock.kernels.kv_cache.format import FORMATS
 from penstock.kernels.kv_cache.op import rope_and_cache, write_kv
 from tests.aot.case import AotCase, meta
@@ -60,9 +60,14 @@ def _block_copy_cases() -> Iterator[AotCase]:
 
 
 def _checksum_cases() -> Iterator[AotCase]:
-    words = meta(1 << 20, dtype=torch.int64)
-    weights = meta(1 << 21, dtype=torch.int64)
-    yield AotCase("8 MiB", lambda: sum_words(words, weights), streams=("_sum_words_kernel",))
+    words, weights, chunk_weights = (
+        meta(size, dtype=torch.int64) for size in (1 << 20, CHUNK + 1, 1 << 12)
+    )
+    yield AotCase(
+        "8 MiB",
+        lambda: sum_words(words, weights, chunk_weights),
+        streams=("_sum_words_kernel",),
+    )
 
 
 def aot_cases() -> Iterator[AotCase]:

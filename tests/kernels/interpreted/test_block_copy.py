@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
-from penstock.kernels.kv_cache.checksum import checksum, checksum_reference, sum_words
+from penstock.kernels.kv_cache.checksum import CHUNK, checksum, checksum_reference, sum_words
 from tests.support.kernels import poisoned
 
 pytestmark = pytest.mark.interpreted
@@ -81,6 +81,8 @@ def test_checksum_matches_the_cpu_reference(num_bytes: int) -> None:
 
 
 def test_too_few_checksum_weights_are_refused() -> None:
-    words = torch.zeros(8, dtype=torch.int64)
-    with pytest.raises(ValueError, match="weights: more than 8 expected, not 8"):
-        sum_words(words, words)
+    words, weights, chunk_weights = (
+        torch.zeros(size, dtype=torch.int64) for size in (CHUNK + 1, CHUNK + 1, 2)
+    )
+    with pytest.raises(ValueError, match="chunk_weights: at least 3 expected, not 2"):
+        sum_words(words, weights, chunk_weights)

@@ -18,7 +18,7 @@ from penstock.kernels.attention.score_mod import ScoreMod
 from penstock.kernels.attention.triton_plan import TiledPlanner
 from penstock.kernels.checks import E4M3
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
-from penstock.kernels.kv_cache.checksum import checksum, sum_words
+from penstock.kernels.kv_cache.checksum import CHUNK, checksum, sum_words
 from penstock.kernels.kv_cache.op import rope_and_cache, write_kv
 from penstock.kernels.linear.batch_invariant import batch_invariant_bmm, batch_invariant_matmul
 from penstock.kernels.linear.quantized import quantized_matmul
@@ -187,7 +187,9 @@ LAUNCHERS = {
     ),
     "checksum": Launcher(checksum, lambda: floats(data=(3, 4)), {"data": ALL - {"strides"}}),
     "sum of words": Launcher(
-        sum_words, lambda: ints(words=(8,), weights=(9,)), {"words": REFERENCE}
+        sum_words,
+        lambda: ints(words=(8,), weights=(CHUNK + 1,), chunk_weights=(2,)),
+        {"words": REFERENCE},
     ),
     "norm": Launcher(
         lambda x, weight: rms_norm(x, weight, 1e-5),

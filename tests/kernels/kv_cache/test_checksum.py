@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kernels.kv_cache.checksum import (
+    CHUNK,
     checksum,
     checksum_on_device,
     checksum_reference,
+    num_chunks,
     sum_words,
     sum_words_reference,
 )
@@ -40,10 +42,20 @@ def test_top_bits_flipped_in_two_words_do_not_cancel() -> None:
     assert len(checksums) == 65
 
 
-def test_reordered_words_change_the_checksum() -> None:
-    good = data(4096)
-    bad = good.view(-1, 8).flip(0).reshape(-1).contiguous()
+@pytest.mark.parametrize("size", [8, 8 * CHUNK])
+def test_reordered_words_and_chunks_change_the_checksum(size: int) -> None:
+    good = data(4 * size)
+    bad = good.view(-1, size).flip(0).reshape(-1).contiguous()
     assert checksum(good) != checksum(bad)
+
+
+def test_equal_changes_of_two_chunks_do_not_cancel() -> None:
+    checksums = {checksum(data(64 * 8 * CHUNK))}
+    for chunk in range(1, 64):
+        bad = data(64 * 8 * CHUNK)
+        bad[[7, chunk * 8 * CHUNK + 7]] ^= 128
+        checksums.add(checksum(bad))
+    assert len(checksums) == 64
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 7, 8, 9, 100_000])
@@ -59,17 +71,19 @@ def test_checksum_does_not_depend_on_shape_or_dtype() -> None:
 
 
 def test_checksum_is_the_same_in_every_process_and_version() -> None:
-    assert checksum(torch.arange(4096, dtype=torch.int32)) == 5102688214588787076
+    assert checksum(torch.arange(4096, dtype=torch.int32)) == 15592791479154603409
 
 
-@pytest.mark.parametrize("num_bytes", [0, 8, 4096, 100_000])
-def test_compiled_sum_equals_the_reference(num_bytes: int) -> None:
-    words = data(num_bytes).view(torch.int64)
-    weights = data(num_bytes + 8, seed=1).view(torch.int64)
-    assert sum_words(words, weights) == sum_words_reference(words, weights)
+@pytest.mark.parametrize("num_words", [0, 1, 512, CHUNK, CHUNK + 1, 5 * CHUNK - 3])
+def test_compiled_sum_equals_the_reference(num_words: int) -> None:
+    arrays = [
+        data(8 * size, seed).view(torch.int64)
+        for seed, size in enumerate((num_words, CHUNK + 1, num_chunks(num_words) + 1))
+    ]
+    assert sum_words(*arrays) == sum_words_reference(*arrays)
 
 
-@pytest.mark.parametrize("num_bytes", [1, 4096, 100_001])
+@pytest.mark.parametrize("num_bytes", [1, 4096, 8 * CHUNK, 100_001])
 def test_checksum_on_the_device_is_the_signed_checksum(num_bytes: int) -> None:
     signed = int(checksum_on_device(data(num_bytes)))
     assert -(1 << 63) <= signed < 1 << 63

@@ -97,7 +97,7 @@ async def test_transferred_request_gives_the_answer_of_a_mixed_worker(
 async def test_transfer_between_different_block_sizes(
     checkpoint: Path, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 2000)
+    monkeypatch.setattr(source_side, "max_data_bytes", lambda backend: 2000)
     both = [await serve(f"of {size}", checkpoint, block_size=size) for size in sizes]
     pools = await DisaggregatedPair.open(both[0].address, both[1].address)
     for length in (1, 16, 17, 70):
@@ -150,7 +150,7 @@ async def test_prefix_that_the_destination_has_cached_is_not_sent(pools: Disaggr
 async def test_eight_requests_transfer_concurrently(
     pools: DisaggregatedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 1)
+    monkeypatch.setattr(source_side, "max_data_bytes", lambda backend: 1)
     prompts = [PROMPT[i : i + 20 + 9 * i] for i in range(8)]
     expected = [await pools.answer_without_transfer(prompt, NUM_TOKENS) for prompt in prompts]
     moving = [await pools.prefill_and_yield(prompt, NUM_TOKENS) for prompt in prompts]
@@ -222,7 +222,7 @@ send = RankPair.send
 async def test_blocks_of_a_dropped_lease_are_kept_while_they_are_read(
     pools: DisaggregatedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 1)
+    monkeypatch.setattr(source_side, "max_data_bytes", lambda backend: 1)
     gate = Gate(monkeypatch, "gather", free=2)
     expected = await pools.answer_without_transfer(PROMPT[:70], NUM_TOKENS)
     moving = await pools.prefill_and_yield(PROMPT[:70], NUM_TOKENS)
@@ -263,7 +263,7 @@ async def test_blocks_of_a_dropped_receiver_are_kept_while_they_are_written(
 async def test_source_stops_sending_when_the_receiver_is_dropped(
     pools: DisaggregatedPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 1)
+    monkeypatch.setattr(source_side, "max_data_bytes", lambda backend: 1)
     gate = Gate(monkeypatch, "gather", free=2)
     moving = await pools.prefill_and_yield(PROMPT[:70], NUM_TOKENS)
     await moving.submit()

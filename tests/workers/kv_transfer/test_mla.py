@@ -43,7 +43,7 @@ async def test_kv_cache_holds_compressed_rows_instead_of_heads(pools: Disaggrega
 async def test_transferred_request_gives_the_answer_of_a_mixed_worker(
     pools: DisaggregatedPair, monkeypatch: pytest.MonkeyPatch, length: int, message_bytes: int
 ) -> None:
-    monkeypatch.setattr(source_side, "MESSAGE_BYTES", message_bytes)
+    monkeypatch.setattr(source_side, "max_data_bytes", lambda backend: message_bytes)
     expected = await pools.answer_without_transfer(PROMPT[:length], 12)
     computed = pools.decode.load.prompt_tokens_computed
     moving = await pools.prefill_and_yield(PROMPT[:length], 12)

@@ -66,7 +66,7 @@ async def test_every_rank_pair_transfers_its_own_shard(
     heads: int,
     unit: int,
 ) -> None:
-    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 500)
+    monkeypatch.setattr(source_side, "max_data_bytes", lambda backend: 500)
     source, target = (
         Blocks(1, source_mesh, sizes[0], heads),
         Blocks(2, target_mesh, sizes[1], heads),
@@ -201,7 +201,7 @@ async def test_source_releases_blocks_after_the_last_read_even_if_the_pairs_brok
 async def test_nothing_is_written_after_an_abort_while_ranks_send(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 200)
+    monkeypatch.setattr(source_side, "max_data_bytes", lambda backend: 200)
     source, target = Blocks(1, TP2, 4), Blocks(2, TP2, 4)
     reading = Held(source.stagings[1], "gather")
     async with sides(source, target) as both:

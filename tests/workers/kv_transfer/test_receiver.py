@@ -147,7 +147,7 @@ def header(epoch: int, **other: Any) -> wire.FromSource:
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
-        (introduction(protocol=9), "protocol 9, not 3"),
+        (introduction(protocol=9), "protocol 9, not 4"),
         (introduction(layout="other"), "layouts differ"),
         (introduction(layout="layout bfloat16"), "KV cache is of bfloat16, ours of float32"),
         (introduction(block_size=0), "block size of 0: expected"),
@@ -323,7 +323,7 @@ def outgoing(epoch: int, stop: int, blocks: list[int], start: int = 0) -> Outgoi
 async def test_only_the_reserved_blocks_are_written(
     side: Side, source: tuple[KvSender, KvStaging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.workers.kv_transfer.sender.MESSAGE_BYTES", 500)
+    monkeypatch.setattr("penstock.workers.kv_transfer.sender.max_data_bytes", lambda backend: 500)
     sender, source_staging = source
     before = side.staging._kv.clone()
     epoch = side.expect(15, [9, 4, 7], start=4)

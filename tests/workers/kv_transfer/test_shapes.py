@@ -80,7 +80,9 @@ async def workers(
 async def test_transfer_from_any_mesh_to_any_other(
     workers: Workers, pair: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_side, "MESSAGE_BYTES", 3000)  # several messages per transfer
+    monkeypatch.setattr(
+        source_side, "max_data_bytes", lambda backend: 3000
+    )  # several messages per transfer
     prefill, decode = (workers[name].address for name in pair)
     pools = await DisaggregatedPair.open(prefill, decode, f"router {pair}")
     # The layout of the KV does not depend on the mesh.

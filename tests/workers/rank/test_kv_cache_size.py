@@ -34,7 +34,7 @@ def test_blocks_leave_room_for_steps_buffers_and_communicators(
     found = num_blocks(monkeypatch) * SIZES.block_size * BYTES_PER_TOKEN
     rest = FREE - NEEDED - reserved_bytes()
     assert 0.96 * rest < found <= 0.97 * rest
-    assert reserved_bytes() > 2 * NUM_BUFFERS * BUFFER_BYTES + 2 * MAX_PEERS * (20 << 20)
+    assert reserved_bytes() > 2 * NUM_BUFFERS * BUFFER_BYTES["nccl"] + 2 * MAX_PEERS * (20 << 20)
 
 
 def test_size_that_the_operator_sets_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

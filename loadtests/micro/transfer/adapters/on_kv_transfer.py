@@ -17,7 +17,8 @@ from penstock.workers.kv_transfer.shards import LayerHeadRange
 from penstock.workers.kv_transfer.staging import KvStaging, WorkerIdentity
 from penstock.workers.scheduling.sequence import Ints
 
-MESSAGE_BYTES = sender.MESSAGE_BYTES
+# Older trees with this package have a constant.
+MESSAGE_BYTES = getattr(sender, "MESSAGE_BYTES", 0) or sender.max_data_bytes("gloo")
 SOURCE, DESTINATION = ("source", "i"), ("destination", "i")
 SECRET = "transfer"
 
