@@ -18,6 +18,7 @@ SHARED_ACCEPTED: list[tuple[str, object]] = [
     ("frequency_penalty", None),
     ("presence_penalty", 2.0),
     ("logit_bias", {"5": -100}),
+    ("logit_bias", {"5": 100}),
     ("logit_bias", None),
     ("max_tokens", 1),
     ("max_tokens", None),
@@ -27,7 +28,7 @@ SHARED_ACCEPTED: list[tuple[str, object]] = [
     ("seed", 2**64 - 1),
     ("seed", None),
     ("stop", "x"),
-    ("stop", ["x"] * 16),
+    ("stop", ["x" * 256] * 16),
     ("stop", []),
     ("stop", None),
     ("stream", False),
@@ -36,6 +37,7 @@ SHARED_ACCEPTED: list[tuple[str, object]] = [
     ("temperature", 0),
     ("temperature", 2),
     ("temperature", None),
+    ("top_p", 1e-6),
     ("top_p", 1),
     ("top_p", None),
     ("user", "me"),
@@ -73,23 +75,37 @@ CHAT_ACCEPTED: list[tuple[str, object]] = [
     ("audio", None),
     ("function_call", "none"),
     ("function_call", "auto"),
+    ("function_call", None),
     ("functions", []),
+    ("functions", None),
     ("logprobs", True),
     ("logprobs", None),
+    ("top_logprobs", 0),
+    ("top_logprobs", None),
     ("max_completion_tokens", 1),
+    ("max_completion_tokens", None),
     ("metadata", {"a": "b"}),
     ("store", True),
     ("safety_identifier", "x"),
     ("modalities", ["text"]),
+    ("modalities", None),
+    ("moderation", None),
     ("parallel_tool_calls", True),
     ("prediction", {"type": "content", "content": "x"}),
     ("prompt_cache_key", "x"),
+    ("prompt_cache_options", {"mode": "implicit"}),
     ("prompt_cache_retention", "24h"),
+    ("reasoning_effort", None),
     ("response_format", {"type": "text"}),
+    ("response_format", None),
     ("service_tier", "auto"),
     ("tool_choice", "none"),
+    ("tool_choice", "auto"),
+    ("tool_choice", None),
     ("tools", []),
+    ("tools", None),
     ("verbosity", "medium"),
+    ("verbosity", None),
     ("web_search_options", None),
 ]
 CHAT_REFUSED: list[tuple[str, object]] = [
@@ -111,6 +127,8 @@ CHAT_REFUSED: list[tuple[str, object]] = [
     ("messages", [{"role": "assistant", "tool_calls": [{"id": "1"}]}]),
     ("modalities", []),
     ("moderation", {"mode": "block"}),
+    ("prompt_cache_options", {"mode": "explicit"}),
+    ("reasoning_effort", "bogus"),
     ("response_format", {"type": "json_schema"}),
     ("tool_choice", "required"),
     ("tools", [{"type": "function"}]),
@@ -231,6 +249,54 @@ async def test_max_completion_tokens_goes_before_max_tokens(client: Any, served:
 async def test_role_is_accepted(client: Any, role: str) -> None:
     messages = [{"role": role, "content": "x", "name": "n"}]
     assert (await chat(client, {"messages": messages})).choices
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "/chat/completions": {"messages": HELLO, "max_tokens": 1},
+    "/completions": {"prompt": "hello", "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_model_may_be_left_out(client: Any, path: str) -> None:
+    answer = await client.post(path, body=ROUTES[path], cast_to=object)
+    assert answer["model"] == "stub"
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, next(iter(ROUTES[path]))) for path in ROUTES])
+async def test_messages_and_prompt_are_needed(client: Any, path: str, name: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await client.post(path, body={"model": "stub"}, cast_to=object)
+    assert refusal.value.param == name
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_options_of_streams(client: Any, served: Served, path: str) -> None:
+    api = client.chat.completions if "messages" in ROUTES[path] else client.completions
+    call = {"model": "stub", "stream": True, **ROUTES[path]}
+    for options in ({}, {"include_obfuscation": False}, {"an_unknown_member": 1}):
+        stream = await api.create(**call, stream_options=options)
+        assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "length"
+    served.worker.submits.clear()
+    for refused in ({"include_obfuscation": True}, {"include_usage": "yes"}):
+        with pytest.raises(openai.BadRequestError) as refusal:
+            await api.create(**call, stream_options=refused)
+        assert refusal.value.param == "stream_options"
+    assert served.worker.submits == []
+
+
+async def test_best_of_above_n_cannot_be_streamed(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="cannot be streamed") as refusal:
+        await client.completions.create(model="stub", prompt="x", best_of=2, stream=True)
+    assert refusal.value.param == "best_of"
+
+
+async def test_number_of_prompts_is_bounded(client: Any) -> None:
+    prompts = {"prompt": ["x"] * 65, "max_tokens": 1}
+    assert len((await complete(client, prompts)).choices) == 65
+    with pytest.raises(openai.BadRequestError, match="1 to 1024 prompts") as refusal:
+        await complete(client, {"prompt": ["x"] * 1025})
+    assert refusal.value.param == "prompt"
 
 
 async def test_unknown_model_is_not_found(client: Any) -> None:

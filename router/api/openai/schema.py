@@ -34,6 +34,7 @@ class StreamOptions(StrictModel):
     model_config = ConfigDict(extra="ignore")
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None  # an extension of vLLM
 
 
@@ -79,6 +80,9 @@ class BaseRequest(StructuredFields):
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options needs stream to be true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            name = "stream_options.include_obfuscation"
+            raise invalid(f"{name} is not supported: leave it out, or set false", "stream_options")
         if self.cache_salt == "":
             raise invalid("cache_salt is empty: leave it out", "cache_salt")
 

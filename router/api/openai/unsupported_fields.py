@@ -17,6 +17,7 @@ PERMITTED_VALUES: Mapping[str, Sequence[Any]] = {
     "suffix": (None, ""),
     "moderation": (None,),
     "verbosity": (None, "medium"),
+    "prompt_cache_options": (None, {}, {"mode": "implicit"}),
     # vLLM
     "guided_decoding_backend": (None,),
     "guided_whitespace_pattern": (None,),
