@@ -8,7 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from penstock.protos import worker_pb2 as pb
+from tests.support.failing_steps import fail_after
 from tests.support.responses_client import (
     ADD,
     CALL,
@@ -21,7 +21,6 @@ from tests.support.responses_client import (
     tokens_of,
 )
 from tests.support.served_router import until
-from tests.support.stub_worker import Run
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -127,20 +126,7 @@ async def test_logprobs_are_in_the_deltas_and_in_the_done_events(model: Response
 async def test_failed_stream_ends_with_error_and_failed(
     model: ResponsesModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = model.served.worker
-    make_step = worker._make_step
-
-    def fail_at_the_fifth_token(runs: Sequence[Run]) -> None:
-        if all(run.position < 4 for run in runs):
-            make_step(runs)
-            return
-        step = pb.Step()
-        for request, attempt in worker.runs:
-            step.ended.add(request=request, attempt=attempt, reason="out of memory")
-        worker.runs.clear()
-        worker.send(pb.ToRouter(step=step))
-
-    monkeypatch.setattr(worker, "_make_step", fail_at_the_fifth_token)
+    fail_after(model.served.worker, 4, monkeypatch)
     events = await model.events("It is 42.")
     assert outline(events) == [*BEGIN, *ITEM, "output_text.delta", "error", "failed"]
     error, failed = events[-2:]

@@ -53,6 +53,11 @@ async def prompt(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Prom
         yield Prompts(served, client)
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+async def test_role_reaches_the_template(prompt: Prompts, role: str) -> None:
+    assert await prompt([{"role": role, "content": "x"}]) == f"[{role}]x</s>[assistant]"
+
+
 async def test_chat_template_kwargs_are_variables_of_the_template(prompt: Prompts) -> None:
     found = await prompt(chat_template_kwargs={"enable_thinking": False, "other": [1]})
     assert found == "thinking=False;[user]hello</s>[assistant]"
