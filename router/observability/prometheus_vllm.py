@@ -50,6 +50,12 @@ def _worker_metrics(
             LABELS,
             ((labels, each.load.kv_usage) for labels, each in named),
         )
+    yield gauge(
+        "vllm:cache_config_info",
+        "Always 1; the labels are the sizes of the KV cache.",
+        (*LABELS, "block_size", "num_gpu_blocks"),
+        (((*labels, str(each.block_size), str(each.num_blocks)), 1.0) for labels, each in named),
+    )
     counters = (
         ("prefix_cache_queries", [each.prompt_tokens for _, each in named]),
         ("prefix_cache_hits", [each.load.prompt_tokens_cached for _, each in named]),
@@ -80,9 +86,12 @@ def _router_metrics(
         ("request_queue_time_seconds", metrics.queue),
         ("request_prefill_time_seconds", metrics.prefill),
         ("request_decode_time_seconds", metrics.decode),
+        ("request_inference_time_seconds", metrics.inference),
+        ("request_params_max_tokens", metrics.max_tokens),
+        ("request_params_n", metrics.choices),
         ("request_prompt_tokens", metrics.prompt_lengths),
         ("request_generation_tokens", metrics.answer_lengths),
     )
     for name, each in histograms:
         distribution = (each.bounds, each.counts, each.total)
-        yield histogram(f"vllm:{name}", "Same as Penstock's own.", LABELS, [(labels, distribution)])
+        yield histogram(f"vllm:{name}", "Same as in vLLM.", LABELS, [(labels, distribution)])

@@ -14,6 +14,7 @@ TOKEN_BOUNDS = (
 )
 REQUEST_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
 LENGTH_BOUNDS = tuple(float(2**power) for power in range(18))
+COUNT_BOUNDS = tuple(float(2**power) for power in range(7))
 TRANSFER_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 REASONS: Mapping[ev.Status, str] = {
@@ -120,8 +121,11 @@ class RequestMetrics:
         self.queue = Histogram(REQUEST_BOUNDS)  # from arrival to the first submission
         self.prefill = Histogram(FIRST_BOUNDS)  # from the first submission to the first token
         self.decode = Histogram(REQUEST_BOUNDS)  # from the first token to the last
+        self.inference = Histogram(REQUEST_BOUNDS)  # from the first submission to the last token
         self.prompt_lengths = Histogram(LENGTH_BOUNDS)
         self.answer_lengths = Histogram(LENGTH_BOUNDS)
+        self.max_tokens = Histogram(LENGTH_BOUNDS)  # longest permitted answers
+        self.choices = Histogram(COUNT_BOUNDS)  # generated answers per request
         self.kv_transfer = Histogram(TRANSFER_BOUNDS)
         self.kv_transfer_bytes = 0
         self.malformed_requests = 0
@@ -199,8 +203,13 @@ class RequestMetrics:
         self.prompt_lengths.add(len(one.request.prompt))
         self.answer_lengths.add(num_tokens)
         begun = [(each, each.last) for each in one.choices if each.last is not None]
+        self.max_tokens.add(one.request.max_tokens)
+        self.choices.add(one.request.num_choices)
         if one.first_token_at is not None:
-            self.decode.add(max(last for _, last in begun) - one.first_token_at)
+            last_token_at = max(last for _, last in begun)
+            self.decode.add(last_token_at - one.first_token_at)
+            if one.submitted_at is not None:
+                self.inference.add(last_token_at - one.submitted_at)
         for each, last in begun:
             if each.num_tokens > 1:
                 self.per_token.add((last - each.first) / (each.num_tokens - 1))

@@ -35,6 +35,7 @@ class WorkerStats:
     max_sequences: int  # largest number of running sequences
     block_size: int  # tokens per block
     step_bounds: Sequence[float] = ()  # seconds, ascending: see `WorkerLoad.step_counts`
+    num_blocks: int = 0  # blocks of the KV cache
 
     @property
     def kv_waste(self) -> float:
@@ -284,7 +285,8 @@ def _worker(link: WorkerLink, status: WorkerStatus | None, given: Assignment | N
     numbers = None
     info = link.info
     if info is not None and link.load is not None and state not in SILENT:
-        numbers = WorkerStats(link.load, info.max_sequences, info.block_size, info.step_bounds)
+        sizes = (info.max_sequences, info.block_size)
+        numbers = WorkerStats(link.load, *sizes, info.step_bounds, info.num_blocks)
     role = "" if info is None else info.role if given is None else given.role
     if status is None:
         return WorkerState(link.worker, role, state, 0, numbers)

@@ -1,5 +1,7 @@
 """Request metrics: totals match the events, times match the clock, and memory is bounded."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,7 +76,7 @@ def test_latencies_of_one_request() -> None:
 def test_request_time_is_split_into_queue_prefill_and_decode() -> None:
     metrics = RequestMetrics(NAMES)
     requests = requests_of(metrics)
-    request = request_of(1, "t1", num_prompt=9)
+    request = replace(request_of(1, "t1", num_prompt=9), num_choices=2, max_tokens=50)
     requests.open(request, silent_output(2), 10.0)
     for moment in (12.0, 13.0):  # submitted to a prefill worker, then to a decode worker
         metrics.submitted(ev.Submit("w", request, 1, [], [], None, 1), moment)
@@ -82,7 +84,9 @@ def test_request_time_is_split_into_queue_prefill_and_decode() -> None:
         requests.deliver(columns_of(plain(1, position)), moment)
     ended = metrics.ended(1, ev.Status.OK, 20.0)
     assert (metrics.queue.total, metrics.prefill.total, metrics.decode.total) == (2.0, 3.0, 4.0)
+    assert metrics.inference.total == 7.0
     assert (metrics.prompt_lengths.total, metrics.answer_lengths.total) == (9, 2)
+    assert (metrics.choices.total, metrics.max_tokens.total) == (2, 50)
     assert metrics.prompt_tokens == 9
     assert ended == FinishedRequest(request, "key-1", "stop", 2, 2.0, 5.0, 10.0)
     assert metrics.ended(1, ev.Status.OK, 21.0) is None

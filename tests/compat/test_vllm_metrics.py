@@ -1,0 +1,55 @@
+"""Rows "metrics": after requests of OpenAI's client, metrics have vLLM's names and exact counts."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.router.config import RouterConfig
+from tests.support.openai_client import HELLO, serving_with_client
+from tests.support.served_router import Served, client_of, until
+
+pytestmark = pytest.mark.asyncio
+
+
+def samples_of(text: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            yield sample.name, sample.labels, sample.value
+
+
+async def scrape(served: Served) -> list[tuple[str, Mapping[str, str], float]]:
+    async with client_of(served) as http:
+        return list(samples_of((await http.get("/metrics")).text))
+
+
+async def test_counts_and_parameters_of_requests(config: RouterConfig) -> None:
+    async with serving_with_client(replace(config, vllm_metrics=True)) as (served, client):
+        for number in range(1, 4):
+            await client.chat.completions.create(
+                model="stub", messages=HELLO, n=number, max_tokens=10 * number
+            )
+        values = {
+            name: value
+            for name, labels, value in await scrape(served)
+            if name.startswith("vllm:") and "le" not in labels and labels["engine"] == "router-0"
+        }
+    for name in ("params_n", "params_max_tokens", "inference_time_seconds", "generation_tokens"):
+        assert values[f"vllm:request_{name}_count"] == 3, name
+    assert values["vllm:request_params_n_sum"] == 1 + 2 + 3
+    assert values["vllm:request_params_max_tokens_sum"] == 10 + 20 + 30
+    num_tokens = 1 * 10 + 2 * 20 + 3 * 30
+    assert values["vllm:generation_tokens_total"] == num_tokens
+    assert values["vllm:request_generation_tokens_sum"] == num_tokens
+    times = [values[f"vllm:request_{name}_time_seconds_sum"] for name in ("prefill", "decode")]
+    assert values["vllm:request_inference_time_seconds_sum"] == pytest.approx(sum(times))
+
+
+async def test_sizes_of_the_cache_are_labels(config: RouterConfig) -> None:
+    async with serving_with_client(replace(config, vllm_metrics=True)) as (served, _):
+        await until(lambda: served.router.frontend.take_snapshot().workers[0].numbers)
+        samples = await scrape(served)
+    infos = [(labels, value) for name, labels, value in samples if name.endswith("_config_info")]
+    sizes = {"block_size": "16", "num_gpu_blocks": "4096"}
+    assert infos == [({"model_name": "stub", "engine": "w0", **sizes}, 1)]
