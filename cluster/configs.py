@@ -56,6 +56,7 @@ def router_config(
         max_model_len=spec.model.max_model_len,
         no_special_in_completions=spec.router.no_special_in_completions,
         generation_config=spec.model.generation_config,
+        chat_template=spec.model.chat_template,
         tool_call_parser=spec.model.tool_call_parser,
         reasoning_parser=spec.model.reasoning_parser,
         max_queued_requests=spec.router.max_queued,

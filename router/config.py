@@ -87,6 +87,8 @@ class RouterConfig:
     max_model_len: int | None = None
     no_special_in_completions: bool = False  # encode no control tokens in text prompts
     generation_config: Literal["auto", "none"] = "auto"  # auto: use the model's sampling defaults
+    # Text of a chat template that replaces the model's own.
+    chat_template: str | None = field(default=None, repr=False)
     tool_call_parser: str = "auto"  # see `parsers.parser_names`; auto: derived from the template
     reasoning_parser: str = "auto"
     timeout: float = 600.0  # seconds

@@ -123,7 +123,7 @@ async def serve_router(
         if own is not None:
             undo.callback(own.close)
         forks.start()  # loads its libraries while this process loads the tokenizer
-        text = ModelTokenizer(config.model)
+        text = ModelTokenizer(config.model, config.chat_template)
         limits, defaults = read_model_limits(config, text), GenerationDefaults()
         if config.generation_config == "auto":
             defaults = read_generation_defaults(config.model, config.bounds)
@@ -190,7 +190,8 @@ async def start_helpers(
     try:
         await pool.start()
     except ServingError as error:
-        raise UnsupportedTokenizer(f"{config.model}: {error.message}") from error
+        source = config.model if config.chat_template is None else "chat_template"
+        raise UnsupportedTokenizer(f"{source}: {error.message}") from error
     return pool
 
 

@@ -122,6 +122,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--host", "192.0.2.77", "--allow-anonymous"], "cannot listen on 192.0.2.77"),
         (["--host", "0.0.0.0"], "router.host: 0.0.0.0 can be reached from other machines, and"),
         (["--host", "::"], "or --allow-anonymous if"),
+        (["--chat-template", "none.jinja"], "chat_template: the file none.jinja cannot be read"),
         (["--ray-address", "127.0.0.1:1"], "--ray-address 127.0.0.1:1: nothing answers"),
         (["--ray-address", "127.0.0.1:99999"], "nothing answers there"),
         (["--ray-address", "ray://127.0.0.1:1"], "give HOST:PORT of the cluster's head"),

@@ -50,6 +50,9 @@ class ModelSpec:
         "auto",
         "defaults of sampling parameters; auto: those of the model's generation_config.json",
     )
+    chat_template: str | None = knob(
+        None, "file with a chat template, or its text, instead of the checkpoint's own"
+    )
     tool_call_parser: str = knob(
         "auto",
         "vLLM's name of the tool call format; auto: found from the chat template; none: no parsing",

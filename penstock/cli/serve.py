@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from penstock.cli import checkpoint, flags
 from penstock.cli.view import View, make_view
 from penstock.cluster.spec.api_keys import check_access, key_variables, read_api_keys
+from penstock.cluster.spec.chat_template import with_chat_template
 from penstock.cluster.spec.records import SpecError
 from penstock.cluster.spec.spec import ROLES, ClusterSpec
 from penstock.cluster.status import status_events
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         spec = flags.read_spec(arguments)
         api_keys = read_api_keys(spec, os.environ)
+        spec = with_chat_template(spec)
         check_access(spec, has_keys=bool(api_keys))
         folder = checkpoint.find(spec.checkpoint, spec.model.revision)
         # Skip the weights with `pool_nodes`, because they are only on the workers' nodes.
@@ -275,7 +277,7 @@ def greeting(
     name = spec.model_name
     http, grpc, admin = map(_reachable, (serving.http, serving.grpc, serving.admin))
     body: dict[str, object] = {"model": name, "temperature": 0}
-    if _chats(folder):
+    if spec.model.chat_template is not None or _chats(folder):
         path, body["messages"] = "chat/completions", [{"role": "user", "content": QUESTION}]
     else:
         path, body["prompt"] = "completions", QUESTION

@@ -35,7 +35,6 @@ FIELDS = {
 """The fields of the official client's types, so that a new version with more of them fails here."""
 NUMBERS = {"bug": range(1, 9), "extension": range(1, 11)}
 OPEN = {
-    "1 --chat-template",
     "9 header endpoint-load-metrics",
     "9 metric iteration_tokens_total",
     "9 metric num_requests_waiting_by_reason",

@@ -53,6 +53,15 @@ async def prompt(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Prom
         yield Prompts(served, client)
 
 
+async def test_given_template_replaces_that_of_the_model(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", TOKENIZER)
+    given = "<s>{% for m in messages %}({{ m.content }}{{ reasoning_effort }}){% endfor %}"
+    config = RouterConfig(folder, "stub", chat_template=given)
+    async with serving_with_client(config) as (served, client):
+        found = await Prompts(served, client)(reasoning_effort="low")
+    assert found == "<s>(hellolow)"
+
+
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
 async def test_role_reaches_the_template(prompt: Prompts, role: str) -> None:
     assert await prompt([{"role": role, "content": "x"}]) == f"[{role}]x</s>[assistant]"

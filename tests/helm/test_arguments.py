@@ -342,6 +342,7 @@ def test_settings_of_a_model_and_of_pools_reach_the_driver() -> None:
         "quantization": "int8",
         "max_model_len": 2_000_000,
         "generation_config": "none",
+        "chat_template": "{{ messages }}",
         "tool_call_parser": "hermes",
         "reasoning_parser": "qwen3",
         "attention_backend": "fa3",

@@ -21,6 +21,7 @@ class ModelTokenizer:
     Args:
         folder: a checkpoint folder with tokenizer.json and, for chats, tokenizer_config.json or
             chat_template.jinja; or a GGUF file.
+        chat_template: text of a chat template that replaces the model's own.
 
     Raises:
         UnsupportedTokenizer: a file is missing, broken or of an unsupported kind.
@@ -34,14 +35,14 @@ class ModelTokenizer:
         chat_template: the source of the chat template, or None if the model has none.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         self.tokenizer = _load(folder)
         self.token_bytes = TokenBytes(self.tokenizer)
         self.vocab_size = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.longest_token = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)))
         added = self.tokenizer.get_added_tokens_decoder()
         control = tuple(added[token].content for token in sorted(self.token_bytes.special))
-        self.chat_template = _read_template(folder, control)
+        self.chat_template = _read_template(folder, control, chat_template)
         self._control = ControlTokens(control)
         self._plain: Tokenizer | None = None  # created on first use, because it is rarely needed
 
@@ -129,7 +130,9 @@ def _load(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_template(folder: Path, control_tokens: tuple[str, ...]) -> ChatSource | None:
+def _read_template(
+    folder: Path, control_tokens: tuple[str, ...], given: str | None
+) -> ChatSource | None:
     if is_gguf(folder):
         config = tokenizer_config_of(folder)
     else:
@@ -138,7 +141,9 @@ def _read_template(folder: Path, control_tokens: tuple[str, ...]) -> ChatSource 
     if isinstance(source, list):  # a list of named templates
         source = _default_template(source)
     beside = folder / "chat_template.jinja"
-    if beside.is_file():
+    if given is not None:
+        source = given
+    elif beside.is_file():
         source = beside.read_text(encoding="utf-8")
     if not isinstance(source, str):
         return None

@@ -72,6 +72,13 @@ def test_chat_template_file_overrides_the_tokenizer_config(folder: Path, tmp_pat
     assert encode_chat(ModelTokenizer(tmp_path), HELLO) == expected
 
 
+def test_given_chat_template_replaces_those_of_the_model(folder: Path, tmp_path: Path) -> None:
+    write_folder(tmp_path, byte_level(), template="old")
+    (tmp_path / "chat_template.jinja").write_text("old")
+    expected = encode_chat(ModelTokenizer(folder), HELLO)
+    assert encode_chat(ModelTokenizer(tmp_path, TEMPLATE), HELLO) == expected
+
+
 def test_template_named_default_is_chosen_among_several(folder: Path, tmp_path: Path) -> None:
     write_folder(tmp_path, byte_level())
     path = tmp_path / "tokenizer_config.json"

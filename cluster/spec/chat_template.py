@@ -1,0 +1,29 @@
+"""Reads the chat template that replaces the model's own."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.cluster.spec.records import SpecError
+from penstock.cluster.spec.spec import ClusterSpec
+
+
+def with_chat_template(spec: ClusterSpec) -> ClusterSpec:
+    """Return a specification in which `chat_template` is the text of the template, not its file.
+
+    The file is read here, once, because routers may run on other nodes. As in vLLM, a value with a
+    brace or a line break is the template itself.
+
+    Raises:
+        SpecError: the file cannot be read, or is empty.
+    """
+    given, where = spec.model.chat_template, f"models.{spec.model_name}.chat_template"
+    if given is None or any(sign in given for sign in "{}\n"):
+        return spec
+    try:
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise SpecError(f"{where}: the file {given} cannot be read: {reason}") from None
+    if not text.strip():
+        raise SpecError(f"{where}: the file {given} is empty")
+    return replace(spec, models={spec.model_name: replace(spec.model, chat_template=text)})
