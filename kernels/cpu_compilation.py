@@ -163,11 +163,11 @@ class CpuKernelLoader:
             self._notify()
 
     def _load_all(self, folder: Path) -> None:
-        for group in self._groups.values():  # first: groups that no other process has locked
+        for group in self._groups.values():  # pass 1: groups without a lock
             with _lock(folder, group.name, 0.0) as is_held:
                 if is_held:
                     self._load(group)
-        for group in self._groups.values():  # then: groups that other processes have compiled
+        for group in self._groups.values():  # pass 2: groups that others compiled
             if group.name not in self._loaded:
                 with _lock(folder, group.name, MAX_LOCK_SECONDS, self._record_compile):
                     self._load(group)

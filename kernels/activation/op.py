@@ -54,7 +54,7 @@ def silu_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
-    """Version of `gelu_tanh_and_mul` that runs the loops of the CPU step graph where possible."""
+    """Compute `gelu_tanh_and_mul`, with the numba loops of the CPU step graph if they apply."""
     if not use_triton(gate_up) and _runs_on_cpu_kernel(gate_up):
         return _gate_cpu(gate_up, is_gelu=True)
     return gelu_tanh_and_mul(gate_up)

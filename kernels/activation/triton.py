@@ -14,8 +14,8 @@ def _gated_kernel(
     gate_up,  # [T, 2 I]
     out,  # [T, I]
     row_stride,  # stride of the rows in `gate_up`, in elements
-    gain,  # only for "clamped", see `swiglu_oai`
-    limit,  # only for "clamped", see `swiglu_oai`
+    gain,  # only for "clamped": factor of the gate inside the sigmoid
+    limit,  # only for "clamped": limit of the gate and of |up|, see `swiglu_oai`
     KIND: tl.constexpr,  # "silu", "gelu" or "clamped"
     DIM: tl.constexpr,  # I
     COLUMNS: tl.constexpr,  # columns of the result per program
@@ -30,7 +30,7 @@ def _gated_kernel(
         pairs = 2 * first + tl.arange(0, 2 * COLUMNS)
         both = tl.load(source + pairs, mask=pairs < 2 * DIM, other=0.0).to(tl.float32)
         gate, up = tl.split(both.reshape(COLUMNS, 2))
-        # Comparisons instead of min and max, so that NaN propagates.
+        # Triton's min and max would drop NaN. These comparisons keep NaN in the result.
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
         inner = gate * gain
@@ -39,7 +39,7 @@ def _gated_kernel(
         up = tl.load(source + DIM + columns, mask=mask, other=0.0).to(tl.float32)
         inner = gate
         if KIND == "gelu":
-            # (1 + tanh z) / 2 = sigmoid(2 z); 1.595... is 2 sqrt(2 / pi).
+            # (1 + tanh z) / 2 = sigmoid(2 z). The constant is 2 sqrt(2 / pi).
             inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     gated = gate * tl.sigmoid(inner) * up
     tl.store(out + row * DIM + columns, gated.to(out.dtype.element_ty), mask=mask)

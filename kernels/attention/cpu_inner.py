@@ -48,8 +48,8 @@ _FASTMATH = {"contract"}
 
 _f32 = np.float32
 _LOG2_E = _f32(math.log2(math.e))
-# Coefficients of the Taylor series of 2^f = exp(f ln 2). For f in [-1/2, 1/2], the series is wrong
-# in the last bit at most.
+# Coefficients of the Taylor series of 2^f = exp(f ln 2).
+# For f in [-1/2, 1/2], the series is wrong in the last bit at most.
 _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
     _f32(math.log(2) ** n / math.factorial(n)) for n in range(1, 8)
 )
@@ -64,7 +64,7 @@ def exp(x: Floats, powers: Ints) -> None:
     factors = powers.view(np.float32)
     for i in range(len(x)):
         t = x[i] * _LOG2_E
-        if t < _f32(-127):  # max() could return -127 for a NaN
+        if t < _f32(-127):  # an `if`, because max() may replace a NaN by -127
             t = _f32(-127)
         n = np.floor(t + _f32(0.5))
         f = t - n
@@ -306,7 +306,7 @@ def softmax_rows(
     scores: Floats, height: int, group: int, tile: tuple[int, int, int], cap: float,
     slopes: Floats, sinks: Floats, powers: Ints, most: Floats, totals: Floats, ones: Floats,
 ) -> None:  # fmt: skip
-    """Version of `softmax_row` for all query rows; writes the normalizing factors to `ones`.
+    """Compute `softmax_row` for all query rows; write the normalizing factors to `ones`.
 
     `tile` is (number of tokens, context length of the first token, window). `slopes` and `sinks`
     are [G], `ones` is [height]. `powers` [8 height], `most` [height] and `totals` [8 height] are
@@ -343,9 +343,9 @@ def pv_rows(
     probs: Floats, height: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
     sums: Floats,
 ) -> None:  # fmt: skip
-    """Version of `pv_row` for all query rows, with one column per row.
+    """Compute the weighted sums of values, as `pv_row` does, for all query rows.
 
-    `probs` is [positions, height] and `sums` [D, height].
+    `probs` is [positions, height] and `sums` [D, height], with one column per query row.
     """
     for i in range(0, head_dim, 4):
         i1, i2, i3 = min(i + 1, head_dim - 1), min(i + 2, head_dim - 1), min(i + 3, head_dim - 1)

@@ -199,7 +199,10 @@ def attend_many_rows(
     slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, most: Floats,
     totals: Floats, ones: Floats, scratch: Floats, out: Floats,
 ) -> None:  # fmt: skip
-    """Version of `attend_few_rows` for many query rows: one row per vector lane, no prefetching."""
+    """Compute attention for a tile with many query rows: one row per vector lane.
+
+    The arguments are those of `attend_few_rows`. This function does not prefetch.
+    """
     count, context, behind = tile
     block_size, head = kv_layout[2], kv_layout[1]
     group, head_dim = len(sinks), query.shape[2]
@@ -256,8 +259,8 @@ def _paged_attention(
     num_heads: int,
     block_size: int,
     tables: Ints,  # [B, M] block tables
-    # [P, 4] per tile: sequence, index in `query` of the tile's first token, number of tokens, and
-    # context length of the first token
+    # [P, 4] int32, one row per tile: sequence, first token, number of tokens, context length.
+    # The first token is an index in `query`. The context length is that of the first token.
     tiles: Ints,
     window: int,  # number of positions that a token attends to; 0: all
     scale: float,  # scores are multiplied by this

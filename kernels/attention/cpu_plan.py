@@ -44,11 +44,11 @@ class CpuPagedPlan:
     """Plan of one step for all query tokens of some sequences of the batch."""
 
     tables: npt.NDArray[np.int32]  # [B, M] block tables of the whole batch
-    # [P, 4] per sequence: number of the sequence, index of its first query token in the batch,
-    # number of query tokens, and context length of the first query token
+    # [P, 4], one row per sequence: sequence, first query token, number of tokens, context length.
+    # The first token is an index in the batch. The context length is that of the first token.
     spans: Ints
     window: int
-    # Results of `_tiles`, by maximum number of tokens per tile.
+    # Cache of the results of `_tiles`; the key is the maximum number of tokens per tile.
     tiles: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)
 
     @classmethod
@@ -69,7 +69,7 @@ class CpuPagedPlan:
         if tokens not in self.tiles:
             lengths = self.spans[:, 2]
             num_tiles = -(-lengths // tokens)
-            # `before`: number of tokens of the same sequence in earlier tiles.
+            # `before` counts the tokens of the same sequence in earlier tiles.
             ends = np.cumsum(num_tiles)
             before = (np.arange(num_tiles.sum()) - (ends - num_tiles).repeat(num_tiles)) * tokens
             found = self.spans.repeat(num_tiles, 0)

@@ -57,7 +57,7 @@ class AttentionPlan:
 
     backend: BackendPlan
     layer: Tensor  # any layer of the cache; all layers must have the same shape, dtype and device
-    num_tokens: int | str  # "T" if the number is only known on the device
+    num_tokens: int | str  # number of query tokens; "T" if the host does not know it
 
 
 def runs_kernel(layer: Tensor) -> bool:

@@ -46,12 +46,12 @@ class _Decodes:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One sequence with several query tokens."""
+    """The plan of one sequence with several query tokens."""
 
     tokens: slice  # rows of the query that hold the sequence's tokens
     blocks: Tensor  # [2 H M] row numbers in the cache, viewed as [2 N H, S W]
     context: slice  # range of the gathered positions that some token attends to
-    # [tokens, context] 0 or -inf; None: causal, because the chunk is the whole context
+    # [tokens, context] 0 or -inf. None means causal: the chunk is then the whole context.
     mask: Tensor | None
 
 
@@ -129,7 +129,7 @@ class GatheredPlan:
         batch, num_query_heads, head_dim = query.shape
         num_heads = layer.shape[2]
         kv = _gather_kv(self.gathered, layer, group.blocks, query.dtype)
-        # Masked slots may hold NaN, and 0 * NaN is NaN: replace their content by 0.
+        # Masked slots may hold NaN. Their content is replaced by 0, because 0 * NaN is NaN.
         kv.view(-1, head_dim).index_fill_(0, group.unseen, 0.0)
         keys, values = kv.view(2, batch, num_heads, -1, head_dim)
         packed = query.view(batch, num_heads, num_query_heads // num_heads, head_dim)
@@ -170,7 +170,10 @@ def _gather_kv(gathered: Tensor, layer: Tensor, blocks: Tensor, dtype: torch.dty
 
 
 def _by_head(scores: ScoreMod, num_heads: int, trailing: int) -> ScoreMod:
-    """Return `scores` with sinks and slopes as [H, G], plus `trailing` dimensions of size 1."""
+    """Return `scores` with sinks and slopes [Hq] viewed as [H, G, 1, ...].
+
+    `trailing` is the number of dimensions of size 1.
+    """
     if scores.sinks is None and scores.slopes is None:
         return scores
     shape = (num_heads, -1, *(1,) * trailing)

@@ -124,7 +124,7 @@ def _attend_item(  # noqa: C901
         q_tail_at = query + D + q_at[:, None] + behind[None, :]
         q_tail = tl.load(q_tail_at, mask=present[:, None] & narrow[None, :], other=0.0)
 
-    # Only positions in [low, high) are needed. Every row attends to all of [all_low, all_high).
+    # Each row attends to a part of [low, high), and to all of [all_low, all_high).
     earliest = before + first_row // G
     latest = tl.minimum(before + (first_row + BLOCK_M - 1) // G, context - 1)
     low = tl.maximum(earliest - WINDOW + 1, 0) if WINDOW else 0
@@ -160,9 +160,10 @@ def _attend_item(  # noqa: C901
             most = tl.full((BLOCK_M,), MASKED, tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        # There are three stretches of positions: the window's edge (masked), the positions that
-        # every row attends to (no mask), and the causal edge (masked). Short ranges use only one
-        # masked stretch. MLA also uses only one, because its wide tiles need many registers.
+        # Stretch 0 is the window's edge (masked), and stretch 2 is the causal edge (masked).
+        # In stretch 1, every row attends to every position, so no mask is needed.
+        # With SHORT, one masked stretch covers all positions. MLA's wide tiles also need this:
+        # three stretches would take too many registers.
         for stretch in tl.static_range(2 if SHORT else (0 if WINDOW else 1), 3):
             if SPLIT:
                 start = tl.maximum(begin, (first_partition + partition) * SPLIT)
@@ -175,8 +176,8 @@ def _attend_item(  # noqa: C901
                 start, stop = all_low, all_high
             else:
                 start, stop = all_high, high
-            # An iteration loads the block numbers of the next one: Triton's pipeliner copies a
-            # tile ahead only if no load in the same iteration gives its address.
+            # Each iteration loads the block numbers of the next iteration.
+            # Triton copies a tile ahead only if no load in the same iteration computes its address.
             ahead = start + tl.arange(0, BLOCK_N)
             next_block = tl.load(table + ahead // S, mask=ahead < high, other=0)
             for at in tl.range(start, stop, BLOCK_N):
@@ -189,7 +190,8 @@ def _attend_item(  # noqa: C901
                 else:
                     inside = (columns >= low) & (columns < high)
                 loaded = inside[:, None] & wide[None, :]
-                if scales is None:  # without `page`, this needs fewer registers
+                # a flat index needs fewer registers than the index through `page`
+                if scales is None:
                     kv_at = ((block * H + head) * S + columns % S) * (D + TAIL)
                 else:
                     page = (block * H + head) * PAGE
@@ -263,10 +265,10 @@ def attend_kernel(
     tables,  # [B, M] int32 block tables; consecutive rows are `table_stride` elements apart
     query_starts,  # [B + 1] int32 index of each sequence's first token; the last entry is T
     context_lens,  # [B] int32 context length of each sequence
-    # [I, 5] int32 sequence, row tile, first position, end of positions, and the first row of the
-    # partial result (-1: the result is final)
+    # [I, 5] int32: sequence, row tile, first position, end of positions, first partial row.
+    # A first partial row of -1 means that the item computes final results.
     items,
-    worker_starts,  # [W + 1] int32 first item of each worker; not used unless PERSISTENT
+    worker_starts,  # [W + 1] int32 index of each worker's first item; read only if PERSISTENT
     out,  # [T, H G, D]
     partial_sums,  # [P, H G, D] float32 unnormalized sums of values; None with SPLIT
     weights,  # [P, H G, 2] float32 maximum score and sum of exponentials; None with SPLIT
@@ -284,13 +286,14 @@ def attend_kernel(
     D: tl.constexpr,
     TAIL: tl.constexpr,  # features of a key after its value (MLA); 0: keys and values are separate
     PAGE: tl.constexpr,  # elements of the keys (or values) of one block and KV head
-    # A result of `_as_floats` times UNIT is the code. GAIN: see `KvCacheFormat.value_gain`.
+    # The result of `_as_floats` times UNIT is the code. `KvCacheFormat.value_gain` is GAIN.
     UNIT: tl.constexpr,
     GAIN: tl.constexpr,
     WINDOW: tl.constexpr,  # number of positions that a token attends to; 0: all
-    SPLIT: tl.constexpr,  # positions per partition, if an item computes all partitions; else 0
-    SHORT: tl.constexpr,  # mask every tile, not only the edges: items are short, or tiles wide
-    PERSISTENT: tl.constexpr,  # a program computes a worker's items; else one item
+    # positions per partition if one item computes all its partitions; otherwise 0
+    SPLIT: tl.constexpr,
+    SHORT: tl.constexpr,  # mask every tile instead of only the edges, for short items or wide tiles
+    PERSISTENT: tl.constexpr,  # a program computes all items of a worker; if False, one item
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # D rounded up to a power of two
@@ -321,11 +324,12 @@ def attend_kernel(
 
 @jit(unspecialized=("num_shared", "first_shared", "num_sequences"))
 def merge_kernel(
-    # [P, HEADS, D] float32 unnormalized sums of values: first the rows of each sequence's own
-    # partitions, then of the prefix (first_shared + partition * B + sequence)
+    # [P, HEADS, D] float32 unnormalized sums of values: each sequence's own partitions come first.
+    # The shared prefix follows, in the rows first_shared + partition * B + sequence.
     partial_sums,
     weights,  # [P, HEADS, 2] float32 maximum score and sum of exponentials
-    merges,  # [B, 2] int32 first row of a sequence's own partitions; their number, 0: no merge
+    # [B, 2] int32 first row and number of a sequence's own partitions. Number 0: nothing to merge.
+    merges,
     query_starts,  # [B + 1] int32 index of each sequence's first token; the last entry is T
     out,  # [T, HEADS, D]
     sinks,  # [HEADS] attention sinks, or None

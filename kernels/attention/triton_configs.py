@@ -63,7 +63,7 @@ def _mla_tiles(chip: DeviceInfo, rows: int) -> Tiles:
     if family == "amd":
         return Tiles(min(rows, 32), 16, 8, 1)
     rows = min(rows, 64 if family == "ample" else 32)
-    # Products of 64 rows on sm_100 keep two more copies of a key tile, in another layout.
+    # On sm_100, a product of 64 rows stores two more copies of a key tile, so the tile is narrow.
     narrow = family == "little" or (rows == 64 and chip.name.startswith("sm_10"))
     return Tiles(rows, 16 if narrow else 32, 8, 3)
 
@@ -80,7 +80,7 @@ def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int, cached: int) -> Til
     sizes = {"width": width, "itemsize": itemsize, "cached": cached}
     if (tuned := tuned_tiles(chip.product, "attention.chunks", **sizes)) is not None:
         return Tiles(**tuned)
-    if itemsize == 4:  # float32 does not use tensor cores
+    if itemsize == 4:  # float32 products do not use tensor cores
         return Tiles(32, 32, 4, 1)
     if width > 256:
         return _mla_tiles(chip, 64)
@@ -89,8 +89,8 @@ def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int, cached: int) -> Til
     tiles = table[next(widest for widest in table if width <= widest)]
     if cached > 1:
         return tiles
-    # Quantized keys and values are converted in registers. With as many rows as for a float cache,
-    # registers would spill.
+    # Quantized keys and values are converted in registers.
+    # With the row count of a float cache, registers would therefore spill.
     if family == "amd":
         return Tiles(32, 32 if width > 128 else 64, 4, 1)
     return tiles._replace(rows=tiles.rows // 2, columns=16 if width > 128 else tiles.columns)
@@ -112,13 +112,14 @@ def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cach
     rows = min(64, max(16, 1 << (group - 1).bit_length()))
     if itemsize == 4:
         return Tiles(min(rows, 32), 32, 4, 1)
-    if width > 256:  # with more rows, the loop over items spills registers on sm_90 and gfx942
+    if width > 256:  # more rows would spill registers on sm_90 and gfx942
         return _mla_tiles(chip, min(rows, 16 if _chip_family(chip) == "amd" else 32))
     # On graphics cards, tiles are half as large, so that two programs share a multiprocessor.
     columns = 32 if _chip_family(chip) == "little" and width > 64 else 64
     if width > 128:
         columns //= 2
-    if cached == 1 and width <= 128:  # 8-bit codes: twice the columns, same bytes
+    # a tile of 8-bit codes has twice the columns in the same number of bytes
+    if cached == 1 and width <= 128:
         columns *= 2
     return Tiles(rows, columns, 4, 3)
 

@@ -58,7 +58,8 @@ class Layout:
     work: DeviceWork
     in_order: bool  # see `StepWork`
     merge_tokens: int
-    num_partial_rows: int  # without the prefix; in a graph, maximum of all steps
+    # partial rows without the prefix. A captured graph has the maximum of all its steps.
+    num_partial_rows: int
     prefix: Prefix | None
 
 
@@ -92,8 +93,7 @@ class AttentionCall:
         num_tokens, num_heads, head_dim = self.out.shape
         prefix, work = layout.prefix, layout.work
         num_shared = prefix.num_partitions if prefix else 0
-        # Allocate at least one row, so that a step without partial results uses the same compiled
-        # kernel.
+        # Allocate at least one row: the same compiled kernel then runs without partial results.
         size = max(1, layout.num_partial_rows + num_shared * num_tokens)
         device = self.query.device
         partials = Partials(

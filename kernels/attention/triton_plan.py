@@ -68,7 +68,8 @@ class TiledPlan:
     # Length of the shared prefix, a multiple of SPLIT; 0 unless every sequence has one query token.
     prefix: int = 0
     one_path: bool = False  # batch-invariant results; requires `prefix` = 0
-    max_context: int = 0  # if a CUDA graph captures the step: longest context of all its steps
+    # longest context of all steps of the CUDA graph that captures this step; 0: no graph
+    max_context: int = 0
     layouts: dict[tuple[int, int, int], Layout] = field(default_factory=dict)
 
     @classmethod
@@ -130,7 +131,7 @@ class TiledPlan:
         return make_step_work(*lengths, self.window, self.prefix, self.one_path, shape)
 
     def fill(self, layout: Layout, lengths: Lengths) -> None:
-        """Overwrite the work items of a captured step."""
+        """Overwrite the device's work items of a captured step with those of the next step."""
         work = self.work(lengths, layout.shape)
         _copy(work.few, layout.work.few)
         _copy(work.worker_starts, layout.work.worker_starts)
@@ -189,9 +190,10 @@ class TiledPlanner:
         self._captured: dict[tuple[int, int, int], TiledPlan] = {}
 
     def prepare(self, query_starts: Ints, context_lens: Ints, is_captured: bool) -> None:
-        """Store the lengths of the next step; fill the work items of graphs that may compute it.
+        """Store the lengths of the next step, and update the work items of captured graphs.
 
-        is_captured: True if a CUDA graph for the step's number of rows computes the step.
+        is_captured: True if a CUDA graph computes the step. Only the graphs for the step's number
+        of rows are then updated.
         """
         self.lengths, self._is_captured = Lengths(query_starts, context_lens), is_captured
         if not is_captured:
@@ -204,7 +206,7 @@ class TiledPlanner:
     def plan(self, batch: Batch, max_context: int, window: int) -> TiledPlan:
         """Plan the prepared step; a captured step reuses the buffers of earlier steps of its graph.
 
-        In that case, the method only launches kernels.
+        For a captured step, the method only launches kernels.
 
         max_context: longest context of all steps that a captured graph will compute.
         """

@@ -44,12 +44,12 @@ ALL = np.iinfo(np.int32).max
 
 
 class WorkShape(NamedTuple):
-    """Everything on which work items depend besides the lengths of a step."""
+    """The heads, the tiles and the device on which work items depend, besides a step's lengths."""
 
     num_kv_heads: int
     group: int  # query heads per KV head
     few_rows: int  # rows of a tile for sequences with few query rows
-    chunk_rows: int  # rows of a tile for chunks; with `one_path`, this is `few_rows`
+    chunk_rows: int  # rows of a tile for chunks; equal to `few_rows` with `one_path`
     few_programs: int  # programs of the persistent grid
     chunk_programs: int  # number of chunk programs that fill the device
     row_bytes: int  # bytes of a token's partial sums
@@ -225,10 +225,10 @@ def _cut(low: Ints, high: Ints, chosen: npt.NDArray[np.bool_], size: int) -> _Pi
 
 
 def _cut_evenly(low: Ints, high: Ints, tiles: Ints, num_workers: int) -> _Pieces:
-    """Cut the ranges [low, high) of all sequences at the ends of the workers' equal shares.
+    """Divide the ranges [low, high) of all sequences into equal shares, one per worker.
 
-    `tiles` is the number of row tiles of each sequence. It is 0 for sequences to leave out, and
-    equal for all others.
+    `tiles` is the number of row tiles of each sequence. It is 0 for sequences to leave out. All
+    other sequences have the same number.
     """
     first = low // QUANTUM
     counts = (-(-high // QUANTUM) - first) * (tiles > 0)

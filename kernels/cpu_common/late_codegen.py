@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def inner(**options: Any) -> Callable[[F], F]:
     """Return a decorator like `numba.njit`, for functions that only compiled functions call."""
-    njit: Any = numba.njit  # the type annotations of `njit` lack some options
+    njit: Any = numba.njit  # the stubs of numba's `njit` lack some of its options
     decorate: Callable[[F], F] = njit(
         nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options
     )
@@ -50,7 +50,7 @@ class LateLibrary(codegen.JITCodeLibrary):
     def get_pointer_to_function(self, name: str) -> int:
         """Return the address of a function, or 0 if the library does not define it."""
         self._ensure_finalized()
-        # The body of a parallel loop is only called by the function that contains the loop.
+        # Only the function that contains a parallel loop calls the loop's body.
         if "__numba_parfor_gufunc" in self.name or not self._defines(name):
             return 0
         self._assemble()
@@ -64,7 +64,7 @@ class LateLibrary(codegen.JITCodeLibrary):
 
     def _defines(self, name: str) -> bool:
         if self._assembled:
-            return True  # the lookup of numba itself checks the name
+            return True  # numba's own lookup of the address checks the name
         return any(each.name == name for each in self.get_defined_functions())
 
     def _assemble(self) -> None:
@@ -85,7 +85,11 @@ class LateLibrary(codegen.JITCodeLibrary):
 
 
 def _are_equal(flags: TargetConfig, other: object) -> Any:
-    """Replace `TargetConfig.__eq__`; compare all defaults only if the set options differ."""
+    """Return whether two sets of compiler flags are equal; replaces `TargetConfig.__eq__`.
+
+    The options that were set are compared first. Comparing all defaults is slow, so it is done only
+    if these options differ.
+    """
     if not isinstance(other, TargetConfig):
         return NotImplemented
     return flags._values == other._values or flags.values() == other.values()
@@ -116,7 +120,7 @@ def install() -> bool:
     waiting: dict[str, Any] = {}
 
     def set_env_later(name: str, env: Any) -> None:
-        """Set the environment of a function, now or once the function's machine code exists."""
+        """Set a function's environment, as soon as the function's machine code exists."""
         if generator._engine.is_symbol_defined(name):
             set_env(name, env)
         else:

@@ -108,7 +108,7 @@ class Entry:
         if self._compiled is None:
             import numba
 
-            njit: Any = numba.njit  # the type annotations of `njit` lack some options
+            njit: Any = numba.njit  # the stubs of numba's `njit` lack some of its options
             compile_ = njit(self._signature, nogil=True, cache=True, **self._options)
             self._compiled = compile_(self._function)
         return self._compiled
@@ -129,7 +129,10 @@ def load_entries(*entries: Entry) -> None:
 
 
 def run_serial_or_parallel(serial: Any, parallel: Any, *given: Any, num_threads: int) -> None:
-    """Call `serial` for one thread, otherwise `parallel` with the thread count as last argument."""
+    """Call `serial` for one thread, or `parallel` for more.
+
+    `parallel` gets the number of threads as an additional last argument.
+    """
     if num_threads == 1:
         serial(*given)
     else:

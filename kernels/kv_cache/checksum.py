@@ -111,7 +111,7 @@ def checksum_reference(data: bytes) -> int:
     def hash_of(words: list[int], weights: list[int]) -> int:
         terms = (w * weights[i] + (w >> 32) * weights[i + 1] for i, w in enumerate(words))
         total = sum(terms) % (1 << 64)
-        return total - (total >> 63 << 64)  # as a signed number
+        return total - (total >> 63 << 64)  # convert to a signed 64-bit number
 
     chunks = [hash_of(words[at : at + CHUNK], weights) for at in range(0, len(words), CHUNK)]
     return (hash_of(chunks, chunk_weights) + len(data) * _SEED) % (1 << 64)
@@ -137,6 +137,6 @@ def _round_up(count: int) -> int:
 @lru_cache(maxsize=8)
 def _weights(level: int, count: int, device: torch.device) -> Tensor:
     """Return [count] odd random int64: the first numbers of the fixed sequence of a level."""
-    # PCG64 gives the same raw numbers in every version of numpy.
+    # PCG64 returns the same raw numbers in every version of numpy.
     numbers = np.random.PCG64(_SEED + level).random_raw(count) | np.uint64(1)
     return torch.from_numpy(numbers.view(np.int64)).to(device)

@@ -52,7 +52,8 @@ def _rope_and_cache(
     num_heads: int,  # Hq, number of query heads
     cos_sin: Floats,  # [T, 2, R] rows of `rotary_table`
     interleaved: bool,
-    rows: npt.NDArray[np.int64],  # [T, 2 H] slots, see `kv_cache/op.slot_rows`
+    # [T, 2 H] slot of each key and value head, see `kv_cache/op.slot_rows`
+    rows: npt.NDArray[np.int64],
     kept: Any,  # the cache as a flat array
     block_size: int,  # slots per page of the cache
     num_threads: int,

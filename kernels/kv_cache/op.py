@@ -130,7 +130,7 @@ def _rope_and_cache_cpu(
     kept_heads, dim = 2 * layer.shape[2], num_features(layer)
     check("heads", heads, [len(rows), num_heads + kept_heads, dim], [torch.float32])
     check("rows", rows, [len(heads), kept_heads], [torch.int64])
-    if cos_sin.numel():  # if empty, nothing is rotated
+    if cos_sin.numel():  # an empty `cos_sin` means no rotation
         check_rotary(cos_sin, len(heads), dim, heads)
     kept = flat_array(layer)
     whole = heads.contiguous()

@@ -37,7 +37,8 @@ def _codes(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
     """
     x = x.to(tl.float32) * inverse
     x = tl.where(x == x, x, 0.0)
-    x = tl.clamp(x, -MOST, MOST)  # also keeps product and sum from becoming an fma
+    # The clamp also prevents the compiler from fusing the product above with the sum below.
+    x = tl.clamp(x, -MOST, MOST)
     if dtype == tl.int8:
         # From 2^23 on, float32 values are 1 apart: adding 1.5 * 2^23 rounds to nearest even.
         return ((x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)

@@ -205,10 +205,11 @@ def _value(builder, kind: int, word, position: int, zeros: dict[int, Any], table
     if kind == FP8:
         return _e4m3(builder, word, position)
     bits = _packing(kind).bits
-    if kind not in (INT4, INT8):  # the permutation ignores all but four bits of each index
+    # the permutation instruction reads only the lower four bits of each index
+    if kind not in (INT4, INT8):
         shifted = builder.lshr(word, _all(_WORDS, bits * position)) if position else word
         return _permuted(builder, table, shifted)
-    # The code becomes the low bits of the mantissa of a power of two that is large enough.
+    # The code becomes the low mantissa bits of a power of two large enough to hold it exactly.
     at = bits * position
     if at >= 16:
         word, at = builder.lshr(word, _all(_WORDS, 16)), at - 16

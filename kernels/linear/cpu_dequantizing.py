@@ -45,12 +45,15 @@ _TABLES = np.array([code_tables.E2M1, code_tables.NF4, code_tables.FP4], np.floa
 
 
 def _tile_loop(kind: int) -> Any:
-    """Return the loop over the runs of a block. Kinds with a table share the loop of E2M1."""
+    """Return the loop over the runs of a block, for one kind of codes.
+
+    All kinds of codes with a table of values share the loop of E2M1.
+    """
     group, scattered, step = multiply_group(kind), multiply_scattered(kind), step_inputs(kind)
 
     @inner()
     def end_of_group(groups: Ints, k: int, end: int) -> int:
-        """Return the end of the whole steps, from input k to `end`, that are in the group of k."""
+        """Return the end of input k's run, but at most `end`, rounded down to whole steps."""
         stop = int(groups[len(groups) // 2 + k])
         return (stop if stop < end else end) // step * step
 
@@ -190,14 +193,14 @@ def _serial(
     x: Floats,  # [T * K]
     num_rows: int,
     kind: int,
-    codes: Bytes,  # panels, see `quantized.DequantizingLinear`
+    codes: Bytes,  # the codes of W in panels, see `quantized.DequantizingLinear`
     scales: Floats,  # [P, G, PANEL]
-    zeros: Bytes,  # [P, G, PANEL]; empty except for INT4 and INT8
+    zeros: Bytes,  # zero points [P, G, PANEL]; empty except for INT4 and INT8
     groups: Ints,  # [2, K]: the group of each input, and the end of its run
     bias: Floats,  # [P * PANEL]
     y: Floats,  # [T * P * PANEL]
 ) -> None:
-    """Compute y in one thread."""
+    """Compute the linear layer's output y in one thread."""
     last = len(bias) // PANEL
     compute_columns(
         x, num_rows, kind, codes, scales, zeros, groups, bias, y, len(bias), 0, last
@@ -209,7 +212,7 @@ def _parallel(
     x: Floats, num_rows: int, kind: int, codes: Bytes, scales: Floats, zeros: Bytes, groups: Ints,
     bias: Floats, y: Floats, num_threads: int,
 ) -> None:  # fmt: skip
-    """Parallel version of `_serial`: threads split the panels."""
+    """Compute y with several threads: each thread computes a range of panels."""
     num_panels = len(bias) // PANEL
     for thread in numba.prange(num_threads):
         first = num_panels * thread // num_threads
@@ -226,5 +229,5 @@ def load() -> None:
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Compute y with `num_threads` threads; `given` are the arguments of `_serial`."""
+    """Compute the linear layer's output y. `given` are the arguments of `_serial`."""
     run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

@@ -164,8 +164,9 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
 
         Return the half of `b` (0 or 1) that holds the split columns of the next call.
 
-        at, then, later: indices in `panels` of the strips to multiply, of the strips of the next
-        call (split during the last step), and of the strips to prefetch.
+        `at`, `then` and `later` are indices in `panels`. This call multiplies the strips at `at`.
+        In its last step, it splits the strips at `then`, which the next call multiplies. The strips
+        at `later` are prefetched.
         """
         start(before, before_at)
         for k in range(num_steps):
@@ -314,7 +315,7 @@ def _serial(
     y: Floats,  # flat; see `padded_sizes` for its rows and columns
     num_outputs: int,
 ) -> None:
-    """Compute y in one thread."""
+    """Compute the linear layer's output y in one thread."""
     width, num_columns = _rounded(num_outputs)
     compute_columns(x, num_rows, num_inputs, panels, bias, y, width, num_columns, 0, width // 16)
 
@@ -324,9 +325,9 @@ def _parallel(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """Parallel version of `_serial`: threads split the columns or, for many rows, the rows.
+    """Compute y with several threads, each for a range of columns or, for many rows, of rows.
 
-    If the threads split the rows, each row is split into bfloat16 parts only once.
+    If the rows are divided among the threads, each row is split into bfloat16 parts only once.
     """
     width, num_columns = _rounded(num_outputs)
     floors = num_rows // _ROWS_AT_ONCE
@@ -350,7 +351,7 @@ def _parallel(
 
 
 def padded_sizes(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
-    """Return the number of rows of x that are read, and the padded rows and columns of y."""
+    """Return three sizes: the rows of x that are read, and the padded rows and columns of y."""
     rows = num_rows if num_rows <= ROWS else -(-num_rows // BLOCK_ROWS) * BLOCK_ROWS
     return num_rows, rows, -(-num_outputs // BLOCK_COLUMNS) * BLOCK_COLUMNS
 
@@ -361,5 +362,5 @@ def load() -> None:
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Compute y with `num_threads` threads; `given` are the arguments of `_serial`."""
+    """Compute the linear layer's output y. `given` are the arguments of `_serial`."""
     run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

@@ -83,7 +83,11 @@ def _sum_four_chunks(
     x: Floats, begin: int, end: int, panels: Floats, at: int, step: int, before: Floats, y: Floats,
     column: int,
 ) -> None:  # fmt: skip
-    """Run `sum_chunk` for four panels, `step` apart; four read streams get more bandwidth."""
+    """Multiply inputs [begin, end) of one row by four panels; store `before` + sums to y.
+
+    The first panel begins at index `at`, and the panels are `step` apart. Reading four panels at
+    once gets more memory bandwidth than reading one.
+    """
     s0 = s1 = s2 = s3 = _zero_sums()
     for k in range(begin, end):
         value, v = broadcast_load(x, k), at + k * PANEL
@@ -219,14 +223,14 @@ _SIGNATURE = "void(float32[::1], int64, int64, float32[::1], float32[::1], float
 @entry(_SIGNATURE + ")")
 def _serial(
     x: Floats,  # [T * K]
-    num_rows: int,  # 1, or a multiple of TILE_ROWS
+    num_rows: int,  # number of rows of x: 1, or a multiple of TILE_ROWS
     num_inputs: int,
     panels: Floats,  # [P * K * PANEL]
     bias: Floats,  # [at least P * PANEL]
     y: Floats,  # [T * N]
     num_outputs: int,
 ) -> None:
-    """Compute y in one thread."""
+    """Compute the linear layer's output y in one thread."""
     last = -(-num_outputs // PANEL)
     compute_columns(x, num_rows, num_inputs, panels, bias, y, num_outputs, 0, last)
 
@@ -236,9 +240,9 @@ def _parallel(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """Parallel version of `_serial`: threads split the panels or, for many rows, the rows.
+    """Compute y with several threads, each for a range of panels or, for many rows, of rows.
 
-    With many rows, splitting the rows balances the threads better than splitting the panels.
+    With many rows, dividing the rows balances the threads better than dividing the panels.
     """
     num_panels, floors = -(-num_outputs // PANEL), num_rows // _BLOCK_ROWS
     for thread in numba.prange(num_threads):
@@ -258,7 +262,7 @@ def _parallel(
 
 
 def padded_sizes(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
-    """Return the numbers of rows of x that are read, and of rows and columns of y written."""
+    """Return three sizes: the rows of x that are read, and the rows and columns of y."""
     rows = num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
     return rows, rows, num_outputs
 
@@ -269,5 +273,5 @@ def load() -> None:
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Compute y with `num_threads` threads; `given` are the arguments of `_serial`."""
+    """Compute the linear layer's output y. `given` are the arguments of `_serial`."""
     run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

@@ -198,7 +198,7 @@ def _serial(
     y: Floats,  # [T * blocks * BLOCK_COLUMNS]
     num_blocks: int,
 ) -> None:
-    """Compute y in one thread."""
+    """Compute the linear layer's output y in one thread."""
     compute_columns(
         qvalues, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
         num_blocks * BLOCK_COLUMNS, 0, num_blocks,
@@ -210,9 +210,9 @@ def _parallel(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, num_blocks: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """Parallel version of `_serial`: threads split the columns or, for many rows, the rows.
+    """Compute y with several threads, each for a range of columns or, for many rows, of rows.
 
-    If the threads split the rows, each thread mostly reads rows that it has quantized itself.
+    If the rows are divided, each thread mostly reads rows that it has quantized itself.
     """
     floors = num_rows // BLOCK_ROWS
     for thread in numba.prange(num_threads):
@@ -240,5 +240,5 @@ def load() -> None:
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Compute y with `num_threads` threads; `given` are the arguments of `_serial`."""
+    """Compute the linear layer's output y. `given` are the arguments of `_serial`."""
     run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

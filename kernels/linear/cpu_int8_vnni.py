@@ -94,7 +94,7 @@ def _serial(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, num_blocks: int,
 ) -> None:  # fmt: skip
-    """Compute y in one thread; `cpu_int8_amx` describes the arguments."""
+    """Compute the linear layer's output y in one thread; see `cpu_int8_amx` for the arguments."""
     compute_columns(
         qvalues, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
         num_blocks * BLOCK_COLUMNS, 0, num_blocks,
@@ -106,7 +106,7 @@ def _parallel(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, num_blocks: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """Parallel version of `_serial`: threads split the columns or, for many rows, the rows."""
+    """Compute y with several threads, each for a range of columns or, for many rows, of rows."""
     tiles, width = -(-num_rows // TILE_ROWS), num_blocks * BLOCK_COLUMNS
     for thread in numba.prange(num_threads):
         if num_rows >= _BLOCK_ROWS:
@@ -131,7 +131,7 @@ def load() -> None:
 
 
 def run(*given: Any, num_threads: int) -> None:
-    """Compute y with `num_threads` threads.
+    """Compute the linear layer's output y with `num_threads` threads.
 
     Args:
         given: the arguments of `_serial`.

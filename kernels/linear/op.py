@@ -46,7 +46,8 @@ class PackedLinear(Protocol):
 class OneDnnLinear:
     """A float32 linear layer by oneDNN. A single row of x uses unpacked weights (faster)."""
 
-    weight: Tensor | None  # [N, K] for a single row of x; None: always use `blocked`
+    # [N, K], used for a single row of x; None: `blocked` is used for any number of rows
+    weight: Tensor | None
     blocked: Tensor  # the weights in oneDNN's opaque layout
     bias: Tensor | None
 

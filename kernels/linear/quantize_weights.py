@@ -23,7 +23,7 @@ WEIGHT_FORMS: tuple[WeightForm, ...] = get_args(WeightForm)
 GROUP_INPUTS = 32
 """Inputs per group of `int4`; the last group of a row may have fewer."""
 
-_ROWS_AT_ONCE = 256  # limits the size of temporary float copies
+_ROWS_AT_ONCE = 256  # bounds the memory of temporary float copies
 
 _E4M3_MAX = 448.0
 

@@ -98,7 +98,7 @@ class QuantizedMatrix:
         return codes.to(torch.float32).sub_(self.zeros[rows][:, groups]).mul_(scales)
 
     def take_rows(self, rows: Tensor) -> "QuantizedMatrix":
-        """Return a matrix of the given rows, in the given order."""
+        """Return a matrix of the rows with the numbers `rows`, in this order."""
         taken = self.codes[rows], self.scales[rows], self.zeros[rows]
         return QuantizedMatrix(self.kind, *taken, self.groups)
 
@@ -297,7 +297,7 @@ def pack_quantized(
     )  # fmt: skip
 
 
-_WIDTH = 48  # `PANEL` of `cpu_code_tiles`, which needs numba
+_WIDTH = 48  # equals `cpu_code_tiles.PANEL`, which cannot be imported without numba
 
 
 def _units(matrix: QuantizedMatrix) -> Tensor:

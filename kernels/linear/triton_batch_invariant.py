@@ -31,7 +31,8 @@ def _matmul_kernel(
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
-    BAND: tl.constexpr,  # row tiles scheduled together, to reuse weights in the L2 cache
+    # number of row tiles whose programs run consecutively, to reuse weights in the L2 cache
+    BAND: tl.constexpr,
 ):
     """Compute one tile of y for one head, from one slice or from all slices of the inputs.
 
@@ -116,9 +117,11 @@ class Tiles:
     num_stages: int
 
 
-WIDE = Tiles(64, 64, 32, num_warps=4, num_stages=3)  # for float32, without tensor cores
-HALF = Tiles(128, 128, 64, num_warps=8, num_stages=3)  # 16-bit dtypes; 96 KiB of shared memory
-NARROW = Tiles(64, 64, 64, num_warps=4, num_stages=3)  # sm_80 to sm_89 keep operands in registers
+WIDE = Tiles(64, 64, 32, num_warps=4, num_stages=3)  # float32 products do not use tensor cores
+# for 16-bit dtypes; takes 96 KiB of shared memory
+HALF = Tiles(128, 128, 64, num_warps=8, num_stages=3)
+# small tiles, because sm_80 to sm_89 keep operands in registers
+NARROW = Tiles(64, 64, 64, num_warps=4, num_stages=3)
 
 
 def batch_invariant_bmm_triton(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -109,8 +109,8 @@ def _dequantizing_matmul_kernel(
     x_rows = x + rows.to(tl.int64)[:, None] * x_row
     output_groups = outputs.to(tl.int64)[:, None] * num_groups
     acc = tl.zeros((TILE_ROWS, TILE_OUTPUTS), tl.float32)
-    # Load the group numbers of a tile one iteration ahead. Triton copies scales and zeros ahead of
-    # their use only if no load in the same iteration gives their addresses.
+    # Load the group numbers of a tile one iteration before they are used.
+    # Triton copies scales ahead only if no load in the same iteration computes their addresses.
     in_tile = tl.arange(0, TILE_INPUTS)
     if ONE_GROUP:
         next_group = tl.load(groups)
@@ -168,7 +168,7 @@ TILE_INPUTS = 64
 class Tiles:
     rows: int
     outputs: int
-    inputs: int  # at most TILE_INPUTS
+    inputs: int  # inputs per tile, at most TILE_INPUTS
     num_warps: int
     num_stages: int
 
@@ -182,8 +182,7 @@ def tiles_for(dtype: torch.dtype, num_rows: int, one_group: bool) -> Tiles:
     return Tiles(
         rows=FEW_ROWS if num_rows <= FEW_ROWS else MANY_ROWS,
         outputs=64,
-        # Half the size for float32, or with a group for each input; otherwise registers would
-        # spill.
+        # For float32 or a group per input, larger tiles would spill registers.
         inputs=TILE_INPUTS if one_group and not is_wide else TILE_INPUTS // 2,
         num_warps=4,
         num_stages=2 if is_wide else 3,

@@ -43,7 +43,7 @@ def mla_attention_cpu(
     wide[:, :, rank:] = query[:, :, query_dim:]
     for head, up in enumerate(keys_up):
         wide[:, head, :rank] = up(query[:, head, :query_dim])
-    # In `attend_`, values are as wide as keys. The last P features of `sums` are not used.
+    # `attend_` expects values as wide as keys. The last P features of `sums` are therefore unused.
     sums = torch.empty_like(wide)
     plan.attend_(sums, wide, layer, ScoreMod(scale))
     return torch.stack([up(sums[:, head, :rank]) for head, up in enumerate(values_up)], 1)

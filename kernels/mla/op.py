@@ -53,7 +53,7 @@ class MlaPlan:
     absorbed: list[Span]  # sequences whose absorbed form is computed by torch
     expanded: list[Span]
     rows: Tensor | None  # [A] query rows of sequences in absorbed form; None: all rows
-    num_tokens: int | str  # "T" if the number is only known on the device
+    num_tokens: int | str  # number of query tokens; "T" if the host does not know it
     layer: Tensor  # any layer of the cache; all layers must have the same shape, dtype and device
     gathered: Tensor  # [largest number of blocks, S (R + P)] scratch, reused for every span
     one_path: bool = False  # batch-invariant: results do not depend on chunks or batch

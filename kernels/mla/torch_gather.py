@@ -74,8 +74,8 @@ def attend_absorbed_(
         torch.matmul(probs, rows[:, :rank], out=sums[:, 0])
         return
     mask = None if mask is None else mask.to(query.dtype)
-    # torch's fused attention needs values as wide as keys. So the rotated keys are summed too, and
-    # the last P features of the result are dropped.
+    # torch's fused attention needs values as wide as keys, so it also sums the rotated keys.
+    # The last P features of its result are dropped.
     shared = rows.expand(1, len(sums), -1, -1)
     out = functional.scaled_dot_product_attention(
         query.transpose(0, 1)[None], shared, shared, mask, is_causal=mask is None, scale=scale

@@ -140,7 +140,7 @@ class Tiles:
 FEW = Tiles(16, 128, 64, num_warps=4, num_stages=4)
 SOME = Tiles(64, 128, 64, num_warps=4, num_stages=3)
 MANY = Tiles(128, 128, 64, num_warps=8, num_stages=3)
-WIDE = Tiles(32, 64, 32, num_warps=4, num_stages=2)  # for float32, without tensor cores
+WIDE = Tiles(32, 64, 32, num_warps=4, num_stages=2)  # float32 products do not use tensor cores
 
 ELEMENTS_PER_PROGRAM = 2048  # columns per program of `_combine_kernel`
 

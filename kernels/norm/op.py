@@ -167,8 +167,8 @@ def _norm(
 ) -> None:
     """Check the arguments of `norm_triton`, and call it.
 
-    If `added` is given, errors use the names of the public functions: `hidden` for the parameter
-    `x`, and `x` for `added`.
+    Errors name the parameters of the public functions. If `added` is given, `x` is therefore called
+    `hidden` in errors, and `added` is called `x`.
     """
     dim, name = x.shape[-1], "x" if added is None else "hidden"
     check(name, x, [*"TH"[: x.dim() - 1], dim], FLOATS)

@@ -35,7 +35,7 @@ def _words(words: Any, num_lanes: int, lane: int, counter: Any, low: int, high: 
 
 @inner(error_model="numpy")
 def _uniform(words: Any, uniform: Any, rest: Any) -> None:
-    """Convert random words to numbers u in (0, 1), in token order; `rest` becomes 1 - u."""
+    """Convert random words to numbers u in (0, 1), in token order, and write 1 - u to `rest`."""
     most = float32(1 - 2.0**-24)
     for lane in range(len(uniform) // 4):
         for word in range(4):
@@ -66,7 +66,7 @@ def _log(mantissa: Any, exponent: Any) -> Any:
 
 @inner(error_model="numpy")
 def _first_log(uniform: Any, rest: Any, exponents: Any, mantissas: Any) -> None:
-    """Replace `mantissas` with -log(1 - u), where u is `uniform`."""
+    """Write -log(1 - u), where u is `uniform`, to `mantissas`."""
     for at in range(len(uniform)):
         lost = float32(1) - rest[at]
         scale = uniform[at] / (lost if lost > 0 else float32(1))
@@ -76,7 +76,7 @@ def _first_log(uniform: Any, rest: Any, exponents: Any, mantissas: Any) -> None:
 
 @inner(error_model="numpy")
 def _second_log(mantissas: Any, exponents: Any, noise: Any) -> None:
-    """Compute the noise: -log of the values that `_first_log` wrote."""
+    """Write the Gumbel noise to `noise`: -log of the values that `_first_log` has computed."""
     for at in range(len(noise)):
         noise[at] = -_log(mantissas[at], exponents[at])
 

@@ -41,7 +41,7 @@ def _sorted_threshold(logits: Tensor, limits: Tensor, top_p: Tensor) -> Tensor:
     """Return the smallest logit of each row that top-k (`limits`) and top-p keep, [R]."""
     values = _descending(logits)
     among = values >= values.gather(1, limits[:, None] - 1)
-    # Values below e^-80 do not change the sums, and denormals would be fifty times slower.
+    # Clamping at e^-80 avoids denormals, which are fifty times slower. The sums do not change.
     mass = (values - values[:, :1]).clamp_(min=-80).exp_() * among
     through = mass.cumsum(-1)
     enough = through - mass >= top_p[:, None] * through[:, -1:]
@@ -60,7 +60,7 @@ def apply_typical_p_(logits: Tensor, typical_p: Tensor) -> None:
     """
     shifted = logits - logits.amax(-1, keepdim=True)
     mass = shifted.clamp(min=-80).exp_().masked_fill_(shifted == -torch.inf, 0)
-    # Unlike torch.sum, cumsum is bitwise identical for any number of rows.
+    # Use cumsum, because the last bits of torch.sum depend on the number of rows.
     total = mass.cumsum(-1)[:, -1:]
     entropy = total.log() - (mass * shifted.clamp(min=-80)).cumsum(-1)[:, -1:] / total
     oddity = (total.log() - shifted - entropy).abs_()
@@ -88,7 +88,8 @@ def argmax(scores: Tensor) -> npt.NDArray[np.integer]:
     """Return the index of each row's largest score (the first on ties), [S] on the host."""
     if scores.device.type != "cpu":
         return np.asarray(scores.argmax(-1).cpu())
-    return np.asarray(scores.numpy().argmax(-1))  # tens of times faster than torch's argmax
+    # numpy's argmax is tens of times faster than torch's
+    return np.asarray(scores.numpy().argmax(-1))
 
 
 def top_k_top_p_min_p_reference(logits: Tensor, cuts: FilterParams) -> Tensor:

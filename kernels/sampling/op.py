@@ -33,10 +33,10 @@ class SamplingTensors:
     """Sampling parameters of R rows: each field is [R], on the device of the logits."""
 
     temperature: Tensor  # float32; 0: greedy, all other parameters are ignored
-    top_p: Tensor  # float32, see `FilterParams`
-    min_p: Tensor  # float32, see `FilterParams`
+    top_p: Tensor  # float32; 1: disabled, see `FilterParams`
+    min_p: Tensor  # float32; 0: disabled, see `FilterParams`
     typical_p: Tensor  # float32, applied to the tokens that the other filters keep; 1: disabled
-    top_k: Tensor  # int64, see `FilterParams`
+    top_k: Tensor  # int64; 0: disabled, see `FilterParams`
     seeds: Tensor  # int64 that holds the bits of a uint64
     indices: Tensor  # int64: index of the sampled token in its answer, from 0
     choices: Tensor  # int64: number of the choice within its request, from 0
@@ -130,7 +130,7 @@ def _add_noise(logits: Tensor, params: SamplingTensors, at: npt.NDArray[np.intp]
 
 
 def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
-    """Return rows `at` of a tensor, or the tensor itself if `at` has as many rows."""
+    """Return the rows `at` of a tensor; if these are all rows, return the tensor itself."""
     return tensor if len(at) == len(tensor) else tensor[torch.from_numpy(at)]
 
 
@@ -148,7 +148,8 @@ def finite_rows(logits: Tensor) -> Tensor:
     if logits.device.type != "cpu":
         return logits.sum(-1).isfinite()
     with np.errstate(over="ignore", invalid="ignore"):
-        sums = logits.numpy().sum(-1)  # several times faster than torch's sum for a few rows
+        # numpy's sum is several times faster than torch's for a few rows
+        sums = logits.numpy().sum(-1)
     if np.isfinite(sums).all():
         return torch.ones(len(logits), dtype=torch.bool)
     return logits.isfinite().all(-1)

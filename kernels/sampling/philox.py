@@ -36,9 +36,10 @@ CACHED_LANES = 8192
 """Lanes (of four tokens) per pass. Their data fits in a core's cache: three times as fast as one
 pass over all lanes."""
 
-ONE, ROOT_HALF, MANTISSA = 0x3F800000, 0x3F3504F3, 0x7FFFFF  # bits of 1 and sqrt(1/2); a mask
+# bits of the floats 1 and sqrt(1/2), and the mask of the mantissa
+ONE, ROOT_HALF, MANTISSA = 0x3F800000, 0x3F3504F3, 0x7FFFFF
 NEAR_ONE = np.float32(1 - 2.0**-24)
-SERIES = (0.2857142857, 0.4, 0.6666666667)  # 2/7, 2/5, 2/3: coefficients of 2 artanh(s)
+SERIES = (0.2857142857, 0.4, 0.6666666667)  # 2/7, 2/5 and 2/3, from the series of 2 artanh(s)
 LOG_2 = 0.6931471806
 
 SAMPLE = 0
@@ -72,12 +73,13 @@ def philox(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
     shape = np.broadcast_shapes(even.shape, odd.shape)
     steps = np.array(KEY_STEPS, np.uint32)[:, None, None]
     multipliers = np.array(MULTIPLIERS, np.uint64)[:, None, None]
-    buffers = np.empty((2, *shape), np.uint64)  # two: a round also reads the previous product
+    # two products, because a round also reads the previous one
+    buffers = np.empty((2, *shape), np.uint64)
     words = np.empty(shape, np.uint32)
     for number in range(NUM_ROUNDS):
         product = buffers[number % 2]
         np.multiply(even, multipliers, out=product)
-        # The new even words need the high halves of the other product, so the order is reversed.
+        # Even words need the high half of the other word's product, so the order is reversed.
         halves = product.view(np.uint32).reshape(*shape, 2)[::-1]
         even = np.bitwise_xor(halves[..., 1], odd, out=words)
         even ^= key
@@ -146,7 +148,7 @@ def gumbel_(words: Floats) -> Floats:
     The function uses only additions, subtractions, multiplications and divisions, each rounded
     separately, because these are bitwise identical on all devices. Library logarithms are not.
     """
-    # A word close to 2^32 is rounded up to 2^32; without the minimum, its noise would be infinite.
+    # Words close to 2^32 round up to 2^32, and their noise would be infinite without the minimum.
     uniform = np.minimum(np.multiply(np.add(words, 0.5, out=words), 2.0**-32, out=words), NEAR_ONE)
     # As in log1p: with r = 1 - u rounded, -log(1 - u) = -log(r) u / (1 - r), or u if r is 1.
     rest = 1 - uniform

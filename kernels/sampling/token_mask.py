@@ -52,7 +52,7 @@ def apply_host_masks_(
     The compiled loop refuses arrays of other types with TypeError.
     """
     if not len(rows):
-        return  # torch refuses the strides of an empty array
+        return  # torch rejects the strides of an empty numpy array
     if not (has_numba() and logits.is_contiguous()):
         apply_token_mask_(logits, torch.from_numpy(rows), torch.from_numpy(words))
         return

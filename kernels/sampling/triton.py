@@ -86,7 +86,7 @@ def _threshold_kernel(
             value = tl.load(values + at, mask=at < count, other=float("-inf"))
             value = tl.where(value >= floor, tl.maximum(value - top, -80.0), 0.0)
             lean += value * tl.exp(value)
-        # -log p = log(held) - (value - top), and its mean (the entropy) = log(held) - lean / held.
+        # `centre` is the mean logit, weighted by probability. Its surprisal is the entropy.
         centre = top + tl.sum(lean, axis=0) / held
         near, far = tl.full((), 0, tl.int64), tl.full((), 0x7F800000, tl.int64)
         target = (1 - fraction) * held
@@ -228,7 +228,7 @@ def sample_triton(
         PURPOSE=SAMPLE,
         SUB=SUB,
         SEGMENT=SEGMENT,
-        # With fused multiply-adds, which round once, the noise would differ from the CPU's.
+        # Fused multiply-adds round only once, so the noise would differ from that of a CPU.
         enable_fp_fusion=False,
         num_warps=8,
     )

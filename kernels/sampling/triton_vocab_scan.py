@@ -48,7 +48,7 @@ def kth_largest_key(
     low,  # smallest key that may be returned
     high,  # largest key; returned if no smaller key qualifies
     target,
-    top,  # the largest value, or any larger number
+    top,  # the largest value of all, or a larger number
     floor,  # for "oddity" only: smaller values have weight 0
     centre,  # for "oddity" only: the keys are `key_of(|value - centre|)`
     BY: tl.constexpr,  # "rank": a value's weight is 1; "mass", "oddity": exp(value - top)

@@ -86,7 +86,7 @@ class GraphBuilder:
         self._rows = most_rows + -most_rows % ALIGNMENT
         self._cache = cache
         self._size = 0
-        self._num_ints = 2  # the row range TOKENS uses two integers
+        self._num_ints = 2  # integers 0 and 1 are the row range TOKENS
         self._operations: list[Operation] = []
         self._buffers: dict[tuple[str, int, ExpertLayout | None], Buffer] = {}
         self._layouts: dict[tuple[int, int], ExpertLayout] = {}
@@ -106,7 +106,10 @@ class GraphBuilder:
         return self._buffers[key]
 
     def expert_layout(self, num_experts: int, top_k: int) -> ExpertLayout:
-        """Return the layout for these numbers; MoE layers use the same layout one after another."""
+        """Return the layout for these numbers of experts and choices per token.
+
+        MoE layers run one after another, so layers with equal numbers share a layout.
+        """
         key = (num_experts, top_k)
         if key not in self._layouts:
             at = self._num_ints
@@ -151,7 +154,7 @@ class GraphBuilder:
     def expert_linears(
         self, x: Buffer, linears: Sequence[Any], out: Buffer, layout: ExpertLayout
     ) -> None:
-        """Append one product per expert, for the rows of that expert. Buffers have `layout`."""
+        """Append one product per expert, for the expert's rows. `x` and `out` have this layout."""
         self._append_linears(x, linears, out, layout.all_rows(), layout)
 
     def _append_linears(
@@ -182,12 +185,12 @@ class GraphBuilder:
         )
 
     def _append_each(self, rows: list[RowRange], operations: Sequence[Operation]) -> None:
-        """Append operations, one per range of `rows`, with a single barrier after the last."""
+        """Append one operation for each range of `rows`, with one barrier, after the last."""
         for number, (own, operation) in enumerate(zip(rows, operations, strict=True)):
             self._append(replace(operation, rows=own, continues=number + 1 < len(rows)))
 
     def attend(self, heads: Buffer, params: AttentionParams, layer: int, out: Buffer) -> None:
-        """Append one operation: rotary embedding, cache write of keys and values, and attention."""
+        """Append one operation: rotate heads, cache keys and values, and compute attention."""
         num_sides, _, num_kv_heads, block_size, _ = self._cache.shape[1:]
         head_dim = num_features(self._cache)
         if (num_sides, num_kv_heads, head_dim) != (2, params.num_kv_heads, params.head_dim):

@@ -257,8 +257,8 @@ def _barrier_and_prefetch(
 ) -> int:  # fmt: skip
     """Wait until all threads have reached barrier number `times`; prefetch weights while waiting.
 
-    num_prefetched: number of cache lines of the next product that are already prefetched. Return
-    the new number.
+    num_prefetched: number of cache lines of the next product that are already prefetched. The
+    return value is the new number.
     """
     arrive(barrier)
     following, looks = _next_matmul(table, ints, table[number, NEXT]), 0
@@ -331,8 +331,8 @@ def compile_interpreter(rows: str, extensions: Extensions) -> Any:
         " int64[::1], int64[::1], int32[:, ::1], int64)"
     )
     body = _make_run(extensions.int8, extensions.experts, extensions.codes)
-    # numba names its index file after `__qualname__`. Processes that compile different interpreters
-    # at the same time must not write to the same index file.
+    # numba names its index file after `__qualname__`. Each interpreter needs a file of its own,
+    # because several processes may compile different interpreters at the same time.
     body.__qualname__ = f"run_{rows}{extensions}"
     kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(body)
 

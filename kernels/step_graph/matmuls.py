@@ -46,7 +46,7 @@ from penstock.kernels.step_graph.opcodes import (
 _f32_avx512_columns: Any = cpu_f32_avx512.compute_columns
 _f32_amx_columns: Any = (
     cpu_f32_avx512.compute_columns
-)  # placeholder, as for `_int8_columns`; only called if replaced below
+)  # placeholder: called only if an import below replaces it
 _int8_columns: Any = cpu_f32_avx512.compute_columns
 
 HAS_AMX, HAS_INT8_LOOPS = has_amx(), has_int8_loops()

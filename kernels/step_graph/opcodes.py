@@ -24,9 +24,9 @@ class Extensions:
     need.
     """
 
-    int8: bool = False  # INT8_OPCODES
-    experts: bool = False  # EXPERT_OPCODES
-    codes: bool = False  # MATMUL_QUANTIZED
+    int8: bool = False  # True if the interpreter has INT8_OPCODES
+    experts: bool = False  # True if the interpreter has EXPERT_OPCODES
+    codes: bool = False  # True if the interpreter has MATMUL_QUANTIZED
 
     @classmethod
     def of(cls, opcodes: Iterable[int]) -> "Extensions":

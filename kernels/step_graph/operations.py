@@ -19,12 +19,13 @@ from penstock.kernels.step_graph.layout import TOKENS, Buffer, ExpertLayout, Row
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Operation(ABC):
-    """One operation, and the rows that it processes. Weights must be contiguous."""
+    """An operation of a step graph, and the rows that it processes. Weights must be contiguous."""
 
     opcode: ClassVar[int]
 
     rows: RowRange = TOKENS
-    continues: bool = False  # the next operation does not read the result: no barrier between
+    # True if the next operation does not read the result, so no barrier is needed between them
+    continues: bool = False
 
     @abstractmethod
     def columns(self) -> dict[int, int]:
@@ -94,7 +95,7 @@ class MatmulF32(Operation):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantize(Operation):
-    """`qvalues, row_scales = INT8 values of x`, four values per element of `qvalues`."""
+    """`qvalues, row_scales = x quantized to INT8`; each element of `qvalues` holds four values."""
 
     opcode = codes.QUANTIZE
 
@@ -137,7 +138,7 @@ class MatmulInt8(Operation):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatmulQuantized(Operation):
-    """`out = x Wᵀ + b` with codes of 4 or 8 bits; weight-only."""
+    """`out = x Wᵀ + b`, where W is stored as codes of 4 or 8 bits and x is float32."""
 
     opcode = codes.MATMUL_QUANTIZED
 

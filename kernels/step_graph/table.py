@@ -56,7 +56,10 @@ def make_tables(
 
 
 def _next_matmuls(operations: Sequence[Operation]) -> list[int]:
-    """Return for each operation the index of the matmul to prefetch: see the column NEXT."""
+    """Return, for each operation, the index of the product whose weights threads prefetch.
+
+    This is the value of the operation's column NEXT; -1 means that nothing is prefetched.
+    """
     found, following = [-1] * len(operations), -1
     for number in range(len(operations) - 1, -1, -1):
         operation = operations[number]

@@ -66,8 +66,9 @@ class DeviceInfo:
     name: str  # for example sm_90, gfx942 or interpreter
     shared_bytes: int  # maximum shared memory of one program, in bytes
     warp_size: int = 32
-    product: str = ""  # name of the product; "": no tiles are tuned for it, see `tuned_tiles`
-    multiprocessors: int = 132  # affects grid sizes, but not tiles
+    # name of the product, see `tuned_tiles`; "" if no tiles are tuned for the device
+    product: str = ""
+    multiprocessors: int = 132  # number of multiprocessors; affects grid sizes, but not tiles
 
     @property
     def converts_e4m3(self) -> bool:

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "PENSTOCK_TUNED_TILES"
 
-Sizes = Mapping[str, int]  # tile sizes and launch options, by the names of the launcher's `Tiles`
+# tile sizes and launch options, by the field names of the launcher's `Tiles`
+Sizes = Mapping[str, int]
 
 _TILE = (16, 32, 64, 128, 256)
 _LAUNCH = {"num_warps": (1, 2, 4, 8, 16), "num_stages": (1, 2, 3, 4, 5, 6, 7, 8)}
@@ -43,11 +44,11 @@ _LAUNCH = {"num_warps": (1, 2, 4, 8, 16), "num_stages": (1, 2, 3, 4, 5, 6, 7, 8)
 class TunedKernel:
     """Shapes and tile sizes that a file may contain for a kernel."""
 
-    shape: tuple[str, ...]  # names of the sizes in the key of an entry
+    shape: tuple[str, ...]  # names of the sizes that form the key of an entry in the file
     sizes: Mapping[str, tuple[int, ...]]  # allowed values of each tile size and launch option
 
     def key(self, shape: Sizes) -> str:
-        """Return the key of a shape in a file."""
+        """Return the key under which a file stores the tiles of a shape."""
         return ",".join(f"{name}={shape[name]}" for name in self.shape)
 
 
@@ -58,9 +59,9 @@ _WEIGHT_ONLY = {"rows": _TILE[:4], "outputs": (32, 64, 128, 256), "inputs": (32,
 KERNELS = {
     "attention.chunks": TunedKernel(("width", "itemsize", "cached"), _ATTENTION),
     "attention.split_kv": TunedKernel(("width", "group", "itemsize", "cached"), _ATTENTION),
-    # `rows`: number of rows per expert up to which the entry is used: see `moe/triton.tiles_for`.
+    # `rows` is the largest number of rows per expert for which an entry is used.
     "moe": TunedKernel(("experts", "size", "inner", "rows", "itemsize"), _MOE),
-    # `kind`: see `linear/code_kinds`. `rows`: the rows of the launcher's own tiles, 16 or 64.
+    # `kind` is from `linear/code_kinds`. `rows` are the rows of the launcher's own tiles, 16 or 64.
     "linear.weight_only": TunedKernel(("kind", "one_group", "rows", "itemsize"), _WEIGHT_ONLY),
 }
 

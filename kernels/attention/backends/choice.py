@@ -1,4 +1,4 @@
-"""Chooses the attention backend of a worker at its start, and tries it before it is used."""
+"""Chooses the attention backend when a worker starts, and tests it on small batches first."""
 
 import logging
 from collections.abc import Callable
@@ -53,7 +53,7 @@ EXTERNAL = {
 def choose_attention_backend(
     name: str, request: AttentionRequest, device: torch.device
 ) -> AttentionBackend:
-    """Return the backend `name`, or the native one if `name` cannot be used; log which and why.
+    """Return the backend `name`, or the native backend if `name` cannot be used. Log the choice.
 
     Args:
         name: "auto" (the native backend), or a key of `EXTERNAL`.
@@ -69,7 +69,7 @@ def choose_attention_backend(
     if not reason:
         try:
             try_backend(external.create(request, device), request, device)
-            # Create a new backend: the one of the trial may keep buffers that fit only the trial.
+            # The tested backend may keep buffers that fit only the test, so create a new one.
             backend = external.create(request, device)
         except Exception as error:
             first_line = (str(error).splitlines() or [""])[0]
@@ -84,8 +84,8 @@ def choose_attention_backend(
 def try_backend(backend: AttentionBackend, request: AttentionRequest, device: torch.device) -> None:
     """Compute small steps with a backend, and compare them with the reference.
 
-    One step has a chunk behind a cached prefix and single tokens; the other one is a decode step as
-    in a CUDA graph.
+    There are two steps. The first mixes a prefill chunk that follows a cached prefix with single
+    tokens. The second is a decode step, planned like a step that a CUDA graph captures.
 
     Raises:
         ValueError: a result is wrong. Errors of the backend are raised as well.
@@ -148,7 +148,7 @@ def _check(found: Tensor, expected: Tensor, window: int) -> None:
     if found.shape != expected.shape:
         raise ValueError(f"a result of shape {list(found.shape)}, not {list(expected.shape)}")
     error = float((found - expected).abs().max() / expected.abs().max())
-    if not error <= MAX_ERROR:  # true for NaN as well
+    if not error <= MAX_ERROR:  # `not <=` also rejects an error of NaN
         raise ValueError(
             f"a result with window {window} differs from the reference by {error:.2g} of the "
             f"largest value; at most {MAX_ERROR} is accepted"

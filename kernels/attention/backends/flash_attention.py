@@ -40,7 +40,7 @@ def supports(request: AttentionRequest) -> str:
 class FlashAttentionBackend:
     """Calls FlashAttention-3 once per layer; does no work on the host to prepare a step."""
 
-    function: Any  # `flash_attn_with_kvcache`
+    function: Any  # the function `flash_attn_with_kvcache`
     request: AttentionRequest
     name: str = "fa3"
     grids_follow_context: bool = True

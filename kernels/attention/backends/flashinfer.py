@@ -83,7 +83,8 @@ class FlashInferBackend:
         self._prefill: dict[int, Any] = {}  # window -> wrapper
         self._decode: dict[tuple[int, int], Any] = {}  # (window, rows of the graph) -> wrapper
         self._current: dict[int, Any] = {}  # window -> wrapper of the prepared step
-        self._copied: dict[int, torch.cuda.Event] = {}  # id of wrapper -> copy of its last plan
+        # id of a wrapper -> event after the device has copied the wrapper's last plan
+        self._copied: dict[int, torch.cuda.Event] = {}
 
     @classmethod
     def of(cls, request: AttentionRequest, device: torch.device) -> "FlashInferBackend":
@@ -135,7 +136,7 @@ class FlashInferBackend:
     def _wait_for_last_plan(self, wrapper: Any) -> None:
         """Wait until the device has copied the last plan from the wrapper's pinned memory.
 
-        The device makes this copy before it runs the step before last, so the copy is usually done.
+        The wait is short, because the device makes the copy before it runs that plan's step.
         """
         event = self._copied.get(id(wrapper))
         if event is not None:
@@ -177,7 +178,7 @@ class FlashInferBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    wrapper: Any  # its plan is that of this step
+    wrapper: Any  # FlashInfer wrapper that was planned for this step
 
     def attend(self, query: Tensor, layer: Tensor, scores: ScoreMod) -> Tensor:
         out: Tensor = self.wrapper.run(query, (layer[0], layer[1]))

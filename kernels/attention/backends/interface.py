@@ -23,7 +23,7 @@ class AttentionRequest:
     """Properties of a model and a device that decide whether a backend supports them."""
 
     device: str  # "cuda" or "cpu"
-    capability: tuple[int, int]  # compute capability of an NVIDIA GPU; (0, 0): no such GPU
+    capability: tuple[int, int]  # compute capability of an NVIDIA GPU; (0, 0) for other devices
     dtype: str  # dtype of queries, for example "bfloat16"
     cached: str  # dtype of the KV cache
     num_heads: int  # query heads of this rank
@@ -36,7 +36,7 @@ class AttentionRequest:
     has_sinks: bool = False
     has_alibi: bool = False
     is_latent: bool = False  # MLA
-    is_native: bool = True  # False: the model runs through `transformers`
+    is_native: bool = True  # False if the model's code is that of `transformers`
     deterministic: bool = False
 
 
@@ -47,8 +47,8 @@ class HostBatch:
     query_starts: Ints  # [B + 1]
     context_lens: Ints  # [B]
     block_tables: Ints  # [B, M]; entries past a sequence's blocks are undefined
-    # A CUDA graph of B rows of one token computes the step. The step that is captured comes first;
-    # it has the most columns.
+    # True if a CUDA graph of B rows with one token each computes the step.
+    # The first step of a graph is the step that is captured, and its block table is the widest.
     is_captured: bool = False
 
 
@@ -62,11 +62,11 @@ class AttentionBackend(Protocol):
 
     @property
     def grids_follow_context(self) -> bool:
-        """Whether a CUDA graph is slow for contexts much shorter than its longest one."""
+        """Whether a graph captured for long contexts is slow when it computes short contexts."""
         ...
 
     def prepare(self, batch: HostBatch) -> None:
-        """Do the host's work for the next step, whether or not a CUDA graph is replayed for it."""
+        """Do the host's work for the next step, also if a CUDA graph will compute the step."""
         ...
 
     def plan(

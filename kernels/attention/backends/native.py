@@ -9,7 +9,7 @@ from penstock.kernels.attention.triton_plan import TiledPlanner
 
 
 class NativeBackend:
-    """Our kernels, with work items that the host makes for each step."""
+    """Runs Penstock's Triton attention kernels; the host plans their work items for each step."""
 
     grids_follow_context = False
 
