@@ -53,11 +53,11 @@ class WorkerConfig:
     model: Path  # checkpoint folder
     role: str = "mixed"
     host: str = "127.0.0.1"  # address to bind; routers and other workers connect to it
-    port: int = 0  # 0: any free port
+    port: int = 0  # port to bind; 0 binds any free port
     token: str | None = field(default=None, repr=False)  # cluster token that routers must send
     # Secret of the cluster that keys the hashes of cached blocks.
     hash_key: bytes = field(default_factory=new_hash_key, repr=False)
-    # Sizes of a step. None: the default of the device, see `step_sizes`.
+    # For the sizes below, None means the default of the device, see `step_sizes`.
     block_size: int | None = None  # tokens per block
     kv_cache_mib: int | None = None
     max_sequences: int | None = None
@@ -65,26 +65,29 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_queued: int = 1024
     threads: int | None = None  # number of torch threads on a CPU
-    max_threads: int | None = None  # `threads` while no other worker of the machine computes
+    # number of threads while no other worker of this machine computes
+    max_threads: int | None = None
     dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # quantization of the weights
-    # auto: bfloat16 for INT8 weights on a CPU, otherwise `dtype`; fp8 and int8: codes with scales
+    # "auto": bfloat16 for INT8 weights on a CPU, otherwise `dtype`. "fp8", "int8": with scales.
     kv_cache_dtype: str = "auto"
-    attention_backend: str = "auto"  # auto: our own kernels; other values need a GPU
+    attention_backend: str = "auto"  # "auto": Penstock's own kernels; other values need a GPU
     deterministic: bool = False  # deterministic mode: results do not depend on the batch
-    static_batching: bool = False  # for benchmarks: the baseline of continuous batching
+    # admit sequences only to an empty batch, as a baseline for benchmarks
+    static_batching: bool = False
     device: str = "auto"
-    plan_ahead: bool | None = None  # plan while a step is in flight; None: only on a GPU
-    heartbeat_seconds: float = 0.5  # silence before a heartbeat; ten times as long ends a stream
+    plan_ahead: bool | None = None  # plan a step while another is in flight; None: only on a GPU
+    # A heartbeat follows this silence. A stream ends after ten times this silence.
+    heartbeat_seconds: float = 0.5
     canary_seconds: float = 10.0  # time without a step after which a canary is sent
-    transfer_seconds: float = 5.0  # longest silence of a KV transfer before it is aborted
+    transfer_seconds: float = 5.0  # a KV transfer without progress for this time is aborted
     tp: int = 1  # ranks that share each layer; `parallel.mesh` describes tp, pp and ep
     pp: int = 1  # pipeline stages
     ep: int = 1  # groups of ranks among which the experts are divided
     rank: int = 0  # number of this process, in [0, tp * pp)
     ranks_seconds: float = 60.0  # longest time that ranks wait for each other within a step
     step_timeout_seconds: float = 30.0  # time limit per step; longer if recent steps were slow
-    crash_dump_dir: Path | None = None  # None: `crash_dump.default_folder`
+    crash_dump_dir: Path | None = None  # folder of crash dumps; None: `crash_dump.default_folder`
 
     def __post_init__(self) -> None:
         _one_of("role", self.role, ROLES)

@@ -19,7 +19,8 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.results import StepResult
 from penstock.workers.scheduling.sequence import NewSequence, StepPlan
 
-CHUNK_TOKENS, PREFIX_TOKENS = 37, 9  # tokens per chunk; number of tokens computed singly
+# tokens per chunk, and number of tokens that are computed one by one
+CHUNK_TOKENS, PREFIX_TOKENS = 37, 9
 _TWO = SamplingParams(temperature=0.0, max_tokens=2)
 
 
@@ -84,7 +85,7 @@ def _bits(
 def _written(engine: Engine, plan: StepPlan, of: npt.NDArray[np.bool_]) -> Tensor:
     """Return [tokens, sides, heads, D]: KV of the last layer that a step wrote.
 
-    `of` is a mask [B] of the plan's sequences; only their tokens are returned.
+    `of` [B] is True for the sequences of the plan whose tokens are returned.
     """
     slots = torch.from_numpy(plan.slots[of.repeat(np.diff(plan.query_starts))].astype(np.int64))
     block_size = engine.limits.block_size

@@ -119,7 +119,7 @@ class Engine:
         )
 
     def debug_state(self) -> dict[str, Any]:
-        """Return load and scheduler state, without tokens; callable while the engine hangs."""
+        """Return the load and the scheduler's state, without tokens. Works if the engine hangs."""
         return {"load": self.load()._asdict(), "scheduler": self.batcher.debug_state()}
 
     # ------------------------------------------------------------ start and end

@@ -109,7 +109,7 @@ class EngineThread:
                 result = steps.advance(bool(commands))
                 if result.output is not None:
                     pulse.progressed(self._engine.outputs.times.longest)
-                # After commands, report the new load; a step in flight will report it anyway.
+                # Commands may change the load. A step in flight reports the load when it ends.
                 if not result.empty or (commands and not steps.busy):
                     result.cache = self._engine.cache_reporter.report()
                     self._call_on_loop(self._deliver, result, self._engine.load())
@@ -147,11 +147,11 @@ class EngineThread:
                 error = raised
             if command.reply is not None:
                 answers.append(_Reply(command.reply, value, error))
-        if answers:  # reply now, not after the step
+        if answers:  # reply to the commands now, before the step runs
             self._call_on_loop(_resolve_all, answers)
 
     def _call_on_loop(self, function: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # raised if the event loop is closed
+        with suppress(RuntimeError):  # RuntimeError means that the event loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
 

@@ -37,7 +37,7 @@ class LaunchedStep:
     """A step that was launched on a device."""
 
     plan: StepPlan
-    tokens: Tensor | None  # [S] on the device; None: sampled on the host
+    tokens: Tensor | None  # [S] tokens on the device; None if they were sampled on the host
     reads_log: bool  # whether sampling the next step needs the tokens of this step on the host
     wait: Callable[[], Sampled]  # waits for the step's tokens; callable from any thread
     began: float  # start time in seconds, from `time.perf_counter`
@@ -84,14 +84,14 @@ class Executor:
         grammar: CompiledGrammar | None = None,
     ) -> None:
         """Set the sampling parameters of a row of the sequence table for a new sequence."""
-        with self.computing():  # launch the copies in the stream of the steps
+        with self.computing():  # launch the copies of parameters in the stream of the steps
             self.sampler.admit(row, params, choice, grammar)
 
     def broadcast(self, plan: StepPlan) -> None:
         """Send a plan to the other ranks, which run the same step. Call this before `execute`."""
         if self._plan_writer is not None:
-            # If the step was planned ahead for a device, `launch` sends its tokens instead, from
-            # device to device.
+            # The tokens of a step planned ahead are not known yet.
+            # On a device, `launch` sends them to the other ranks later.
             self._plan_writer.write(encode(plan, plan.ahead and self.on_device))
 
     def execute(self, plan: StepPlan, table: SequenceTable) -> Sampled:
@@ -145,7 +145,7 @@ class Executor:
         with self.computing():
             if drawn is not None:
                 drawn = self.runner.broadcast_tokens(drawn)
-            logits = self.runner.run(plan, drawn)  # returns while the device still computes
+            logits = self.runner.run(plan, drawn)  # `run` returns while the device still computes
             rows, indices = plan.sampling_rows, _answer_indices(plan, table)
             # `indices + 1` are the answer indices of the next step.
             reads_log = self.sampler.masks.reads_log(rows, indices + 1)
@@ -189,7 +189,7 @@ class Executor:
 
 
 def _answer_indices(plan: StepPlan, table: SequenceTable) -> Ints:
-    """Return [S] the answer index of each token to sample. Earlier steps may be uncommitted."""
+    """Return the answer index [S] of each token to sample; earlier steps may be uncommitted."""
     lengths = plan.context_lens[plan.samples]
     if len(plan.forks):
         lengths = np.concatenate((lengths, table.num_tokens[plan.forks[:, 1]]))

@@ -53,8 +53,8 @@ class ModelRunner:
         self._windows = set() if self._latent else set(decoder.spec.windows)
         self._rope_tables = self._make_rope_tables(num_positions)
         self._step_graph = build_cpu_step_graph(decoder, cache)
-        # For the scored tokens of the newest step: the model's output, and a function that computes
-        # logits from a slice of this output.
+        # For the scored tokens of the newest step, the first item is the model's output.
+        # The second item is a function that computes logits from a slice of this output.
         self._unscored: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
 
     @torch.inference_mode()

@@ -43,7 +43,7 @@ class OutputProcessor:
         self._has_canary = False  # whether `_live` may contain a canary
 
     def add(self, new: NewSequence) -> None:
-        """Expect the output of a sequence that the batcher has accepted."""
+        """Register a sequence that the batcher has accepted; its output will be processed."""
         self._live[new.key] = new
         self._has_canary |= new.key == CANARY
         if new.params.use_beam_search:
@@ -51,7 +51,7 @@ class OutputProcessor:
             self._searches.open(new.key, new.params, limit)
 
     def remove(self, key: Key) -> None:
-        """Expect no more output of a sequence; ignore an unknown key."""
+        """Unregister a sequence, which has no more output. An unknown key is ignored."""
         self._searches.close(key)
         self._live.pop(key, None)
 

@@ -20,16 +20,19 @@ class BeamResult:
 class StepResult:
     """Result of one step. `logprobs` has one entry per token of `output`."""
 
-    output: StepOutput | None = None  # None: there was nothing to compute
+    output: StepOutput | None = None  # new tokens; None if there was nothing to compute
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
     beam_results: list[BeamResult] = field(default_factory=list)
-    failed: list[Key] = field(default_factory=list)  # ended because their logits were not finite
+    # keys of sequences that ended because their logits were not finite
+    failed: list[Key] = field(default_factory=list)
     yielded: list[Yielded] = field(default_factory=list)
     reserved: list[Reserved] = field(default_factory=list)
     finished: list[Key] = field(default_factory=list)
-    num_cached: dict[Key, int] = field(default_factory=dict)  # cached prompt tokens at admission
-    cache: CacheReport | None = None  # set by the engine's thread before it passes the result on
+    # number of cached prompt tokens of each admitted sequence
+    num_cached: dict[Key, int] = field(default_factory=dict)
+    # The engine's thread sets this report before it passes the result on.
+    cache: CacheReport | None = None
 
     @property
     def empty(self) -> bool:

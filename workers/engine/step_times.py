@@ -23,8 +23,8 @@ MAX_RECORDS = 4096
 class StepRecord(NamedTuple):
     """Duration and work of one step."""
 
-    number: int  # from 1, counted like `StepTimes.num_steps`
-    ended: float  # when the step was committed, in seconds of a monotonic clock
+    number: int  # number of the step, from 1: see `StepTimes.num_steps`
+    ended: float  # time of the commit, in seconds of a monotonic clock
     seconds: float
     work: StepWork
 
@@ -38,11 +38,12 @@ class StepTimes:
     """
 
     def __init__(self, longest: float = 0.0, last: float = 0.0) -> None:
-        self.longest = longest  # decaying maximum, in seconds: estimate for the next step
+        # decaying maximum of the step times, in seconds; estimates the time of the next step
+        self.longest = longest
         self.last = last  # time of the last step, in seconds
         self.num_steps = 0
-        self.seconds = 0.0  # sum over all steps
-        self.prompt_seconds = 0.0  # sum over steps that computed prompts
+        self.seconds = 0.0  # total time of all steps
+        self.prompt_seconds = 0.0  # total time of the steps that computed prompts
         self._counts = [0] * (len(STEP_BOUNDS) + 1)
         self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
 

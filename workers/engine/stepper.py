@@ -43,7 +43,7 @@ class SyncStepper:
         self._batcher = batcher
         self._executor = executor
         self._outputs = outputs
-        self._in_flight: deque[StepPlan] = deque()  # broadcast, but not committed
+        self._in_flight: deque[StepPlan] = deque()  # steps that were broadcast, but not committed
 
     def advance(self, commanded: bool = False) -> StepResult:
         """Plan, execute and commit one step, if there is anything to compute."""
@@ -86,9 +86,9 @@ class OverlapStepper:
         self._executor = executor
         self._outputs = outputs
         self._changed = changed
-        self._pending: deque[StepPlan] = deque()  # planned, not started
+        self._pending: deque[StepPlan] = deque()  # steps that are planned, but not started
         self._computing: StepPlan | None = None
-        self._computed: deque[_Computed] = deque()  # computed, not committed
+        self._computed: deque[_Computed] = deque()  # steps that are computed, but not committed
         self._error: BaseException | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -126,12 +126,13 @@ class OverlapStepper:
                 self._changed.notify_all()
         if not self.busy:
             plan = self._batcher.plan()
-            self._outputs.drain_events(result)  # sampling needs the parameters of new rows
+            # these events set the sampling parameters of new rows
+            self._outputs.drain_events(result)
             self._enqueue(plan)
         return result
 
     def plan_next(self) -> None:
-        """Plan the next step if exactly one step is in flight, and if its result is not needed."""
+        """Plan a second step while one is in flight, unless the plan depends on its result."""
         if self._num_uncommitted() == 1:
             self._enqueue(self._batcher.plan())
 
@@ -149,13 +150,13 @@ class OverlapStepper:
     def _enqueue(self, plan: StepPlan | None) -> None:
         if plan is not None:
             with self._changed:
-                if plan.ahead and self._computed:  # the previous step has been computed
+                if plan.ahead and self._computed:  # the tokens of the previous step are known
                     plan.fill(self._computed[-1].sampled.tokens)
                 self._pending.append(plan)
                 self._changed.notify_all()
 
     def _withdraw_pending(self) -> None:
-        """Withdraw pending steps, newest first; keep a step that copies blocks and older ones."""
+        """Withdraw pending steps, newest first, and stop at a step that copies blocks."""
         plans = []
         with self._changed:
             while self._pending and not len(self._pending[-1].copies):
@@ -175,7 +176,8 @@ class OverlapStepper:
             while (plan := self._next()) is not None:
                 began = time.perf_counter()
                 with self._changed:
-                    if not self._computed:  # otherwise `advance` calls `_begin_masks` at the commit
+                    # With an uncommitted step, `advance` calls `_begin_masks` at the commit.
+                    if not self._computed:
                         self._executor.begin_masks(plan, self._batcher.table)
                 self._executor.broadcast(plan)
                 logits = self._executor.execute_model(plan)
@@ -220,7 +222,8 @@ class DeviceStepper(OverlapStepper):
         outputs: OutputProcessor,
         changed: threading.Condition,
     ) -> None:
-        self._launched: deque[LaunchedStep] = deque()  # steps whose tokens have not arrived
+        # launched steps whose tokens have not arrived on the host
+        self._launched: deque[LaunchedStep] = deque()
         self._newest: LaunchedStep | None = None
         super().__init__(batcher, executor, outputs, changed)
 

@@ -27,7 +27,7 @@ ALL_SAMPLING_OPTIONS = SamplingParams(
     max_tokens=2,
 )
 
-MIN_PROMPT_TOKENS = 64  # minimum length of the halved prompts
+MIN_PROMPT_TOKENS = 64  # prompts are not halved below this number of tokens
 
 
 def warm_up_sequences(limits: SchedulerConfig, compiles: bool) -> Iterator[NewSequence]:
@@ -73,4 +73,4 @@ def warm_up_block_moves(kv: Tensor) -> None:
     layers, heads = slice(0, kv.shape[0]), slice(0, kv.shape[3])
     staged = gather_blocks(kv, first, layers, heads)
     scatter_blocks(kv, first, layers, heads, staged)
-    checksum(staged)  # its result is read on the host: this waits for all kernels
+    checksum(staged)  # `checksum` reads its result on the host, so it waits for all kernels

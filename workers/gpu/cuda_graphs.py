@@ -41,7 +41,7 @@ class CudaCaptures:
         with torch.cuda.stream(self._stream):
             compute()  # warm-up run: compiles kernels and initialises libraries
         graph = torch.cuda.CUDAGraph()
-        # Other threads, such as those of KV transfers, may use CUDA during the capture.
+        # "thread_local" lets other threads, such as those of KV transfers, use CUDA meanwhile.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):

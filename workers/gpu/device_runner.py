@@ -54,8 +54,8 @@ class DeviceRunner(ModelRunner):
         self._device = decoder.device
         self._attention = attention or NativeBackend("triton", deterministic)
         self._latent_planner = TiledPlanner(deterministic)
-        # The decoder, if its pipeline stages may exchange hidden states; None for a model of
-        # `transformers`, which is never divided into stages.
+        # The decoder, if pipeline stages may exchange its hidden states.
+        # A model of `transformers` is never divided into stages, so this is None for it.
         self._stage = decoder if isinstance(decoder, Decoder) else None
         self._graphs: DecodeGraphs | None = None
 
@@ -109,7 +109,7 @@ class DeviceRunner(ModelRunner):
         found = None if self._graphs is None else self._graphs.run(plan, drawn, received)
         hidden = self._run_uncaptured(plan, drawn, received) if found is None else found
         if self._stage is not None and not self._stage.ranks.coord.is_last:
-            # The next replay overwrites `found`, perhaps before it has been sent.
+            # Send a copy, because the next replay may overwrite `found` before it has been sent.
             self._stage.send(hidden if found is None else found.clone())
         return hidden
 
@@ -141,7 +141,7 @@ class DeviceRunner(ModelRunner):
         )
 
     def _compute_captured(self, batch: DeviceBatch) -> Tensor:
-        """Run `_compute` for a captured graph; do not modify `batch.received`, a graph input."""
+        """Compute a captured step. `batch.received`, an input of the graph, stays unchanged."""
         if batch.received is not None:
             batch = replace(batch, received=batch.received.clone())
         return self._compute(batch)

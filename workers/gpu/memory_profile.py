@@ -50,7 +50,8 @@ def profile_step_bytes(
     spec, device = decoder.spec, decoder.device
     several = bool(attention and attention.grids_follow_context)
     ladder = GraphBuckets(sizes.num_sequences, sizes.model_len, several)
-    num_blocks = 2  # one block for all positions, and the scratch block; contents do not matter
+    # All positions share one block, because its content does not matter. The other one is scratch.
+    num_blocks = 2
     cache = KvCache(
         spec.num_layers,
         num_blocks,

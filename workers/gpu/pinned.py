@@ -40,13 +40,14 @@ class AsyncTokenCopy:
     def __init__(
         self, tokens: Tensor, finite: Tensor, copying: "torch.cuda.Stream | None" = None
     ) -> None:
-        marked = torch.where(finite, tokens, _NOT_FINITE)  # one copy for tokens and `finite`
+        # one tensor holds tokens and validity, so that one copy suffices
+        marked = torch.where(finite, tokens, _NOT_FINITE)
         self._event: torch.cuda.Event | None = None
         if copying is None:
             self._host = marked
             return
         drawn = torch.cuda.Event()
-        drawn.record()  # on the current stream, which is the compute stream
+        drawn.record()  # recorded on the current stream, which is the compute stream
         self._host = torch.empty(marked.shape, dtype=marked.dtype, pin_memory=True)
         with torch.cuda.stream(copying):
             copying.wait_event(drawn)
@@ -85,7 +86,8 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
         cores = float(len(os.sched_getaffinity(0)))
     else:
         cores = float(os.cpu_count() or 1)
-    with suppress(OSError, ValueError):  # without cgroups, or "max": no quota
+    # there is no quota if the file is missing or contains "max"
+    with suppress(OSError, ValueError):
         used, period = quota.read_text("ascii").split()
         cores = min(cores, float(used) / float(period))
     return cores

@@ -14,7 +14,8 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.asynchronous = device.type == "cuda"
         if self.asynchronous:
-            torch.cuda.synchronize(device)  # the default stream has created weights and cache
+            # wait for the default stream, which created weights and cache
+            torch.cuda.synchronize(device)
         self._computing = _stream(device)
         self._copying = _stream(device)
 

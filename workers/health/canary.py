@@ -39,7 +39,7 @@ class LivenessMonitor:
     def __init__(self, idle_seconds: float, now: float) -> None:
         self._idle_seconds = idle_seconds
         self._computed_at = now
-        self._ended_at = now  # end of the last canary
+        self._ended_at = now  # time at which the last canary ended
         self._in_flight = False
 
     def silence(self, now: float) -> float:

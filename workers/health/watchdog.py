@@ -133,7 +133,7 @@ class Watchdog:
             pulse.progressed()
             await asyncio.sleep(self._seconds / _NUM_CHECKS)
 
-    # ------------------------------------------------------------ its own thread
+    # ------------------------------------------------------------ the watchdog's thread
 
     def _watch(self) -> None:
         pause = self._seconds / _NUM_CHECKS
@@ -141,7 +141,7 @@ class Watchdog:
         while not self._stopping.wait(pause):
             now = time.monotonic()
             slept, looked = now - looked - pause, now
-            if slept > pause:  # the process was stopped or got no CPU time
+            if slept > pause:  # the whole process was stopped, or got no CPU time
                 for pulse in self._timers:
                     pulse.extend(slept)
             late = [pulse for pulse in self._timers if pulse.waited(now) > pulse.bound]

@@ -47,9 +47,10 @@ class BufferRing(Generic[User]):
     ) -> None:
         self.buffer_bytes = buffer_bytes
         self._device = device
-        self._num_new = num_buffers  # buffers that may still be allocated
+        self._num_new = num_buffers  # number of buffers that may still be allocated
         self._max_per_user = max_per_user
-        self._free: list[Tensor] = []  # most recently used last: it is still in the CPU's cache
+        # Most recently used buffer last; it is taken first, because the CPU's cache still has it.
+        self._free: list[Tensor] = []
         self._used: Counter[User] = Counter()
         if device.type == "cuda":
             self._free = [self._allocate() for _ in range(num_buffers)]

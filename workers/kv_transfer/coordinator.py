@@ -81,7 +81,7 @@ class KvTransfer:
         self.sender.stop()
         self.receiver.stop()
 
-    # ------------------------------------------------------------ as destination
+    # ------------------------------------------------------------ this worker as destination
 
     def expect(self, session: Session | None, reserved: Reserved) -> None:
         """Request a transfer into blocks that the scheduler has reserved.
@@ -133,7 +133,7 @@ class KvTransfer:
             self._engine.post(lambda engine: engine.batcher.transfer_failed(key))
             session.put(wire.ToRouter(failed=wire.Failed(**about, reason=result.reason)))
 
-    # ------------------------------------------------------------ as source
+    # ------------------------------------------------------------ this worker as source
 
     def set_peers(self, session: Session, command: wire.ConnectPeers) -> None:
         """Connect to the workers to which a router expects this worker to send KV."""

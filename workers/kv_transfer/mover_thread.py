@@ -96,7 +96,7 @@ def _advance(running: _Running) -> bool:
         while True:
             try:
                 is_ready = running.awaited.ready()
-            except Exception as error:  # raise the error inside the task, which reports it
+            except Exception as error:  # raise the error inside the task, which then reports it
                 running.awaited, moved = running.task.throw(error), True
                 continue
             if not is_ready:

@@ -1,7 +1,7 @@
 """Sender side of the connection to one peer worker: the gRPC control channel and its rank pairs.
 
-`SendProtocol` decides. The code here passes messages of the destination and reports of the ranks to
-the protocol, and executes the protocol's commands.
+`SendProtocol` makes all decisions. This module passes messages of the destination and reports of
+the ranks to the protocol, and executes the protocol's commands.
 """
 
 import asyncio
@@ -57,7 +57,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Callbacks:
-    """Callbacks of a transfer: `on_read` when its blocks may change, `ended` when it has ended."""
+    """Callbacks of a transfer.
+
+    `on_read` is called when the blocks may change again. `ended` is set when the transfer has
+    ended.
+    """
 
     on_read: Callable[[], None]
     ended: asyncio.Future[None]
@@ -268,7 +272,7 @@ class PeerChannel:
             case Sent(outgoing, broken):
                 ended = self._callbacks.pop(outgoing).ended
                 if ended.done():
-                    return  # the task that waited was cancelled
+                    return  # the task that waited for the transfer was cancelled
                 if broken:
                     ended.set_exception(PairBroken(broken))
                 else:

@@ -51,14 +51,15 @@ class RankEndpoints:
         self.shape = movers.own.shape
         self.backend = movers.own.backend
         self.rectangles = [mover.rectangle for mover in movers.all]
-        self.on_drained: Callable[[int, int], None] = lambda rank, epoch: None  # set by KvReceiver
+        # Called with rank and epoch when a rank has drained an epoch. `KvReceiver` sets it.
+        self.on_drained: Callable[[int, int], None] = lambda rank, epoch: None
         self._movers = movers.all
         self._ids = count(1)
         self._listeners: dict[int, ReportCallback] = {}
         loop = asyncio.get_running_loop()
 
         def forward_report(rank: int, report: wire.Report) -> None:
-            with suppress(RuntimeError):  # raised if the event loop is closed
+            with suppress(RuntimeError):  # RuntimeError means that the event loop is closed
                 loop.call_soon_threadsafe(self._dispatch_report, rank, report)
 
         for rank, mover in enumerate(self._movers):

@@ -1,8 +1,8 @@
 """Destination side of KV transfers: serves the control channels of the source workers.
 
-`ReceiveProtocol` decides. The code here runs on the event loop; it passes messages of the sources
-and reports of the ranks to the protocol, and executes the protocol's commands. The bytes are
-received by the ranks (`rank_mover`).
+`ReceiveProtocol` makes all decisions. This module runs on the event loop. It passes messages of the
+sources and reports of the ranks to the protocol, and executes the protocol's commands. The bytes
+are received by the ranks (`rank_mover`).
 """
 
 import asyncio
@@ -48,7 +48,8 @@ from penstock.workers.kv_transfer.staging import PROTOCOL, WorkerIdentity
 from penstock.workers.kv_transfer.verification import max_data_bytes
 from penstock.workers.rank.fingerprint import layout_mismatch
 
-MAX_MESSAGES_WAITING = 1 << 12  # limit per source; a source that reads too slowly is closed
+# limit of queued messages per source; a source that exceeds the limit is closed
+MAX_MESSAGES_WAITING = 1 << 12
 
 
 @dataclass(slots=True)
@@ -104,7 +105,8 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         limit = max_data_bytes(endpoints.backend)
         sizes = [shape.max_bytes(each, limit) for each in rectangles]
         self._protocol = ReceiveProtocol(shape, rectangles, seconds, sizes)
-        self._channels: dict[int, _SourceChannel] = {}  # by generation
+        # control channels by generation of the source
+        self._channels: dict[int, _SourceChannel] = {}
         self._callbacks: dict[int, Callable[[TransferResult], None]] = {}  # by epoch
         self._deadline_timer: asyncio.TimerHandle | None = None
         endpoints.on_drained = self._on_drained
@@ -290,5 +292,5 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             case CloseSource(generation):
                 self._channels.pop(generation).close()
             case Finished(result):
-                # Deferred, so that the callback does not run inside a call of `open` or `close`.
+                # Defer the callback, so that it does not run inside a call of `open` or `close`.
                 self._loop.call_soon(self._callbacks.pop(result.epoch), result)

@@ -150,7 +150,7 @@ class KvSender:
             )
         for peer in due.opening:
             self._open(peer, early=True)
-        if self._check is not None:  # `close` above may have scheduled one, through `_on_idle`
+        if self._check is not None:  # `close` above may have scheduled a check through `_on_idle`
             self._check.cancel()
         self._check = None
         if due.next_check is not None:

@@ -129,7 +129,7 @@ class Operation:
             self._fail(first_sentence(error))
             return
         if completed:
-            self.wait_for_backend()  # returns at once, and raises the error of a failed operation
+            self.wait_for_backend()  # returns at once; raises the error if the operation failed
         elif time.monotonic() >= self._deadline:
             self._fail(f"Timed out after {self._seconds:g} s")
 
@@ -225,7 +225,7 @@ class RankPair:
             self._on_progress()
         group, self._group = self._group, None
         if group is not None and self._polls:
-            group.abort()  # needed if `close` ran before the communicator was connected
+            group.abort()  # `abort` is needed if `close` ran before the communicator was connected
         del group
         self._kept.clear()
         self._released.set_result(None)

@@ -55,7 +55,7 @@ class WriteGates:
         self._first_undrained = 1
 
     def get(self, epoch: int) -> WriteGate:
-        """Return the gate of an epoch; a new gate for a new epoch, a closed one after `drain`."""
+        """Return the gate of an epoch; create it if needed. After `drain`, the gate is closed."""
         if epoch < self._first_undrained or epoch in self._drained:
             return _closed_gate()
         return self._gates.setdefault(epoch, WriteGate())

@@ -22,7 +22,7 @@ class StepInputs:
     """Inputs that all layers share in one step of T tokens; the model runner builds them."""
 
     positions: Tensor  # [T]
-    cos_sin: tuple[Tensor, ...]  # per rotary table: the rows for the T tokens, [T, 2, R]
+    cos_sin: tuple[Tensor, ...]  # the T tokens' rows of each rotary table, [T, 2, R]
     cache_rows: Tensor  # result of `slot_rows`: cache rows for this step's keys and values
     plans: dict[int, AttentionPlan]  # attention plan per window size; empty for MLA
     latent: MlaPlan | CpuPagedPlan | None  # attention plan for MLA; None for other attention
@@ -42,9 +42,10 @@ class Attention:
     window: int
     scores: ScoreMod
     rotary: int | None  # index of the rotary table; None: no rotary embedding
-    interleaved: bool  # rotary pairs are adjacent features; False: features half a head apart
+    interleaved: bool  # True: rotary pairs are adjacent features; False: they are half a head apart
     clip: float  # queries, keys and values are clamped to [-clip, clip]; 0: no clamp
-    biases: CachedAlibiBias | None  # for rounded ALiBi biases (Falcon), otherwise None
+    # adds rounded ALiBi biases (Falcon); None: the model has no such biases
+    biases: CachedAlibiBias | None
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         """Write the tokens' keys and values to the cache, and compute attention.

@@ -40,12 +40,14 @@ class ExpertParallelMoE:
     routing: Routing
     experts: tuple[Mlp, ...]  # this rank's experts, or slices of experts
     shared: SharedExpert | None  # this rank's slice of the shared expert
-    stacks: dict[str, ExpertStack] | None  # by name, if the checkpoint stacks the experts
+    # stacks by name; None: the checkpoint stores each expert separately
+    stacks: dict[str, ExpertStack] | None
     coord: MeshCoord
     stage: ProcessGroup
     load: Tensor  # [E] int64: number of tokens for which each expert was chosen since the start
     grouped: ExpertWeights | None = None  # this rank's experts; see `MoE.grouped`
-    batch_invariant: bool = False  # see `MoE.batch_invariant`
+    # True: with `grouped`, a token's result does not depend on the batch
+    batch_invariant: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, hidden], which is equal on all ranks, to [T, hidden]."""
@@ -63,8 +65,9 @@ class ExpertParallelMoE:
         raise UnsupportedGraph("experts divided among several ranks")
 
     def _count(self, chosen: Tensor) -> None:
-        """Add the choices [T, k] to `load`; skip CUDA graphs, because they have padding rows."""
+        """Add the choices [T, k] to `load`, except in CUDA graphs, which have padding rows."""
         if chosen.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         ones = self.load.new_ones(1).expand(chosen.numel())
-        self.load.index_add_(0, chosen.flatten(), ones)  # `bincount` would wait for the device
+        # not `bincount`, which would wait for the device
+        self.load.index_add_(0, chosen.flatten(), ones)

@@ -104,7 +104,8 @@ FLOAT = FloatMethod()
 class Linear:
     """The layer y = x Wᵀ + b. Projections of the same x are fused by concatenating rows of W."""
 
-    weight: Tensor  # [sum(sizes), in]; device `meta` until allocated; empty if `packed` replaces it
+    # [sum(sizes), in]; on device `meta` until allocated, and empty once `packed` replaces it
+    weight: Tensor
     bias: Tensor | None  # [sum(sizes)]
     sizes: tuple[int, ...]  # number of outputs of each projection
     packed: PackedLinear | None = None  # the loaded weights, rearranged for a faster kernel

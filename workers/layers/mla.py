@@ -28,19 +28,22 @@ class LatentAttention:
     R compressed features, followed by P features with rotary embedding, for all heads together.
     """
 
-    # Outputs: the query's latent (without `query_up`: all query heads), then a cache row (R + P).
+    # The first outputs are the query's latent, or all query heads if `query_up` is None.
+    # The other R + P outputs are a cache row.
     down: Linear
     query_norm: Norm | None
     query_up: Linear | None
     row_norm: Norm  # normalises the first R features of a cache row
-    up: Linear  # R features to all heads' Q key and V value features; never packed: see `up_heads`
+    # maps R features to the Q key and V value features of all heads; never packed, see `up_heads`
+    up: Linear
     num_heads: int  # H
     output: Linear | RowParallelLinear
     rope_dim: int  # P
-    interleaved: bool  # rotary pairs are adjacent features; False: features P / 2 apart
+    # True: rotary pairs are adjacent features; False: they are P / 2 features apart
+    interleaved: bool
     scale: float
     packed_up: tuple[list[PackedLinear], list[PackedLinear]] | None = (
-        None  # the key and value parts of `up`, per head, as arguments of `mla_attention_cpu`
+        None  # key part and value part of `up`, one layer per head; passed to `mla_attention_cpu`
     )
 
     @property

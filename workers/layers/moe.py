@@ -22,7 +22,7 @@ class SharedExpert:
     """Expert that is applied to every token in addition to the token's routed experts."""
 
     mlp: Mlp
-    gate: Linear | None  # one output; its sigmoid multiplies the expert's result
+    gate: Linear | None  # layer with one output, whose sigmoid multiplies the expert's result
 
     def __call__(self, x: Tensor) -> Tensor:
         made = self.mlp(x)
@@ -43,18 +43,20 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """Mixture of E experts."""
+    """Mixture-of-experts layer with E experts, all on this rank."""
 
     router: Linear
     bias: Tensor | None  # [E] float32; affects the choice of experts, not their weights
     routing: Routing
     experts: tuple[Mlp, ...]
     shared: SharedExpert | None
-    stacks: dict[str, ExpertStack] | None  # by name, if the checkpoint stacks the experts
+    # stacks by name; None: the checkpoint stores each expert separately
+    stacks: dict[str, ExpertStack] | None
     grouped: ExpertWeights | None = (
         None  # weights of `experts`, for the GPU kernel that runs all experts in one launch
     )
-    batch_invariant: bool = False  # for `grouped`: a token's result is independent of the batch
+    # True: with `grouped`, a token's result does not depend on the batch
+    batch_invariant: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, hidden] to [T, hidden]."""
@@ -73,8 +75,7 @@ class MoE:
         weights = graph.scratch("expert weights", routing.top_k)
         self.router.lower_unpacked(graph, x, logits)
         graph.topk_softmax(logits, layout, routing.normalise, weights)
-        # Append the shared expert before the routed experts: threads that wait for the routing
-        # prefetch the weights of the shared expert.
+        # Append the shared expert first: threads that wait for the routing prefetch its weights.
         shared, gate = (None, None) if self.shared is None else self.shared.lower(graph, x)
         rows = graph.scratch("expert inputs", x.width, layout)
         made = graph.scratch("expert outputs", out.width, layout)

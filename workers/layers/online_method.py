@@ -80,7 +80,10 @@ def pack_codes(linear: Linear, matrix: QuantizedMatrix) -> None:
 
 @dataclass(slots=True)
 class OnlineStackMethod:
-    """The stacks of gpt-oss, [experts, in, out], quantized expert by expert: see `OnlineMethod`."""
+    """Quantizes the stacks of gpt-oss, [experts, in, out], one expert at a time.
+
+    The method is that of `OnlineMethod`.
+    """
 
     form: WeightForm
     experts: range  # this rank's experts, by their numbers in the checkpoint
@@ -131,5 +134,5 @@ class OnlineStackMethod:
 
 
 def refuse_whole_stack() -> Tensor:
-    """Raise AssertionError: `Parameter.data` of parameters that are loaded by pieces."""
+    """Raise AssertionError; the `data` of a parameter that is loaded by pieces."""
     raise AssertionError("this parameter is loaded by pieces")

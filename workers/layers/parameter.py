@@ -32,8 +32,9 @@ class Parameter:
     dtype: torch.dtype
     data: Callable[[], Tensor]  # returns the contiguous tensor of `shape` to be filled
     accepts: tuple[str, ...] = FLOATS  # dtypes that the tensor may have in a safetensors file
-    region: Region | None = None  # part of the file's tensor; None: see `sharding.regions`
-    alternatives: tuple[tuple[int, ...], ...] = ()  # other shapes in the file, of the same items
+    region: Region | None = None  # part of the file's tensor to load; None: see `sharding.regions`
+    # other shapes that the same items may have in the file
+    alternatives: tuple[tuple[int, ...], ...] = ()
     pieces: tuple[Piece, ...] = ()  # if set, these are loaded in turn, and `data` is unused
 
     @property

@@ -33,9 +33,10 @@ from penstock.workers.weights.sharding import local_spec
 class DecoderBuffers:
     """Inputs and outputs of a decoder's CPU step graph."""
 
-    hidden: Buffer  # input: embeddings; the layers update the buffer
-    angles: tuple[Buffer, ...]  # input, per rotary table: cosines and sines of positions
-    logits: Buffer | None  # output, before the soft cap; None: the graph does not contain the head
+    hidden: Buffer  # input: the embeddings. The layers then update this buffer.
+    angles: tuple[Buffer, ...]  # inputs: for each rotary table, cosines and sines of positions
+    # output: logits before the soft cap; None if the graph does not contain the head
+    logits: Buffer | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,12 @@ class Decoder:
     dtype: torch.dtype
     device: torch.device
     embeddings: Tensor | None  # [vocab_size, hidden_size]; None except on the first stage
-    embedding_scale: float  # rounded to the dtype of the embeddings
+    embedding_scale: float  # factor of the embeddings, rounded to their dtype
     embedding_norm: Norm | None
     first_layer: int
     layers: tuple[DecoderLayer, ...]
     norm: Norm | None  # final norm; None except on the last stage
-    head: Linear | None  # None except on the last stage; if tied, its weight is `embeddings`
+    head: Linear | None  # None except on the last stage. The weight of a tied head is `embeddings`.
     rotaries: tuple[Rotary, ...]  # rotary tables; layers refer to a table by its index
     ranks: ParallelGroups
     linear_methods: str = "float"  # names of all linear methods in the model; see `layout_of`
@@ -159,7 +160,7 @@ class Decoder:
             if self.spec.tie_embeddings:
                 head[f"{names.embeddings}.weight"] = head.pop(f"{names.head}.weight")
             found |= head
-        if self.embeddings is not None:  # tied embeddings are the head's
+        if self.embeddings is not None:  # the weight of a tied head is in `found` already
             found.setdefault(f"{names.embeddings}.weight", parameter(self, self.embeddings))
         if self.embedding_norm is not None:
             found |= self.embedding_norm.parameters(names.embedding_norm)

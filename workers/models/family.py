@@ -41,7 +41,8 @@ class ExpertConfigKeys:
     """Keys of `config.json` that describe a mixture of experts."""
 
     inner_size: str
-    normalise: bool | None = None  # None: read the key `norm_topk_prob`
+    # whether the experts' weights are normalised; None: the key `norm_topk_prob` decides
+    normalise: bool | None = None
     shared_size: str | None = None
     layers: Callable[[Config], list[bool]] = sparse_layers
     clamped: bool = False  # gpt-oss: all experts in one tensor, with biases and a clamped gate
@@ -58,30 +59,39 @@ class Family:
     output_bias: Callable[[Config], bool] = never  # bias of the attention's output projection
     mlp_bias: bool = False  # whether the key `mlp_bias` is read
     qk_norm: str = ""  # norm of queries and keys: "", "head" (per head), "whole" (over all heads)
-    norm_position: str = "before"  # or "after", "both", "once" (attention and MLP share one)
+    # "before", "after", "both" or "once" (attention and MLP share one norm)
+    norm_position: str = "before"
     parallel: bool = False  # attention and feed-forward read the same hidden states
-    qkv_grouped: bool = False  # QKV rows in the checkpoint, per KV head: query heads, key, value
-    gated: bool = True  # gated feed-forward layer
+    # the checkpoint groups the rows of QKV by KV head: its query heads, its key, its value
+    qkv_grouped: bool = False
+    gated: bool = True  # the feed-forward layer has a gate
     head_bias: bool = False
     interleaved: bool = False  # rotary embedding rotates pairs of adjacent features
-    windows: Callable[[Config], list[int]] = no_window  # visible positions per layer; 0: all
+    # window of each layer, in positions; 0: no window
+    windows: Callable[[Config], list[int]] = no_window
     head_dim: int | None = None  # default of `head_dim`; None: hidden_size / number of heads
     experts: ExpertConfigKeys | None = None
-    norm_kind: str = "rms"  # or "layer", "layer_unbiased", "rms_above_one" (uses 1 + weight)
+    # "rms", "layer", "layer_unbiased" or "rms_above_one" (multiplies by 1 + weight)
+    norm_kind: str = "rms"
     embedding_norm: bool = False  # a norm is applied to the embeddings
-    activation: str = "silu"  # or "gelu_pytorch_tanh"; without a gate "gelu" or "gelu_new"
+    # with a gate "silu" or "gelu_pytorch_tanh"; without a gate "gelu" or "gelu_new"
+    activation: str = "silu"
     activation_key: str = "hidden_act"  # key of the activation in `config.json`
     scaled_embeddings: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     sinks: bool = False  # attention sinks: each head's softmax has an extra learned score
-    alibi: str = ""  # "exact" or "rounded" ALiBi instead of rotary embedding
+    alibi: str = ""  # "exact" or "rounded": ALiBi replaces rotary embedding; "": no ALiBi
     clips: bool = False  # queries, keys and values are clamped to [-clip_qkv, clip_qkv]
-    soft_caps: bool = False  # soft caps of scores and logits, and a configured attention scale
-    local_theta: float | None = None  # rope base of layers with a window; None: no own base
-    absent: Config = field(default_factory=dict)  # default values of keys
+    # `config.json` has soft caps of scores and logits, and an attention scale
+    soft_caps: bool = False
+    # default rope base of layers with a window; None: such layers have no base of their own
+    local_theta: float | None = None
+    absent: Config = field(default_factory=dict)  # values of keys that `config.json` lacks
     partial_rotary: bool = False  # whether `partial_rotary_factor` is read
-    refused: tuple[str, ...] = ()  # keys that must be unset or false; "a.b": key b in object a
+    refused: tuple[str, ...] = ()  # keys that must be unset or false; "a.b" is key b of object a
     only: Config = field(default_factory=dict)  # keys, each with its only supported value
-    usual: Callable[[Config], dict[str, Any]] = nothing  # returns values by Llama's keys
-    variant: Callable[[Config], dict[str, Any]] = nothing  # returns fields of `Family` to override
+    # function that returns values under Llama's keys
+    usual: Callable[[Config], dict[str, Any]] = nothing
+    # function that returns the fields of `Family` that `config.json` overrides
+    variant: Callable[[Config], dict[str, Any]] = nothing
     latent: bool = False  # uses MLA
     names: TensorNames = field(default_factory=TensorNames)

@@ -50,7 +50,7 @@ UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Activations of layers without a gate."""
 
-LATENT_NORM_EPS = 1e-6  # fixed; `config.json` sets the epsilon of the other norms
+LATENT_NORM_EPS = 1e-6  # epsilon of MLA's norms; `config.json` sets the epsilon of the other norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class ModelBuilder:
     device: torch.device
     deterministic: bool = False
     ranks: ParallelGroups = SINGLE_RANK
-    quantized: bool = False  # weights will be quantized: allocate no float stacks of experts
+    # True: weights will be quantized, so no float stacks of experts are allocated
+    quantized: bool = False
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -154,7 +155,7 @@ class ModelBuilder:
     def scores(self, sinks: Tensor | None) -> ScoreMod:
         spec, slopes, scale = self.spec, None, self.spec.attention_scale
         if spec.alibi is not None and spec.alibi.rounded:
-            scale = spec.head_dim**-0.5  # not the default, from the cache's larger head size
+            scale = spec.head_dim**-0.5  # the default would use the larger head size of the cache
         elif spec.alibi is not None:
             slopes = torch.tensor(spec.alibi.slopes, dtype=torch.float32, device=self.device)
         return ScoreMod(scale, spec.attention_cap, sinks, slopes)

@@ -66,7 +66,7 @@ class _Options:
     def only(self, key: str, *served: Any) -> Any:
         """Return the value at `key`; raise UnsupportedModel unless it is one of `served`."""
         value = self.values.get(key, served[0])
-        # bool is a subclass of int: True must not pass for 1
+        # Compare the types too, because True == 1 in Python.
         if not any(value == each and type(value) is type(each) for each in served):
             raise self.refuse(key, " or ".join(map(repr, served)))
         return value

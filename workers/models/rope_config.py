@@ -21,14 +21,17 @@ class RopeSpec:
     low_freq_factor: float = 1.0  # llama3 only
     high_freq_factor: float = 4.0  # llama3 only
     original_max_len: int = 8192  # context length of the original training
-    rotated_fraction: float = 1.0  # the first features of a head are rotated, up to this share
+    # share of a head's features that is rotated; these are the first features
+    rotated_fraction: float = 1.0
     scale: float = 1.0  # rotated features are multiplied by this
-    interleaved: bool = False  # pairs are adjacent features; False: features half a head apart
+    # True: pairs are adjacent features; False: they are half a head apart
+    interleaved: bool = False
     beta_fast: float = 32.0  # yarn only
     beta_slow: float = 1.0  # yarn only
     truncate: bool = True  # yarn only
     divisors: tuple[float, ...] = ()  # longrope: divisor of each pair's frequency
-    short_divisors: tuple[float, ...] = ()  # longrope: divisors up to `original_max_len` positions
+    # longrope: divisors for sequences of up to `original_max_len` positions
+    short_divisors: tuple[float, ...] = ()
 
     def within(self, num_positions: int) -> "RopeSpec":
         """Return the spec to use if sequences have at most `num_positions` positions."""
@@ -88,7 +91,8 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
         rotated_fraction=rope.number("partial_rotary_factor", 1.0),
     )
     kind = found.get("rope_type", found.get("type", "default"))
-    if kind == "su" or (kind == "yarn" and "long_factor" in found):  # earlier names of longrope
+    # both names mean longrope in older files
+    if kind == "su" or (kind == "yarn" and "long_factor" in found):
         kind = "longrope"
     if kind not in KINDS:
         raise config.unsupported(

@@ -15,7 +15,7 @@ class Rotary:
 
     frequencies: Tensor  # [R / 2] float32: radians per position of each pair of features
     scale: float  # rotated features are multiplied by this
-    interleaved: bool  # pairs are adjacent features; False: features R / 2 apart
+    interleaved: bool  # True: pairs are adjacent features; False: they are R / 2 features apart
 
 
 def make_rotary(rope: RopeSpec, head_dim: int, device: torch.device) -> Rotary:

@@ -36,7 +36,8 @@ class ExpertsSpec:
     layers: tuple[bool, ...]  # True for the layers with experts
     clamp: tuple[float, float] | None = None  # gpt-oss: gain and limit of the gate
     shared_gate: bool = True  # whether the shared expert's result is multiplied by a gate
-    routing: RoutingSpec | None = None  # None: choose the top k of a softmax
+    # parameters of DeepSeek's routing; None: choose the top k of a softmax
+    routing: RoutingSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,14 @@ class ModelSpec:
     qk_norm: str  # norm of queries and keys: "", "head" (per head) or "whole" (over all heads)
     norm_position: str  # "before", "after", "both" or "once" (one norm for attention and MLP)
     parallel: bool  # whether attention and feed-forward read the same hidden states
-    qkv_grouped: bool  # QKV rows in the checkpoint, per KV head: query heads, key, value
+    # the checkpoint groups the rows of QKV by KV head: its query heads, its key, its value
+    qkv_grouped: bool
     gated: bool  # whether the feed-forward layer has a gate
     sinks: bool  # attention sinks: each head's softmax has an extra learned score
     norm_kind: str  # "rms", "layer", "layer_unbiased" or "rms_above_one" (uses 1 + weight)
     norm_eps: float
-    activation: str  # gated: "silu" or "gelu_pytorch_tanh"; otherwise "gelu" or "gelu_new"
+    # with a gate "silu" or "gelu_pytorch_tanh"; without a gate "gelu" or "gelu_new"
+    activation: str
     embedding_scale: float
     embedding_norm: bool
     qkv_clip: float  # queries, keys and values are clamped to [-qkv_clip, qkv_clip]; 0: no clamp
@@ -75,12 +78,14 @@ class ModelSpec:
     logit_cap: float  # soft cap of the logits; 0: no cap
     alibi: AlibiSpec | None  # if set, there is no rotary embedding, and `rope` is ignored
     rope: RopeSpec
-    local_rope: RopeSpec | None  # rope of the layers with a window; None: `rope`
-    windows: tuple[int, ...]  # per layer: visible positions including the token's own; 0: all
+    # rotary embedding of layers with a window; None: `rope` applies to all layers
+    local_rope: RopeSpec | None
+    # number of positions that a token sees in each layer, including its own; 0: all
+    windows: tuple[int, ...]
     experts: ExpertsSpec | None
     names: TensorNames
     dtype: str  # dtype of the checkpoint: float32, bfloat16 or float16
-    latent: LatentSpec | None  # sizes of MLA; None: other attention
+    latent: LatentSpec | None  # sizes of MLA; None: the model does not use MLA
     num_mtp_layers: int  # multi-token prediction layers in the checkpoint; they are not loaded
     quantization: QuantizationSpec | None = None  # None: the checkpoint is not quantized
 

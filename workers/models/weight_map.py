@@ -45,7 +45,8 @@ def layer_parameters(block: DecoderLayer, names: TensorNames, number: int) -> di
     for modules, linear in layer_linears(block, names, number):
         found |= linear.parameters(modules)
     latent = block.attention if isinstance(block.attention, LatentAttention) else None
-    if latent is not None:  # MLA reads `up` transposed, so it finishes `up` itself
+    # MLA reads the weights of `up` transposed, so `LatentAttention` finishes `up`
+    if latent is not None:
         found |= {
             name: replace(each, owner=latent)
             for name, each in found.items()

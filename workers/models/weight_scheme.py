@@ -29,7 +29,8 @@ class WeightScheme:
     per_tensor: bool = False  # one scale for a whole module
     symmetric: bool = True  # False: the checkpoint has zero points
     act_order: bool = False  # the checkpoint has a table of each input's group
-    zero_offset: int = 0  # added to stored zero points ("gptq": 1, except in format gptq_v2)
+    # number added to stored zero points; 1 for "gptq", but 0 for format gptq_v2
+    zero_offset: int = 0
     scale_name: str = "weight_scale"
     activations: str = ""  # dtype to which products quantize activations, such as "fp8"
     table: str = ""  # bitsandbytes: "nf4" or "fp4"
@@ -61,9 +62,10 @@ class WeightScheme:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The scheme of some modules."""
+    """A quantization scheme, and the modules to which it applies."""
 
-    targets: tuple[str, ...]  # module names, "re:REGEX", or "Linear" for all
+    # module names, regular expressions "re:REGEX", or "Linear" for all modules
+    targets: tuple[str, ...]
     scheme: WeightScheme
 
 
@@ -71,7 +73,7 @@ class Rule:
 class QuantizationSpec:
     """The quantization of a checkpoint: the scheme of each module."""
 
-    method: str  # `quant_method`
+    method: str  # value of `quant_method` in `config.json`
     rules: tuple[Rule, ...]
     ignore: tuple[str, ...]  # unquantized modules; same notation as `Rule.targets`
     # True: an entry of `ignore` matches consecutive components anywhere in a module's dotted name.

@@ -184,7 +184,8 @@ def _connect(
 
 def _wait(start: Callable[[], dist.Work]) -> None:
     try:
-        start().wait()  # without timeout: NCCL would block; the communicator has a timeout
+        # `wait` with a timeout would block on NCCL. The communicator has a timeout of its own.
+        start().wait()
     except RuntimeError as error:
         raise RankLost(first_sentence(error)) from error
 

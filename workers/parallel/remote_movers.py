@@ -37,7 +37,8 @@ class OrderQueue:
 
     def put(self, move: wire.Move) -> None:
         self._orders.put(wire.Order(move=move).SerializeToString())
-        if self._thread is None:  # a daemon that is never joined, because a lost rank may block it
+        # A daemon thread that is never joined, because a lost rank may block it.
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="orders")
             self._thread.start()
 
@@ -45,7 +46,8 @@ class OrderQueue:
         try:
             while True:
                 self._write(self._orders.get())
-        except RankLost as error:  # the next step fails as well and ends the worker
+        except RankLost as error:
+            # Only log this, because the next step fails as well and ends the worker.
             log.info("stopped sending KV transfer moves to the other ranks: %s", error)
 
 
@@ -73,7 +75,7 @@ class RemoteRankMover:
         try:
             while message := self._reports.read():
                 on_report(wire.Report.FromString(message))
-        except RankLost as error:  # a lost rank ends the worker
+        except RankLost as error:  # only log this, because the loss of a rank ends the worker
             log.info("lost the connection for reports of rank %d: %s", self._rank, error)
 
 
@@ -102,6 +104,7 @@ class Reporter:
                 return
             try:
                 self._writer.write(report.SerializeToString())
-            except RankLost as error:  # the next step fails as well and ends this rank
+            except RankLost as error:
+                # Raise nothing, because the next step fails as well and ends this rank.
                 self._lost = True
                 log.warning("cannot send KV transfer reports to rank 0: %s", error)

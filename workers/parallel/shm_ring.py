@@ -20,7 +20,7 @@ from penstock.workers.parallel.collectives import RankLost
 _LINE = 64  # bytes of a cache line; each counter has its own line, to avoid false sharing
 _WAIT, _WAKE = 0, 1
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98}.get(platform.machine())
-_CHECK_SECONDS = 0.5  # interval of the checks whether the other process is alive
+_CHECK_SECONDS = 0.5  # interval at which a waiting process checks that the other process is alive
 _SLEEP_SECONDS = 50e-6
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -21,7 +21,7 @@ from penstock.workers.parallel.collectives import RankLost
 from penstock.workers.parallel.communicator import Communicator, connect, first_sentence
 from penstock.workers.parallel.shm_ring import ShmRingReader, ShmRingWriter
 
-# Maximum number of unread messages. A power of two, more than there are plans in flight.
+# Maximum number of unread messages: a power of two, and larger than the number of plans in flight.
 NUM_SLOTS = 32
 # No timeout: an idle worker may send nothing for a long time. If a peer exits, its socket fails.
 _FOR_EVER = timedelta(days=365)
@@ -105,7 +105,8 @@ def node_name() -> str:
     """Return a name that two processes have in common only if they can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
-        return f"process {os.getpid()}"  # the shared-memory ring needs Linux
+        # this name is unique, because the shared-memory ring needs Linux
+        return f"process {os.getpid()}"
     return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 

@@ -26,7 +26,7 @@ CAPTURE_GRAPHS = b"\x2a\x00"
 
 
 def encode(plan: StepPlan, ahead: bool = False) -> bytes:
-    """Serialize a plan. Call `StepPlan.fill` before, unless the tokens are sent in another way.
+    """Serialize a plan. Unless `ahead` is set, the plan must have its tokens: see `StepPlan.fill`.
 
     Args:
         ahead: Whether rank 0 sends the tokens to the other ranks from device to device.
@@ -76,9 +76,9 @@ def max_plan_bytes(max_sequences: int, max_tokens: int, num_columns: int) -> int
     Args:
         num_columns: Maximum number of blocks per sequence.
     """
-    # Every number has 4 bytes. A sequence has `num_columns` numbers of the block table and 8 more:
-    # row, query start, context length, copies (2), forks (2), sample. A token has 4: token,
-    # position, slot, scored.
+    # Every number has 4 bytes. Each sequence has `num_columns` numbers of the block table.
+    # Other numbers of a sequence: row, query start, context length, copies (2), forks (2), sample.
+    # Each token has 4 numbers: token, position, slot and scored.
     return 4 * (max_sequences * (num_columns + 8) + 4 * max_tokens) + _ORDER_BYTES
 
 

@@ -80,7 +80,8 @@ class CoreMarks:
             kind, _, first, length, _ = struct.unpack(
                 _FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, query)
             )
-            if kind != fcntl.F_UNLCK:  # the kernel returns any lock in the range
+            # the kernel returns any lock in the range, so search on both sides of it
+            if kind != fcntl.F_UNLCK:
                 found.append(length)
                 if first > start:
                     ranges.append((start, first - start))
@@ -104,7 +105,8 @@ def _open_shared(path: Path) -> int:
             if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
                 raise PermissionError(f"{path} is not a file of this user")
             fcntl.flock(file, fcntl.LOCK_SH)
-            with suppress(FileNotFoundError):  # removed since it was opened: try again
+            # try again if the file was removed after it was opened
+            with suppress(FileNotFoundError):
                 if os.path.samestat(os.stat(path), found):
                     return file
         except OSError:
@@ -185,7 +187,7 @@ def open_core_sharing(
         limit: number of threads of a step if no other worker computes; the usable cores bound it.
         set_threads: sets the number of threads of the calling thread's parallel loops.
     """
-    if sys.platform != "linux":  # elsewhere, `struct flock` has another layout
+    if sys.platform != "linux":  # other systems lay out `struct flock` differently
         return None
     limit = min(limit, len(os.sched_getaffinity(0)))
     try:

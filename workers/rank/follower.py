@@ -30,7 +30,7 @@ else:
     wire = LazyModule("penstock.protos.ranks_pb2")
 
 
-WARM_UP_LIMIT = timedelta(days=1)  # the supervisor's limit for a start is shorter
+WARM_UP_LIMIT = timedelta(days=1)  # longer than the supervisor's limit for a start
 
 SERVING_KEY = "serving"
 """Key that rank 0 sets in the rendezvous store once its warm-up has ended."""
@@ -53,8 +53,8 @@ class Follower:
     ) -> None:
         name = "a message from rank 0"
         self._timer = ProgressTimer(name, inf) if watchdog is None else watchdog.timer(name)
-        # Set when the watchdog may check steps: after the warm-up, in which steps are slow because
-        # kernels are compiled and NCCL connects.
+        # Set after the warm-up; from then on, the watchdog may check the times of steps.
+        # Steps of the warm-up are slow, because kernels are compiled and NCCL connects.
         self._is_checked = threading.Event()
         self._times = StepTimes()
         self._current_work: dict[str, Any] = {}
@@ -85,7 +85,7 @@ class Follower:
             self._mover.stop()
 
     def _await_warm_up(self, store: Store) -> None:
-        with suppress(RankLost):  # `run` fails too if rank 0 is lost
+        with suppress(RankLost):  # ignore this error, because `run` fails too if rank 0 is lost
             store.wait([SERVING_KEY], WARM_UP_LIMIT)
             self._is_checked.set()
 
@@ -95,7 +95,8 @@ class Follower:
                 self._current_work = {"step": plan.describe()}
                 began = time.perf_counter()
                 self._runner.run(plan, self._drawn(plan))
-                deque(self._runner.prompt_logits(), maxlen=0)  # all ranks compute these together
+                # all ranks compute the prompt logits together
+                deque(self._runner.prompt_logits(), maxlen=0)
                 self._times.add(time.perf_counter() - began, with_prompts=False)
             case wire.Capture():
                 self._current_work = {"captures": "CUDA graphs"}

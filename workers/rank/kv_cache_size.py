@@ -45,7 +45,7 @@ def choose_num_blocks(
         num_blocks = (config.kv_cache_mib << 20) // num_ranks // block_bytes
     else:
         num_blocks = _available_bytes(device, profile) // block_bytes
-        if device.type == "cpu":  # all ranks on the host share its memory
+        if device.type == "cpu":  # the ranks share the memory of the host
             num_blocks = min(num_blocks // num_ranks, one * sizes.max_sequences)
     if num_blocks < one:
         needed = -(-one * block_bytes >> 20)

@@ -64,8 +64,9 @@ class RankRuntime:
     decoder: Model  # this rank's shard
     limits: SchedulerConfig
     cache: KvCache
-    reports: Communicator | None  # between the ranks' hosts, for KV transfer reports
-    attention: AttentionBackend | None = None  # None: steps run on a CPU
+    reports: Communicator | None  # communicator between the ranks' hosts, for KV transfer reports
+    # attention backend of a GPU; None: steps run on a CPU
+    attention: AttentionBackend | None = None
 
     def runner(self) -> ModelRunner:
         """Create the model runner; on a GPU, the runner is asynchronous."""
@@ -161,7 +162,7 @@ def load_rank(
     ranks, reports = SINGLE_RANK, None
     if coord.mesh.num_ranks > 1:
         assert store is not None
-        # On a CPU too, so that the results do not depend on how gloo adds.
+        # Add in rank order on a CPU too: results then do not depend on gloo's order of additions.
         in_rank_order = config.deterministic or device.type == "cpu"
         ranks = connect_ranks(
             coord, store, device, config.host, config.ranks_seconds, in_rank_order
@@ -270,7 +271,8 @@ def _limits(
         )
     coord, memory = config.coord, _gpu_memory(decoder.device)
     if memory is not None and store is not None and coord.mesh.num_ranks > 1:
-        memory = all_reduce_min(store, "memory", coord, memory)  # all ranks need the same sizes
+        # use the minimum, because all ranks need the same sizes
+        memory = all_reduce_min(store, "memory", coord, memory)
     sizes = config.step_sizes(memory)
     steps = StepLimits(
         sizes.max_sequences, sizes.max_batched_tokens, max_model_len, sizes.block_size

@@ -31,7 +31,8 @@ class Node:
     def __init__(self, token: int, before: "Node | None") -> None:
         self.token = token
         self.before = before
-        self.logprobs: object = None  # set by the engine if logprobs were requested
+        # logprobs of the token; set by the engine if they were requested
+        self.logprobs: object = None
 
     def path(self) -> list["Node"]:
         """Return the nodes from the first token of the answer to this node, inclusive."""
@@ -89,7 +90,8 @@ class BeamSearch:
         self._scores = np.full(self._width, UNLIKELY, np.float32)
         self._scores[0] = 0
         self._beams: list[Node | None] = [None] * self._width
-        self._finished: list[Hypothesis] = []  # best first, at most `width`
+        # the best finished beams, best first; at most `width`
+        self._finished: list[Hypothesis] = []
 
     @property
     def best(self) -> list[Hypothesis]:
@@ -140,7 +142,7 @@ class BeamSearch:
             made: output list with the step's nodes of hypotheses; the beams' nodes are appended.
         """
         missing = self._width - len(totals)
-        if missing:  # fill up with copies of the best continuation, with score -inf
+        if missing:  # Fill up with copies of the best continuation, whose score is -inf.
             at = np.concatenate((np.arange(len(totals)), np.zeros(missing, np.intp)))
             origins, names = origins[at], names[at]
             totals = np.pad(totals, (0, missing), constant_values=-np.inf)
@@ -170,8 +172,8 @@ class BeamSearch:
             return False
         if self._params.early_stopping is True:
             return True
-        # Estimate the best score that a running beam can still reach. As in transformers, the
-        # estimate is not exact.
+        # Estimate the best score that a running beam can still reach.
+        # The estimate is not exact, because results must equal those of `transformers`.
         never = self._params.early_stopping == "never"
         longest = self._limit if never and self._params.length_penalty > 0 else self._length
         return not self._penalised(self._scores[0], longest) > self._finished[-1].score

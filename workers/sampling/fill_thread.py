@@ -42,7 +42,7 @@ class FillThread(Generic[T]):
     def __init__(self) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], T], Result[T]] | None] = SimpleQueue()
         weakref.finalize(self, self._jobs.put, None)
-        # The thread must not refer to this object.
+        # The thread must not refer to this object, or the object would never be collected.
         threading.Thread(target=_run, args=(self._jobs,), name="masks", daemon=True).start()
 
     def start(self, job: Callable[[], T]) -> Result[T]:
@@ -56,4 +56,5 @@ def _run(jobs: SimpleQueue[tuple[Callable[[], T], Result[T]] | None]) -> None:
     while (item := jobs.get()) is not None:
         job, result = item
         result.compute(job)
-        del item, job, result  # keep no objects alive while waiting for the next job
+        # delete references, to keep no objects alive while waiting for the next job
+        del item, job, result

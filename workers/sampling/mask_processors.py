@@ -58,8 +58,8 @@ class AllowedTokens:
         return True
 
     def exclude(self, words: Words, log: Ints, num_prompt: int) -> None:
-        # Masks may be wider than ours: once a grammar is used, they cover all tokens of the
-        # tokenizer, which may have more tokens than the model.
+        # `words` may be wider than this mask: with a grammar, it covers the tokenizer's tokens.
+        # The tokenizer may have more tokens than the model.
         own = len(self._words)
         words[:own] &= self._words
         words[own:] = 0
@@ -178,7 +178,7 @@ class GrammarMask:
         return True
 
     def forced(self) -> list[int]:
-        """Return the known forced tokens, and the end token if only it may follow them."""
+        """Return the known forced tokens. An end token is added if nothing else may follow them."""
         if not self._ahead and self._only is None:
             return []
         end = self._only if self.matcher.is_complete else None
@@ -288,7 +288,7 @@ def can_force(params: SamplingParams, processors: Sequence[MaskProcessor]) -> bo
 
 
 def only_tokens(masks: Words) -> list[int | None]:
-    """Return for each mask [M, W] the token of its only bit; None if none or several are set."""
+    """Return, for each mask [M, W], the token that it allows; None if it is not exactly one."""
     found: list[int | None] = [None] * len(masks)
     counts = np.count_nonzero(masks, axis=1)
     for index in (counts == 1).nonzero()[0].tolist():

@@ -47,10 +47,11 @@ ROW = np.dtype(
         ("choice", np.int64),
         ("min_tokens", np.int64),
         ("logprobs", np.int64),  # number of most likely tokens to report; -1: no logprobs
-        ("prompt_logprobs", np.int64),  # the same for prompt tokens
+        # number of most likely tokens to report for prompt tokens; -1: no logprobs
+        ("prompt_logprobs", np.int64),
         ("penalized", np.bool_),
         ("biased", np.bool_),
-        ("modified", np.bool_),  # penalized or biased
+        ("modified", np.bool_),  # True if the row is penalized or biased
         ("candidates", np.int64),  # number of candidates of a beam; 0: the row is not a beam
     ]
 )
@@ -75,22 +76,24 @@ class PromptLogprobs:
 
     key: Key
     position: int
-    entries: list[TokenLogprobs | None]  # one per token; no entry is None
+    entries: list[TokenLogprobs | None]  # one entry per token, never None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """Result of sampling S rows of logits, one token per row."""
 
-    tokens: Ints  # [S]; 0 in invalid rows, and in beams until the beam search sets their tokens
+    # [S] tokens; 0 in invalid rows, and in beams until the beam search sets their tokens
+    tokens: Ints
     finite: Bools  # [S] False for invalid rows: NaN, Inf, or every token excluded
     logprobs: list[TokenLogprobs | None]  # [S]; None for rows without requested logprobs
     prompts: list[PromptLogprobs] = field(default_factory=list)
     beams: npt.NDArray[np.intp] = field(default_factory=NO_BEAMS.copy)  # [R] rows that are beams
     candidates: Candidates | None = None  # candidates of the R beam rows
-    beam_rows: BeamRows | None = None  # the beams, after the beam search; None: no beams
+    beam_rows: BeamRows | None = None  # beam rows after the beam search; None: there are no beams
     finished_searches: list[Key] = field(default_factory=list)  # keys of searches that have ended
-    forced: ForcedTokens = field(default_factory=dict)  # tokens that must follow, for some rows
+    # for some rows, tokens that must follow the sampled token
+    forced: ForcedTokens = field(default_factory=dict)
 
 
 class Sampler:
@@ -105,8 +108,8 @@ class Sampler:
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self._params = np.zeros(num_rows, ROW)
         self.masks = TokenMasks(num_rows, vocab_size)
-        # Per row, on the device: token ids and values of the logit bias. If "biased" is False, the
-        # entry is invalid: it may belong to an earlier sequence of the row.
+        # Token ids and values of the logit bias of each row, on the device.
+        # An entry is invalid if "biased" is False: it may belong to an earlier sequence.
         self._biases = [(torch.empty(0, dtype=torch.int64), torch.empty(0))] * num_rows
         self._vocab_size = vocab_size
         self._device = device
@@ -176,7 +179,8 @@ class Sampler:
                 self._modify_(shaped, rows, params, history)
         if masks is not None:
             _apply_masks_(shaped, masks)
-            params["temperature"][masks.at[masks.is_single]] = 0.0  # only one token is allowed
+            # the masks of these rows allow only one token
+            params["temperature"][masks.at[masks.is_single]] = 0.0
         tokens, finite = self._sample_rows(shaped, finite, params, indices, others)
         entries = self._logprobs(logits, np.where(is_beam, -1, params["logprobs"]), tokens)
         forced = NO_FORCED if masks is None else masks.forced
@@ -214,7 +218,8 @@ class Sampler:
         """
         params, masks = self._params[rows], self.masks.take(rows, indices, history)
         if masks is not None:
-            params["temperature"][masks.at[masks.is_single]] = 0.0  # only one token is allowed
+            # the masks of these rows allow only one token
+            params["temperature"][masks.at[masks.is_single]] = 0.0
         tensors = self._sampling_tensors(params, indices)
         if masks is None:
             tokens, finite = sample(logits, tensors)
@@ -254,8 +259,8 @@ class Sampler:
         counts = counts.clip(max=self._vocab_size)
         shape = len(counts), int(counts.max())
         tokens, logprobs = np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32)
-        # With ties, the result of `topk` depends on k. One call per k makes the result of a row
-        # independent of the other rows.
+        # With ties, the choice of `topk` depends on k.
+        # One call per k makes the result of a row independent of the other rows.
         for count in np.unique(counts).tolist():
             at = np.flatnonzero(counts == count)
             found = _rows(scores, at).topk(count)
@@ -315,12 +320,12 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
     ) -> list[TokenLogprobs | None]:
-        """Return log probabilities: implementation of `score`."""
+        """Return log probabilities of `tokens` under `logits`; see `score` for the arguments."""
         found: list[TokenLogprobs | None] = [None] * len(tokens)
         requested = np.flatnonzero(wanted >= 0)
         if not len(requested):
             return found
-        # On ties, topk's choice depends on k. One call per k makes a row independent of the others.
+        # With ties, the choice of `topk` depends on k. One call per k makes rows independent.
         for count in np.unique(wanted[requested]).tolist():
             at = np.flatnonzero(wanted == count)
             drawn = self._put(tokens[at].astype(np.int64))
@@ -369,7 +374,7 @@ def _penalize_(
 
 
 def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
-    """Return rows `at` of a tensor, or the tensor itself if `at` has as many rows."""
+    """Return the rows `at` of a tensor; if these are all rows, return the tensor itself."""
     if len(at) == len(tensor):
         return tensor
     return tensor[put(at, tensor.device)]

@@ -47,13 +47,13 @@ class History(Protocol):
     """Interface to prompts and answers so far; implemented by the scheduler's sequence table."""
 
     @property
-    def tokens(self) -> Ints: ...  # [R, L] prompt, then answer, of each row
+    def tokens(self) -> Ints: ...  # [R, L] tokens of each row: the prompt, then the answer
 
     @property
-    def num_tokens(self) -> Ints: ...  # [R] prompt and answer
+    def num_tokens(self) -> Ints: ...  # [R] number of tokens of prompt and answer
 
     @property
-    def num_prompt(self) -> Ints: ...  # [R] prompt only
+    def num_prompt(self) -> Ints: ...  # [R] number of tokens of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,10 @@ class StepMasks:
     """The masks of S rows of logits."""
 
     at: RowIndices  # [M] indices of the rows that have a mask
-    words: Words  # [M, W] their masks
+    words: Words  # [M, W] masks of these rows
     is_single: Bools  # [M] True if a grammar allows only one token
-    forced: ForcedTokens = field(default_factory=dict)  # tokens that must follow single tokens
+    # by row: tokens that must follow the only allowed token
+    forced: ForcedTokens = field(default_factory=dict)
     # Rows that have a processor with `is_done`, each with all processors of the row.
     done: Sequence[tuple[int, tuple[MaskProcessor, ...]]] = ()
 
@@ -90,9 +91,11 @@ class TokenMasks:
         self.max_forced = max_forced
         self._rows: list[tuple[MaskProcessor, ...]] = [()] * num_rows
         self._min_tokens = np.zeros(num_rows, np.int64)
-        self._keeps_log = np.zeros(num_rows, np.bool_)  # False for beams: their logs are replaced
-        self._until = np.zeros(num_rows, np.int64)  # rows may have masks below this index
-        self._reads_log_from = np.full(num_rows, NEVER)  # answer indices
+        # False for beams, because the beam search replaces their logs
+        self._keeps_log = np.zeros(num_rows, np.bool_)
+        self._until = np.zeros(num_rows, np.int64)  # answer index from which a row has no mask
+        # answer index from which a row's mask depends on its tokens
+        self._reads_log_from = np.full(num_rows, NEVER)
         self._can_force = np.zeros(num_rows, np.bool_)
         self._vocab_size = vocab_size
         self._num_words = num_words(vocab_size)
@@ -233,7 +236,8 @@ class TokenMasks:
         filled = self._fill_unknown([mask for _, mask, _ in found])
         singles = [(at, mask, log) for at, mask, log in found if mask.single is not None]
         if filled is not None and len(filled) == len(logs) and _are_final(logs, singles):
-            return filled, is_single, NO_FORCED  # nobody changes these masks
+            # returned without a copy, because nobody changes these masks
+            return filled, is_single, NO_FORCED
         if self.max_forced:
             able = self._can_force
             self._consume_forced([mask for _, mask, log in singles if able[log.row]])
@@ -267,7 +271,7 @@ class TokenMasks:
         return filled
 
     def _consume_forced(self, masks: Sequence[GrammarMask]) -> None:
-        """Consume the tokens that must come next, and fill the masks behind them."""
+        """Let grammars consume the tokens that must come next, and fill the masks after these."""
         for _ in range(self.max_forced + 1):
             if not masks:
                 return
@@ -276,7 +280,10 @@ class TokenMasks:
 
 
 def _are_final(logs: Sequence[_Log], singles: Sequence[object]) -> bool:
-    """Return whether no processor changes the masks of the grammars, and none is forced."""
+    """Return whether the masks of the grammars are final.
+
+    They are final if no mask allows only a single token, and rows have no other processors.
+    """
     return not singles and all(len(log.processors) == 1 for log in logs)
 
 

@@ -22,7 +22,7 @@ class Admission:
         self._totals = state.totals
         self._groups = groups
         self._blocked: tuple[SequenceState, int] | None = (
-            None  # last queue head that did not fit, and its number of cached blocks
+            None  # last head of the queue that did not fit, and its number of cached blocks
         )
 
     def admit(self, budget: int) -> bool:
@@ -82,8 +82,8 @@ class Admission:
             return None
         kept_free = batch.num_still_needed() + self._limits.watermark * len(batch)
         if len(batch):
-            # Also keep blocks free for the forks. If the batch is empty, do not: forks without
-            # enough blocks are preempted.
+            # Keep blocks free for the forks of `ticket`, too. An empty batch does not need this,
+            # because forks without enough blocks are preempted.
             shared = ticket.new.num_prompt // size
             kept_free += sum(-(-len(one.tokens) // size) - shared for one in ticket.forks)
         while True:

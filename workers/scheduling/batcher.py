@@ -220,10 +220,11 @@ class Batcher:
         plans, budget = self._in_flight.plans, self.limits.max_batched_tokens
         if len(plans) >= self.limits.num_stages:
             return None
-        if not plans:  # preempt only while no step in flight uses the blocks
+        if not plans:  # preempt only if no step in flight uses the blocks
             self._preemption.reclaim_blocks(budget)
         self._admission.admit(budget)
-        if self._batch.beams:  # they exchange blocks at commit: only one step may be in flight
+        # beams exchange blocks at a commit, so only one step may be in flight
+        if self._batch.beams:
             return None if plans else self._plan_from_tables(number)
         return plan_idle_rows(self.state, number)
 

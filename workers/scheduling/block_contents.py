@@ -23,9 +23,10 @@ class BlockContents:
     """Tokens of published blocks, indexed by a block's parent (previous block) and first token."""
 
     def __init__(self) -> None:
-        # By block: its key in `_children`, and its tokens.
+        # Maps a block to its key in `_children` and its tokens.
         self._tokens_of: dict[bytes, tuple[bytes, bytes]] = {}
-        self._children: dict[bytes, dict[bytes, None]] = {}  # key: parent, then first token
+        # a key consists of the parent and the first token
+        self._children: dict[bytes, dict[bytes, None]] = {}
 
     def add(self, digest: bytes, parent: bytes, tokens: bytes) -> None:
         """Add a block.

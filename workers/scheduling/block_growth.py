@@ -58,7 +58,7 @@ class BlockGrowth:
 
     def release_sources(self, copies: Ints) -> None:
         """Release the source blocks of `copies` [C, 2], after the step with these copies."""
-        for source in copies[:, :1]:  # one at a time: a source may occur several times
+        for source in copies[:, :1]:  # one at a time, because a source may occur several times
             self._pool.release(source, State.USED)
 
     def _copy_on_write(self, rows: Ints) -> Ints:
@@ -77,7 +77,8 @@ class BlockGrowth:
             if self._pool.is_shared(block):
                 copies.append((block, next(own)))
                 self._table.block_table[row, column] = copies[-1][1]
-                self._pool.release(block[None], State.USED)  # the last row to write keeps the block
+                # the last of the rows keeps the block and needs no copy
+                self._pool.release(block[None], State.USED)
             self.shared_rows.discard(int(row))  # the row's last block is not shared now
         made = np.array(copies, np.int32).reshape(-1, 2)
         for source in made[:, :1]:

@@ -24,8 +24,9 @@ class CacheChange:
     number: int
     evicted: Sequence[int]
     stored: Sequence[int]  # the blocks of all chains, one chain after the other
-    parents: Sequence[int]  # per chain: the block before its first block; 0: none, or not cached
-    lengths: Sequence[int]  # per chain: number of blocks
+    # for each chain, the block before its first block; 0: none, or not cached
+    parents: Sequence[int]
+    lengths: Sequence[int]  # number of blocks of each chain
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ class SchedulerConfig:
     num_stages: int = 1  # pipeline stages; also the maximum number of steps in flight
     # Admission leaves this many blocks free for each sequence that is already in the batch.
     watermark: int = 1
-    # With forced tokens, the next step is not a pure decode step, so it cannot run as a graph and
-    # takes longer for all rows. Forced tokens are taken only if their number is at least this
-    # multiple of the number of rows without forced tokens.
+    # Forced tokens make the next step slower for all rows, because it cannot run as a graph.
+    # They are taken only if there are at least this many for each row without forced tokens.
     forced_per_other_row: float = 4.0
     static: bool = False  # static batching, as a baseline: admit only when the batch is empty
     hash_key: bytes = field(default=b"", repr=False)  # secret of the cluster: see `root_hash`

@@ -16,7 +16,8 @@ class InFlightSteps:
 
     def __init__(self, batch: RunningBatch) -> None:
         self.plans: list[StepPlan] = []
-        self.released_later: list[SequenceState] = []  # removed, but still in a step in flight
+        # sequences that were removed, but are still in a step in flight
+        self.released_later: list[SequenceState] = []
         self._batch = batch
 
     @property

@@ -19,7 +19,10 @@ from penstock.workers.scheduling.sequence import Ints
 
 
 class State(IntEnum):
-    """State of a block. If a block has holders of several kinds, the state is the lowest number."""
+    """State of a block.
+
+    If a block has holders of several kinds, its state is that of the kind with the lowest number.
+    """
 
     USED = 0
     LEASED = 1
@@ -45,7 +48,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.state = np.full(num_blocks, State.FREE, np.int8)
         self._counts = [0, 0, 0, 0, num_blocks]  # number of blocks in each state
-        self._holders = np.zeros((3, num_blocks), np.int32)  # by kind: USED, LEASED, RESERVED
+        # number of holders of each kind (USED, LEASED, RESERVED) of each block
+        self._holders = np.zeros((3, num_blocks), np.int32)
         self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)  # stack of the free blocks
         self._lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, in order of eviction
         self.published = PublishedBlocks(num_blocks)
@@ -209,7 +213,7 @@ class BlockPool:
         """Update states, counts, free stack and LRU order after a change of holders."""
         if not blocks.size:
             return
-        blocks = blocks[::-1]  # last blocks first: a block is evicted before its predecessors
+        blocks = blocks[::-1]  # reverse the order: a block is evicted before its predecessors
         old, new = self.state[blocks], self._states(blocks)
         self.state[blocks] = new
         was_cached, is_cached = old == _CACHED, new == _CACHED

@@ -10,8 +10,8 @@ from penstock.workers.scheduling.sequence import Ints, Key, LeaseGone
 class _Lease:
     blocks: Ints
     kv_len: int
-    num_pins: int = 0  # KV transfers that are reading the blocks
-    dropped: bool = False  # release the lease when the last pin is removed
+    num_pins: int = 0  # number of KV transfers that are reading the blocks
+    dropped: bool = False  # True: the lease is released when its last pin is removed
 
 
 class Leases:

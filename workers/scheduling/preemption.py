@@ -45,7 +45,7 @@ class Preemption:
         """
         ticket = self._batch.last
         leader, *followers = ticket.beams or (ticket, *ticket.forks)
-        for one in (*reversed(followers), leader):  # the leader after its forks
+        for one in (*reversed(followers), leader):  # release the leader after its forks
             self._save(one)
             self._batch.release_row(one)
             one.phase = SequencePhase.AWAITING_FORK

@@ -46,7 +46,7 @@ class PublishedBlocks:
 
     Attributes:
         mask: [num_blocks] True for published blocks. Only this class changes it.
-        changes: of full blocks; None: changes are not recorded.
+        changes: changes of the published full blocks; None: changes are not recorded.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -123,7 +123,8 @@ class PublishedBlocks:
             return
         digest = block_hash(parent, tokens)
         if digest in self._block_of:
-            return  # published already; `longest_common` compares only the newest blocks
+            # The block is published already; `longest_common` compares only the newest blocks.
+            return
         self._add(block, digest)
         self._contents.add(digest, parent, tokens.tobytes())
         self._partial.add(digest)

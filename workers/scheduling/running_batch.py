@@ -66,8 +66,9 @@ class RunningBatch:
         self._table = table
         self._pool = pool
         self.block_growth = BlockGrowth(table, pool)
-        self._by_row: dict[int, SequenceState] = {}  # also receiving sequences and waiting forks
-        self._running: list[SequenceState] = []  # sorted by arrival
+        # all sequences with a row, including receiving ones and waiting forks
+        self._by_row: dict[int, SequenceState] = {}
+        self._running: list[SequenceState] = []  # running sequences, sorted by arrival
         self.fork_parents: list[SequenceState] = []  # sequences with a row whose forks still wait
         self.beams = BeamGroups(table, pool, self.block_growth)
         self._rows: Ints | None = None
@@ -139,7 +140,7 @@ class RunningBatch:
         return True
 
     def with_forks(self, plan: StepPlan) -> StepPlan:
-        """Add to `plan` the forks whose first token is sampled in this step, from leader logits."""
+        """Add to `plan` the forks that sample their first token now, from their leaders' logits."""
         if not self.fork_parents:
             return plan
         sampling, table = plan.rows[plan.samples].tolist(), self._table
@@ -264,7 +265,7 @@ class RunningBatch:
         table, row = self._table, ticket.row
         num_full, num_left = divmod(int(table.num_computed[row]), table.block_size)
         if not num_left or table.num_published[row] != num_full:
-            return  # its blocks are not published: see `stop_publishing`
+            return  # the blocks are not published, see `stop_publishing`
         chain = ticket.chain(table.tokens[row], num_full, table.block_size)
         parent = chain[-1] if chain else ticket.root
         first = num_full * table.block_size

@@ -60,7 +60,7 @@ class NewSequence:
     source_len: int = 0  # number of KV positions that another worker can send; 0: none
     siblings: tuple[Sibling, ...] = ()
     prompt_known: int = 1  # first prompt position that needs logprobs; position 0 never has any
-    is_cacheable: bool = True  # False: none of its blocks enters the prefix cache
+    is_cacheable: bool = True  # False: the sequence's blocks do not enter the prefix cache
     grammar: Any = None  # compiled `params.structured_outputs`, for the sampler only
 
 
@@ -101,7 +101,7 @@ class StepPlan:
     slots: Ints  # [T] KV slot of each token: block * block_size + offset
     samples: Bools  # [B] whether the step samples a token for the sequence
     copies: Ints = field(default_factory=lambda: NO_PAIRS)  # [C, 2] source and destination block
-    # [F, 2] per fork: index of its leader in `rows[samples]`, and the fork's own table row
+    # [F, 2] for each fork, the index of its leader in `rows[samples]` and its own table row
     forks: Ints = field(default_factory=lambda: NO_PAIRS)
     # [P] indices of tokens after which the logprob of the next prompt token is requested
     scored: Ints = field(default_factory=lambda: NO_TOKENS)
@@ -145,7 +145,7 @@ class BeamRows:
     """All R beams among the sampling rows of a step, and the beams that they continue."""
 
     rows: Ints  # [R] rows of the sequence table
-    parents: Ints  # [R] row that each beam continues; if its search has ended, its own row
+    parents: Ints  # [R] row that each beam continues; the beam's own row if its search has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ class Reserved:
     """Event: blocks are reserved for a KV transfer of positions [have, stop)."""
 
     key: Key
-    have: int  # positions below are in cached blocks
+    have: int  # positions below `have` are in cached blocks
     stop: int
     blocks: Ints = field(compare=False)  # [n] blocks that the transfer writes
 

@@ -112,7 +112,7 @@ class SequenceGroups:
         if ticket is None or ticket.beams:
             return
         if ticket.forks:
-            ticket.is_cancelled = True  # kept while its forks need its prompt
+            ticket.is_cancelled = True  # the choice is kept while its forks need its prompt
             return
         over = [ticket]
         for leader in group:
@@ -171,7 +171,7 @@ class SequenceGroups:
             self._leases.abandon(ticket.key, self._batch.reserved(ticket))
             self._batch.release_row(ticket)
         elif not self._in_flight.release_row(ticket):
-            self._fast_path.invalidate()  # `RunningBatch.rows` still has the row
+            self._fast_path.invalidate()  # needed because `RunningBatch.rows` still has the row
 
     # ------------------------------------------------------------ yielding
 

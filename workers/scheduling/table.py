@@ -33,7 +33,7 @@ class SequenceTable:
         self.tokens: Ints = np.zeros((num_rows, max_model_len), np.int32)  # prompt, then answer
         self.num_tokens = column()
         self.num_prompt = column()
-        self.num_computed = column()  # positions whose K and V are in the blocks
+        self.num_computed = column()  # number of positions whose K and V are in the blocks
         self.num_published = column()  # number of leading blocks that are full and published
         self.prompt_known = column()  # first prompt position that needs logprobs; NEVER: none does
         self.min_len = column()  # number of tokens from which on stop tokens end the sequence
@@ -138,8 +138,8 @@ class SequenceTable:
         """Advance `prompt_known` of `rows` after their first `lengths` positions are computed."""
         requested = self.prompt_known[rows] != NEVER
         lengths, rows = lengths[requested], rows[requested]
-        # Keep the maximum: a preempted or continued sequence may recompute positions whose
-        # logprobs are known already.
+        # Keep the maximum, because a preempted or continued sequence recomputes positions.
+        # The logprobs of these positions may be known already.
         known = np.maximum(lengths + 1, self.prompt_known[rows])
         self.prompt_known[rows] = np.where(known < self.num_prompt[rows], known, NEVER)
 

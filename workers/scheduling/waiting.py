@@ -14,10 +14,10 @@ from penstock.workers.scheduling.sequence import NEVER, Ints, Key, NewSequence, 
 class SequencePhase(Enum):
     """Phase of a submitted sequence."""
 
-    WAITING = auto()  # in the queue, without a row
-    RECEIVING = auto()  # has a row; a KV transfer writes its blocks
-    RUNNING = auto()  # has a row and is scheduled
-    AWAITING_FORK = auto()  # starts once another choice has computed the prompt
+    WAITING = auto()  # the sequence is in the queue and has no row
+    RECEIVING = auto()  # the sequence has a row, and a KV transfer writes its blocks
+    RUNNING = auto()  # the sequence has a row and is scheduled
+    AWAITING_FORK = auto()  # the choice starts once another choice has computed the prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -26,18 +26,20 @@ class SequenceState:
 
     new: NewSequence
     arrival: int  # arrival number; a preempted sequence keeps this number and so its place
-    tokens: Ints  # [num_tokens] while waiting; then the table has the tokens
+    tokens: Ints  # [num_tokens] tokens, only valid while waiting; then the table has the tokens
     yield_len: int
     source_len: int  # number of KV positions that a transfer may still provide
     phase: SequencePhase = SequencePhase.WAITING
     row: int = -1  # row of the sequence table; -1: none
     root: bytes = b""  # result of `root_hash`: stands for the parent of the first block
-    hashes: list[bytes] = field(default_factory=list)  # of the first full blocks; grows on demand
+    # hashes of the first full blocks; grows on demand
+    hashes: list[bytes] = field(default_factory=list)
     choice: int = 0
     prompt_known: int = NEVER  # first prompt position that needs logprobs; NEVER: none does
     forks: list["SequenceState"] = field(default_factory=list)  # choices that wait for this prompt
-    is_cancelled: bool = False  # dropped, but kept because the forks still need the prompt
-    beams: list["SequenceState"] = field(default_factory=list)  # all beams of the search
+    is_cancelled: bool = False  # True: dropped, but kept because the forks still need the prompt
+    # all beams of this sequence's beam search
+    beams: list["SequenceState"] = field(default_factory=list)
 
     @property
     def key(self) -> Key:
@@ -45,7 +47,10 @@ class SequenceState:
 
     @property
     def num_uncomputed(self) -> int:
-        """Number of tokens to compute, including forks, excluding those that the KV source has."""
+        """Number of tokens to compute for this choice and its forks.
+
+        Tokens whose KV another worker can send are not counted.
+        """
         own = sum(len(follower.tokens) - self.new.num_prompt for follower in self.forks)
         return len(self.tokens) - self.source_len + own
 
@@ -69,20 +74,21 @@ class SequenceState:
 def make_sequence_states(new: NewSequence, arrival: int, hash_key: bytes) -> list[SequenceState]:
     """Return one state per choice: the leader, with arrival number `arrival`, then its forks."""
     root = root_hash(hash_key, new.salt)
-    # The shortest choice is the leader, because choices without an answer sample their first token
-    # from the leader's logits.
+    # The shortest choice is the leader.
+    # Choices without an answer sample their first token from the leader's logits.
     siblings = sorted(
         (Sibling(new.choice, new.tokens), *new.siblings), key=lambda one: len(one.tokens)
     )
-    # The lease of a yielded beam search has all prompt tokens except the last. With a prompt of one
-    # token the lease would be empty, so such a search never yields.
+    # The lease of a yielded beam search has all prompt tokens except the last.
+    # With a prompt of one token it would be empty, so such a search never yields.
     in_vain = new.params.use_beam_search and new.num_prompt == 1
     yield_after = NEVER if in_vain else new.yield_after or NEVER
     tickets = [
         SequenceState(
             new=new,
             arrival=arrival + index,
-            tokens=np.frombuffer(array("i", one.tokens), np.int32),  # faster than `np.array`
+            # this is faster than `np.array`
+            tokens=np.frombuffer(array("i", one.tokens), np.int32),
             yield_len=min(len(one.tokens) + yield_after, NEVER),
             source_len=new.source_len,
             choice=one.choice,
@@ -125,8 +131,8 @@ class WaitingQueue:
     def remove(self, ticket: SequenceState) -> None:
         """Remove a sequence from any place in the queue."""
         if self._heap[0][1] is ticket:
-            # Pop the entry now, so that the sequence cannot be in the heap twice: a sequence that
-            # was removed as the head may be pushed again after a preemption.
+            # Pop the entry now, so that the heap never contains the sequence twice.
+            # A sequence that was the head may be pushed again after a preemption.
             heapq.heappop(self._heap)
         self._waiting.remove(ticket.arrival)
         self.num_tokens -= ticket.num_uncomputed

@@ -59,7 +59,7 @@ class CacheStream:
         for number, session in self._live.items():
             if number in steps:
                 steps[number].cache.CopyFrom(message)
-            else:  # no load: a router without tokens in this step does not need it
+            else:  # a router without tokens in this step does not need the load
                 session.put(wire.ToRouter(step=wire.Step(cache=message)))
 
     def send_snapshot(self, report: CacheReport | None) -> None:

@@ -39,7 +39,7 @@ from penstock.workers.service.worker_port import (
 log = logging.getLogger(__name__)
 
 _MAX_MISSED_HEARTBEATS = 10  # a stream ends after this many silent heartbeat intervals
-_MAX_MISSED_CANARIES = 3  # NOT_SERVING after this many `canary_seconds` without a step
+_MAX_MISSED_CANARIES = 3  # health is NOT_SERVING after this many `canary_seconds` without a step
 _CHECK_SECONDS = 1.0
 
 Requests = AsyncIterator[wire.ToWorker]
@@ -212,7 +212,7 @@ class RunningWorker:
         self.address = address  # host:port
         self._server = server
         self._manager = manager
-        self._health_task = health_task  # cancelled by `stop`
+        self._health_task = health_task  # task that `stop` cancels
 
     @property
     def silence(self) -> float:
@@ -266,7 +266,8 @@ async def serve_worker(
     """
     transfer_secret = secrets.token_urlsafe(32)
     server = new_server(config.token, transfer_secret)
-    address = bind(server, config)  # before the weights, to report a taken port early
+    # bind before the weights are loaded, to report a taken port early
+    address = bind(server, config)
     engine = await asyncio.to_thread(_warm_engine, config, progress, captured, store, on_stage)
     identity = WorkerIdentity(
         worker=config.name,

@@ -13,7 +13,7 @@ from penstock.workers.service.codec import SequenceKey, merge_steps
 
 MAX_TOKENS_WAITING = 1 << 15  # maximum number of tokens in a Step that waits for a slow reader
 MAX_MESSAGES_WAITING = 1 << 12
-MAX_CACHE_BYTES_WAITING = 1 << 20  # if a waiting Step's cache events are larger, drop them all
+MAX_CACHE_BYTES_WAITING = 1 << 20  # larger cache events of a waiting Step are dropped
 
 
 @dataclass(slots=True)

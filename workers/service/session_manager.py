@@ -191,8 +191,8 @@ class SessionManager:
             reject(session, key, str(error), True)
             return
         log.info("sequence", extra={"fields": _log_fields(submit)})
-        # This attempt replaces earlier attempts of the request. Keep their leases, because one of
-        # the leases may be the KV source of this attempt.
+        # This attempt replaces earlier attempts of the request, but not their leases.
+        # One of the leases may be the KV source of this attempt.
         self._release(session, [other for other in others if not session.held[other].kv_len])
         source = (submit.source.worker, submit.source.incarnation)
         session.held[key] = HeldSequence(source if new.source_len else None)

@@ -44,7 +44,7 @@ class Mxfp4StackMethod:
     A rank that needs only some of the inputs loads every block that contains one of these inputs.
     """
 
-    module: QuantizedModule  # describes one expert's projection, undivided; has the stack's name
+    module: QuantizedModule  # one expert's undivided projection, under the name of the stack
     experts: range  # this rank's experts, by their numbers in the checkpoint
     outputs: Ranges | None  # this rank's outputs
     inputs: tuple[int, int] | None  # this rank's inputs

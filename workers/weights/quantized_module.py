@@ -40,9 +40,10 @@ class StoredTensor:
     suffix: str
     shape: tuple[int, ...]  # shape in the whole model
     dtype: torch.dtype  # dtype in memory, until the module is finished
-    accepts: tuple[str, ...]  # dtypes that the file may have
+    accepts: tuple[str, ...]  # dtypes that the tensor may have in the file
     region: Region = ()  # the part that a rank loads
-    alternatives: tuple[tuple[int, ...], ...] = ()  # other shapes in the file, of the same items
+    # other shapes that the same items may have in the file
+    alternatives: tuple[tuple[int, ...], ...] = ()
 
 
 def group_cut(module: QuantizedModule, columns: Ranges | None) -> Ranges | None:

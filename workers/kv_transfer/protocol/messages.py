@@ -60,7 +60,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The source announces nothing more for this epoch."""
+    """Message of the source: it will announce no further messages of this epoch."""
 
     epoch: int
     num_messages: int
@@ -106,4 +106,5 @@ class TransferRoutes:
     """Routes from the source's ranks to the destination's ranks, and the unit of transfer."""
 
     routes: Sequence[Route]
-    unit: BlockShape  # positions are sent in multiples of it; divides both block sizes
+    # Positions are sent in multiples of this unit, which divides both block sizes.
+    unit: BlockShape

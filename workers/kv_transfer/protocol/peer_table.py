@@ -56,11 +56,16 @@ class Failure:
 
 @dataclass(slots=True)
 class Due(Generic[C]):
-    """Actions that are due: close, then open, then call `PeerTable.due` again at `next_check`."""
+    """Connections that must be closed or opened now.
 
-    closing: list[tuple[C, str]] = field(default_factory=list)  # connection, reason
-    opening: list[Peer] = field(default_factory=list)  # call `add` with each opened connection
-    failures: list[Failure] = field(default_factory=list)  # to be logged
+    Close first, then open, then call `PeerTable.due` again at `next_check`.
+    """
+
+    # connections to close, each with the reason
+    closing: list[tuple[C, str]] = field(default_factory=list)
+    # peers to connect to; pass each new connection to `PeerTable.add`
+    opening: list[Peer] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)  # failed connections, to be logged
     next_check: float | None = None
 
 
@@ -77,9 +82,12 @@ class PeerTable(Generic[C]):
     """
 
     def __init__(self) -> None:
-        self._connections: dict[str, C] = {}  # by name of the peer, least recently used first
-        self._lists: dict[object, Sequence[Peer]] = {}  # by router stream, newest last
-        self._delisted: set[str] = set()  # to be closed once they are idle
+        # connections by name of the peer, least recently used first
+        self._connections: dict[str, C] = {}
+        # peers listed by each router stream, newest stream last
+        self._lists: dict[object, Sequence[Peer]] = {}
+        # names of peers that are no longer listed; their connections close once they are idle
+        self._delisted: set[str] = set()
         self._retries: dict[Peer, _Retry] = {}
 
     def connections(self) -> Sequence[C]:

@@ -109,11 +109,11 @@ ReceiveCommand: TypeAlias = Reply | ReceivePiece | DrainRank | CloseSource | Fin
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IncomingPeer:
-    """A connected source worker; `generation` is the number of its rank pairs."""
+    """A connected source worker. Its rank pairs are identified by the number `generation`."""
 
     source: WorkerId
     generation: int
-    unit: BlockShape  # positions are sent in multiples of it; divides both block sizes
+    unit: BlockShape  # positions are sent in multiples of this divisor of both block sizes
     pairs: frozenset[PairKey]
 
 
@@ -122,11 +122,11 @@ class _IncomingTransfer:
     """An open transfer and its progress."""
 
     expected: ExpectedTransfer
-    deadline: float  # extended at each progress
-    peer: IncomingPeer | None = None  # set by the first message from the source
-    coverages: list[Coverage] = field(default_factory=list)  # one per rank; set with `peer`
-    pieces: dict[int, tuple[int, Shard]] = field(default_factory=dict)  # by index: rank, shard
-    receiving: Counter[int] = field(default_factory=Counter)  # by rank: pieces not yet reported
+    deadline: float  # the transfer fails at this time; each progress extends it
+    peer: IncomingPeer | None = None  # the connected source; set by its first message
+    coverages: list[Coverage] = field(default_factory=list)  # received parts of each rank
+    pieces: dict[int, tuple[int, Shard]] = field(default_factory=dict)  # index -> (rank, shard)
+    receiving: Counter[int] = field(default_factory=Counter)  # unreported pieces of each rank
     num_bytes: int = 0
 
     def begin(
@@ -200,7 +200,7 @@ class ReceiveProtocol:
         self._generations = count(1)
         self._transfers: dict[int, _IncomingTransfer] = {}
         self._draining: dict[int, _DrainingTransfer] = {}
-        self._peers: dict[int, IncomingPeer] = {}  # by generation, least recently used first
+        self._peers: dict[int, IncomingPeer] = {}  # peers by generation, least recently used first
         self._commands: list[ReceiveCommand] = []
         self.bytes_by_pair: Counter[PairKey] = Counter()
 
@@ -242,8 +242,8 @@ class ReceiveProtocol:
     ) -> IncomingPeer | None:
         """Accept a connection of a source; return None if there is no slot for it.
 
-        An earlier connection of the same worker is closed. If all slots are taken, a source is
-        closed from which no open transfer expects data; but not for an `early` connection.
+        An earlier connection of the same worker is closed. If all slots are taken, a source without
+        open transfers loses its connection. An `early` connection is then refused instead.
         """
         earlier = [each for each in self._peers.values() if each.source[0] == source[0]]
         has_slot = bool(earlier) or len(self._peers) < MAX_PEERS
@@ -325,7 +325,7 @@ class ReceiveProtocol:
             return None
         if transfer.peer is None:
             transfer.begin(peer, self._rectangles, self._max_bytes)
-        self._peers[peer.generation] = self._peers.pop(peer.generation)  # most recently used
+        self._peers[peer.generation] = self._peers.pop(peer.generation)  # now used most recently
         return transfer if transfer.peer is peer else None
 
     def _on_end(self, end: End, peer: IncomingPeer) -> None:

@@ -27,7 +27,7 @@ from penstock.workers.kv_transfer.protocol.messages import (
 from penstock.workers.kv_transfer.shards import Shard, blocks_of, split
 from penstock.workers.scheduling.sequence import NO_TOKENS, Ints
 
-WINDOW = 4  # maximum announced, unsent messages per pair; bounds staging memory
+WINDOW = 4  # maximum number of announced, unsent messages of a pair; bounds the memory for staging
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class OutgoingTransfer:
     start: int
     stop: int
     blocks: Ints
-    aborted: bool = False  # set by the owner of the lease: no further messages are announced
+    aborted: bool = False  # True: announce no further messages. The owner of the lease sets this.
 
     @classmethod
     def aborting(cls, epoch: int) -> "OutgoingTransfer":
@@ -107,10 +107,11 @@ class _Sending:
 
     outgoing: OutgoingTransfer
     message_bytes: int
-    deadline: float  # by which the next credit must arrive
-    messages: deque[tuple[PairKey, Shard]] = field(default_factory=deque)  # not announced yet
+    deadline: float  # the next credit must arrive by this time
+    # messages that are not announced yet
+    messages: deque[tuple[PairKey, Shard]] = field(default_factory=deque)
     num_announced: int = 0
-    num_pending: int = 0  # announced, but neither sent nor discarded
+    num_pending: int = 0  # number of messages that are announced, but neither sent nor discarded
     discarded: bool = False  # the destination has discarded a message
 
     @property
@@ -134,7 +135,7 @@ class _Window:
     num_pending: int = 0
     waiting: deque[_Sending] = field(
         default_factory=deque
-    )  # transfers to announce next, in this order
+    )  # transfers whose messages are announced next, in this order
 
     @property
     def is_full(self) -> bool:
@@ -155,12 +156,15 @@ class SendProtocol:
         self._block_size = block_size
         self._seconds = seconds
         self._connect_by = now + seconds
-        self._routes: TransferRoutes | None = None  # None: not connected yet
+        # routes between the ranks; None until the channel is connected
+        self._routes: TransferRoutes | None = None
         self._transfers: dict[int, _Sending] = {}  # by epoch
         self._open_epochs: set[int] = set()  # epochs without an Outcome from the destination
         self._windows: dict[PairKey, _Window] = {}
-        self._announced: dict[tuple[int, int], _Message] = {}  # by epoch and index
-        self._sending: dict[tuple[int, int], _Message] = {}  # ordered to a rank, but not reported
+        # announced messages, by epoch and index
+        self._announced: dict[tuple[int, int], _Message] = {}
+        # messages that a rank must send and has not reported yet
+        self._sending: dict[tuple[int, int], _Message] = {}
         self._commands: list[SendCommand] = []
 
     def commands(self) -> list[SendCommand]:
@@ -210,7 +214,7 @@ class SendProtocol:
         for message in self._announced.values():
             message.transfer.num_pending -= 1
         self._announced.clear()
-        self._open_epochs.clear()  # the destination sends no more outcomes
+        self._open_epochs.clear()  # a closed channel gets no more outcomes from the destination
         for transfer in list(self._transfers.values()):
             if not transfer.num_pending:
                 self._end(transfer)
@@ -252,7 +256,7 @@ class SendProtocol:
     # ------------------------------------------------------------ reports of the ranks
 
     def on_moved(self, moved: Moved, now: float) -> None:
-        """Handle a rank's report about a piece: it was sent or failed; its blocks are free now."""
+        """Handle a rank's report that a piece was sent or failed. Its blocks are no longer read."""
         message = self._sending.pop((moved.epoch, moved.index), None)
         if moved.broken:
             self.close(moved.broken)
@@ -280,8 +284,8 @@ class SendProtocol:
         return min(deadlines)
 
     def _begin(self, transfer: _Sending, found: TransferRoutes, now: float) -> None:
-        # A transfer that starts inside a unit cannot be sent. It gets no messages, and `_end`
-        # reports it as aborted.
+        # A transfer that starts inside a unit cannot be sent, so it gets no messages.
+        # `_end` then reports it as aborted.
         outgoing = transfer.outgoing
         if not outgoing.aborted and outgoing.start % found.unit.block_size == 0:
             messages = _messages(found, outgoing, transfer.message_bytes)
@@ -322,7 +326,7 @@ class SendProtocol:
         self._commands.append(Write(header))
 
     def _settle(self, message: _Message, now: float) -> None:
-        """Record that a message's blocks are no longer read; resume transfers that wait for it."""
+        """Record that a message's blocks are no longer read; resume waiting transfers."""
         transfer, window = message.transfer, self._windows[message.pair]
         transfer.num_pending -= 1
         window.num_pending -= 1

@@ -97,10 +97,10 @@ class PagedAttention:
 
     step: StepInputs
     cache: Tensor  # [layers, 2, N, H, S, W]
-    windows: tuple[int, ...]  # per layer, as recorded by `probe`; 0: no window
+    windows: tuple[int, ...]  # sliding window of each layer, as recorded by `probe`; 0: no window
 
     def mask(self, options: dict[str, Any]) -> object:
-        return None  # the step's plans contain the masks
+        return None  # no mask is needed, because the step's plans contain the masks
 
     def attend(self, module: Any, heads: Qkv, mask: object, options: dict[str, Any]) -> Tensor:
         layer = self.cache[module.layer_idx]

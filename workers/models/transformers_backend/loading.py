@@ -127,7 +127,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
             folder,
             dtype=dtype,
             attn_implementation=NAME,
-            experts_implementation="eager",  # grouped GEMMs do not support all shapes
+            # the alternative, grouped GEMMs, does not support all shapes
+            experts_implementation="eager",
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -135,7 +136,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
         )
     except Exception as error:  # invalid files can raise any exception in `transformers`
         raise Unsupported(f"transformers cannot load it: {_first_line(error)}") from None
-    for kind in ("missing_keys", "mismatched_keys"):  # `transformers` would use random weights
+    # `transformers` would use random values for such weights
+    for kind in ("missing_keys", "mismatched_keys"):
         if report[kind]:
             name = sorted(map(str, report[kind]))[0]
             raise BadCheckpoint(

@@ -33,7 +33,7 @@ class MaskProbe:
     window: int
 
     def __getattr__(self, name: str) -> object:
-        """Raise `Unsupported`: a model that reads attributes of a mask computes with the mask."""
+        """Raise `Unsupported`, because a model that reads attributes of a mask computes with it."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise Unsupported("its own code computes with attention masks")

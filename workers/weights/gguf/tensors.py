@@ -21,7 +21,7 @@ from penstock.workers.weights.tensor_entry import TensorEntry
 
 log = logging.getLogger(__name__)
 
-# Number of items that are dequantized at a time; more if the rows of one head have more.
+# Number of items that are dequantized at a time. The rows of one head are never split.
 CHUNK_ITEMS = 1 << 20
 
 
