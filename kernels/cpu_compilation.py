@@ -163,11 +163,13 @@ class CpuKernelLoader:
             self._notify()
 
     def _load_all(self, folder: Path) -> None:
-        for group in self._groups.values():  # pass 1: groups without a lock
+        # First, load the groups that no other process has locked.
+        for group in self._groups.values():
             with _lock(folder, group.name, 0.0) as is_held:
                 if is_held:
                     self._load(group)
-        for group in self._groups.values():  # pass 2: groups that others compiled
+        # Then load the groups that other processes have compiled.
+        for group in self._groups.values():
             if group.name not in self._loaded:
                 with _lock(folder, group.name, MAX_LOCK_SECONDS, self._record_compile):
                     self._load(group)

@@ -274,7 +274,7 @@ def attend_kernel(
     weights,  # [P, H G, 2] float32 maximum score and sum of exponentials; None with SPLIT
     sinks,  # [H G] attention sinks, or None
     slopes,  # [H G] ALiBi slopes, or None
-    scales,  # the memory of `layer` as float16, if it has codes with scales; else None
+    scales,  # `layer` viewed as float16, to read the scales of codes; None if there are no scales
     query_stride,
     table_stride,
     side_stride,  # elements between a key and its value in `layer`

@@ -68,11 +68,12 @@ class StepWork(NamedTuple):
     the token's index in its sequence.
     """
 
-    few: Ints32  # [I, 5] items of few rows
+    few: Ints32  # [I, 5] items of sequences with few query rows
     worker_starts: Ints32  # [W + 1] first item of each worker in `few`
-    chunks: Ints32  # [J, 5] items of chunks
-    in_order: bool  # items of `chunks` compute their partitions in order (`one_path`)
-    merges: Ints32  # [B, 2] first partial row and number of partitions; 0: nothing to merge
+    chunks: Ints32  # [J, 5] items of prefill chunks
+    in_order: bool  # True: items of `chunks` compute their partitions in order (`one_path`)
+    # [B, 2] each sequence's first partial row and number of partitions; 0: nothing to merge
+    merges: Ints32
     merge_tokens: int  # maximum number of tokens of a sequence to merge; 0: nothing to merge
     num_partial_rows: int
 
@@ -150,9 +151,10 @@ def shared_prefix_items(num_tokens: int, prefix: int, first_row: int, shape: Wor
 def decode_capacity(
     num_rows: int, max_context: int, window: int, one_path: bool, shape: WorkShape
 ) -> tuple[int, int]:
-    """Return the maximum items and partial rows of a decode step of `num_rows` sequences.
+    """Return the maximum number of items, and of partial rows, of a decode step.
 
-    Without `one_path`, they do not depend on the contexts.
+    `num_rows` is the number of sequences. Without `one_path`, the results do not depend on the
+    contexts.
     """
     if one_path:
         most = -(-max_context // SPLIT)
@@ -184,7 +186,7 @@ def chunk_partition(lengths: Ints, extents: Ints, tiles: Ints, shape: WorkShape)
 
 
 class _Pieces(NamedTuple):
-    """Partitions of sequences, in order of sequence and position."""
+    """Ranges of positions (partitions) of sequences, sorted by sequence and position."""
 
     sequence: Ints
     begin: Ints

@@ -44,7 +44,7 @@ class KvCacheFormat:
         """Return the smallest power of two >= `max_code`; 1 for a format without scales.
 
         Kernels multiply the scales of values by this gain, so that float16 softmax weights do not
-        underflow, and divide the final sum by it.
+        underflow. They divide the final sum by the gain.
         """
         return 2.0 ** math.ceil(math.log2(self.max_code)) if self.has_scales else 1.0
 

@@ -99,7 +99,7 @@ def _rope_and_cache_kernel(  # noqa: C901
     cos_sin,  # [T, 2, R] rows of `rotary_table`; None: nothing is rotated
     slots,  # [T] int64 slot of each token
     cache,  # [SIDES, N, H, S, W]
-    scales,  # the memory of `cache` as float16, if it has codes with scales; else None
+    scales,  # `cache` viewed as float16, to write the scales of codes; None if there are no scales
     num_tokens,
     num_slots,  # number of slots in the cache: N * S
     side_stride,  # N H S W, distance from keys to values in `cache`, in elements

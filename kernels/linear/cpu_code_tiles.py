@@ -232,7 +232,7 @@ def _e4m3(builder, word, position: int):
     halves = ir.VectorType(_HALF_WORD, LANES)
     if position == 0:
         word = builder.shl(word, _all(halves, 8))
-    # The sign stays in bit 15, the other bits go to 13 to 7; bit 14 is cleared.
+    # The sign stays in bit 15, the other bits move to bits 13 to 7, and bit 14 is cleared.
     moved = builder.and_(builder.ashr(word, _all(halves, 1)), _all(halves, 0xBF80))
     return builder.fpext(builder.bitcast(moved, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
 

@@ -88,9 +88,9 @@ def _split_rows(x: Floats, at: int, width: int, num_rows: int, num_steps: int, a
 
 @inner(forceinline=True)
 def _split_columns(panels: Floats, at: int, b: Floats, to: int, first: int, last: int) -> None:
-    """Split inputs of a 16-column strip into three bfloat16 parts.
+    """Split words [first, last) of a 16-column strip into three bfloat16 parts.
 
-    A column has 16 words; word i packs inputs i and i + 16. Split words [first, last).
+    A column has 16 words, and word i packs inputs i and i + 16.
     """
     for word in range(first, last):
         v = at + word * PANEL

@@ -110,7 +110,7 @@ def _sum_four_chunks(
 def _one_row(
     x: Floats, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int, y: Floats
 ) -> None:
-    """Version of `_whole_panels` for a single row of x."""
+    """Compute the columns of whole panels, as `_whole_panels` does, for a single row of x."""
     size, four = num_inputs * PANEL, first + (last - first) // 4 * 4
     bias = bias[first * PANEL :]
     for begin in range(0, num_inputs, BLOCK_K):

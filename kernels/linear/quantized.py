@@ -324,7 +324,7 @@ def _scales(matrix: QuantizedMatrix) -> Tensor:
 
 
 def _with_ends(groups: Tensor) -> npt.NDArray[np.int32]:
-    """Return [2, K], flat: the group of each input, and the end of its run of equal groups."""
+    """Return a flat [2, K] array: each input's group, then the end of its run of equal groups."""
     _, lengths = torch.unique_consecutive(groups, return_counts=True)
     ends = lengths.cumsum(0).repeat_interleave(lengths)
     return torch.cat((groups, ends.to(torch.int32))).numpy()

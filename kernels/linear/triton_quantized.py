@@ -96,7 +96,7 @@ def _dequantizing_matmul_kernel(
     num_groups,
     x_row,
     KIND: tl.constexpr,
-    ONE_GROUP: tl.constexpr,  # all inputs of a tile are in one group
+    ONE_GROUP: tl.constexpr,  # True: all inputs of a tile are in one group
     HAS_BIAS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,

@@ -100,7 +100,7 @@ def _finite_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _add_noise(logits: Tensor, params: SamplingTensors, at: npt.NDArray[np.intp]) -> Tensor:
-    """Divide `logits` by the temperatures of rows `at`, filter, add noise; return a new tensor."""
+    """Return the rows `at` of `logits`, divided by temperature, filtered and with noise added."""
     rows = torch.from_numpy(at)
     heat, top_p, min_p, typical_p, top_k = (
         each[rows]

@@ -146,7 +146,7 @@ def gumbel_(words: Floats) -> Floats:
     """Convert random words, as float32, to Gumbel noise, in place.
 
     The function uses only additions, subtractions, multiplications and divisions, each rounded
-    separately, because these are bitwise identical on all devices. Library logarithms are not.
+    separately. These are bitwise identical on all devices, but library logarithms are not.
     """
     # Words close to 2^32 round up to 2^32, and their noise would be infinite without the minimum.
     uniform = np.minimum(np.multiply(np.add(words, 0.5, out=words), 2.0**-32, out=words), NEAR_ONE)

@@ -47,9 +47,10 @@ def apply_token_mask_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
 def apply_host_masks_(
     logits: Tensor, rows: npt.NDArray[np.int64], words: npt.NDArray[np.int32]
 ) -> None:
-    """Do `apply_token_mask_` on a CPU with masks in arrays, which takes fewer calls.
+    """Apply token masks in numpy arrays to logits on a CPU.
 
-    The compiled loop refuses arrays of other types with TypeError.
+    This takes fewer calls than `apply_token_mask_`. The compiled loop raises TypeError for arrays
+    of other types.
     """
     if not len(rows):
         return  # torch rejects the strides of an empty numpy array

@@ -52,7 +52,7 @@ def _threshold_kernel(
     bounds,
     floors,  # [R] float32: smaller logits are excluded
     centres,  # [R] float32: middle of the range of logits that typical_p keeps
-    widths,  # [R] float32: half width of that range
+    widths,  # [R] float32: half width of the range of logits that typical_p keeps
     vocab_size,
     TILE: tl.constexpr,
 ):

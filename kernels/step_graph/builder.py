@@ -120,7 +120,7 @@ class GraphBuilder:
     def norm(
         self, x: Buffer, weight: Tensor, eps: float, out: Buffer, columns: range | None = None
     ) -> None:
-        """Append `out = RMS norm of x`. An `add` to x that directly precedes it is merged in.
+        """Append `out = RMS norm of x`. An `add` to x directly before it is merged into it.
 
         Args:
             weight: [D].
@@ -289,7 +289,7 @@ class GraphBuilder:
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """Return a contiguous float32 tensor."""
+    """Return `weight` as a contiguous tensor; raise UnsupportedGraph if not float32 on a CPU."""
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         raise UnsupportedGraph(f"weights of {weight.dtype} on {weight.device}")
     return weight.contiguous()

@@ -191,7 +191,7 @@ def run_kernel(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """Make `device` current and launch: Triton ignores the device of the arguments."""
+    """Launch a kernel with `device` as current device; Triton ignores the arguments' device."""
     with _current(device):
         kernel[grid](*arguments, **options)
 

@@ -82,7 +82,8 @@ class FlashInferBackend:
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._prefill: dict[int, Any] = {}  # window -> wrapper
         self._decode: dict[tuple[int, int], Any] = {}  # (window, rows of the graph) -> wrapper
-        self._current: dict[int, Any] = {}  # window -> wrapper of the prepared step
+        # window -> wrapper that is planned for the prepared step
+        self._current: dict[int, Any] = {}
         # id of a wrapper -> event after the device has copied the wrapper's last plan
         self._copied: dict[int, torch.cuda.Event] = {}
 
