@@ -138,7 +138,10 @@ class Engine:
         self.reset_scheduler(self.limits)
 
     def reset_scheduler(self, limits: SchedulerConfig) -> None:
-        """Replace the scheduler by an empty one. No sequence may be live, and no step in flight."""
+        """Replace the scheduler by an empty one.
+
+        No sequence may be live, and no step may be in flight.
+        """
         times = self.outputs.times
         self._set_scheduler(limits, StepTimes(times.longest, times.last))
 

@@ -37,7 +37,10 @@ class GraphBuckets:
     def __init__(
         self, max_sequences: int, max_model_len: int, several_contexts: bool = False
     ) -> None:
-        """Choose the sizes; `several_contexts`: capture graphs for several longest contexts."""
+        """Choose the sizes of graphs.
+
+        `several_contexts`: capture graphs for several values of the longest context.
+        """
         contexts = _contexts(max_model_len) if several_contexts else ()
         self.rows = _up_to(ROWS, min(max_sequences, ROWS[-1]))
         self.contexts = _up_to(contexts, max_model_len)

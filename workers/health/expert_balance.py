@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-SECONDS_BETWEEN_READS = 10.0  # long, because reading the counts waits for the device
+# a long interval, because each read of the counts waits for the device
+SECONDS_BETWEEN_READS = 10.0
 MIN_CHOICES = 16  # mean number of choices per expert below which no ratio is computed
 
 

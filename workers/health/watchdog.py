@@ -66,7 +66,7 @@ class ProgressTimer:
         return max(self._floor, HANG_FACTOR * self._predicted)
 
     def extend(self, seconds: float) -> None:
-        """Do not count `seconds` during which the whole process was suspended."""
+        """Extend the time limit by `seconds` in which the whole process was suspended."""
         if self._since is not None:
             self._since += seconds
 

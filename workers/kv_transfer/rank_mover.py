@@ -230,7 +230,7 @@ class RankMover:
         return ""
 
     def _receive(self, end: _Endpoint, piece: wire.Piece, gate: WriteGate) -> Moving:
-        """Receive a piece; copy it into its blocks if it is valid, else return the problem."""
+        """Receive a piece. If it is valid, copy it into its blocks; else return the problem."""
         num_bytes = self._num_bytes(piece)
         buffer = yield from _take(self._received, end)
         operation = None

@@ -82,13 +82,16 @@ class BlockShape:
         )
 
     def cut(self, unit: int) -> "BlockShape":
-        """Return the shape of a part of a block with `unit` positions, a divisor of the size."""
+        """Return the shape of a part of a block; `unit` is its number of positions.
+
+        `unit` must divide the block size.
+        """
         return BlockShape(unit, self.bytes_per_head // self.block_size * unit)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The rectangle that one source rank sends to one destination rank."""
+    """A part of a transfer: the rectangle that one source rank sends to one destination rank."""
 
     source: int
     destination: int

@@ -246,7 +246,7 @@ class RankPair:
             ) from error
 
     def _greet(self, group: Communicator) -> None:
-        """Transfer a byte: NCCL connects and allocates at the first operation."""
+        """Transfer a byte, because NCCL connects and allocates memory at the first operation."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         if self._rank == SOURCE:
             work = group.send([byte], DESTINATION, 0)

@@ -20,9 +20,10 @@ TRAILER_BYTES = 3 * 8
 
 
 def max_data_bytes(backend: str) -> int:
-    """Return the maximum size of a message's data, unless one block of one layer is larger.
+    """Return the maximum size of a message's data, in bytes.
 
-    The buffer also holds the padding and the trailer.
+    Only a message of a single block of one layer may be larger. A buffer also has room for the
+    padding and the trailer.
     """
     return BUFFER_BYTES[backend] - 2 * TRAILER_BYTES
 

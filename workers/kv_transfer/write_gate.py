@@ -1,4 +1,4 @@
-"""Gates that keep the ranks from writing into the blocks of a closed epoch. Thread-safe."""
+"""Thread-safe gates that keep the ranks from writing into the blocks of a closed epoch."""
 
 import threading
 from collections.abc import Callable

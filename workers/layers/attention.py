@@ -111,7 +111,7 @@ class Attention:
         self.output.lower(graph, attended, out)
 
     def _normalise(self, heads: Tensor, norm: Norm) -> None:
-        """Normalise `heads` in place, in groups of as many features as the weight has.
+        """Normalise `heads` in place, in groups as wide as the weight.
 
         A group is one head, or all heads together.
         """

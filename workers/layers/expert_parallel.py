@@ -69,5 +69,5 @@ class ExpertParallelMoE:
         if chosen.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         ones = self.load.new_ones(1).expand(chosen.numel())
-        # not `bincount`, which would wait for the device
+        # `bincount` would do the same, but would wait for the device
         self.load.index_add_(0, chosen.flatten(), ones)

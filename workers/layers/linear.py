@@ -26,7 +26,7 @@ from penstock.workers.parallel.collectives import ProcessGroup
 
 
 class PackingOptions(Protocol):
-    """The options of a model that a method needs when it finishes a layer; see `Packer`."""
+    """Options of a model that linear methods need when they finish a layer: see `Packer`."""
 
     @property
     def deterministic(self) -> bool: ...
@@ -119,11 +119,11 @@ class Linear:
         return functional.linear(x, self.weight, self.bias)
 
     def lower(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
-        """Append `out = self(x)`. Raise UnsupportedGraph unless the weights are packed."""
+        """Append `out = self(x)` to a step graph. Raise UnsupportedGraph for unpacked weights."""
         graph.linear(x, self.packed, out)
 
     def lower_unpacked(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
-        """Append `out = self(x)` for a small layer, which is not packed (a router or a gate)."""
+        """Append `out = self(x)` to a step graph, for an unpacked layer (a router or a gate)."""
         if self.packed is not None or self.bias is not None:
             raise UnsupportedGraph("an MoE router or gate that has packed weights or a bias")
         graph.gemv(x, self.weight, out)

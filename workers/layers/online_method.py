@@ -64,7 +64,7 @@ class OnlineMethod(FloatMethod):
 
 
 def own_inputs(matrix: QuantizedMatrix, inputs: tuple[int, int] | None) -> QuantizedMatrix:
-    """Return the part of a matrix for a rank's range of inputs; None: the whole matrix."""
+    """Return the part of a matrix that has the inputs of this rank; None: the whole matrix."""
     return matrix if inputs is None else matrix.take_inputs(*inputs)
 
 
@@ -86,9 +86,9 @@ class OnlineStackMethod:
     """
 
     form: WeightForm
-    experts: range  # this rank's experts, by their numbers in the checkpoint
-    outputs: Ranges | None  # this rank's outputs
-    inputs: tuple[int, int] | None  # this rank's inputs
+    experts: range  # experts that this rank holds, by their numbers in the checkpoint
+    outputs: Ranges | None  # outputs that this rank holds; None: all
+    inputs: tuple[int, int] | None  # inputs that this rank holds; None: all
     num_inputs: int  # number of inputs in the whole model
     _loaded: dict[int, Tensor] = field(default_factory=dict)
     _matrices: dict[int, QuantizedMatrix] = field(default_factory=dict)

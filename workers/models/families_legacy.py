@@ -10,7 +10,10 @@ from penstock.workers.models.tensor_names import TensorNames
 
 
 def _renamed(config: Config, names: dict[str, str]) -> dict[str, Any]:
-    """Return renamed values; `names` maps our key to the key in `config`. null counts as absent."""
+    """Return values of `config` under our keys. `names` maps each of our keys to a key of `config`.
+
+    A value of null counts as absent.
+    """
     found = {ours: config.get(theirs) for ours, theirs in names.items()}
     return {ours: value for ours, value in found.items() if value is not None}
 

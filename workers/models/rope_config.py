@@ -43,9 +43,9 @@ class RopeSpec:
 def read_ropes(
     config: Fields, partial: bool, local_theta: float | None
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """Read the rope of all layers, and None or the separate rope of layers with a window.
+    """Read the rope of the layers, and the rope of layers with a window (None: the same).
 
-    A separate rope is read if the family has a `local_theta`, its default base.
+    Only families with a `local_theta`, the default base of such layers, have a second rope.
     """
     if local_theta is None:
         return read_rope(config, partial), None

@@ -33,7 +33,7 @@ class WeightScheme:
     zero_offset: int = 0
     scale_name: str = "weight_scale"
     activations: str = ""  # dtype to which products quantize activations, such as "fp8"
-    table: str = ""  # bitsandbytes: "nf4" or "fp4"
+    table: str = ""  # bitsandbytes: table of the codes' values, "nf4" or "fp4"
     nested: bool = False  # bitsandbytes: the scales are quantized too (double quantization)
 
     @property

@@ -55,6 +55,6 @@ def connect_ranks(
 
 
 def all_reduce_min(store: Store, name: str, coord: MeshCoord, value: int) -> int:
-    """Return the minimum of all ranks' values. All ranks must call this; it waits for them."""
+    """Return the minimum of all ranks' values. All ranks must call this and wait for each other."""
     store.set(f"{name} {coord.rank}", str(value))
     return min(int(store.get(f"{name} {rank}")) for rank in range(coord.mesh.num_ranks))

@@ -138,7 +138,7 @@ class GrammarMask:
         self._ahead = self._ahead[len(self._ahead) - num_ahead :] if num_ahead > 0 else []
 
     def keep(self, mask: Words, only: int | None) -> None:
-        """Keep the mask [W] of the matcher's position, which nobody may change any more.
+        """Keep the mask [W] of the matcher's position. The caller must not change the mask later.
 
         only: the only token that it allows; None: it allows none or several.
         """

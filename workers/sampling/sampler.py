@@ -190,15 +190,15 @@ class Sampler:
         return Sampled(tokens, finite, entries, beams=beams, candidates=candidates, forced=forced)
 
     def num_logprobs(self, rows: Ints) -> npt.NDArray[np.int64]:
-        """Return [S] the number of most likely tokens to report for each row; -1: no logprobs."""
+        """Return [S]: for each row, the number of most likely tokens to report; -1: no logprobs."""
         return self._params["logprobs"][rows]
 
     def num_prompt_logprobs(self, rows: Ints) -> npt.NDArray[np.int64]:
-        """Return [S] the number of most likely tokens to report for each scored prompt token."""
+        """Return [S]: for each row, the number of most likely tokens to report per prompt token."""
         return self._params["prompt_logprobs"][rows]
 
     def can_sample_on_device(self, rows: Ints) -> bool:
-        """Return whether `sample_on_device` supports these rows: no operation needs the host."""
+        """Return whether these rows can be sampled without the host: see `sample_on_device`."""
         params = self._params[rows]
         host = params["modified"] | (params["logprobs"] >= 0) | (params["candidates"] > 0)
         return not host.any()

@@ -63,7 +63,7 @@ class StepMasks:
     at: RowIndices  # [M] indices of the rows that have a mask
     words: Words  # [M, W] masks of these rows
     is_single: Bools  # [M] True if a grammar allows only one token
-    # by row: tokens that must follow the only allowed token
+    # tokens that must follow the only allowed token, for some rows
     forced: ForcedTokens = field(default_factory=dict)
     # Rows that have a processor with `is_done`, each with all processors of the row.
     done: Sequence[tuple[int, tuple[MaskProcessor, ...]]] = ()
@@ -117,7 +117,7 @@ class TokenMasks:
         self._set_processors(row, processors)
 
     def is_masked(self, rows: Ints, indices: Ints) -> Bools:
-        """Return [S] whether the rows may have a mask at these answer indices."""
+        """Return a mask [S]: True for rows that may have a token mask at these answer indices."""
         masked: Bools = indices < self._until[rows]
         return masked
 
@@ -222,8 +222,9 @@ class TokenMasks:
     def _fill_grammars(self, logs: Sequence[_Log]) -> tuple[Words, Bools, ForcedTokens]:
         """Fill the masks of all grammars at once; a grammar is a row's first processor.
 
-        Return the masks [M, W], in which rows without a grammar allow all tokens, [M] True for
-        masks that allow a single token, and the tokens that must follow it.
+        Return three items: the masks [M, W], which allow all tokens in rows without a grammar; a
+        mask [M], True for rows that allow a single token; and the tokens that must follow this
+        token.
         """
         is_single = np.zeros(len(logs), np.bool_)
         found = [

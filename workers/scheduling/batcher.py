@@ -75,7 +75,7 @@ class Batcher:
         self._waiting.push(group[0])
 
     def drop(self, key: Key) -> None:
-        """Remove a sequence in any state, or its lease, and its events; ignore an unknown key.
+        """Remove a sequence in any state, with its lease and its events; ignore an unknown key.
 
         Blocks that a KV transfer reads or writes are kept until `unpin` or `transfer_drained`.
         """

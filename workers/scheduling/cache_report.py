@@ -39,7 +39,7 @@ class CacheSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
-    """The change since the last report, and the state after it if a router needs the state."""
+    """A report: the change since the last report, and a snapshot if a router needs one."""
 
     change: CacheChange | None
     snapshot: CacheSnapshot | None

@@ -19,7 +19,7 @@ class DecodeFastPath:
         self._table = table
         self._pool = pool
         self.last: StepPlan | None = None  # the newest plan; None if it cannot be continued
-        self._has_snapshot = False  # whether the following fields are valid for `last`
+        self._has_snapshot = False  # whether the fields below are valid for the plan `last`
         self._first = 0  # number of the first plan made from these fields
         self._until = 0  # number of the first plan in which a sequence reaches a limit
         self._next_boundary = 0  # number of the next plan in which a sequence enters a new block
@@ -83,11 +83,11 @@ class DecodeFastPath:
 
     @property
     def num_until_boundary(self) -> int:
-        """Number of plans, after the last, until a sequence enters a new block."""
+        """Number of plans from the last one until a sequence enters a new block."""
         return 0 if self.last is None else self._next_boundary - self.last.number
 
     def num_until_limit(self) -> int:
-        """Return the number of plans, after the last, until a sequence reaches a length limit."""
+        """Return the number of plans from the last one until a sequence reaches a length limit."""
         if self.last is None:
             return 0
         if not self._has_snapshot:

@@ -1,4 +1,4 @@
-"""Forced tokens: those that must follow a sampled token, because nothing else may.
+"""Forced tokens: tokens that must follow a sampled token, because no other token is allowed.
 
 They are appended to a sequence without being sampled. The next step computes them together with the
 sampled token, like a chunk of a prompt.

@@ -32,7 +32,7 @@ class CachedPrefix(NamedTuple):
 
 
 def split_token_budget(remaining: Ints, decode_lens: Ints, budget: int) -> Ints:
-    """Split a token budget: return [B] how many tokens a step computes for each table row.
+    """Return [B]: how many tokens of a token budget a step computes for each table row.
 
     Every decoding row gets one token; the budget always suffices for these. The rest of `budget`
     goes first to the forced tokens of decoding rows, then to the other rows. Within each of the two
@@ -53,7 +53,7 @@ def split_token_budget(remaining: Ints, decode_lens: Ints, budget: int) -> Ints:
 
 
 def _in_order(wanted: Ints, budget: int) -> Ints:
-    """Distribute `budget`: return [B] tokens per row, at most `wanted`, earlier rows first."""
+    """Return [B] tokens per row, at most `wanted`; `budget` is given to earlier rows first."""
     before = np.cumsum(wanted) - wanted
     got: Ints = np.minimum(np.maximum(budget - before, 0), wanted)
     return got

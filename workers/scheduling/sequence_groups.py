@@ -159,9 +159,9 @@ class SequenceGroups:
             self.events.append(Finished(ticket.key))
 
     def _release(self, ticket: SequenceState) -> None:
-        """Release the resources of a choice in its phase: queue entry, reserved blocks, or row.
+        """Release the resources that a choice has: its queue entry, reserved blocks or row.
 
-        If steps in flight have the row, row and blocks are released at the last commit.
+        If steps in flight have the row, row and blocks are released when the last of them commits.
         """
         if ticket.phase is SequencePhase.WAITING:
             self._waiting.remove(ticket)

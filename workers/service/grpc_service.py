@@ -134,7 +134,7 @@ class WorkerService:
             session.end(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except DecodeError:
             session.end(grpc.StatusCode.INVALID_ARGUMENT, "a message is not a valid ToWorker")
-        except Exception as error:  # a broken stream, or a bug in this process
+        except Exception as error:  # the stream broke, or this process has a bug
             log.exception("the stream of router %s failed", session.router)
             session.end(grpc.StatusCode.INTERNAL, f"the stream failed: {error}")
 
@@ -149,7 +149,7 @@ class WorkerService:
                     self._manager.send_heartbeat(session)
         except grpc.aio.InternalError:
             session.end(grpc.StatusCode.CANCELLED, "the router has disconnected")
-        except Exception as error:  # a bug in this process
+        except Exception as error:  # this is a bug in this process
             log.exception("the stream of router %s failed", session.router)
             session.end(grpc.StatusCode.INTERNAL, f"the stream failed: {error}")
 

@@ -1,4 +1,4 @@
-"""Submits sequences to the engine once their grammars are compiled, in another thread."""
+"""Submits sequences to the engine after another thread has compiled their grammars."""
 
 import asyncio
 from collections.abc import Callable

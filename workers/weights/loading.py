@@ -295,9 +295,10 @@ def _stream(
     progress: Callable[[int, int], None],
     finish: Callable[[object], None],
 ) -> None:
-    """Load all parameters, one owner after the other; call `finish` for each loaded owner.
+    """Load all parameters, one module after the other; call `finish` for each loaded module.
 
-    `finish` may pack weights. This order bounds the memory: only one owner has unpacked weights.
+    `finish` may pack weights. This order bounds the memory: only one module at a time has unpacked
+    weights.
     """
     total = sum(entries[name].bytes_of(each.num_items) for name, each in parameters.items())
     done = 0
@@ -332,7 +333,7 @@ def _whole(parameter: Parameter, region: Region | None) -> Piece:
 def _by_owner(
     entries: dict[str, TensorEntry], parameters: dict[str, Parameter]
 ) -> Iterable[tuple[object, list[str]]]:
-    """Return each owner with its tensors' names, in the order of the tensors in the files."""
+    """Return each module with the names of its tensors, in the order of the files."""
     groups: dict[int, tuple[object, list[str]]] = {}
     for name in sorted(parameters, key=lambda name: (entries[name].path, entries[name].start)):
         owner = parameters[name].owner

@@ -45,9 +45,9 @@ class Mxfp4StackMethod:
     """
 
     module: QuantizedModule  # one expert's undivided projection, under the name of the stack
-    experts: range  # this rank's experts, by their numbers in the checkpoint
-    outputs: Ranges | None  # this rank's outputs
-    inputs: tuple[int, int] | None  # this rank's inputs
+    experts: range  # experts that this rank holds, by their numbers in the checkpoint
+    outputs: Ranges | None  # outputs that this rank holds; None: all
+    inputs: tuple[int, int] | None  # inputs that this rank holds; None: all
     _blocks: dict[int, Tensor] = field(default_factory=dict)
     _scales: dict[int, Tensor] = field(default_factory=dict)
 

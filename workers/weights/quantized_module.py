@@ -12,7 +12,7 @@ from penstock.workers.weights.regions import Ranges, Region
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModule:
-    """A module of the checkpoint, [outputs, inputs] for the whole model, and its scheme."""
+    """A quantized module of the checkpoint: name, scheme, and sizes in the whole model."""
 
     name: str
     scheme: WeightScheme

@@ -260,7 +260,7 @@ class _Cut:
             yield from self._feed_forward(prefix, names.gate_up, names.down, cut)
 
     def _stacks(self, experts: ExpertsSpec) -> TensorRegions:
-        """Yield the regions of gpt-oss: one tensor has all experts, gate and up are interleaved."""
+        """Yield the regions of gpt-oss: a tensor has all experts, with gate and up interleaved."""
         coord, prefix = self._coord, f"{self._spec.names.experts}.experts"
         mine = coord.experts(experts.num_experts)
         num = experts.inner_size // coord.mesh.expert_tp
