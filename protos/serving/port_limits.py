@@ -15,6 +15,7 @@ class PortLimits:
     max_message_bytes: int
     max_metadata_bytes: int  # metadata of one call
     max_connections: int
+    max_connections_per_address: int  # enforced by a `ConnectionGuard`; 0: no bound
     max_calls: int  # open calls of one connection
     handshake_seconds: float  # for the first HTTP/2 frames of a connection
     idle_seconds: float  # a connection without calls for this long is closed

@@ -76,6 +76,7 @@ def port_limits(config: RouterConfig) -> PortLimits:
         max_message_bytes=config.bounds.max_body_bytes,
         max_metadata_bytes=config.bounds.max_header_bytes,
         max_connections=bounds.max_connections,
+        max_connections_per_address=bounds.max_connections_per_address,
         max_calls=bounds.max_grpc_calls,
         handshake_seconds=config.bounds.receive_seconds,
         idle_seconds=bounds.grpc_idle_seconds,

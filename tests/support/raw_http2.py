@@ -134,10 +134,12 @@ class RawHttp2:
 
 
 @contextlib.asynccontextmanager
-async def raw_http2(address: str, *frames: Frame | bytes) -> AsyncIterator[RawHttp2]:
-    """Connect to `host:port` and send the given frames, nothing else."""
+async def raw_http2(
+    address: str, *frames: Frame | bytes, source: str = "127.0.0.1"
+) -> AsyncIterator[RawHttp2]:
+    """Connect to `host:port` from the address `source`; send the given frames, nothing else."""
     host, _, port = address.rpartition(":")
-    client = RawHttp2(*await asyncio.open_connection(host, int(port)))
+    client = RawHttp2(*await asyncio.open_connection(host, int(port), local_addr=(source, 0)))
     client.send(*frames)
     yield client
     await client.close()

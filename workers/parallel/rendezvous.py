@@ -20,7 +20,9 @@ from penstock.protos.serving.authorization import (
     ThreadedAuthInterceptor,
     check_secret,
 )
+from penstock.protos.serving.connection_guard import ConnectionGuard
 from penstock.protos.serving.port_limits import PortLimits, server_options
+from penstock.protos.serving.refused_connections import RefusedConnections
 from penstock.workers.parallel.collectives import RankLost
 
 MAX_BYTES = 1 << 16  # maximum size of a message
@@ -30,6 +32,7 @@ _LIMITS = PortLimits(
     max_message_bytes=MAX_BYTES,
     max_metadata_bytes=16 << 10,
     max_connections=1024,
+    max_connections_per_address=256,
     max_calls=64,
     handshake_seconds=10.0,
     idle_seconds=60.0,
@@ -102,6 +105,9 @@ class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
             ) from None
         self.address = f"{shown}:{port}"
         self._server.start()
+        self._guard = ConnectionGuard(
+            port, _LIMITS.max_connections_per_address, RefusedConnections("rendezvous")
+        )
 
     def Put(self, request: wire.Entry, context: grpc.ServicerContext) -> wire.Entry:
         try:
@@ -119,6 +125,7 @@ class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
 
     def close(self) -> None:
         """Stop the server and close the store."""
+        self._guard.close()
         self.store.close("rank 0 has stopped")
         self._server.stop(0)
 

@@ -17,6 +17,7 @@ from penstock.protos import transfer_pb2_grpc
 from penstock.protos import worker_pb2 as wire
 from penstock.protos.serving.call_error import CallError, abort
 from penstock.protos.serving.call_handlers import CallHandlers
+from penstock.protos.serving.connection_guard import ConnectionGuard
 from penstock.protos.serving.health import HealthService, health_handlers
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.determinism_check import check_batch_invariance
@@ -33,6 +34,7 @@ from penstock.workers.service.worker_port import (
     MAX_HEALTH_WATCHES,
     RECEIVE_SECONDS,
     bind,
+    guard,
     new_server,
 )
 
@@ -208,11 +210,13 @@ class RunningWorker:
         server: grpc.aio.Server,
         manager: SessionManager,
         health_task: asyncio.Task[None],
+        guard: ConnectionGuard,
     ) -> None:
         self.address = address  # host:port
         self._server = server
         self._manager = manager
         self._health_task = health_task  # task that `stop` cancels
+        self._guard = guard  # closed by `stop`
 
     @property
     def silence(self) -> float:
@@ -237,6 +241,7 @@ class RunningWorker:
     async def stop(self) -> None:
         """End every stream and the engine, and release the port."""
         self._health_task.cancel()
+        self._guard.close()
         self._manager.stop(grpc.StatusCode.UNAVAILABLE, "the worker is stopping")
         await self._server.stop(0)
         await self._manager.stopped()
@@ -292,7 +297,7 @@ async def serve_worker(
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     attending = asyncio.create_task(_watch_health(dispatch, healthy, config.canary_seconds))
-    return RunningWorker(address, server, dispatch, attending)
+    return RunningWorker(address, server, dispatch, attending, guard(address))
 
 
 async def _watch_health(

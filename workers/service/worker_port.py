@@ -12,7 +12,9 @@ from penstock.protos.serving.authorization import (
     CallMetadata,
     check_secret,
 )
+from penstock.protos.serving.connection_guard import ConnectionGuard
 from penstock.protos.serving.port_limits import PortLimits, server_options
+from penstock.protos.serving.refused_connections import RefusedConnections
 from penstock.workers.config import WorkerConfig
 from penstock.workers.service.codec import MAX_MESSAGE_BYTES
 
@@ -21,6 +23,7 @@ LIMITS = PortLimits(
     max_metadata_bytes=16 << 10,
     # Clients are routers, other workers and health checks; each needs one connection.
     max_connections=1024,
+    max_connections_per_address=256,
     max_calls=64,  # a router has at most two open calls; a worker has one per connection attempt
     handshake_seconds=10.0,
     idle_seconds=60.0,
@@ -68,3 +71,9 @@ def bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
             "the address is not this machine's"
         ) from None
     return f"{host}:{port}"
+
+
+def guard(address: str) -> ConnectionGuard:
+    """Bound the connections of each client to the served `address`, until the guard is closed."""
+    port = int(address.rpartition(":")[2])
+    return ConnectionGuard(port, LIMITS.max_connections_per_address, RefusedConnections("worker"))

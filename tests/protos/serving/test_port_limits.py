@@ -56,6 +56,7 @@ async def port(**limits: Any) -> AsyncIterator[Port]:
         "max_message_bytes": 1 << 20,
         "max_metadata_bytes": 8 << 10,
         "max_connections": 100,
+        "max_connections_per_address": 0,
         "max_calls": 100,
         "handshake_seconds": 60.0,
         "idle_seconds": 60.0,

@@ -1,0 +1,128 @@
+"""Bounds the open connections of each address to a gRPC port.
+
+gRPC bounds the connections of a port in all, but not for each address: one client could keep all
+others from connecting. gRPC accepts connections in threads of its own and shows Python only their
+calls. A thread therefore looks at the sockets of this process. A connection beyond its address's
+bound is shut down in the kernel, and gRPC then sees the same as when the client disconnects.
+"""
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+
+from penstock.protos.serving.refused_connections import RefusedConnections, client_network
+
+DESCRIPTORS = "/proc/self/fd"
+"""Folder with an entry for each open file descriptor of this process."""
+
+LOOK_SECONDS = 0.25
+"""Pause between two checks. After a refusal there is none, so a client cannot refill the port."""
+
+PAUSE_PER_SECOND = 10.0
+"""Additional pause per second of CPU time of a check, which bounds the share of a core it uses."""
+
+
+class ConnectionGuard:
+    """Closes the newest connections of each address that has too many to a port.
+
+    In normal operation, a check is one system call: an address cannot have more connections than
+    this process has open file descriptors.
+
+    Args:
+        port: the number of the port, on which this process listens.
+        max_per_address: open connections from one IPv4 address or IPv6 network; 0: any number.
+        refused: counts the closed connections.
+    """
+
+    def __init__(self, port: int, max_per_address: int, refused: RefusedConnections) -> None:
+        self._port = port
+        self._max_per_address = max_per_address
+        self._refused = refused
+        # The client's network of each socket that was seen, by inode. "" means that the socket is
+        # not counted. Inodes are not reused, unlike file descriptors.
+        self._known: dict[int, str] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
+        if max_per_address:
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the checks."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        pause = LOOK_SECONDS
+        while not self._stop.wait(pause):
+            began = time.thread_time()
+            before = self._refused.total
+            with suppress(OSError):  # no descriptor is left: one may be at the next check
+                self._check()
+            pause = 0.0 if self._refused.total > before else LOOK_SECONDS
+            pause += PAUSE_PER_SECOND * (time.thread_time() - began)
+
+    def _check(self) -> None:
+        if num_descriptors() <= self._max_per_address:
+            return
+        known: dict[int, str] = {}
+        new: list[int] = []
+        for descriptor in map(int, os.listdir(DESCRIPTORS)):
+            inode = _socket_inode(descriptor)
+            if inode in self._known:
+                known[inode] = self._known[inode]
+            elif inode:
+                new.append(descriptor)
+        self._known = known
+        num_open = Counter(known.values())
+        for descriptor in sorted(new):
+            self._admit(descriptor, num_open)
+
+    def _admit(self, descriptor: int, num_open: Counter[str]) -> None:
+        """Count a new socket in `num_open`, or shut it down if its address has too many."""
+        # gRPC may close the descriptor at any time, and its number may then be reused. The copy
+        # stays the same socket, and only the copy is examined and shut down.
+        copy = os.dup(descriptor)
+        try:
+            connection = socket.socket(fileno=copy)
+        except OSError:  # not a socket any more
+            os.close(copy)
+            return
+        with connection:
+            network = self._client_of(connection)
+            if network and num_open[network] >= self._max_per_address:
+                self._refused.add(network)
+                with suppress(OSError):  # the client has disconnected
+                    connection.shutdown(socket.SHUT_RDWR)
+                network = ""
+            num_open[network] += 1
+            self._known[_socket_inode(copy)] = network
+
+    def _client_of(self, connection: socket.socket) -> str:
+        """Return the network of the port's client; "" if this is not a connection to the port."""
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return ""
+        try:
+            own, peer = connection.getsockname(), connection.getpeername()
+        except OSError:  # it listens, or the client has disconnected
+            return ""
+        return client_network(peer[0]) if own[1] == self._port else ""
+
+
+def num_descriptors() -> int:
+    """Return the number of open file descriptors of this process."""
+    # Linux before 6.2 reports a size of 0.
+    return os.stat(DESCRIPTORS).st_size or len(os.listdir(DESCRIPTORS))
+
+
+def _socket_inode(descriptor: int) -> int:
+    """Return the inode of a socket; 0 if the descriptor is closed, or not of a socket."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return 0
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else 0

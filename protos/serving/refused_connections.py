@@ -1,0 +1,53 @@
+"""Counts and logs the connections that a port refuses, and names the client of a connection."""
+
+import logging
+import time
+from ipaddress import IPv6Address
+from math import inf
+
+LOG_SECONDS = 60.0
+"""Shortest time between two log records of one port."""
+
+log = logging.getLogger(__name__)
+
+
+def client_network(address: str) -> str:
+    """Return the part of an IP address that identifies a client.
+
+    This is the whole IPv4 address, but the first 64 bits of an IPv6 address: a client usually has
+    all addresses of such a network.
+    """
+    try:
+        ip = IPv6Address(address)
+    except ValueError:
+        return address
+    if ip.ipv4_mapped is not None:  # an IPv4 client of a port that listens on IPv6
+        return str(ip.ipv4_mapped)
+    return f"{IPv6Address(int(ip) >> 64 << 64)}/64"
+
+
+class RefusedConnections:
+    """Number of connections that a port has refused, with a log record at most once a minute.
+
+    Args:
+        port_name: name of the port in log records.
+    """
+
+    def __init__(self, port_name: str) -> None:
+        self.total = 0
+        self._port_name = port_name
+        self._num_logged = 0
+        self._logged_at = -inf
+
+    def add(self, network: str) -> None:
+        """Count a connection from this network; each port calls this in one thread only."""
+        self.total += 1
+        now = time.monotonic()
+        if now - self._logged_at >= LOG_SECONDS:
+            log.warning(
+                "%s port: %d connections refused, because too many are open (the last one from %s)",
+                self._port_name,
+                self.total - self._num_logged,
+                network,
+            )
+            self._num_logged, self._logged_at = self.total, now
