@@ -10,7 +10,7 @@ from penstock.cluster.placement.placement import WorkerPlacement
 from penstock.cluster.spec.spec import ClusterSpec, PoolSpec
 from penstock.common.api_key import ApiKey
 from penstock.common.block_hash import new_hash_key
-from penstock.router.config import RequestBounds, RouterConfig
+from penstock.router.config import ConnectionBounds, RequestBounds, RouterConfig
 from penstock.workers.config import WorkerConfig
 
 
@@ -70,6 +70,9 @@ def router_config(
         worker_timeout_seconds=spec.router.worker_timeout_seconds,
         step_timeout_seconds=spec.engine.step_timeout_seconds,
         bounds=RequestBounds(max_request_cost=spec.router.max_request_cost),
+        connections=ConnectionBounds(
+            max_connections_per_address=spec.router.max_connections_per_address
+        ),
     )
 
 

@@ -41,7 +41,8 @@ class ConnectionBounds:
     """Limits on clients' connections; only a connection that exceeds a limit is closed."""
 
     max_connections: int = 8192  # open HTTP connections, and open gRPC connections
-    max_connections_per_address: int = 4096  # open HTTP connections from one IP address
+    # Of these, from one IPv4 address or IPv6 network (see `client_network`); 0: no bound.
+    max_connections_per_address: int = 2048
     idle_seconds: float = 75.0  # from a response to the next request on an HTTP connection
     write_seconds: float = 60.0  # while the client reads nothing
     linger_seconds: float = 2.0  # for the rest of a request that was answered early

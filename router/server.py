@@ -19,6 +19,7 @@ from penstock.common.gguf.checkpoint import is_gguf
 from penstock.common.gguf.documents import config_of
 from penstock.common.text.token_bytes import UnsupportedTokenizer
 from penstock.common.text.tokenizer import ModelTokenizer
+from penstock.protos.serving.connection_guard import ConnectionGuard
 from penstock.router.api.admin import admin_app
 from penstock.router.api.auth import ApiKeys
 from penstock.router.api.connection import BoundedConnection, ConnectionLimits
@@ -58,6 +59,7 @@ class RunningRouter:
         http: "HttpServer",
         admin: "HttpServer",
         grpc_server: grpc.aio.Server,
+        grpc_guard: ConnectionGuard,
         health_service: health.aio.HealthServicer,
         grpc_address: str,
         fork_server: ForkServer | None = None,
@@ -66,6 +68,7 @@ class RunningRouter:
         self._http = http
         self._admin = admin
         self._grpc = grpc_server
+        self._grpc_guard = grpc_guard
         self._health = health_service
         self._fork_server = fork_server
         self._tasks: set[asyncio.Task[None]] = set()
@@ -93,6 +96,7 @@ class RunningRouter:
 
     async def stop(self) -> None:
         """Close all servers and worker links; open calls end with UNAVAILABLE."""
+        self._grpc_guard.close()
         await self._frontend.stop()
         await asyncio.gather(self._grpc.stop(grace=1.0), self._http.stop(), self._admin.stop())
         if self._fork_server is not None:
@@ -165,16 +169,16 @@ async def serve_router(
         if config.allowed_origins:
             app = CorsMiddleware(app, config.allowed_origins)
         bounds, malformed = (config.bounds, config.connections), frontend.metrics.malformed
-        http = HttpServer(app, ConnectionLimits(*bounds, malformed), config.host, listener)
-        admin = HttpServer(
-            admin_app(frontend),
-            ConnectionLimits(*bounds, malformed),
-            config.admin_host,
-            admin_listener,
-        )
+        refused = frontend.metrics.refused_connections
+        limited = ConnectionLimits(*bounds, malformed, refused["HTTP"])
+        http = HttpServer(app, limited, config.host, listener)
+        limited = ConnectionLimits(*bounds, malformed, refused["admin"])
+        admin = HttpServer(admin_app(frontend), limited, config.admin_host, admin_listener)
+        max_per_address = config.connections.max_connections_per_address
+        guard = ConnectionGuard(grpc_port, max_per_address, refused["gRPC"])
         undo.pop_all()
-    grpc_address = _address(config.host, grpc_port)
-    return RunningRouter(frontend, http, admin, grpc_server, health_service, grpc_address, own)
+    address = _address(config.host, grpc_port)
+    return RunningRouter(frontend, http, admin, grpc_server, guard, health_service, address, own)
 
 
 async def start_helpers(

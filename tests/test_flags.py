@@ -66,6 +66,13 @@ def test_cost_of_a_call_is_bounded_by_flag_and_file(tmp_path: Path) -> None:
         assert configs.router_config(spec, tmp_path, shared).bounds.max_request_cost == cost
 
 
+def test_connections_of_each_address_are_bounded_by_flag(tmp_path: Path) -> None:
+    shared = configs.ClusterSecrets.new()
+    for arguments, most in (([], 2048), (["--max-connections-per-address", "0"], 0)):
+        config = configs.router_config(flags.read_spec(arguments), tmp_path, shared)
+        assert config.connections.max_connections_per_address == most
+
+
 def test_flags_of_every_pool_reach_the_default_pools() -> None:
     pools = flags.read_spec(["--threads", "3"]).pools
     assert [(pools.prefill.replicas, pools.prefill.threads)] == [(1, 3)]

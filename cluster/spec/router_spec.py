@@ -45,6 +45,12 @@ class RouterSpec:
         "(1 + logprobs)",
         1,
     )
+    max_connections_per_address: int = knob(
+        2048,
+        "maximum number of open HTTP connections, and of gRPC connections, from one IPv4 address "
+        "or IPv6 network (/64); 0: no bound for each address",
+        0,
+    )
     worker_timeout_seconds: float = knob(
         10.0,
         "a worker that sends nothing for this long is lost: its requests continue elsewhere",

@@ -249,6 +249,12 @@ def router_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Met
         [([], metrics.malformed_requests)],
     )
     yield counter(
+        "penstock_connections_refused",
+        "Total of refused connections by port, because too many were open.",
+        ["port"],
+        (([port.lower()], each.total) for port, each in metrics.refused_connections.items()),
+    )
+    yield counter(
         "penstock_generated_tokens",
         "Total of generated tokens by tenant; key-N is the N-th configured API key.",
         ["tenant"],

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.protos.serving.refused_connections import RefusedConnections
 from penstock.router.routing import events as ev
 
 # Upper bounds of histogram buckets, in seconds or tokens.
@@ -129,6 +130,9 @@ class RequestMetrics:
         self.kv_transfer = Histogram(TRANSFER_BOUNDS)
         self.kv_transfer_bytes = 0
         self.malformed_requests = 0
+        self.refused_connections = {
+            port: RefusedConnections(port) for port in ("HTTP", "admin", "gRPC")
+        }
         self._tenant_names = tenant_names
         # Prompt tokens of accepted requests, by tenant name.
         self.prompt_tokens_by_tenant = dict.fromkeys((*tenant_names.values(), OTHER_TENANT), 0)

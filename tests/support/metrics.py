@@ -29,6 +29,7 @@ PLAIN = (
     "preemptions_total",
     "requests_finished_total",
     "malformed_requests_total",
+    "connections_refused_total",
     "failovers_total",
     "generated_tokens_total",
     "prompt_tokens_by_tenant_total",

@@ -405,7 +405,12 @@ async def test_metric_names_end_in_their_unit(served: Served) -> None:
         "tokens_waiting",
         "prompt_tokens",
     )
-    events = ("kv_transfers_failed", "prefill_placements", "malformed_requests")
+    events = (
+        "kv_transfers_failed",
+        "prefill_placements",
+        "malformed_requests",
+        "connections_refused",
+    )
     for family in text_string_to_metric_families(text):
         name = family.name.removeprefix("penstock_")
         assert name.endswith(units) or name.startswith(counted + events + ups), name

@@ -23,7 +23,7 @@ from penstock.router.api.connection import (
 )
 from penstock.router.config import ConnectionBounds, RequestBounds, RouterConfig
 from tests.support.api_keys import user_keys
-from tests.support.served_router import Served, serving, until
+from tests.support.served_router import Served, client_of, serving, until
 from tests.support.stub_worker import StubWorker
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -481,3 +481,34 @@ async def test_connections_beyond_the_limits_are_refused(config: RouterConfig) -
                 break
             await asyncio.sleep(0.01)
         assert b"no worker" in last
+
+
+async def test_address_with_all_its_connections_does_not_keep_others_out(
+    config: RouterConfig,
+) -> None:
+    few = replace(
+        config, connections=ConnectionBounds(max_connections=8, max_connections_per_address=3)
+    )
+    async with serving(few, StubWorker()) as served, contextlib.AsyncExitStack() as stack:
+        opened = [await stack.enter_async_context(open_raw(served, "127.0.0.2")) for _ in range(8)]
+        for reader, _ in opened[3:]:
+            assert b"too many connections" in await read_end(reader)
+        async with client_of(served) as http:
+            assert (await http.get("/health")).status_code == 200
+            metrics = (await http.get("/metrics")).text
+        assert 'penstock_connections_refused_total{port="http"} 5.0' in metrics
+        assert 'penstock_connections_refused_total{port="admin"} 0.0' in metrics
+        assert not any(reader.at_eof() for reader, _ in opened[:3])
+
+
+async def test_zero_means_no_bound_for_each_address(config: RouterConfig) -> None:
+    few = replace(
+        config, connections=ConnectionBounds(max_connections=8, max_connections_per_address=0)
+    )
+    async with serving(few) as served, contextlib.AsyncExitStack() as stack:
+        for _ in range(8):
+            reader, writer = await stack.enter_async_context(open_raw(served, "127.0.0.2"))
+            writer.write(GET)
+            assert b"no worker" in await reader.readuntil(b"}")
+        reader, _ = await stack.enter_async_context(open_raw(served, "127.0.0.3"))
+        assert b"too many connections" in await read_end(reader)

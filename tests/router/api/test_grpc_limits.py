@@ -12,8 +12,10 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.protos.serving import connection_guard
 from penstock.router.config import RouterConfig
-from tests.support.served_router import Served, serving, until
+from tests.support.raw_http2 import PREFACE, raw_http2, settings
+from tests.support.served_router import Served, client_of, serving, until
 from tests.support.stub_worker import StubWorker
 
 SERVICE = "penstock.v1.Inference"
@@ -122,3 +124,27 @@ async def test_idle_and_old_connections_are_closed(config: RouterConfig, bound: 
         assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
         await until(lambda: channel.get_state() is grpc.ChannelConnectivity.IDLE)
         assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_address_with_all_its_connections_does_not_keep_others_out(
+    config: RouterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_guard, "LOOK_SECONDS", 0.01)
+    bounds = replace(config.connections, max_connections=8, max_connections_per_address=3)
+    small = replace(config, connections=bounds)
+    async with contextlib.AsyncExitStack() as stack:
+        served = await stack.enter_async_context(serving(small, StubWorker()))
+        address, sent = served.router.grpc_address, (PREFACE, settings())
+        opened = [
+            await stack.enter_async_context(raw_http2(address, *sent, source="127.0.0.2"))
+            for _ in range(8)
+        ]
+        await until(lambda: sum(each.is_closed for each in opened) == 5)
+        async with channel_to(served) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        async with client_of(served) as http:
+            metrics = (await http.get("/metrics")).text
+        assert 'penstock_connections_refused_total{port="grpc"} 5.0' in metrics
+        assert sum(each.is_closed for each in opened) == 5

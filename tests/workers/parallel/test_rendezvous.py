@@ -1,15 +1,22 @@
 """Rendezvous of ranks: the key-value store, its gRPC access and authentication."""
 
 import queue
+import selectors
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
+from typing import cast
 
 import grpc
 import pytest
 
 from penstock.protos import ranks_pb2 as wire
 from penstock.protos import ranks_pb2_grpc
+from penstock.protos.serving import connection_guard
+from penstock.workers.parallel import rendezvous
 from penstock.workers.parallel.collectives import RankLost
 from penstock.workers.parallel.mesh import Mesh
 from penstock.workers.parallel.parallel_groups import all_reduce_min
@@ -54,6 +61,40 @@ def test_get_waits_for_the_value(server: RendezvousServer, remote: RemoteStore) 
     assert remote.get("late") == b"here"
     with pytest.raises(RankLost, match="did not set never"):
         remote.wait(["never"], timedelta(seconds=0.01))
+
+
+def test_address_with_all_its_connections_does_not_keep_others_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = replace(rendezvous._LIMITS, max_connections=8, max_connections_per_address=3)
+    monkeypatch.setattr(rendezvous, "_LIMITS", limits)
+    monkeypatch.setattr(connection_guard, "LOOK_SECONDS", 0.01)
+    server = RendezvousServer("127.0.0.1", "secret", 2)
+    host, _, port = server.address.rpartition(":")
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for _ in range(8):
+            stranger = socket.create_connection((host, int(port)), 60, ("127.0.0.2", 0))
+            stack.callback(stranger.close)
+            selector.register(stranger, selectors.EVENT_READ)
+        closed = set()
+        while len(closed) < 5:
+            for key, _ in selector.select(60):
+                stranger = cast(socket.socket, key.fileobj)
+                with suppress(ConnectionError):
+                    if stranger.recv(1 << 16):  # settings of HTTP/2
+                        continue
+                closed.add(key.fd)
+                selector.unregister(stranger)
+        channel = stack.enter_context(grpc.insecure_channel(server.address))
+        ranks_pb2_grpc.RendezvousStub(channel).Put(  # type: ignore[no-untyped-call]
+            wire.Entry(key="a", value=b"1"),
+            metadata=(("authorization", "Bearer secret"),),
+            wait_for_ready=True,
+            timeout=60,
+        )
+        assert server.store.get("a") == b"1"
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])

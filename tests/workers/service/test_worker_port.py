@@ -6,6 +6,7 @@ Another router's stream must not notice any of it.
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import grpc
@@ -15,6 +16,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.protos import worker_pb2 as wire
+from penstock.protos.serving import connection_guard
 from penstock.workers.config import WorkerConfig
 from penstock.workers.service import grpc_service, session, worker_port
 from penstock.workers.service.codec import PROTOCOL
@@ -40,6 +42,10 @@ PAIR = "/penstock.transfer.v1.Transfer/Pair"
 TOKEN = (("authorization", "Bearer secret"),)
 PROMPT = list(range(3, 40))
 HEARTBEAT_SECONDS = 0.1
+NEW_CONNECTION = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+)
 MAX_CALLS = 5
 
 
@@ -56,6 +62,7 @@ async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
     limits = replace(
         worker_port.LIMITS,
         max_connections=8,
+        max_connections_per_address=6,
         max_calls=MAX_CALLS,
         handshake_seconds=0.5,
         idle_seconds=0.5,
@@ -63,6 +70,7 @@ async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_port, "LIMITS", limits)
         patch.setattr(grpc_service, "RECEIVE_SECONDS", 0.2)
+        patch.setattr(connection_guard, "LOOK_SECONDS", 0.01)
         running = await serve_worker(config)
     yield running
     await running.stop()
@@ -120,6 +128,22 @@ async def test_connection_without_calls_is_closed(
         await silent.until_closed()
 
 
+async def test_address_with_all_its_connections_does_not_keep_others_out(
+    worker: RunningWorker, router: AttachedRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = (headers(1, "/grpc.health.v1.Health/Watch"), message(1, b""))  # stays open, no token
+    async with AsyncExitStack() as stack:
+        for _ in range(8):
+            await stack.enter_async_context(
+                raw_http2(worker.address, PREFACE, settings(), *watch, source="127.0.0.2")
+            )
+        async with grpc.aio.insecure_channel(worker.address, NEW_CONNECTION) as channel:
+            silent = channel.stream_stream(STEPS)(metadata=TOKEN, wait_for_ready=True)
+            assert await status_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED  # the worker's
+            assert "no message arrived" in await silent.details()
+    assert "worker port: " in caplog.text
+
+
 async def test_calls_of_one_connection_are_bounded(
     worker: RunningWorker, router: AttachedRouter
 ) -> None:
@@ -135,9 +159,8 @@ async def test_watches_of_one_address_are_bounded(
     worker: RunningWorker, router: AttachedRouter
 ) -> None:
     request = health_pb2.HealthCheckRequest()
-    options = (("grpc.use_local_subchannel_pool", 1),)
     watches = []
-    channels = [grpc.aio.insecure_channel(worker.address, options) for _ in range(4)]
+    channels = [grpc.aio.insecure_channel(worker.address, NEW_CONNECTION) for _ in range(4)]
     for number in range(worker_port.MAX_HEALTH_WATCHES):
         watches.append(health_pb2_grpc.HealthStub(channels[number // MAX_CALLS]).Watch(request))
         assert (await watches[-1].read()).status == health_pb2.HealthCheckResponse.SERVING
