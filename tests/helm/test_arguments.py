@@ -106,12 +106,19 @@ def test_router_settings_reach_the_driver_and_are_left_to_it_by_default(tmp_path
     text = config(chart.objects(chart.render(default)))
     assert "max_wait_seconds" not in text
     assert "allowed_origins" not in text
-    own = {"maxWaitSeconds": 0.6, "allowedOrigins": ["https://chat.example", "*"]}
+    assert "max_connections_per_address" not in text
+    own = {
+        "maxWaitSeconds": 0.6,
+        "allowedOrigins": ["https://chat.example", "*"],
+        "maxConnectionsPerAddress": 9000,
+    }
     values = chart.merged(default, {"router": own})
     router = read(chart.objects(chart.render(values)), tmp_path).router
     assert (router.max_wait_seconds, router.allowed_origins) == (0.6, ("https://chat.example", "*"))
-    off = chart.objects(chart.render(chart.merged(default, {"router": {"maxWaitSeconds": 0}})))
-    assert yaml.safe_load(config(off))["router"]["max_wait_seconds"] == 0
+    assert router.max_connections_per_address == 9000
+    none = {"router": {"maxWaitSeconds": 0, "maxConnectionsPerAddress": 0}}
+    off = yaml.safe_load(config(chart.objects(chart.render(chart.merged(default, none)))))["router"]
+    assert (off["max_wait_seconds"], off["max_connections_per_address"]) == (0, 0)
 
 
 def test_api_keys_come_from_secrets_with_their_names_and_roles(tmp_path: Path) -> None:

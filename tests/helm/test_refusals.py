@@ -195,6 +195,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     # Values of the router, and the digest of an image, with an invalid form.
     ({"router": {"maxWaitSeconds": -1}}, "/router/maxWaitSeconds': minimum"),
+    (
+        {"router": {"maxConnectionsPerAddress": -1}},
+        "/router/maxConnectionsPerAddress': minimum",
+    ),
     ({"router": {"allowedOrigins": ["https://a/b"]}}, "/router/allowedOrigins/0': 'https://a/b'"),
     ({"image": {"digest": "sha256:12"}}, "/image/digest': 'sha256:12' does not match"),
     # Port conflicts.

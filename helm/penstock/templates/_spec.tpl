@@ -22,6 +22,9 @@ router:
   {{- if not (kindIs "invalid" .Values.router.maxWaitSeconds) }}
   max_wait_seconds: {{ .Values.router.maxWaitSeconds }}
   {{- end }}
+  {{- if not (kindIs "invalid" .Values.router.maxConnectionsPerAddress) }}
+  max_connections_per_address: {{ .Values.router.maxConnectionsPerAddress }}
+  {{- end }}
   {{- with .Values.router.allowedOrigins }}
   allowed_origins: {{ toJson . }}
   {{- end }}

@@ -78,7 +78,7 @@ def test_address_with_all_its_connections_does_not_keep_others_out(
             stranger = socket.create_connection((host, int(port)), 60, ("127.0.0.2", 0))
             stack.callback(stranger.close)
             selector.register(stranger, selectors.EVENT_READ)
-        closed = set()
+        closed: set[int] = set()
         while len(closed) < 5:
             for key, _ in selector.select(60):
                 stranger = cast(socket.socket, key.fileobj)
