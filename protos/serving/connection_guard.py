@@ -4,6 +4,8 @@ gRPC bounds the connections of a port in all, but not for each address: one clie
 others from connecting. gRPC accepts connections in threads of its own and shows Python only their
 calls. A thread therefore looks at the sockets of this process. A connection beyond its address's
 bound is shut down in the kernel, and gRPC then sees the same as when the client disconnects.
+
+This needs Linux; on other systems, connections are bounded in all only.
 """
 
 import os
@@ -43,7 +45,7 @@ class ConnectionGuard:
         self._max_per_address = max_per_address
         self._refused = refused
         # The client's network of each socket that was seen, by inode. "" means that the socket is
-        # not counted. Inodes are not reused, unlike file descriptors.
+        # not counted. Descriptors are reused at once, inodes only after 2**32 others.
         self._known: dict[int, str] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
@@ -70,26 +72,29 @@ class ConnectionGuard:
         if num_descriptors() <= self._max_per_address:
             return
         known: dict[int, str] = {}
-        new: list[int] = []
+        new: dict[int, int] = {}  # by inode, since the copy of another guard may be open
         for descriptor in map(int, os.listdir(DESCRIPTORS)):
             inode = _socket_inode(descriptor)
             if inode in self._known:
                 known[inode] = self._known[inode]
             elif inode:
-                new.append(descriptor)
+                new[inode] = descriptor
         self._known = known
         num_open = Counter(known.values())
-        for descriptor in sorted(new):
+        for descriptor in sorted(new.values()):
             self._admit(descriptor, num_open)
 
     def _admit(self, descriptor: int, num_open: Counter[str]) -> None:
         """Count a new socket in `num_open`, or shut it down if its address has too many."""
         # gRPC may close the descriptor at any time, and its number may then be reused. The copy
         # stays the same socket, and only the copy is examined and shut down.
-        copy = os.dup(descriptor)
+        try:
+            copy = os.dup(descriptor)
+        except OSError:  # closed
+            return
         try:
             connection = socket.socket(fileno=copy)
-        except OSError:  # not a socket any more
+        except OSError:  # reused, not for a socket
             os.close(copy)
             return
         with connection:

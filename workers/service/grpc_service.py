@@ -228,6 +228,7 @@ class RunningWorker:
         stopped = asyncio.create_task(self._server.wait_for_termination())
         await asyncio.wait((stopped, self._manager.failed), return_when=asyncio.FIRST_COMPLETED)
         if self._manager.failed.done():
+            self._guard.close()
             await self._server.stop(0)
             self._manager.failed.result()
 
