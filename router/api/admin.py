@@ -53,7 +53,8 @@ class SnapshotCollector(Collector):
         self._frontend = frontend
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # no metrics yet: registration must not take a snapshot
+        # Returning no metrics here keeps the registration from taking a snapshot of the cluster.
+        return ()
 
     def collect(self) -> Iterator[Metric]:
         state, tally, config = (
@@ -104,7 +105,7 @@ class AdminApi:
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics in the format that the Accept header prefers."""
-        # choose_encoder fails on versions that are not numbers: never pass a client's header.
+        # A client's header could make `choose_encoder` fail: it accepts only numbers as versions.
         accepts = accepts_openmetrics(request.headers.get("accept", ""))
         encode, content_type = choose_encoder(OPENMETRICS if accepts else "")
         return Response(encode(self._registry), headers={"content-type": content_type})
@@ -131,7 +132,10 @@ class AdminApi:
 
 
 def status_json(state: ClusterState) -> Json:
-    """Convert a state to JSON; keys are the field names, except in worker statistics."""
+    """Convert the state of the cluster to JSON.
+
+    Keys are the field names, except in the statistics of workers.
+    """
     status = asdict(state)
     for worker, entry in zip(state.workers, status["workers"], strict=True):
         entry["numbers"] = None if worker.numbers is None else _worker_stats_json(worker.numbers)

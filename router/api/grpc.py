@@ -222,7 +222,7 @@ class InferenceApi:
     async def _encode_chat(self, chat: pb.Chat, tenant: str) -> list[int]:
         bounds = self._frontend.config.bounds
         check_sizes(CallSizes(**chat_sizes(chat)), bounds)
-        if chat.ByteSize() <= INLINE_BYTES:  # a helper process has already checked larger messages
+        if chat.ByteSize() <= INLINE_BYTES:  # a helper process has already checked larger chats
             check_chat(chat, bounds)
         options = template_options(chat)
         return await self._frontend.prompts.encode_chat(await to_chat(chat), tenant, options)

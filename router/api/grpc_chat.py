@@ -18,7 +18,7 @@ MAX_READ = RequestBounds().max_messages
 
 def chat_sizes(chat: pb.Chat) -> dict[str, int]:
     """Return the numbers of entries in the lists of a chat, as arguments of `CallSizes`."""
-    # Do not read the messages if there are so many that the chat is refused.
+    # A chat with too many messages is refused, so its messages are not read.
     messages = chat.messages if len(chat.messages) <= MAX_READ else ()
     return {
         "messages": len(chat.messages),

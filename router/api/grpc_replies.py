@@ -20,9 +20,9 @@ from penstock.router.requests.slices import Slices
 class ReplyStream:
     """Writes the deltas of a call as replies.
 
-    A token that only adds text is written without a task switch. The first part of gRPC's `write`
-    runs at once, and the rest when gRPC is ready for the next message. The task that reads the
-    deltas waits for the end of this write before it writes, since gRPC allows one write at a time.
+    A token that only adds text is written without a task switch: the first part of gRPC's `write`
+    runs at once, and the rest when gRPC is ready for the next message. gRPC allows one write at a
+    time, so the task that reads the deltas first waits for the end of this write.
 
     Args:
         deltas: the answers of the call, which has one request.
@@ -46,13 +46,15 @@ class ReplyStream:
         self._num_open = generation.sampling.n
         (self._seed,) = deltas.seeds
         self._slices = Slices()
-        # Reused for all tokens: creating a message takes twice as long as changing one.
+        # One message is reused for all tokens: creating a message takes twice as long.
         self._token_reply = pb.GenerateReply(
             request_id=generation.request_id, seed=self._seed, tokens=(0,)
         )
         self._reply_tokens = self._token_reply.tokens
-        self._write: Coroutine[asyncio.Future[None], None, None] | None = None  # write in progress
-        self._written: asyncio.Future[None] | None = None  # future for which `_write` waits
+        # The write in progress, if any
+        self._write: Coroutine[asyncio.Future[None], None, None] | None = None
+        # Future that the write in progress waits for
+        self._written: asyncio.Future[None] | None = None
 
     async def send(self) -> None:
         """Write replies until all choices have ended."""
@@ -116,9 +118,10 @@ class ReplyStream:
             return
         except StopIteration:
             pass
-        except asyncio.CancelledError:  # gRPC raises it if the client has disconnected
+        except asyncio.CancelledError:  # gRPC cancels the write if the client has disconnected
             self._deltas.close()
-        except Exception as error:  # an error here must end this call, not the worker's stream
+        # An error of one call must not end the worker's stream, which serves all calls
+        except Exception as error:
             self._deltas.fail(error)
         self._write = self._written = None
 

@@ -128,7 +128,8 @@ def error_handlers(respond: ErrorFormat = openai_error) -> ErrorHandlers:
             response = respond(request.scope, serving_error, error.status_code)
             response.headers.update(error.headers or {})
             return response
-        return respond(request.scope, internal_error())  # the server logs the traceback
+        # The server logs the traceback of the error
+        return respond(request.scope, internal_error())
 
     return {ServingError: on_error, HTTPException: on_error, Exception: on_error}
 
@@ -198,8 +199,8 @@ class CorsMiddleware:
 class DirectRoutes:
     """Middleware that calls the handlers of POST requests without Starlette's router.
 
-    The router and its handling of exceptions wrap each message of a response twice. Other
-    requests, and paths with parameters, go on to the router.
+    Starlette's router and its exception handling wrap each message of a response twice. Requests of
+    other methods, and paths with parameters, still go through the router.
 
     Args:
         app: the application.
@@ -291,7 +292,10 @@ class AuthMiddleware:
 
 
 def _authorization(scope: Scope) -> str | None:
-    """Return the Authorization header, or the header that stands for it in Anthropic's clients."""
+    """Return the Authorization header.
+
+    Anthropic's clients send `x-api-key` instead; its key is returned as a bearer token.
+    """
     given, key = header_of(scope, b"authorization"), header_of(scope, b"x-api-key")
     return f"Bearer {key}" if given is None and key is not None else given
 

@@ -73,11 +73,15 @@ class LiveStreams:
 
 
 class Updates:
-    """The updates of one stream: all workers, decisions and samples first, later only changes."""
+    """The updates of one stream.
+
+    The first update has all workers, decisions and samples, and later updates only the changes.
+    """
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._rows: dict[str, list[Any]] = {}  # values that were sent last, by worker
+        # The values of each worker that were sent last, by its name
+        self._rows: dict[str, list[Any]] = {}
         self._decision = 0  # number of the last decision that was sent
         self._sample = 0  # number of the last sample that was sent
 

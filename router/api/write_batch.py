@@ -1,4 +1,4 @@
-"""Writes of one iteration of the event loop, made together in the next one."""
+"""Collects the writes of one iteration of the event loop and makes them in the next iteration."""
 
 import asyncio
 import logging
@@ -10,15 +10,15 @@ log = logging.getLogger(__name__)
 class WriteBatch:
     """Collects writes and makes all of them in the next iteration of the event loop.
 
-    A step of a worker adds a token to many responses. If each token were written at once, the
-    system calls would push the code for the next token out of the CPU's caches.
+    A step of a worker adds a token to many responses. Writing each token at once would run many
+    system calls in between, which evict the code for the tokens from the CPU's caches.
     """
 
     def __init__(self) -> None:
         self._writes: list[Callable[[], None]] = []
 
     def add(self, write: Callable[[], None]) -> None:
-        """Call `write` in the next iteration."""
+        """Call `write` in the next iteration of the event loop."""
         if not self._writes:
             asyncio.get_running_loop().call_soon(self._make)
         self._writes.append(write)
@@ -28,5 +28,5 @@ class WriteBatch:
         for write in writes:
             try:
                 write()
-            except Exception:  # an error of one response must not stop the others
+            except Exception:  # an error of one response must not stop the writes of the others
                 log.exception("a response could not be written")

@@ -42,7 +42,7 @@ class TextBlock(ClosedModel):
 class ThinkingBlock(ClosedModel):
     type: Literal["thinking"]
     thinking: str
-    signature: str  # not verified
+    signature: str  # signature of the reasoning, which is not verified
 
 
 class RedactedThinkingBlock(ClosedModel):
@@ -69,13 +69,16 @@ class ToolUseBlock(ClosedModel):
 
 
 class OtherBlock(StrictModel):
-    """A block whose type is unknown or not supported where it stands."""
+    """A block whose type is unknown, or is not supported in the place where the block occurs."""
 
     type: str
 
 
 def _tags(*types: str) -> Discriminator:
-    """Return a discriminator by `type`, whose tags cannot be names of fields."""
+    """Return a discriminator by `type`.
+
+    Its tags are in angle brackets, so that they differ from all names of fields.
+    """
     tags = {kind: f"<{kind}>" for kind in types}
 
     def tag(block: Any) -> str:
@@ -144,7 +147,7 @@ def unsupported(block: Any, where: str, *supported: str) -> ServingError:
 
 
 def count_blocks(messages: object, system: object) -> tuple[int, int]:
-    """Return the numbers of blocks and of tool calls; the body need not be validated yet."""
+    """Return the numbers of content blocks and of tool calls in a body that may be invalid."""
     blocks = len(system) if isinstance(system, list) else 0
     calls = 0
     for message in messages if isinstance(messages, list) else ():

@@ -48,7 +48,7 @@ def conversation(
 
 
 def continues_last(messages: Sequence[Message]) -> bool:
-    """Return True if the last message is the assistant's, so that the answer continues it.
+    """Return True if the last message is from the assistant, so that the answer continues its text.
 
     Raises:
         ServingError: INVALID if that message does not end with text.
@@ -161,7 +161,10 @@ def _assistant(blocks: Sequence[Located], names: dict[str, str]) -> dict[str, An
 
 
 def _content(texts: Sequence[str]) -> str | list[dict[str, str]]:
-    """Return texts as the content of a message: a string if there is at most one."""
+    """Return texts as the content of a message.
+
+    The content is a string for at most one text, otherwise a list of text parts.
+    """
     if len(texts) < 2:
         return texts[0] if texts else ""
     return [{"type": "text", "text": text} for text in texts]

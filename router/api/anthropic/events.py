@@ -40,7 +40,7 @@ class BlockEvents:
         self._call_id = call_id
         self._omits_thinking = omits_thinking
         self._index = -1  # index of the newest block
-        self._kind = ""  # kind of the pieces of the open block; empty: no block is open
+        self._kind = ""  # kind of the pieces of the open block, or empty if no block is open
         self._head = ""  # JSON that precedes the text in a delta of the open block
 
     def add(self, piece: Piece) -> str:
@@ -91,7 +91,7 @@ def blocks_of(
 ) -> list[dict[str, Any]]:
     """Return the content blocks of a complete answer."""
     blocks: list[dict[str, Any]] = []
-    texts: list[list[str]] = []  # texts of each block
+    texts: list[list[str]] = []  # text fragments of each block
     last = ""
     for piece in pieces:
         kind = ARGUMENTS if piece.kind == CALL else piece.kind
@@ -125,7 +125,10 @@ def _empty_block(kind: str) -> dict[str, Any]:
 
 
 def _input(text: str) -> Any:
-    """Return the arguments of a call, which may be cut off, parsed as in Anthropic's client."""
+    """Return the arguments of a call, parsed as in Anthropic's client.
+
+    The arguments may be cut off.
+    """
     if not text:
         return {}
     try:

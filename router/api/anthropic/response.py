@@ -13,7 +13,7 @@ from penstock.router.requests.answer_parsing import AnswerParsing
 from penstock.router.requests.json_text import dumps
 from penstock.router.requests.response_stream import Delta
 
-CHARS_PER_FRAGMENT = 4096  # parsed in about 2 ms
+CHARS_PER_FRAGMENT = 4096  # the parser takes about 2 ms for this number of characters
 
 STOP_REASONS: Mapping[str, str] = {"stop": "end_turn", TOOL_CALLS: "tool_use"}
 """Stop reason for each finish reason; `length` has two."""
@@ -21,18 +21,18 @@ STOP_REASONS: Mapping[str, str] = {"stop": "end_turn", TOOL_CALLS: "tool_use"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageContext:
-    """Data of a call that its message shows.
+    """Data about a call that its message contains.
 
     Attributes:
         id: id of the message.
         request_id: id of the request.
         model: name of the model.
         num_prompt: tokens of the prompt.
-        num_cached: see `ResponseStream.num_cached`.
+        num_cached: number of cached prompt tokens (see `ResponseStream.num_cached`).
         fills_context: whether the longest possible answer fills the model's context, and is shorter
             than `max_tokens`.
         only_prompt: whether to hide the generated token, because the client wants no answer.
-        omits_thinking: whether blocks of thinking have no text.
+        omits_thinking: whether thinking blocks are sent without their text.
     """
 
     id: str
@@ -128,7 +128,7 @@ class MessageFormatter:
         return "".join([add(piece) for piece in self._answer.feed(text)]).encode()
 
     def _shown(self, delta: Delta) -> Delta:
-        """Return a delta, without its token if the call only computes a prompt."""
+        """Return a delta. If the call only computes a prompt, remove the generated token."""
         if not self._context.only_prompt:
             return delta
         return replace(delta, tokens=(), text="", finish="length", stop=None)

@@ -38,7 +38,7 @@ CONTINUES = b"continues"
 
 
 class CountTokensBody(ChatBody):
-    """Body of /v1/messages/count_tokens: the fields that the client may send to both paths."""
+    """Body of /v1/messages/count_tokens, whose fields are also fields of /v1/messages."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -185,7 +185,8 @@ class MessagesBody(CountTokensBody):
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
         """Return the sampling parameters; absent fields get the `defaults`."""
         named = {
-            "max_tokens": max(self.max_tokens, 1),  # for 0, see `only_prompt`
+            # The engine generates at least one token; `only_prompt` hides it for 0.
+            "max_tokens": max(self.max_tokens, 1),
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -209,7 +210,7 @@ class MessagesBody(CountTokensBody):
         )
 
     def client_names(self) -> Mapping[str, str]:
-        """Return the client's names of fields, by the names of these fields in our checks."""
+        """Return the client's name for each field that our checks know under another name."""
         form = "tools" if self._forces_calls else "output_config"
         return {"prompt": "messages", "stop": "stop_sequences", "structured_outputs": form}
 
@@ -220,12 +221,12 @@ class MessagesBody(CountTokensBody):
 
     @property
     def omits_thinking(self) -> bool:
-        """Whether blocks of thinking have no text."""
+        """Whether thinking blocks are sent without their text."""
         return self.thinking is not None and self.thinking.display == "omitted"
 
     @property
     def thinking_budget(self) -> int | None:
-        """The most tokens of reasoning; None: any number."""
+        """The maximum number of reasoning tokens, or None if there is no limit."""
         budget = None if self.thinking is None else self.thinking.budget_tokens
         return None if budget is None else min(budget, MAX_BUDGET)
 

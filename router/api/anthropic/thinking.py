@@ -23,7 +23,7 @@ class Thinking(ClosedModel):
     display: Literal["summarized", "omitted"] | None = None
 
     def check_fields(self, max_tokens: int | None) -> None:
-        """Refuse combinations that Anthropic's API refuses too."""
+        """Refuse the combinations of fields that Anthropic's API refuses."""
         budget, field = self.budget_tokens, "thinking"
         if (self.type == "enabled") != (budget is not None):
             raise invalid(
@@ -61,7 +61,7 @@ class Thinking(ClosedModel):
             )
 
     def variables(self, known: Collection[str]) -> Mapping[str, Any]:
-        """Return the variables for a template that reads the `known` ones."""
+        """Return the variables for a chat template that reads only the `known` variables."""
         found: dict[str, Any] = {
             name: self.type != "disabled" for name in SWITCHES if name in known
         }
@@ -77,7 +77,7 @@ class OutputConfig(ClosedModel):
     format: Any = None
 
     def variables(self, known: Collection[str]) -> Mapping[str, Any]:
-        """Return the variables for a template that reads the `known` ones."""
+        """Return the variables for a chat template that reads only the `known` variables."""
         if self.effort is None:
             return {}
         if EFFORT not in known:

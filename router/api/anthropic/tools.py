@@ -39,7 +39,7 @@ class Tool(ClosedModel):
         return {"type": "function", "function": function}
 
     def check_fields(self, where: str) -> None:
-        """Refuse values that cannot be honoured; `where` is the tool's path in the body."""
+        """Refuse unsupported values. `where` is the tool's path in the body."""
         if self.input_schema.get("type") != "object":
             raise invalid(f"{where}.input_schema.type must be object", "tools")
         if self.eager_input_streaming is False:
@@ -108,7 +108,7 @@ class ToolChoiceParam(ClosedModel):
 
 
 def check_tools(tools: Sequence[Any], choice: ToolChoiceParam | None) -> None:
-    """Refuse tools that cannot be honoured, equal names, and a choice that does not fit."""
+    """Refuse unsupported tools, tools of equal name, and a choice that does not fit the tools."""
     names: set[str] = set()
     for index, tool in enumerate(tools):
         where = f"tools.{index}"

@@ -28,5 +28,5 @@ class AnswerPieces:
         return pieces
 
     def finish_reason(self, given: str) -> str:
-        """Return the finish reason, which is `tool_calls` instead of `stop` after calls."""
+        """Return the finish reason. `stop` becomes `tool_calls` if the answer has tool calls."""
         return TOOL_CALLS if given == "stop" and self._has_calls else given

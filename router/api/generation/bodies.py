@@ -52,7 +52,8 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """
     length = header_of(request.scope, b"content-length") or ""
     if length.isdecimal() and int(length) <= INLINE_CHARS:
-        return await work  # a small body takes less time than two tasks
+        # A small body is parsed faster than the two tasks that watch for a disconnect are made.
+        return await work
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_until_disconnected(request))
     try:

@@ -33,8 +33,8 @@ class CallOptions:
         cache_salt: see `GenerationRequest`.
         prompt_copies: see `GenerationRequest`.
         parsing: options for the parsing of a chat's answers; None: not a chat.
-        client_names: our names of fields for which the client sent another name, with that name.
-        thinking_budget: the most tokens of reasoning; None: any number.
+        client_names: maps our name of a field to the name that the client sent for it.
+        thinking_budget: the maximum number of reasoning tokens; None: no limit.
     """
 
     name: str
@@ -116,7 +116,7 @@ class GenerationCalls:
         return await self.submit(request, [prompt], sampling, options)
 
     def sampling_params(self, body: AnsweredChat | Any, num_prompts: int) -> SamplingParams:
-        """Return the sampling parameters of a body; refuse a call that costs too much."""
+        """Return the sampling parameters of a body; raise an error if the call costs too much."""
         frontend = self._frontend
         sampling: SamplingParams = body.sampling_params(frontend.defaults)
         try:

@@ -84,5 +84,5 @@ class AnsweredChat(Protocol):
         ...
 
     def client_names(self) -> Mapping[str, str]:
-        """Return our names of fields for which the client sent another name, with that name."""
+        """Return the client's name for each field whose name in our checks differs."""
         ...

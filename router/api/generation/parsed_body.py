@@ -111,7 +111,7 @@ def _parse(
     if len(data) > INLINE_BYTES:
         _check_raw(kind, data, bounds)
     body = parse(kind, data)
-    check_sizes(kind.sizes(vars(body)), bounds)  # sizes of the validated fields
+    check_sizes(kind.sizes(vars(body)), bounds)
     match body:
         case ChatBody():
             body.check_content(bounds, model)
@@ -213,9 +213,10 @@ def _chat(body: ChatBody) -> Chat:
 def _check_raw(kind: type[StrictModel], data: bytes, bounds: RequestBounds) -> None:
     """Check the sizes of lists first, because validating the fields takes many times as long."""
     try:
-        raw = from_json(data, cache_strings=False)  # not caching is faster for many different keys
+        # Without the cache, many different strings parse faster
+        raw = from_json(data, cache_strings=False)
     except ValueError:
-        return  # validation then reports the error to the client
+        return  # the validation of the fields reports invalid JSON to the client
     if isinstance(raw, dict):
         check_sizes(kind.sizes(raw), bounds)
 

@@ -42,7 +42,10 @@ class ResponseFormatter(Protocol):
         ...
 
     def full_response(self, deltas: Sequence[Delta]) -> Iterator[str]:
-        """Yield the complete response; `deltas` has one item per choice, in order of prompts."""
+        """Yield the complete response.
+
+        `deltas` has one item per choice, in the order of the prompts.
+        """
         ...
 
     def chunk(self, delta: Delta) -> Iterator[str]:
@@ -227,9 +230,10 @@ class _EventWriter:
             chunk = None if body.flow.write_paused else self._chunk(index, choice, text)
             if chunk is None:
                 return False
-            if chunk:  # an empty chunk would end the body
+            if chunk:  # an empty chunk would end an HTTP body
                 body.write_chunk(chunk)
                 self.num_written += 1
-        except Exception as error:  # an error here must end this call, not the worker's stream
+        # An error of one call must not end the worker's stream, which serves all calls
+        except Exception as error:
             self._deltas.fail(error)
         return True

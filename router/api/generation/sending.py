@@ -50,7 +50,10 @@ async def send_json(
 async def send_event(
     send: Send, fragments: Iterable[str], slices: Slices, is_last: bool = False
 ) -> None:
-    """Send fragments of an event stream in pieces of limited size; `slices` are the stream's."""
+    """Send fragments of an event stream in pieces of limited size.
+
+    `slices` lets the event loop run other callbacks after each piece.
+    """
     for piece, ends in _pieces(fragments):
         more = not (ends and is_last)
         if piece or not more:

@@ -20,10 +20,9 @@ class StrictModel(BaseModel):
         strict=True, extra="allow", allow_inf_nan=False, ser_json_inf_nan="constants"
     )
 
-    # Fields that a helper process returns separately when it has parsed a body, by name, each
-    # with the empty value that replaces it in the model.
+    # Empty values, by field, that replace fields which a helper process returns separately.
     CONTENT: ClassVar[Mapping[str, Any]] = {}
-    # Client's names of fields, by the names of these fields in our checks.
+    # The client's name of each field that our checks know under another name.
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {}
 
     @classmethod

@@ -94,7 +94,7 @@ class Message(StrictModel):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's name of `reasoning_content`
+    reasoning: str | None = None  # vLLM's name for `reasoning_content`
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form for chat templates."""
@@ -176,12 +176,12 @@ class Conversation(ChatBody, OpenAiBody):
         )
 
     def template_variables(self, known: Collection[str]) -> Mapping[str, Any]:
-        """Return the further variables for a template that reads the `known` variables."""
+        """Return the body's own variables for a template that reads the `known` variables."""
         return self.chat_template_kwargs or {}
 
 
 def _message_sizes(messages: object) -> tuple[int, int]:
-    """Return the numbers of content parts and tool calls; messages may still be unparsed."""
+    """Return the numbers of content parts and tool calls of messages that may still be unparsed."""
     content_pieces = tool_calls = 0
     for message in messages if isinstance(messages, list) else ():
         if isinstance(message, Message):

@@ -23,7 +23,7 @@ from penstock.router.parsers.pieces import (
 from penstock.router.requests.answer_parsing import AnswerParsing
 from penstock.router.requests.response_stream import Delta
 
-CHARS_PER_FRAGMENT = 4096  # parsed in about 2 ms
+CHARS_PER_FRAGMENT = 4096  # the parser takes about 2 ms for this number of characters
 
 FIELDS = {CONTENT: "content", REASONING: "reasoning_content"}
 
@@ -40,7 +40,8 @@ class ParsedChatFormatter(ChatFormatter):
         super().__init__(context)
         self._parsing = parsing
         self._answers: dict[int, AnswerPieces] = {}  # answers of a stream, by index of the choice
-        self._sides: dict[tuple[int, str, int], tuple[str, str]] = {}  # see `_piece_event`
+        # JSON before and after the text of a piece
+        self._sides: dict[tuple[int, str, int], tuple[str, str]] = {}
         self.token_chunk = self._token_chunk
 
     # ------------------------------------------------------------ complete responses
@@ -89,7 +90,10 @@ class ParsedChatFormatter(ChatFormatter):
     # ------------------------------------------------------------ chunks
 
     def chunk(self, delta: Delta) -> Iterator[str]:
-        """Yield the server-sent events for some new tokens: one for each piece of their text."""
+        """Yield the server-sent events for some new tokens.
+
+        Each piece of their text is one event.
+        """
         index = self._context.choice_index(delta)
         pieces: list[Piece] = []
         if index not in self._answers:
@@ -125,7 +129,7 @@ class ParsedChatFormatter(ChatFormatter):
         """Return the event for a piece that does not end the choice."""
         if piece.kind == CALL:
             return self._event(self._choice(index, piece))
-        # The JSON around the text is constant: build it once per choice, kind and call.
+        # Build the JSON around the text once per choice, kind and call, because it is constant.
         key = (index, piece.kind, piece.call)
         sides = self._sides.get(key)
         if sides is None or self._context.wants_continuous_usage:

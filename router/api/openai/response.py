@@ -132,7 +132,7 @@ class CompletionFormatter:
         entries: Sequence[Logprobs | None],
         offsets: TextOffsets,
     ) -> Iterator[str]:
-        """Append the logprobs of some tokens to the columns; yields an empty text per step."""
+        """Append the logprobs of some tokens to the columns; yield an empty text per step."""
         for start in range(0, len(tokens), TOKENS_PER_FRAGMENT):
             end = start + TOKENS_PER_FRAGMENT
             columns.append(self._logprobs(tokens[start:end], entries[start:end], offsets))

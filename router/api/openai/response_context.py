@@ -21,7 +21,7 @@ class ResponseContext:
     """Data shared by all answers of one call."""
 
     id: str
-    created: int  # seconds since 1970
+    created: int  # time of creation, in seconds since 1970
     model: str
     prompts: Sequence[Sequence[int]]
     token_bytes: TokenBytes
@@ -29,20 +29,20 @@ class ResponseContext:
     num_choices: int = 1  # choices per prompt
     num_logprobs: int | None = None
     return_token_ids: bool = False
-    tokens_as_ids: bool = False  # logprobs name a token by its id instead of its text
-    wants_usage: bool = False  # send usage at the end of a stream
-    wants_continuous_usage: bool = False  # send usage in every chunk
-    echo: Sequence[str] | None = None  # per prompt: the text that is prepended to its answers
-    only_echo: bool = False  # hide the generated tokens
-    # Logprobs of each prompt's tokens 1, 2, ... by prompt index. Complete before the first delta.
+    tokens_as_ids: bool = False  # whether logprobs name a token by its id instead of its text
+    wants_usage: bool = False  # whether to send the usage at the end of a stream
+    wants_continuous_usage: bool = False  # whether to send the usage in every chunk
+    echo: Sequence[str] | None = None  # for each prompt, the text that is prepended to its answers
+    only_echo: bool = False  # whether to hide the generated tokens
+    # For each prompt index, the logprobs of tokens 1, 2, ..., complete before the first delta.
     prompt_logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
     num_prompt_logprobs: int | None = None
-    # Number of cached prompt tokens by prompt index. Present before the prompt's first delta.
+    # For each prompt index, the number of cached tokens, known before the prompt's first delta.
     num_cached: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def wants_only_text(self) -> bool:
-        """Whether a token adds only its text to the answer."""
+        """Whether the chunk of a token differs from other chunks only in its text."""
         return self.num_logprobs is None and not (
             self.return_token_ids or self.only_echo or self.wants_continuous_usage
         )

@@ -146,7 +146,7 @@ class OpenAiApi:
             "owned_by": "penstock",
             "max_model_len": model.max_model_len,
             "vocab_size": model.vocab_size,
-            # of Anthropic's API
+            # Anthropic's clients read these fields.
             "type": "model",
             "display_name": name,
             "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
@@ -249,7 +249,7 @@ def _formatter(
 
 
 def _check_stream(body: BaseRequest, sampling: SamplingParams) -> None:
-    """Refuse to stream results that are known only at the end."""
+    """Refuse to stream if the results are known only at the end."""
     if body.stream and sampling.is_ranked:
         name = "use_beam_search" if sampling.use_beam_search else "best_of"
         what = name if sampling.use_beam_search else "best_of above n"
@@ -262,7 +262,7 @@ def _check_stream(body: BaseRequest, sampling: SamplingParams) -> None:
 
 
 def _prompt_copies(body: BaseRequest, sampling: SamplingParams) -> int:
-    """Return how many copies of a prompt the response has: one per choice, one in all, or none."""
+    """Return the number of copies of a prompt in the response: 0, 1, or one per choice."""
     if body.prompt_logprobs is None and not body.return_token_ids:
         return sampling.num_sequences if isinstance(body, CompletionRequest) and body.echo else 0
     return sampling.num_sequences if isinstance(body, CompletionRequest) else 1

@@ -35,7 +35,7 @@ class StreamOptions(StrictModel):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: bool | None = None  # an extension of vLLM
+    continuous_usage_stats: bool | None = None  # vLLM's extension of OpenAI's field
 
 
 class BaseRequest(StructuredFields):
@@ -55,7 +55,7 @@ class BaseRequest(StructuredFields):
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | Texts | None = None
-    # extensions of vLLM
+    # Fields that vLLM adds to OpenAI's API.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -74,7 +74,7 @@ class BaseRequest(StructuredFields):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     priority: int | None = None
-    # extension of transformers and TGI
+    # Field of transformers and TGI.
     typical_p: float | None = None
 
     def check(self) -> None:
@@ -87,16 +87,16 @@ class BaseRequest(StructuredFields):
             raise invalid("cache_salt is empty: leave it out", "cache_salt")
 
     def limit(self) -> int | None:
-        """Return the maximum number of answer tokens; None if the request body sets no maximum."""
+        """Return the maximum number of answer tokens, or None if the body sets no maximum."""
         return self.max_tokens
 
     def truncated(
         self, prompt: Sequence[int], max_model_len: int, max_tokens: int | None
     ) -> Sequence[int]:
-        """Return the last tokens of a prompt, if the body limits the prompt's length.
+        """Return a prompt's last tokens if the body limits its length, otherwise the whole prompt.
 
-        As in vLLM, -1 keeps as many tokens as fit. The prompt then leaves room for the answer, of
-        which `max_tokens` is the default length; None: one token.
+        As in vLLM, a limit of -1 keeps as many prompt tokens as fit beside the answer. `max_tokens`
+        is the default length of the answer (None: one token).
         """
         name, most = "truncate_prompt_tokens", self.truncate_prompt_tokens
         if most is None:
@@ -108,16 +108,16 @@ class BaseRequest(StructuredFields):
         return prompt[-most:]
 
     def client_names(self) -> Mapping[str, str]:
-        """Return the client's names of fields, by the names of these fields in our checks."""
+        """Return the client's name for each field that our checks know under another name."""
         form = self.form()
         return {} if form is None else {"structured_outputs": form[0]}
 
     def num_logprobs(self) -> int | None:
-        """Return the number of alternatives per token; None: no logprobs."""
+        """Return the number of alternatives per answer token, or None without logprobs."""
         raise NotImplementedError
 
     def num_prompt_logprobs(self) -> int | None:
-        """Return the number of alternatives per prompt token; None: no prompt logprobs."""
+        """Return the number of alternatives per prompt token, or None without logprobs."""
         return self.prompt_logprobs
 
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
@@ -169,7 +169,7 @@ class BaseRequest(StructuredFields):
 
     @property
     def wants_continuous_usage(self) -> bool:
-        """Whether every chunk of a stream should have the usage up to then."""
+        """Whether every chunk of a stream should have the usage so far."""
         options = self.stream_options
         return options is not None and bool(options.continuous_usage_stats)
 
@@ -226,7 +226,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
     echo: bool | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    # extensions of vLLM
+    # Fields that vLLM adds to OpenAI's API.
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
 
@@ -257,7 +257,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
 
     def parsing_options(self, chat: Chat) -> ParsingOptions:
         """Return the options for the parsing of the answers to the body's `chat`."""
-        # The tools themselves are in `chat`, if a helper process has parsed the body.
+        # If a helper process has parsed the body, the tools are in `chat` only.
         is_forced, named = bool(chat.forced_schema), isinstance(self.tool_choice, dict)
         return ParsingOptions(
             reads_calls=bool(chat.tools),
@@ -270,7 +270,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
         )
 
     def template_tools(self) -> Sequence[Mapping[str, Any]]:
-        # A model that does not see the tools does not try to call them.
+        # Hide the tools for the choice "none", so that the model does not try to call them.
         return () if not self.tools or self._chosen().mode == "none" else super().template_tools()
 
     def limit(self) -> int | None:

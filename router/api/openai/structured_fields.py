@@ -19,7 +19,7 @@ FIELD = "structured_outputs"
 class ResponseFormat(StrictModel):
     """OpenAI's `response_format`, with vLLM's structural tags.
 
-    A schema is followed whether or not its format sets `strict`.
+    The answer follows a schema even if `strict` is not set.
     """
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
@@ -51,7 +51,7 @@ class StructuredFields(OpenAiBody):
 
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    # older names of vLLM
+    # Older names in vLLM's API for the constraints of `structured_outputs`.
     guided_json: Schema | str | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None

@@ -22,7 +22,7 @@ class TextOffsets:
         return offset
 
     def copy(self) -> "TextOffsets":
-        """Return a copy, to which other tokens can be added."""
+        """Return an independent copy of the offsets so far."""
         other = TextOffsets()
         other._decoder.setstate(self._decoder.getstate())
         other._num_chars = self._num_chars

@@ -14,10 +14,11 @@ PLAIN: Mapping[str, None] = {"logprobs": None, "finish_reason": None, "stop_reas
 
 @dataclass(slots=True)
 class StreamProgress:
-    """Number of tokens sent in a stream, and the offsets in each choice that has begun."""
+    """The number of tokens sent in a stream, and the text offsets of each choice that has begun."""
 
     num_tokens: int = 0
-    offsets: dict[int, TextOffsets] = field(default_factory=dict)  # by choice index
+    # Text offsets of each choice, by its index
+    offsets: dict[int, TextOffsets] = field(default_factory=dict)
 
     def is_first(self, index: int) -> bool:
         return index not in self.offsets
@@ -46,7 +47,8 @@ class TokenChunks:
     def __init__(self, progress: StreamProgress, is_plain: bool) -> None:
         self._is_plain = is_plain
         self._progress = progress
-        self._sides: dict[tuple[int, int], tuple[str, str]] = {}  # by request index and choice
+        # JSON before and after the text, by request index and choice
+        self._sides: dict[tuple[int, int], tuple[str, str]] = {}
 
     def add(self, delta: Delta, example: Callable[[str], str]) -> None:
         """Prepare the chunks of a delta's choice; `example` returns the chunk for a text."""

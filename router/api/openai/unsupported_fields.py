@@ -52,7 +52,7 @@ PERMITTED_VALUES: Mapping[str, Sequence[Any]] = {
 
 
 def check_unsupported_fields(fields: Mapping[str, Any]) -> None:
-    """Refuse the first of a body's unknown fields that would change the answer."""
+    """Raise an error for the first unknown field of a body that would change the answer."""
     for name, value in fields.items():
         if name in PERMITTED_VALUES and not any(value == one for one in PERMITTED_VALUES[name]):
             raise invalid(f"{name} is not supported: leave it out", name)

@@ -75,7 +75,7 @@ class BackgroundRun:
             outcome = Outcome("cancelled")
         except ServingError as error:
             outcome = Outcome("failed", error=error)
-        except Exception:  # after a bug, the response must still end
+        except Exception:  # the response must end even if a bug raises an unexpected error
             log.exception("the response %s could not be generated", self.response.id)
             outcome = Outcome("failed", error=internal_error())
         finally:
@@ -96,7 +96,7 @@ class BackgroundRun:
         async for delta in self._answers:
             self._status = "in_progress"
             await events.add(self._formatter.chunk(delta), slices)
-            if delta.finish:  # no cancel after this: the only choice has ended
+            if delta.finish:  # the only choice has ended, so a cancel has no effect from here on
                 return
 
     async def _end_early(self, outcome: Outcome, slices: Slices) -> None:
@@ -106,7 +106,7 @@ class BackgroundRun:
                 failed = self._formatter.failed_events(outcome.error)
                 await self.events.add(failed, slices, are_last=True)
                 return
-            except Exception:  # probably caused by the same bug
+            except Exception:  # the bug that ended the response probably caused this error too
                 log.exception("the events of %s could not be made", self.response.id)
         for _ in self._formatter.ended_early(outcome):
             await slices.pause()
@@ -117,7 +117,7 @@ class BackgroundRuns:
 
     def __init__(self, tasks: BackgroundTasks) -> None:
         self._tasks = tasks
-        self._runs: dict[str, dict[str, BackgroundRun]] = {}  # by tenant and id
+        self._runs: dict[str, dict[str, BackgroundRun]] = {}  # running responses, by tenant and id
         self._ended_logs = EventLogs()
         self._running_bytes = EventBytes()
 
@@ -156,11 +156,11 @@ class BackgroundRuns:
         run.task.add_done_callback(lambda task: self._ended(tenant, run))
 
     def get(self, tenant: str, name: str) -> BackgroundRun | None:
-        """Return a running response of a tenant; None if the tenant has none with this id."""
+        """Return a running response of a tenant, or None if the tenant runs none with this id."""
         return self._runs.get(tenant, {}).get(name)
 
     def events(self, tenant: str, name: str) -> EventLog | None:
-        """Return the events of a running or ended response; None if there are none."""
+        """Return the events of a running or ended response, or None if they are not stored."""
         run = self.get(tenant, name)
         return self._ended_logs.get(tenant, name) if run is None else run.events
 

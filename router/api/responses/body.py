@@ -75,7 +75,8 @@ class ResponsesRequest(ChatBody):
     metadata: dict[str, str] | None = None
     include: Texts | None = None
     max_output_tokens: int | None = None
-    max_tool_calls: int | None = None  # for OpenAI's own tools, which Penstock does not have
+    # Limits OpenAI's built-in tools, which Penstock does not have
+    max_tool_calls: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_logprobs: int | None = None
@@ -90,7 +91,7 @@ class ResponsesRequest(ChatBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    # extensions, with the names of chat completions
+    # Penstock's extensions, named as in chat completions.
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -186,7 +187,7 @@ class ResponsesRequest(ChatBody):
         return self._instructions() + messages_of(self._items)
 
     def template_tools(self) -> Sequence[Mapping[str, Any]]:
-        # A model that does not see the tools does not try to call them.
+        # Hide the tools for the choice "none", so that the model does not try to call them.
         return () if self._chosen.choice.mode == "none" else self._chosen.tools
 
     def forced_schema(self) -> str:
@@ -229,7 +230,7 @@ class ResponsesRequest(ChatBody):
         return None
 
     def parsing_options(self, chat: Chat) -> ParsingOptions:
-        # The tools themselves are in `chat`, if a helper process has parsed the body.
+        # If a helper process has parsed the body, the tools are in `chat` only.
         is_forced, chosen = bool(chat.forced_schema), self.tool_choice
         is_named = isinstance(chosen, dict) and chosen.get("type") == "function"
         return ParsingOptions(

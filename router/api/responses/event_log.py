@@ -1,4 +1,4 @@
-"""The events of background responses, which streams read from any event on."""
+"""The events of background responses; a stream may start reading at any event."""
 
 import asyncio
 from collections import Counter, OrderedDict
@@ -144,7 +144,8 @@ class EventLogs:
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._logs: OrderedDict[tuple[str, str], EventLog] = OrderedDict()  # by tenant and id
+        # Events of ended responses, by tenant and id
+        self._logs: OrderedDict[tuple[str, str], EventLog] = OrderedDict()
 
     def put(self, tenant: str, name: str, log: EventLog) -> None:
         """Keep the events of a response; remove the oldest ones above the limit."""
@@ -154,7 +155,7 @@ class EventLogs:
             self.delete(*next(iter(self._logs)))
 
     def get(self, tenant: str, name: str) -> EventLog | None:
-        """Return the events of a response; None if they are not kept."""
+        """Return the events of a response, or None if they have been removed."""
         return self._logs.get((tenant, name))
 
     def delete(self, tenant: str, name: str) -> None:
@@ -223,7 +224,7 @@ class EventLogResponse(Response):
 
 
 def _joined(pieces: Sequence[bytes]) -> Iterable[bytes]:
-    """Join small pieces; yield large ones as they are."""
+    """Join the pieces if they are small in total; otherwise return them unchanged."""
     if len(pieces) > 1 and sum(map(len, pieces)) > 2 * FLUSH_CHARS:
         return pieces
     return (b"".join(pieces),)

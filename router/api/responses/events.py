@@ -33,7 +33,7 @@ class EventStream:
 
     def __init__(self) -> None:
         self.num_events = 0
-        # Constant JSON of an event for new text: before its number, and after its text.
+        # The constant JSON before the number, and after the text, of an event for new text.
         self._before = self._after = ""
 
     def event(self, kind: str, members: Iterable[str]) -> Iterator[str]:
@@ -41,7 +41,7 @@ class EventStream:
         yield f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{self.num_events},'
         yield from members
         yield END
-        self.num_events += 1  # after the yields, so that an event that fails does not count
+        self.num_events += 1  # counted after the yields, so that an event that fails does not count
 
     def response(self, kind: str, response: Iterable[str]) -> Iterator[str]:
         """Yield an event with the whole response."""

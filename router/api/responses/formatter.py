@@ -19,7 +19,7 @@ from penstock.router.errors import ServingError
 from penstock.router.parsers.pieces import CALL, CONTENT, Piece
 from penstock.router.requests.response_stream import Delta
 
-CHARS_PER_FRAGMENT = 4096  # parsed in about 2 ms
+CHARS_PER_FRAGMENT = 4096  # the parser takes about 2 ms for this number of characters
 
 NO_PIECES: tuple[Sequence[Piece], Sequence[str]] = ((), ())
 
@@ -54,7 +54,7 @@ class Recorder(Protocol):
         ...
 
     def record(self, finished: FinishedResponse) -> Iterator[str]:
-        """Store the response if it is kept; yield an empty text after each short step."""
+        """Store the response if it is to be kept; yield an empty text after each short step."""
         ...
 
 
@@ -92,7 +92,8 @@ class ResponsesFormatter:
         self._events = EventStream()
         self._num_tokens = 0
         self._has_ended = False
-        self._opening: Sequence[str] = ("created", "in_progress")  # events still to be made
+        # Kinds of the first events, which are not yet made
+        self._opening: Sequence[str] = ("created", "in_progress")
 
     # ------------------------------------------------------------ complete responses
 
@@ -152,7 +153,7 @@ class ResponsesFormatter:
         else:
             yield from self._token_pieces(delta)
         if delta.finish:
-            # A last delta without tokens may still have text that was held back.
+            # The last delta may have no tokens, but text that the parser of stop strings held back.
             rest = "" if delta.tokens or self._is_plain else delta.text
             pieces = self._answer.feed(rest, has_ended=True)
             entries: list[str] = []
@@ -165,7 +166,7 @@ class ResponsesFormatter:
         texts = self._texts.split(delta)
         last = (
             len(delta.tokens) - 1 if delta.finish == "stop" else -1
-        )  # the end token, without text
+        )  # entries of the end token, which has no text
         rows = zip(delta.tokens, texts, delta.logprobs, strict=True)
         for index, (token, text, entry) in enumerate(rows):
             pieces = self._answer.feed(text)
@@ -183,8 +184,8 @@ class ResponsesFormatter:
     ) -> Iterator[tuple[Sequence[Piece], Sequence[str]]]:
         """Append the log probabilities of the content in `pieces` as JSON, if requested.
 
-        Yields an empty result after each token. The caller can then pause, because the text of many
-        tokens may have been held back.
+        Yields an empty result after each token, so that the caller can pause. Many tokens may
+        arrive at once if their text was held back.
         """
         if not self._with_logprobs:
             return
@@ -224,11 +225,12 @@ class ResponsesFormatter:
         self._opening = ("in_progress",)
 
     def token_chunk(self, index: int, choice: int, text: str) -> bytes | None:
-        """Return the events for a token that only adds text."""
+        """Return the events for a token that only adds text; None if `chunk` must send it."""
         if not self._events.num_events or self._with_logprobs:
             return None
         self._num_tokens += 1
-        if self._is_plain and self._output.items:  # the message is the only item
+        # Without a parser, the message is the only output item
+        if self._is_plain and self._output.items:
             if not text:
                 return b""
             self._output.last.write(text)
@@ -250,11 +252,14 @@ class ResponsesFormatter:
             yield self._events.text(piece.text, entries)
 
     def end_of_stream(self) -> str:
-        """Return an empty text, because `chunk` has returned the last event."""
+        """Return an empty text, because `chunk` has already returned the last event."""
         return ""
 
     def failed_events(self, error: ServingError) -> Iterator[str]:
-        """Yield the events of an error, which may come at any time; the response has no output."""
+        """Yield the events of an error, which may occur at any time.
+
+        The response then has no output.
+        """
         self._output = Output(self._suffix)
         self._has_ended = False
         return self.error_events(error)

@@ -31,7 +31,7 @@ async def list_page(stored: Sequence[StoredItems], query: Mapping[str, str]) -> 
         index, skipped = await _position_after(lists, after, step)
     slices = Slices()
     found: list[tuple[str, list[bytes]]] = []
-    for own in lists[index:]:  # splits only the lists that have items of the page
+    for own in lists[index:]:  # only the lists with items of the page are split
         found += own.lines()[::step][skipped:]
         skipped = 0
         if len(found) > limit:

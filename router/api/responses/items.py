@@ -65,7 +65,7 @@ class InputItem(StrictModel):
 
     @property
     def kind(self) -> str:
-        """The type of the item, which messages may leave out."""
+        """The type of the item. Messages may leave it out."""
         return self.type or ("message" if self.role is not None else "")
 
     @property
@@ -115,8 +115,10 @@ class Conversation:
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
-        self._thoughts: list[tuple[dict[str, Any], list[str]]] = []  # messages with reasoning
-        self._answer: dict[str, Any] | None = None  # assistant's message that can be extended
+        # Messages that have reasoning, with the texts of the reasoning
+        self._thoughts: list[tuple[dict[str, Any], list[str]]] = []
+        # Assistant's message to which later items are added
+        self._answer: dict[str, Any] | None = None
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -169,7 +171,8 @@ class Conversation:
         if "reasoning_content" not in answer:
             answer["reasoning_content"] = ""
             self._thoughts.append((answer, []))
-        self._thoughts[-1][1].append(text)  # joined only once: repeated joins take seconds
+        # The texts are joined once at the end, since repeated joins take seconds
+        self._thoughts[-1][1].append(text)
 
     def _add_call(self, item: InputItem) -> None:
         answer = self._answer or self._begin()

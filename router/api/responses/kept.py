@@ -51,11 +51,12 @@ class KeptContent:
             sum(len(dumps(message).encode()) for message in instructions),
             sum(map(num_chars_of, instructions)),
             "\n".join(item["id"] for item in items).encode(),
-            b"\n".join(map(to_json, items)),  # faster than `dumps` for many small items
+            # `to_json` per item is faster than `dumps` for many small items
+            b"\n".join(map(to_json, items)),
         )
 
     def frames(self) -> Sequence[bytes]:
-        """Return frames, from which `read` restores the texts."""
+        """Return the texts as frames of bytes, from which `read` restores the texts."""
         head = json.dumps([self.num_instructions, self.instruction_chars]).encode()
         return [head, self.shown, self.ids, self.items]
 

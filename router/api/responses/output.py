@@ -41,7 +41,7 @@ class OutputItem:
         self.call_id = call_id
         self.logprobs: list[str] = []
         self._text = io.StringIO()
-        self.write = self._text.write  # appends text
+        self.write = self._text.write  # appends to the text of the item
 
     def add(self, piece: Piece, logprobs: Sequence[str]) -> None:
         """Append a piece, with the log probabilities of its tokens if it is content."""
@@ -123,7 +123,7 @@ class Output:
     def __init__(self, suffix: str) -> None:
         self.items: list[OutputItem] = []
         self._suffix = suffix
-        self._key: tuple[str, int] = ("", -1)  # kind and call of the last item
+        self._key: tuple[str, int] = ("", -1)  # kind of the last item, and number of its call
 
     @property
     def last(self) -> OutputItem:

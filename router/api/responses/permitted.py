@@ -35,7 +35,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 INCLUDABLE = (
     LOGPROBS,
-    # The rest concerns items that no answer contains.
+    # The following values have no effect, because answers contain none of these items.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",

@@ -122,7 +122,10 @@ class ResponsesApi:
     async def _truncated(
         self, request: Request, parsed: ParsedBody[Any], content: KeptContent
     ) -> Chat | None:
-        """Return the conversation, without its oldest messages, if that fits into the context."""
+        """Return the conversation without its oldest messages, or None if no shorter one fits.
+
+        The prompt and the answer must fit into the model's context.
+        """
         body, frontend = parsed.body, self._frontend
         options = body.template_options(frontend.helpers.template_variables)
 
@@ -164,12 +167,12 @@ class ResponsesApi:
         return FragmentResponse(_texts(self._stored(request)))
 
     def _stream(self, request: Request, first: int) -> Response:
-        """Return the events of a background response from number `first` on."""
+        """Return the events of a background response, beginning with event number `first`."""
         name = request.path_params["id"]
         events = self._runs.events(request.state.tenant, name)
         if events is None:
             if self._runs.get(request.state.tenant, name) is None:
-                self._stored(request)  # raises NOT_FOUND if there is no such response
+                self._stored(request)  # raises NOT_FOUND if the tenant has no such response
             raise invalid(
                 f"the response {name[:80]!r} has no events: it was created without background and "
                 "stream, or its events were removed: leave out stream",
@@ -205,7 +208,7 @@ def _texts(stored: StoredResponse) -> Iterator[str]:
 
 
 def _first_event(request: Request) -> int | None:
-    """Return the number of the first event of a stream; None if no stream is wanted."""
+    """Return the number of the first event of a stream, or None if the client wants no stream."""
     name = "starting_after"
     given = request.query_params.get(name)
     if request.query_params.get("stream") != "true":

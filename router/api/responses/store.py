@@ -9,7 +9,7 @@ from penstock.router.errors import Code, ServingError
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Limits of the store; beyond a limit, the least recently used response is removed first."""
+    """Limits of the store. Above a limit, the least recently used response is removed first."""
 
     tenant_responses: int = 4096
     tenant_bytes: int = 64 << 20
@@ -36,7 +36,7 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all stored responses."""
+        """Bytes of all stored responses."""
         return sum(tenant.num_bytes for tenant in self._tenants.values())
 
     @property
@@ -71,7 +71,7 @@ class ResponseStore:
         Args:
             tenant: the tenant.
             name: id of the response.
-            param: field of the request that has the id; None: the path has it.
+            param: request field that contains the id, or None if the URL's path contains it.
 
         Raises:
             ServingError: NOT_FOUND if the tenant has no such response.

@@ -24,11 +24,12 @@ ENTRY_BYTES = 2048
 
 @dataclass(frozen=True, slots=True)
 class StoredItems:
-    """Some consecutive items of a conversation: an input, or an output.
+    """Some consecutive items of a conversation: the input or the output of one response.
 
     Attributes:
         ids: ids of the items, one per line.
-        items: the items as JSON, one per line, in fragments; joining large ones takes too long.
+        items: the items as JSON, one per line, in fragments. Large fragments stay separate, because
+            joining them takes too long.
         messages: the items as messages for chat templates: JSON objects separated by commas.
         num_chars: characters of the strings in the messages.
     """
@@ -40,7 +41,7 @@ class StoredItems:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the texts."""
+        """Size of the texts, in bytes."""
         return len(self.ids) + sum(map(len, self.items)) + len(self.messages)
 
     @property
@@ -49,7 +50,7 @@ class StoredItems:
         return self.ids.count(b"\n") + 1 if self.ids else 0
 
     def index_of(self, name: str) -> int | None:
-        """Return the index of the item with this id; None if there is none."""
+        """Return the index of the item with this id, or None if there is none."""
         if not self.ids or "\n" in name:
             return None
         lines = b"\n" + self.ids + b"\n"
@@ -90,7 +91,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the response; shared items are counted in each response."""
+        """Bytes of the response. Items that responses share are counted in each of them."""
         items = sum(each.num_bytes for each in self.conversation)
         return ENTRY_BYTES + sum(map(len, self.body)) + items
 
@@ -101,7 +102,7 @@ class StoredResponse:
 
 
 def least_bytes(items: Sequence[StoredItems], shown: bytes) -> int:
-    """Return the size of a stored response without its output.
+    """Return the size in bytes of a stored response without its output.
 
     Args:
         items: all items of its input.
@@ -235,7 +236,7 @@ class ResponseRecorder:
         return False
 
     def record(self, finished: FinishedResponse) -> Iterator[str]:
-        """Store the response if it is kept; yield an empty text after each short step."""
+        """Store the response if it is to be kept; yield an empty text after each short step."""
         if not self._is_kept:
             return
         body: list[bytes] = []
@@ -261,7 +262,7 @@ class ResponseRecorder:
 
 
 def _encode(fragments: Iterable[str], into: list[bytes]) -> Iterator[str]:
-    """Append fragments to `into`, joined into larger ones; yield an empty text after each."""
+    """Append fragments to `into`, joined into larger ones; yield an empty text per fragment."""
     texts: list[str] = []
     size = 0
     for fragment in fragments:

@@ -19,7 +19,7 @@ MEMBERS: Mapping[str, tuple[type, str]] = {
 
 
 class TextConfig(StrictModel):
-    """The field `text`; a schema is followed whether or not its format sets `strict`."""
+    """The field `text`. The answer follows a schema even if `strict` is not set."""
 
     format: dict[str, Any] | None = None
 
@@ -28,7 +28,7 @@ class TextConfig(StrictModel):
         self.form()
 
     def form(self) -> StructuredOutputs | None:
-        """Return the form that the format demands; None for free text.
+        """Return the form that the format demands, or None for free text.
 
         Raises:
             ServingError: INVALID if the format is not valid.

@@ -1,4 +1,4 @@
-"""The tokens of an answer, by the kind of text to which they belong."""
+"""Assigns the tokens of an answer to the kinds of its text: reasoning, content or calls."""
 
 import codecs
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTexts:
-    """Splits the text of deltas into the texts of their tokens; deltas may be merged.
+    """Splits the text of deltas into the texts of their tokens. Deltas may have been merged.
 
     Args:
         token_bytes: the bytes of the model's tokens.
@@ -41,9 +41,9 @@ class TokenTexts:
 class TokenKinds:
     """Counts the tokens of the reasoning, and finds the log probabilities of the content.
 
-    A token without a piece of its own has text that is held back or part of a tag. Such a token
-    belongs to the next piece. After reasoning, it belongs to the reasoning, because such tokens
-    mark the end of the reasoning.
+    The text of some tokens is held back, or is part of a tag. Such a token has no piece of its own
+    and belongs to the next piece. After reasoning, such tokens belong to the reasoning, because
+    they mark its end.
 
     Attributes:
         num_reasoning: number of tokens that belong to the reasoning.
@@ -51,8 +51,8 @@ class TokenKinds:
 
     def __init__(self) -> None:
         self.num_reasoning = 0
-        self._num_waiting = 0  # tokens since the last piece
-        self._waiting: list[Any] = []  # log probabilities of these tokens
+        self._num_waiting = 0  # tokens since the last piece, which belong to no piece yet
+        self._waiting: list[Any] = []  # log probabilities of the tokens since the last piece
         self._last = ""  # kind of the last piece
 
     def add(self, pieces: Sequence[Piece], num_tokens: int = 1) -> None:
@@ -87,7 +87,7 @@ class TokenKinds:
         return found
 
     def finish(self) -> None:
-        """Count the tokens without a piece at the end of the answer."""
+        """Count the tokens at the end of the answer that no piece contains."""
         if self._last == REASONING:
             self.num_reasoning += self._num_waiting
         self._num_waiting = 0

@@ -31,7 +31,7 @@ class MessageStart:
 
 @dataclass(frozen=True, slots=True)
 class ShorterChats:
-    """A list of chats, from the longest to the shortest; a chat is made only on demand.
+    """A list of chats, from the longest to the shortest. Each chat is made only when it is needed.
 
     Attributes:
         chat: the whole conversation.
@@ -69,11 +69,12 @@ async def message_starts(messages: bytes, first: int = 1) -> list[MessageStart]:
 
 
 async def shorter_chats(chat: Chat, num_instructions: int) -> list[ShorterChats]:
-    """Return lists of chats without the oldest messages; the list to try first comes first.
+    """Return lists of shorter chats, which leave out the oldest messages.
 
-    Every chat keeps the instructions, the last message, and the call of each tool result. In the
-    first list, chats begin with a message of the user, because many templates require one there. In
-    the second list, chats keep only a part of the last turn: its question and the latest calls.
+    The caller tries the lists in order. Every chat keeps the instructions, the last message, and
+    the call of each tool result. The chats of the first list begin with a message of the user,
+    because many templates require one there. The chats of the second list keep only a part of the
+    last turn: its question and the latest calls.
 
     Args:
         chat: the whole conversation.
@@ -97,10 +98,13 @@ async def shorter_chats(chat: Chat, num_instructions: int) -> list[ShorterChats]
 
 
 async def _separable(messages: bytes, starts: Sequence[MessageStart]) -> list[MessageStart]:
-    """Return the starts at which a chat can be cut: no result after them has an earlier call."""
+    """Return the starts at which a chat can be cut.
+
+    A cut never separates the result of a tool from its call.
+    """
     slices = Slices()
     calls: dict[bytes, int] = {}
-    indices: dict[int, int] = {}  # index of the call of each result, by the result's index
+    indices: dict[int, int] = {}  # for the index of each tool result, the index of its call
     ends = [*(start.offset for start in starts[1:]), len(messages)]
     for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
         if start.role == "assistant":
@@ -111,7 +115,7 @@ async def _separable(messages: bytes, starts: Sequence[MessageStart]) -> list[Me
         if index % MESSAGES_PER_SLICE == 0:
             await slices.pause()
     found: list[MessageStart] = []
-    first_call = len(starts)  # index of the earliest call of the results from `index` on
+    first_call = len(starts)  # the lowest index of a call whose result is at `index` or later
     for index in reversed(range(len(starts))):
         first_call = min(first_call, indices.get(index, first_call))
         if first_call >= index:
@@ -149,7 +153,8 @@ async def first_that_fits(
         except ServingError as error:
             if error.code is not Code.INVALID:
                 raise
-            return False  # the chat is too long to encode, or the template refuses its roles
+            # The chat exceeds the limit for texts, or the chat template refuses its roles.
+            return False
 
     for chats in lists:
         if not await fits(chats.at(-1)):
