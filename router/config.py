@@ -18,19 +18,20 @@ class RequestBounds(SamplingLimits):
     max_body_bytes: int = 4 << 20  # bytes of an HTTP body or a gRPC message
     max_header_bytes: int = 64 << 10
     receive_seconds: float = (
-        30.0  # for a request's head or body, a gRPC connection's start or message
+        30.0  # seconds to receive a request, or the start of a gRPC connection
     )
     max_prompts: int = 1024  # prompts per call; each prompt becomes a separate request
-    max_request_cost: int = 1_000_000  # maximum cost of one call: see `requests.cost`
+    max_request_cost: int = 1_000_000  # maximum cost of one call, as computed in `requests.cost`
     max_messages: int = 4096  # of a chat
     max_content_pieces: int = 4096  # content parts of all messages of a chat
     max_tool_calls: int = 4096  # tool calls of all messages of a chat
     max_tools: int = 512
     max_tools_bytes: int = 512 << 10  # largest size of all tools, in bytes of JSON
     max_documents: int = 1024
-    max_json_depth: int = 64  # nesting of tools and documents
+    max_json_depth: int = 64  # maximum nesting depth of the JSON of tools and documents
     max_template_kwargs: int = 16 << 10  # largest size of chat_template_kwargs, in bytes of JSON
-    max_detokenize_contexts: int = 64  # tokens per call to Detokenize, in contexts of the model
+    # Maximum tokens per Detokenize call, as a multiple of the context.
+    max_detokenize_contexts: int = 64
     max_encoding_chars: int = 64 << 20  # characters of all texts that wait to be tokenized
     max_helper_bytes: int = 64 << 20  # bytes of all bodies and chats that wait for a helper process
     max_unread_tokens: int = 8192  # generated tokens that a slow client has not read
@@ -56,10 +57,10 @@ class ConnectionBounds:
 class HelperLimits:
     """Limits of a router's helper processes, which parse large bodies and render chats."""
 
-    num_processes: int = 2  # one tenant uses one at a time
-    cpu_seconds: float = 1.0  # for one job; the kernel ends a process that takes longer
-    wall_seconds: float = 30.0  # for one job
-    memory_bytes: int = 256 << 20  # of a process, in addition to its libraries
+    num_processes: int = 2  # each tenant uses at most one process at a time
+    cpu_seconds: float = 1.0  # CPU time limit of one job; the kernel ends a process that exceeds it
+    wall_seconds: float = 30.0  # wall-clock time limit of one job
+    memory_bytes: int = 256 << 20  # memory limit of a process, in addition to its libraries
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,44 +68,47 @@ class RouterConfig:
     """Configuration of one router.
 
     Port 0 means that the system chooses a free port. A request's time limit is the smaller of the
-    client's and `timeout`. `max_model_len` limits prompt and answer together; by default the limits
-    of the model's configuration and of the workers apply.
+    client's limit and `timeout`. `max_model_len` limits the total tokens of prompt and answer; by
+    default the model's configuration and the workers set this limit.
     """
 
     model: Path  # checkpoint folder; a router reads only its configuration and tokenizer
     served_name: str
-    aliases: tuple[str, ...] = ()  # further names of the model
+    aliases: tuple[str, ...] = ()  # additional names of the served model
     name: str = "router-0"
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 9000
-    admin_host: str = "127.0.0.1"  # serves /metrics, /status, /steps and /role
+    admin_host: str = "127.0.0.1"  # address of the port for /metrics, /status, /steps and /role
     admin_port: int = 0
-    api_keys: tuple[ApiKey, ...] = ()  # empty: no key is needed
-    allowed_origins: tuple[str, ...] = ()  # web origins that may call /v1/; "*": all
+    api_keys: tuple[ApiKey, ...] = ()  # if empty, calls need no API key
+    allowed_origins: tuple[str, ...] = ()  # origins of web pages that may call /v1/; "*" allows all
     worker_token: str | None = field(default=None, repr=False)
-    # Secret of the cluster that keys the hashes of cached blocks.
+    # The cluster's secret, which keys the hashes of cached blocks.
     hash_key: bytes = field(default_factory=new_hash_key, repr=False)
     max_model_len: int | None = None
-    no_special_in_completions: bool = False  # encode no control tokens in text prompts
-    generation_config: Literal["auto", "none"] = "auto"  # auto: use the model's sampling defaults
+    no_special_in_completions: bool = False  # do not encode control tokens in text prompts
+    generation_config: Literal["auto", "none"] = "auto"  # "auto" uses the model's sampling defaults
     # Text of a chat template that replaces the model's own.
     chat_template: str | None = field(default=None, repr=False)
-    tool_call_parser: str = "auto"  # see `parsers.parser_names`; auto: derived from the template
+    # "auto" derives the parser from the chat template; see `parsers.parser_names`.
+    tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     timeout: float = 600.0  # seconds
     max_queued_requests: int = 1024
-    max_queued_tokens: int = 4 << 20  # prompt tokens
-    max_queued_cost: int = 32 << 20  # prompt and answer tokens of all sequences
-    routing: str = "cost"  # see `placement.routing_strategies`
-    max_wait_seconds: float = 60.0  # maximum time in the queue; 0: only the timeout applies
-    ttft_slo_seconds: float = 0.0  # see `queue.slo_order`; 0: prompts are ordered by arrival
-    tpot_slo_seconds: float = 0.0  # bound of the time per token of running answers; 0: none
-    vllm_metrics: bool = False  # also export metrics under vLLM's names
-    waits_for_both: bool = False  # wait for prefill and decode workers: see `readiness`
-    wakes_workers: bool = False  # queued requests start workers, because pools may be empty
-    worker_timeout_seconds: float = 10.0  # a worker silent for longer is lost
-    step_timeout_seconds: float = 30.0  # a worker's time limit per step: see `stuck_seconds`
+    max_queued_tokens: int = 4 << 20  # prompt tokens of all queued requests
+    max_queued_cost: int = 32 << 20  # prompt and answer tokens of all queued sequences
+    routing: str = "cost"  # a name of `placement.routing_strategies`
+    max_wait_seconds: float = 60.0  # maximum time in the queue; with 0 only `timeout` applies
+    # SLO on the time to first token; 0 orders prompts by arrival (see `queue.slo_order`).
+    ttft_slo_seconds: float = 0.0
+    # SLO on the time per output token of running answers; 0 disables it.
+    tpot_slo_seconds: float = 0.0
+    vllm_metrics: bool = False  # whether to export metrics under vLLM's names too
+    waits_for_both: bool = False  # ready only with prefill and decode workers (see `readiness`)
+    wakes_workers: bool = False  # whether queued requests start workers of empty pools
+    worker_timeout_seconds: float = 10.0  # a worker that sends nothing for longer counts as lost
+    step_timeout_seconds: float = 30.0  # a worker's own time limit for one step
     bounds: RequestBounds = field(default_factory=RequestBounds)
     connections: ConnectionBounds = field(default_factory=ConnectionBounds)
     helpers: HelperLimits = field(default_factory=HelperLimits)

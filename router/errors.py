@@ -9,7 +9,7 @@ CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
 
 class Code(Enum):
-    """Why a call is refused or ended; each protocol maps the codes to its own statuses."""
+    """Error codes of refused or ended calls. Each protocol maps them to its own statuses."""
 
     INVALID = "invalid"
     UNAUTHENTICATED = "unauthenticated"
@@ -30,8 +30,8 @@ class ServingError(Exception):
         message: one line for the client: what was wrong and what to do, without paths and
             tracebacks.
         param: name of the invalid request field, if any.
-        retry_after: seconds after which the client should retry; None: no hint.
-        reason: OpenAI's name of the error, for programs; None: it has none.
+        retry_after: seconds after which the client should retry, or None if unknown.
+        reason: OpenAI's machine-readable code of the error, or None if OpenAI has none.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class ServingError(Exception):
 
 
 def renamed(error: ServingError, names: Mapping[str, str]) -> ServingError:
-    """Return an error whose field has the client's name for it, if `names` has one."""
+    """Return the error with the client's name of the field, if `names` has a name for the field."""
     if error.param is None or error.param not in names:
         return error
     own, name = error.param, names[error.param]
-    # In messages, "prompt" is an ordinary word, so it is not replaced.
+    # The word "prompt" is also an ordinary word of messages, so it is not replaced.
     message = error.message if own == "prompt" else re.sub(rf"\b{own}\b", name, error.message)
     return ServingError(error.code, message, name, error.retry_after, error.reason)
 
 
 def shutting_down() -> ServingError:
-    """Return the error of calls that a stopping server does not answer."""
+    """Return the error for calls that arrive while the server stops."""
     text = "the server is shutting down: call again"
     return ServingError(Code.UNAVAILABLE, text, retry_after=1.0)
 

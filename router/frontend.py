@@ -1,7 +1,7 @@
 """The protocol-independent part of a router: takes requests, returns streams of deltas.
 
-Everything runs in one event loop. Events are handled one at a time; an event that is posted while
-commands are executed is queued until the current event has been handled.
+All of it runs in one event loop, which handles one event at a time. An event that is posted during
+the handling of another event is queued until then.
 """
 
 import asyncio
@@ -75,10 +75,11 @@ class Frontend:
         self.prompts = PromptEncoder(tokenizer, config, lambda: self.model, helpers)
         self.metrics = RequestMetrics(tenants)
         self.is_draining = self.is_stopped = False
-        self.scaling = snapshot.Scaling()  # last report of the supervisor
+        self.scaling = snapshot.Scaling()  # the last report of the supervisor about scaling
         self.roles = RoleRecorder(lambda worker, role: self.post(ev.RoleChanged(worker, role)))
-        self.routers: Sequence[snapshot.RouterState] = ()  # all routers, from the supervisor
-        self.node = ""  # IP address of the router's node; "" if the process has not set it
+        # State of all routers, as reported by the supervisor.
+        self.routers: Sequence[snapshot.RouterState] = ()
+        self.node = ""  # IP address of the router's node, or empty if unknown
         # Called with the name and the address of a stuck worker, and the reason.
         self.on_stuck_worker: Callable[[str, str, str], None] = lambda worker, address, reason: None
         self._limits = limits
@@ -179,11 +180,11 @@ class Frontend:
         answers = ResponseStream(self.config.bounds.max_unread_tokens, self._cancel)
         now = self._loop.time()
         admitted = await self._admission.admit_call(requests, answers, self.model, now)
-        # All checks have passed: no request of the call is refused from here on.
+        # All checks have passed, so no request of the call is refused below.
         slices = Slices()
         try:
             for request, output in admitted:
-                if answers.has_failed:  # the queue refused an earlier request of the call
+                if answers.has_failed:  # an earlier request of the call was refused by the queue
                     break
                 self._requests.open(request, output, now)
                 output.deliver_finished_before()
@@ -246,7 +247,7 @@ class Frontend:
             try:
                 self.post(ev.Tick())
                 self.history.update(self._loop.time())
-            except Exception:  # a bug in the dispatcher must not stop the clock
+            except Exception:  # an error in the dispatcher must not stop the periodic ticks
                 log.exception("handling a Tick event failed")
 
     # ------------------------------------------------------------ workers

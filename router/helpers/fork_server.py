@@ -1,7 +1,8 @@
 """Starts helper processes: forks them from a process that has loaded what they need.
 
 Starting Python and importing the libraries takes 0.3 s; a fork takes a few milliseconds. A router
-has many threads and must not fork. The fork server is therefore a separate process with one thread.
+has many threads, and forking such a process is unsafe. The fork server is therefore a separate
+process with one thread.
 
 Protocol: for each helper, the router sends one byte and two file descriptors: the helper's end of a
 socket, and the write end of a pipe. When the helper has ended, the fork server writes the helper's
@@ -39,15 +40,15 @@ class StartedHelper(NamedTuple):
     """
 
     connection: socket.socket
-    status: int  # file descriptor
+    status: int  # file descriptor of the status pipe
 
 
 class ForkServer:
-    """The process from which helper processes are forked; started on first use.
+    """The process from which helper processes are forked. It starts on first use.
 
     Args:
-        module: the module that the process runs with the descriptor of its socket as argument. It
-            calls `serve_forks`.
+        module: the module that the process runs with the descriptor of its socket as argument. The
+            module calls `serve_forks`.
     """
 
     def __init__(self, module: str = "penstock.router.helpers.main") -> None:
@@ -68,7 +69,7 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 env=helper_environment(os.environ),
                 pass_fds=(other.fileno(),),
-                start_new_session=True,  # Ctrl-C ends the router, which ends this process
+                start_new_session=True,  # Ctrl-C ends only the router, which then ends this process
             )
         self._control = own
 
@@ -84,7 +85,7 @@ class ForkServer:
         status, status_end = os.pipe()
         try:
             socket.send_fds(self._control, [b"f"], [other.fileno(), status_end])
-        except OSError:  # the fork server has just died: the caller sees a closed socket
+        except OSError:  # the fork server has just died, so the caller gets a closed socket
             pass
         finally:
             other.close()
@@ -110,7 +111,7 @@ class ForkServer:
 def helper_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the fork server and of helper processes."""
     passed = {name: environment[name] for name in _PASSED if name in environment}
-    # The router may have found the package in its working directory, which `-P` excludes.
+    # `-P` excludes the working directory, but the router may have found the package there.
     source = str(Path(penstock.__file__).resolve().parents[1])
     paths = [source, *filter(None, [environment.get("PYTHONPATH")])]
     return {**passed, "PYTHONPATH": os.pathsep.join(paths)}
@@ -130,7 +131,7 @@ def serve_forks(control: socket.socket) -> StartedHelper | None:
         os.set_blocking(end, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
-    statuses: dict[int, int] = {}  # process id to the pipe's descriptor
+    statuses: dict[int, int] = {}  # for each process id, the descriptor of the status pipe
     ends = (control.fileno(), wake)
     while True:
         ready, _, _ = select.select(ends, [], [])
@@ -144,7 +145,7 @@ def serve_forks(control: socket.socket) -> StartedHelper | None:
             connection, status = descriptors
             try:
                 pid = os.fork()
-            except OSError as error:  # no memory or no process is left
+            except OSError as error:  # too little memory, or too many processes
                 print(f"a helper process cannot be forked: {error}", file=sys.stderr)
                 os.close(connection)
                 os.close(status)

@@ -29,7 +29,7 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self._bounds: list[int] | None = None  # of the items of the frame that is arriving
+        self._bounds: list[int] | None = None  # offsets of the items in the frame that is arriving
 
     def feed(self, data: bytes) -> Iterator[list[bytes]]:
         """Add received bytes; yield the frames that are complete.
@@ -53,7 +53,7 @@ class FrameReader:
         return items
 
     def _read_bounds(self) -> list[int] | None:
-        """Return where the items begin and where the frame ends; None if more bytes are needed."""
+        """Return the offsets of the items and of the frame's end; None if more bytes are needed."""
         if len(self._data) < _NUMBER.size:
             return None
         (count,) = _NUMBER.unpack_from(self._data)

@@ -21,7 +21,7 @@ class Cause(Enum):
     CPU_TIME = "CPU time"
     WALL_TIME = "time"
     MEMORY = "memory"
-    OTHER = "none"  # the process was killed, or it failed
+    OTHER = "none"  # no limit was exceeded: the process was killed, or it failed
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,8 @@ class HelperProcess(asyncio.Protocol):
             for items in self._reader.feed(data):
                 reply = decode_reply(items)
                 self._on_reply(self.jobs.popleft(), reply)
-        except (BadFrameError, ValueError, IndexError):  # not a reply to a job
+        # The received bytes are not a reply to a job.
+        except (BadFrameError, ValueError, IndexError):
             if self._transport is not None:
                 self._transport.abort()
 
@@ -101,7 +102,7 @@ class HelperProcess(asyncio.Protocol):
         if self._is_closed:
             os.close(self._started.status)
             return
-        # The fork server writes the exit status a moment later.
+        # The fork server writes the exit status shortly after the connection ends.
         self._loop.add_reader(self._started.status, self._read_status)
 
     def _read_status(self) -> None:
@@ -119,8 +120,8 @@ def cause_of(status: int) -> Cause:
         -signal.SIGPROF: Cause.CPU_TIME,
         -signal.SIGALRM: Cause.WALL_TIME,
         OUT_OF_MEMORY: Cause.MEMORY,
-        -signal.SIGABRT: Cause.MEMORY,  # an allocation failed in a library
-        -signal.SIGSEGV: Cause.MEMORY,  # the stack could not grow
+        -signal.SIGABRT: Cause.MEMORY,  # a library ends the process if an allocation fails
+        -signal.SIGSEGV: Cause.MEMORY,  # the kernel ends the process if its stack cannot grow
     }
     return causes.get(code, Cause.OTHER)
 

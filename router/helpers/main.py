@@ -1,4 +1,4 @@
-"""The program of the fork server and of its helper processes: the handlers of all jobs.
+"""The program of the fork server and of its helper processes, with the handlers of all jobs.
 
 `python -m penstock.router.helpers.main DESCRIPTOR` serves forks at the socket with this descriptor.
 """
@@ -56,12 +56,13 @@ def set_up(settings: HelperSettings) -> tuple[Work, list[bytes]]:
 
 
 def main() -> int:
-    """Serve forks; in a helper process, do jobs."""
+    """Serve forks, and run the jobs in each forked helper process."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     gc.collect()
-    gc.freeze()  # a collection would write to, and thus copy, pages that helper processes share
+    # A garbage collection writes to the objects, which would copy the pages that processes share.
+    gc.freeze()
     helper = serve_forks(control)
     if helper is None:
         return 0

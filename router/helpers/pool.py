@@ -33,8 +33,8 @@ class HelperPool:
     """Does jobs in helper processes; the jobs of each tenant are done in order of arrival.
 
     A job that exceeds the limits of its process is refused. The process ends, and a new process
-    does the other jobs. Tenants share the processes fairly (see `FairLine`): a microsecond of a
-    job's CPU time counts like one of its bytes.
+    does the other jobs. Tenants share the processes fairly (see `FairLine`). A job's cost is its
+    bytes plus its CPU time in microseconds.
 
     Args:
         fork_server: starts the processes.
@@ -128,12 +128,12 @@ class HelperPool:
     def _on_reply(self, slot: int, job: Job, reply: Reply) -> None:
         if not job.done.done():
             job.done.set_result(reply)
-        if slot in self._ready:  # the reply to the settings is not counted
+        if slot in self._ready:  # the first reply, to the settings, is not a job of a tenant
             self._line.end(slot, reply.cpu_microseconds)
             self._send_jobs()
 
     async def _start(self, slot: int, jobs: Sequence[Job]) -> None:
-        """Start a process in a slot, and send it the jobs of the slot's previous process."""
+        """Start a process in a slot; send it the jobs that the previous process did not do."""
         settings = settings_job(self._settings)
         helper = HelperProcess(
             self._fork_server.fork(),

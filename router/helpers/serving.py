@@ -48,12 +48,12 @@ def serve_jobs(connection: socket.socket, set_up: SetUp) -> int:
     items: Sequence[bytes] | None = ()
     while items is not None:
         try:
-            # The garbage collector would scan a million new objects again and again.
+            # A large job creates a million objects, which the garbage collector would rescan often.
             gc.disable()
             with limited_time(limits.cpu_seconds, limits.wall_seconds):
                 reply = pack(encode_reply(do_job(job, items)))
         except MemoryError:
-            return OUT_OF_MEMORY  # the free memory may be fragmented
+            return OUT_OF_MEMORY  # the process ends, since its free memory may be fragmented
         gc.enable()
         try:
             connection.sendall(reply)

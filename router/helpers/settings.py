@@ -11,7 +11,7 @@ from penstock.router.config import HelperLimits, RequestBounds
 class HelperSettings:
     """The limits of a helper process, and the data that its jobs need."""
 
-    chat: ChatSource | None = None  # the model's chat template, if it has one
+    chat: ChatSource | None = None  # the model's chat template, or None if the model has none
     limits: HelperLimits = field(default_factory=HelperLimits)
     bounds: RequestBounds = field(default_factory=RequestBounds)
 

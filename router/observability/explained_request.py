@@ -24,22 +24,22 @@ RequestMessage: TypeAlias = ev.Yielded | ev.Received | ev.Failed | ev.Rejected
 class Spent(IntEnum):
     """A phase in which a request spends time; the API uses the names in lower case."""
 
-    QUEUE = 0  # waits at the router
-    WORKER_QUEUE = 1  # waits at the worker that computes the prompt
+    QUEUE = 0  # the request waits at the router
+    WORKER_QUEUE = 1  # the request waits at the worker that computes the prompt
     PREFILL = 2
-    WAIT = 3  # waits for a slot or blocks at the next worker
-    TRANSFER = 4  # waits for the transfer of KV blocks
+    WAIT = 3  # the request waits for a slot or blocks at the next worker
+    TRANSFER = 4  # the request waits for the transfer of its KV blocks
     DECODE = 5
-    RECOVERY = 6  # queued or recomputed after a worker was lost or tokens were discarded
+    RECOVERY = 6  # queued or recomputed after a lost worker or discarded tokens
 
 
 class ExplainedEvent(NamedTuple):
     """One event of a request. `docs/observability.md` lists the kinds."""
 
-    seconds: float  # since the arrival
+    seconds: float  # seconds since the request's arrival
     kind: str
     worker: str = ""
-    other_worker: str = ""  # the worker that decodes, or the source of a transfer
+    other_worker: str = ""  # the decode worker, or the source of a transfer
     detail: str = ""
     tokens: int = 0
     num_bytes: int = 0
@@ -77,9 +77,9 @@ class ExplainedRequest:
         self.num_choices = request.num_choices
         self.num_prompt = len(request.prompt)
         self.num_cached = 0  # prompt tokens that the first worker found in its prefix cache
-        self.num_tokens = 0  # generated tokens; set at the end
-        self.prefill_steps = 0  # prompt steps of the first worker; 0: unknown
-        self.first_token = 0.0  # seconds since the arrival; 0: none yet
+        self.num_tokens = 0  # generated tokens, which are set at the end of the request
+        self.prefill_steps = 0  # steps in which the first worker computed the prompt; 0 if unknown
+        self.first_token = 0.0  # seconds from the arrival to the first token; 0 before it
         self.seconds = 0.0  # seconds from the arrival to the end
         self.num_preemptions = 0
         self.num_failovers = 0
@@ -94,11 +94,13 @@ class ExplainedRequest:
         self._phase = Spent.QUEUE
         self._reason = ""  # reason of the next submission
         self._placement: ExplainedEvent | None = None  # placement that is not yet submitted
-        self._admitted: tuple[int, int] | None = None  # attempt, its worker's step count
-        self._started = 0  # attempt of the last first token
-        self._received = 0  # attempt whose KV blocks have arrived
+        # Attempt and its worker's step count at the admission to the batch.
+        self._admitted: tuple[int, int] | None = None
+        self._started = 0  # attempt that sent the latest first token
+        self._received = 0  # attempt whose KV blocks have arrived at its worker
         self._worker = ""  # worker that last ran the request
-        self._seen: RequestMessage | None = None  # last message of any request
+        # The last message, which may be of another request.
+        self._seen: RequestMessage | None = None
         self._add("arrived", now, tokens=self.num_prompt)
 
     def elapsed(self, now: float) -> float:
@@ -224,7 +226,7 @@ class ExplainedRequest:
             self._worker = running.worker
             if running.started and running.attempt != self._started:
                 self._first_token(state, running.worker, event, now)
-        # This method runs several times for one event if the request is placed again immediately.
+        # If the request is placed again immediately, this method runs several times for one event.
         if isinstance(event, RequestMessage) and event is not self._seen:
             self._add_message(event, now)
         phase = self._phase_of(state)
@@ -279,7 +281,7 @@ class ExplainedRequest:
 
     @property
     def _is_recovering(self) -> bool:
-        """Whether the request has lost a worker, or has had a first token in an earlier attempt."""
+        """Whether the request has lost a worker, or got its first token in an earlier attempt."""
         return bool(self._started or self.num_failovers)
 
     def end(self, finished: FinishedRequest, now: float) -> None:

@@ -34,7 +34,8 @@ class Decision(NamedTuple):
         request_id: the client's id of the request.
         tenant: name of the API key.
         worker: the worker that got the request.
-        other_worker: the worker that will decode, or the source of the KV blocks; "" for none.
+        other_worker: the worker that will decode, or the source of the KV blocks; empty if neither
+            exists.
         reason: a few words.
     """
 
@@ -72,7 +73,7 @@ class Explanations(DecisionListener):
         self._numbers = count(1)
         self._open: dict[int, ExplainedRequest] = {}
         self._ended: deque[ExplainedRequest] = deque()
-        # Requests by client id, then by number, because clients may use an id several times.
+        # Requests by client id, then by number: clients may use the same id several times.
         self._by_id: dict[str, dict[int, ExplainedRequest]] = {}
         self._event: ev.Event | None = None  # the event that is being handled
 
@@ -81,7 +82,7 @@ class Explanations(DecisionListener):
 
         Args:
             request_id: the client's id.
-            tenant: only requests of this tenant; None: of all tenants.
+            tenant: the tenant whose requests are returned; None: those of all tenants.
         """
         found = self._by_id.get(request_id, {})
         return [
@@ -104,7 +105,7 @@ class Explanations(DecisionListener):
         self._by_id.setdefault(request.external_id, {})[request.id] = explained
 
     def ended(self, finished: FinishedRequest | None, now: float) -> None:
-        """Record the end of a request; None is ignored."""
+        """Record the end of a request; do nothing for None."""
         if finished is None:
             return
         explained = self._open.pop(finished.request.id, None)

@@ -11,7 +11,9 @@ NUM_SAMPLES = 180
 
 
 class Sample(NamedTuple):
-    """Figures of one interval. Latencies are in seconds; None if nothing was measured.
+    """The measurements of one interval.
+
+    Latencies are in seconds, or None if nothing was measured.
 
     Attributes:
         number: sequence number of the sample, from 1.
@@ -84,9 +86,9 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], fraction: float) ->
     """Return a quantile of a histogram, by linear interpolation within its bucket.
 
     Args:
-        bounds: inclusive upper bounds of the buckets, ascending. One more bucket has no bound; its
-            values are taken as the last of `bounds`.
-        counts: number of values per bucket, one more than bounds.
+        bounds: inclusive upper bounds of the buckets, ascending. A last bucket has no bound; its
+            values count as equal to the last of `bounds`.
+        counts: number of values per bucket, the last bucket included.
         fraction: between 0 and 1.
 
     Returns:

@@ -22,7 +22,7 @@ from penstock.router.observability.snapshot import (
 from penstock.router.routing.placement.disaggregation import ALL_DECISIONS
 
 Samples = Iterable[tuple[Sequence[str], float]]
-# A tuple: upper bounds of the buckets, counts per bucket, sum of the values.
+# A histogram: upper bounds of the buckets, values per bucket, and the sum of the values.
 HistogramSample = tuple[Sequence[float], Sequence[int], float]
 
 
@@ -130,7 +130,8 @@ def worker_stats_metrics(workers: Sequence[tuple[str, WorkerStats]]) -> Iterator
         (
             ([name], each.load.expert_imbalance)
             for name, each in workers
-            if each.load.expert_imbalance  # 0: the value is unknown, or there are no experts
+            # 0 means that the imbalance is unknown, or that the model has no experts.
+            if each.load.expert_imbalance
         ),
     )
     counters: Sequence[tuple[str, str, Callable[[WorkerStats], int]]] = (

@@ -11,12 +11,13 @@ class Readiness:
 
     A router is ready if any worker is ready, because workers of one role can do all the work.
     However, a new router in a cluster with prefill and decode pools first waits for a worker of
-    each role, for at most `PARTIAL_SECONDS`. Otherwise an early burst of requests would be placed
-    on the worker that happened to start first, and would stay there until the last token.
+    each role, for at most `PARTIAL_SECONDS`. Otherwise an early burst of requests would go to the
+    worker that started first, and stay there to the end.
 
     Args:
         waits_for_both: whether the cluster always has at least one prefill and one decode worker.
-        wakes_workers: whether queued requests start workers; a router is then ready without any.
+        wakes_workers: whether queued requests start workers; a router is then ready even without
+            workers.
     """
 
     def __init__(self, waits_for_both: bool, wakes_workers: bool) -> None:
@@ -54,7 +55,7 @@ class ReadinessListeners:
     """
 
     def __init__(self, reason: str) -> None:
-        self._reason = reason  # as last reported
+        self._reason = reason  # the reason that was last reported
         self._listeners: list[Callable[[str], None]] = []
 
     def add(self, listener: Callable[[str], None]) -> None:

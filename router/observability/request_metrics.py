@@ -26,14 +26,14 @@ REASONS: Mapping[ev.Status, str] = {
     ev.Status.UNAVAILABLE: "unavailable",
     ev.Status.INTERNAL: "error",
 }
-OTHER_TENANT = "other"  # metric name of tenants without a name
+OTHER_TENANT = "other"  # name in metrics for tenants that have no name of their own
 
 
 class Histogram:
     """A histogram of values.
 
     Args:
-        bounds: inclusive upper bounds of the buckets, ascending; a last bucket has no bound.
+        bounds: inclusive upper bounds of the buckets, ascending. A last bucket has no bound.
     """
 
     __slots__ = ("bounds", "counts", "total")
@@ -50,16 +50,17 @@ class Histogram:
 
 
 class DeliveredTokens:
-    """Number and times of the delivered tokens of one choice; recorded by `OpenRequests`."""
+    """Number and times of the delivered tokens of one choice. `OpenRequests` records them."""
 
     __slots__ = ("finish", "first", "first_position", "last", "position")
 
     def __init__(self) -> None:
         self.first = 0.0  # time of the first delivery
-        self.last: float | None = None  # time of the newest delivery; None: there was none
-        self.first_position = 0  # token index of the first delivery; above 0 for a resumed choice
+        self.last: float | None = None  # time of the newest delivery, or None before the first
+        # Token index of the first delivery; above 0 if the choice was resumed.
+        self.first_position = 0
         self.position = -1  # token index of the newest delivery
-        self.finish = 0  # `Finish` of the newest token
+        self.finish = 0  # finish reason of the newest token, a value of `Finish`
 
     @property
     def num_tokens(self) -> int:
@@ -75,8 +76,9 @@ class _OpenRequest:
     request: ev.Request
     choices: Sequence[DeliveredTokens]
     arrived_at: float
-    submitted_at: float | None = None  # time of the first submission to a worker
-    first_token_at: float | None = None  # time of delivery of the first token
+    submitted_at: float | None = None  # time of the first submission to a worker, or None before it
+    # Time at which the first token was delivered, or None before it.
+    first_token_at: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -100,10 +102,10 @@ class FinishedRequest:
     request: ev.Request
     tenant: str  # name of the tenant in metrics
     reason: str
-    num_tokens: int  # delivered tokens of all choices
-    queued: float | None  # seconds until the first submission; None: never submitted
+    num_tokens: int  # delivered tokens of all choices of the request
+    queued: float | None  # seconds from arrival to submission; None if never submitted
     first_token: float | None
-    seconds: float  # seconds until the end of the request
+    seconds: float  # seconds from the arrival to the end of the request
 
 
 class RequestMetrics:
@@ -116,13 +118,16 @@ class RequestMetrics:
     def __init__(self, tenant_names: Mapping[str, str]) -> None:
         self.finished = dict.fromkeys(("stop", "length", *REASONS.values()), 0)
         self.first_token = Histogram(FIRST_BOUNDS)
-        self.per_token = Histogram(TOKEN_BOUNDS)  # mean time between the tokens of a choice
+        # Mean time between the tokens of a choice, in seconds.
+        self.per_token = Histogram(TOKEN_BOUNDS)
         self.between_tokens = Histogram(TOKEN_BOUNDS)
         self.request = Histogram(REQUEST_BOUNDS)
-        self.queue = Histogram(REQUEST_BOUNDS)  # from arrival to the first submission
-        self.prefill = Histogram(FIRST_BOUNDS)  # from the first submission to the first token
-        self.decode = Histogram(REQUEST_BOUNDS)  # from the first token to the last
-        self.inference = Histogram(REQUEST_BOUNDS)  # from the first submission to the last token
+        self.queue = Histogram(REQUEST_BOUNDS)  # seconds from the arrival to the first submission
+        # Seconds from the first submission to the first token.
+        self.prefill = Histogram(FIRST_BOUNDS)
+        self.decode = Histogram(REQUEST_BOUNDS)  # seconds from the first token to the last
+        # Seconds from the first submission to the last token.
+        self.inference = Histogram(REQUEST_BOUNDS)
         self.prompt_lengths = Histogram(LENGTH_BOUNDS)
         self.answer_lengths = Histogram(LENGTH_BOUNDS)
         self.max_tokens = Histogram(LENGTH_BOUNDS)  # longest permitted answers
@@ -134,20 +139,21 @@ class RequestMetrics:
             port: RefusedConnections(port) for port in ("HTTP", "admin", "gRPC")
         }
         self._tenant_names = tenant_names
-        # Prompt tokens of accepted requests, by tenant name.
+        # Number of prompt tokens of accepted requests, by tenant name.
         self.prompt_tokens_by_tenant = dict.fromkeys((*tenant_names.values(), OTHER_TENANT), 0)
-        # Generated tokens of ended requests, by tenant name.
+        # Number of generated tokens of ended requests, by tenant name.
         self._generated_by_tenant = dict.fromkeys((*tenant_names.values(), OTHER_TENANT), 0)
         self._open_requests: dict[int, _OpenRequest] = {}
-        self._transfers: dict[int, tuple[int, float]] = {}  # by request: (attempt, start time)
+        # For each request number, the attempt and the start time of its KV transfer.
+        self._transfers: dict[int, tuple[int, float]] = {}
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens of all accepted requests."""
+        """Total number of prompt tokens of all accepted requests."""
         return sum(self.prompt_tokens_by_tenant.values())
 
     def generated_by_tenant(self) -> dict[str, int]:
-        """Return generated tokens by tenant name, including the tokens of open requests."""
+        """Return the number of generated tokens by tenant name, including those of open requests."""
         tokens = dict(self._generated_by_tenant)
         for one in self._open_requests.values():
             tokens[one.tenant_name] += one.num_tokens
@@ -158,7 +164,7 @@ class RequestMetrics:
         self.malformed_requests += 1
 
     def opened(self, request: ev.Request, choices: Sequence[DeliveredTokens], now: float) -> None:
-        """Record that a request was accepted; `choices` count its tokens from now on."""
+        """Record that a request was accepted. Later, `choices` gives its number of tokens."""
         name = self._tenant_names.get(request.tenant, OTHER_TENANT)
         self._open_requests[request.id] = _OpenRequest(name, request, choices, now)
         self.prompt_tokens_by_tenant[name] += len(request.prompt)
@@ -171,7 +177,7 @@ class RequestMetrics:
             self.queue.add(now - one.arrived_at)
 
     def first_token_delivered(self, request: int, now: float) -> None:
-        """Record the first token of a choice; only the first one of the whole request counts."""
+        """Record the first token of a choice. Only the first token of the whole request counts."""
         one = self._open_requests[request]
         if one.first_token_at is None:
             one.first_token_at = now
@@ -180,7 +186,10 @@ class RequestMetrics:
                 self.prefill.add(now - one.submitted_at)
 
     def later_tokens_delivered(self, counts: Mapping[float, int], now: float) -> None:
-        """Record tokens after the first of their choice: counts by time of the previous token."""
+        """Record the delivery of tokens other than the first tokens of choices.
+
+        `counts` has the number of these tokens for each time of the previous token.
+        """
         for last, number in counts.items():
             self.between_tokens.add(now - last, number)
 
@@ -223,7 +232,7 @@ class RequestMetrics:
         self._transfers[command.request] = (command.to_attempt, now)
 
     def received(self, event: ev.Received, now: float) -> None:
-        """Record the completion of a KV transfer; ignore the event if the transfer is old."""
+        """Record the completion of a KV transfer; ignore an event of an earlier attempt."""
         moving = self._transfers.get(event.request)
         if moving is not None and moving[0] == event.attempt:
             del self._transfers[event.request]

@@ -1,4 +1,4 @@
-"""Role changes at one router. A change takes effect once the supervisor has recorded it.
+"""Role changes at one router. A role change takes effect once the supervisor has recorded it.
 
 The supervisor outlives its routers, so a recorded role is kept if the router exits.
 """
@@ -30,11 +30,12 @@ class RoleRecorder:
 
     def __init__(self, on_change: Callable[[str, str], None]) -> None:
         self.assignments: Assignments = {}
-        # Sends an assignment to the supervisor; `merge` is called once the role is recorded.
-        # None: the router runs without a supervisor, and roles take effect at once.
+        # Sends an assignment to the supervisor, which later answers by a call of `merge`.
+        # Without a supervisor, the value is None and roles take effect at once.
         self.send: Callable[[str, Assignment], None] | None = None
         self._on_change = on_change
-        self._updated = asyncio.Event()  # replaced whenever `assignments` changes
+        # Event that is set, and replaced by a new one, after each merge.
+        self._updated = asyncio.Event()
 
     def merge(self, assignments: Assignments) -> None:
         """Merge the supervisor's assignments into `assignments`; keep the newest of each worker."""

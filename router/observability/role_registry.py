@@ -1,7 +1,7 @@
-"""Roles that operators assigned to workers; the newest assignment of each worker counts.
+"""Roles that operators assigned to workers. The newest assignment of each worker counts.
 
 Assignments can arrive at any router. The supervisor, which outlives the routers, merges them and
-distributes the result, so that all routers converge.
+distributes the result, so that all routers get the same roles.
 """
 
 import math
@@ -16,7 +16,7 @@ class Assignment:
     """A role that an operator assigned to a worker."""
 
     role: str
-    at: float  # seconds since 1970
+    at: float  # time of the assignment, in seconds since 1970
     by: str  # name of the operator's API key
 
 
@@ -25,7 +25,10 @@ Assignments = Mapping[str, Assignment]
 
 
 def merged(*sources: Assignments) -> dict[str, Assignment]:
-    """Return the newest assignment of each worker; ties are broken by the role and the key."""
+    """Return the newest assignment of each worker.
+
+    If two have the same time, the one with the greater role, then the greater key name, counts.
+    """
     newest: dict[str, Assignment] = {}
     for source in sources:
         for worker, assignment in source.items():
@@ -42,15 +45,15 @@ def _order(assignment: Assignment) -> tuple[float, str, str]:
 def successor(held: Assignment | None, role: str, now: float, by: str) -> Assignment:
     """Return an assignment of `role` that is newer than `held`.
 
-    Its time is `now` (seconds since 1970), or later if the time of `held` is from a clock that is
-    ahead.
+    The time of the assignment is `now` (seconds since 1970). If `held` has a later time, from a
+    clock that is ahead, the new time is just after that time.
     """
     at = now if held is None else max(now, math.nextafter(held.at, math.inf))
     return Assignment(role, at, by)
 
 
 def covers(held: Assignments, given: Assignments) -> bool:
-    """Return whether `held` has the same or a newer assignment of each worker in `given`."""
+    """Return whether `held` has each assignment in `given`, or a newer one of the same worker."""
     return merged(held, given) == held
 
 
@@ -66,5 +69,5 @@ class RoleRegistry:
         return self.assignments == reported
 
     def record(self, given: Assignments) -> None:
-        """Add assignments; the newest one of each worker is kept."""
+        """Add assignments, of which the newest one of each worker is kept."""
         self.assignments = merged(self.assignments, given)

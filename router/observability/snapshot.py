@@ -23,8 +23,8 @@ class StepTimes:
     """Histogram of a worker's step times since its start."""
 
     bounds: Sequence[float]  # upper bounds of the buckets in seconds, ascending
-    counts: Sequence[int]  # steps per bucket; a last entry counts longer steps
-    seconds: float  # total duration of all steps
+    counts: Sequence[int]  # steps per bucket; a last entry counts the steps above all bounds
+    seconds: float  # total duration of all steps, in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,11 @@ class WorkerStats:
     """A worker's last reported load, and the sizes that are needed to interpret the load."""
 
     load: WorkerLoad
-    max_sequences: int  # largest number of running sequences
+    max_sequences: int  # maximum number of running sequences
     block_size: int  # tokens per block
-    step_bounds: Sequence[float] = ()  # seconds, ascending: see `WorkerLoad.step_counts`
-    num_blocks: int = 0  # blocks of the KV cache
+    # Bucket bounds of `WorkerLoad.step_counts` in seconds, ascending.
+    step_bounds: Sequence[float] = ()
+    num_blocks: int = 0  # number of blocks of the KV cache
 
     @property
     def kv_waste(self) -> float:
@@ -67,7 +68,10 @@ class WorkerStats:
 
     @property
     def steps(self) -> StepTimes:
-        """The histogram of step times; a single bucket if counts and bounds do not match."""
+        """The histogram of step times.
+
+        It has a single bucket if the counts and the bounds do not match.
+        """
         bounds, counts = list(self.step_bounds), list(self.load.step_counts)
         if len(counts) != len(bounds) + 1:  # an exception would hide the metrics of all workers
             return StepTimes((), (self.load.num_steps,), self.load.step_seconds)
@@ -76,14 +80,14 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """A worker of this router's configuration, connected or not."""
+    """A worker of this router's configuration, which may be connected or not."""
 
     worker: str
-    role: str  # prefill, decode or mixed; empty before the first Welcome
+    role: str  # prefill, decode or mixed; empty until the worker's first Welcome message
     state: str  # ready, suspect, stuck, draining or down
-    requests: int  # requests of this router: running, queued, leased or incoming
-    numbers: WorkerStats | None  # None: no recent load report
-    indexed_blocks: int = 0  # cached blocks of the worker that this router knows
+    requests: int  # this router's requests at the worker: running, queued, leased or incoming
+    numbers: WorkerStats | None  # the last load report, or None if it is too old
+    indexed_blocks: int = 0  # number of the worker's cached blocks in this router's prefix index
 
     @property
     def up(self) -> bool:
@@ -107,7 +111,7 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class PoolScaling:
-    """Autoscaling state of a pool."""
+    """Autoscaling state of a pool of workers."""
 
     pool: str
     least: int  # lower limit of the number of workers
@@ -116,11 +120,11 @@ class PoolScaling:
     pending: int  # workers that are starting or restarting
     draining: int  # number of draining workers
     reason: str
-    held_by: str  # limit that prevents a change; empty: none
-    given_up: int = 0  # workers that failed to start and will be retried
-    # Number of workers that the pool's load requires, by scaling term: queue, occupancy.
+    held_by: str  # limit that prevents a change, or empty if none does
+    given_up: int = 0  # workers that failed to start and will be retried later
+    # Number of workers that the pool's load requires, for each scaling term (queue, occupancy).
     terms: Mapping[str, float] = field(default_factory=dict)
-    waits: Sequence[str] = ()  # starting and draining workers: reason and duration of the wait
+    waits: Sequence[str] = ()  # for each starting or draining worker, why and how long it waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,7 @@ class ScalingDecision:
 
     at: float  # seconds since 1970
     pool: str
-    text: str  # old and new number, and the reason
+    text: str  # the old number, the new number and the reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +141,14 @@ class Scaling:
     """Autoscaling state of all pools, from the supervisor."""
 
     pools: Sequence[PoolScaling] = ()
-    decisions: Sequence[ScalingDecision] = ()  # the most recent ones, oldest first
+    decisions: Sequence[ScalingDecision] = ()  # the most recent decisions, oldest first
 
 
 @dataclass(frozen=True, slots=True)
 class TransferCost:
     """Expected time of a KV transfer, from recent transfers; 0 before the first transfer."""
 
-    fixed_seconds: float = 0.0  # time that does not depend on the size
+    fixed_seconds: float = 0.0  # part of the time that does not depend on the transfer's size
     bytes_per_second: float = 0.0
     bytes_per_token: float = 0.0
 
@@ -155,14 +159,15 @@ class RouterState:
 
     router: str
     state: str  # ready, waiting (for workers), draining or down
-    http: str = ""  # host:port; empty: unknown
+    http: str = ""  # host:port, or empty if unknown
     grpc: str = ""
     streams: int = 0  # requests that have not ended
     waiting: int = 0  # requests that are not assigned to a worker
     waiting_tokens: int = 0  # prompt tokens of requests that were never placed
-    queued: Mapping[str, int] = field(default_factory=dict)  # waiting requests by pool
-    queued_tokens: Mapping[str, int] = field(default_factory=dict)  # waiting tokens by pool
-    node: str = ""  # IP address of the router's node; empty: unknown
+    queued: Mapping[str, int] = field(default_factory=dict)  # number of waiting requests, by pool
+    # Number of waiting prompt tokens, by pool.
+    queued_tokens: Mapping[str, int] = field(default_factory=dict)
+    node: str = ""  # IP address of the router's node, or empty if unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,25 +176,28 @@ class ClusterState:
 
     model: str
     version: str
-    not_ready: str  # why the router is not ready; empty: it is ready
+    not_ready: str  # why the router is not ready, or empty if it is ready
     streams: int  # requests that have not ended
     waiting: int  # requests that are not assigned to a worker
     waiting_tokens: int  # prompt tokens of requests that were never placed
     pools: Sequence[PoolState]
     workers: Sequence[WorkerState]
-    finished: Mapping[str, int]  # requests by finish reason
-    generated: Mapping[str, int]  # generated tokens by tenant
+    finished: Mapping[str, int]  # number of requests by finish reason
+    generated: Mapping[str, int]  # number of generated tokens by tenant
     failovers: int
     kv_transfers: int
     kv_transfers_failed: int
     kv_transfer_bytes: int
-    prompt_tokens: int  # of all accepted requests
+    prompt_tokens: int  # prompt tokens of all accepted requests
     scaling: Scaling
-    prompt_tokens_by_tenant: Mapping[str, int] = field(default_factory=dict)  # of accepted requests
-    roles: Mapping[str, Assignment] = field(default_factory=dict)  # by worker, set by operators
-    placed: Mapping[str, int] = field(default_factory=dict)  # prompts by `PrefillDecision`
+    # Prompt tokens of accepted requests, by tenant name.
+    prompt_tokens_by_tenant: Mapping[str, int] = field(default_factory=dict)
+    # Roles that operators assigned, by worker.
+    roles: Mapping[str, Assignment] = field(default_factory=dict)
+    # Number of prompts by `PrefillDecision`.
+    placed: Mapping[str, int] = field(default_factory=dict)
     kv_transfer_cost: TransferCost = TransferCost()
-    # This router now, and the other routers as last reported by the supervisor.
+    # This router now, and the other routers as the supervisor last reported them.
     routers: Sequence[RouterState] = ()
 
 
@@ -274,7 +282,10 @@ def _routers(
 def snapshot_workers(
     links: Sequence[WorkerLink], statuses: Sequence[WorkerStatus], roles: Assignments
 ) -> list[WorkerState]:
-    """Return all configured workers, sorted by name; without `numbers` if down or suspect."""
+    """Return all configured workers, sorted by name.
+
+    Workers that are down or suspect have no `numbers`.
+    """
     by_name = {status.worker: status for status in statuses}
     links = sorted(links, key=lambda link: link.worker)
     return [_worker(link, by_name.get(link.worker), roles.get(link.worker)) for link in links]
@@ -302,9 +313,9 @@ def snapshot_pools(
 ) -> list[PoolState]:
     """Return the pools that have workers or are in `names`, sorted by name.
 
-    Requests queued at the router count as waiting for each pool without capacity for the next
-    queued request. If all pools have capacity, they count for the prefill pool. Requests that have
-    yielded count for the decode pool. Prompt tokens count only for the pool that computes prompts.
+    A request queued at the router waits for each pool that has no capacity for the next queued
+    request. If all pools have capacity, it waits for the prefill pool. A yielded request waits for
+    the decode pool. Prompt tokens count only for the pool that computes prompts.
 
     Args:
         workers: all configured workers.
@@ -327,14 +338,14 @@ def snapshot_pools(
 
 
 def _with_others(pool: PoolState, others: Sequence[RouterState]) -> PoolState:
-    """Return `pool`, with the requests added that wait for it at other routers."""
+    """Return `pool`, and count the requests that wait for this pool at other routers too."""
     queued = sum(each.queued.get(pool.pool, 0) for each in others)
     tokens = sum(each.queued_tokens.get(pool.pool, 0) for each in others)
     return replace(pool, waiting=pool.waiting + queued, waiting_tokens=pool.waiting_tokens + tokens)
 
 
 def _first_pool(members: Mapping[str, object], *roles: str) -> str:
-    """Return the first of `roles` that has a pool."""
+    """Return the first of `roles` that has a pool, or an empty string."""
     return next((role for role in roles if role in members), "")
 
 
