@@ -47,7 +47,8 @@ class ParsingOptions:
     Attributes:
         reads_calls: whether the model may call tools.
         is_forced: whether a grammar forces the whole answer to be calls.
-        forced_name: function whose arguments form the forced answer; empty: an array of calls.
+        forced_name: function whose arguments form the forced answer. If empty, the answer is an
+            array of calls.
         is_parallel: whether calls after the first one are kept.
         shows_reasoning: whether reasoning is kept.
         is_strict: whether a grammar constrains calls that are not forced.
@@ -67,7 +68,7 @@ class AnswerParser:
     """A parser of one answer (an `OutputParser`).
 
     Args:
-        first: parser of reasoning, or of everything.
+        first: parser of the reasoning, or of the whole answer if `second` is None.
         second: parser of the content that `first` finds, if any.
         options: options of the request.
     """
@@ -128,7 +129,7 @@ class AnswerParsers:
         ValueError: a name is unknown; the message lists all names.
 
     Attributes:
-        tags: the tags around reasoning; None: the model does not reason, or without tags.
+        tags: the tags around reasoning, or None if the model has no reasoning or no such tags.
     """
 
     def __init__(self, template: str = "", tools: str = AUTO, reasoning: str = AUTO) -> None:
@@ -188,7 +189,7 @@ class AnswerParsers:
             prompt_end: text of the prompt's last `PROMPT_END_TOKENS` tokens, with special tokens.
             options: options of the request.
         """
-        if options.is_forced:  # the grammar allows no reasoning
+        if options.is_forced:  # the grammar of forced calls allows no reasoning
             name = options.forced_name
             return AnswerParser(
                 NamedCallParser(name) if name else RequiredCallsParser(), None, options

@@ -31,7 +31,7 @@ class HarmonyParser(Reader):
         self._has_text = {CONTENT: False, REASONING: False}
 
     def _start(self) -> bool:
-        """Read a header."""
+        """Read the header of a message."""
         text, marker = self._until(MESSAGE)
         self._header += text
         if marker:
@@ -46,7 +46,7 @@ class HarmonyParser(Reader):
             self._kind = ARGUMENTS
             self._add_call(recipient[1].removeprefix(FUNCTIONS))
         elif recipient or (channel and channel[1] == "analysis"):
-            self._kind = REASONING  # also calls of built-in tools
+            self._kind = REASONING  # calls of built-in tools count as reasoning, too
         else:
             self._kind = CONTENT
 
@@ -66,7 +66,7 @@ class HarmonyParser(Reader):
             self._add_arguments(text)
         else:
             if self._is_empty and self._has_text[self._kind]:
-                self._add(self._kind, "\n")  # between two messages
+                self._add(self._kind, "\n")  # a newline separates two messages of the same kind
             self._has_text[self._kind] = True
             self._add(self._kind, text)
         self._is_empty = False
@@ -78,5 +78,5 @@ class HarmonyParser(Reader):
             each in self._header for each in self.markers
         )
         if is_text and not any(self._has_text.values()) and not self._num_calls:
-            self._add(CONTENT, self._header)  # no header: the answer continues a message
+            self._add(CONTENT, self._header)  # without a header, the answer continues a message
         self._text = ""

@@ -1,4 +1,4 @@
-"""The grammar of answers in the harmony format, in which calls fit a schema (see `harmony`)."""
+"""The grammar of answers in the harmony format (see `harmony`) whose calls fit a schema."""
 
 from penstock.router.parsers.harmony import (
     CALL,

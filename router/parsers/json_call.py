@@ -41,9 +41,9 @@ class JsonCall:
         self._key = ""
         self._value = ""  # text of a key, or of a value that is not streamed
         self._span = JsonSpan()
-        self._arguments = ""  # not yet returned
+        self._arguments = ""  # text of the arguments that was not yet returned
         self._has_arguments = False
-        self._is_streamed = False  # the value is an object, which is returned as it arrives
+        self._is_streamed = False  # whether the value is an object, which is returned as it arrives
 
     @property
     def is_ended(self) -> bool:
@@ -52,11 +52,14 @@ class JsonCall:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the text is not a call."""
+        """Whether the text has turned out not to be a call."""
         return self._state is _State.FAILED
 
     def feed(self, text: str) -> int:
-        """Return how many characters of `text` were read; not all if the call ended or failed."""
+        """Return how many characters of `text` were read.
+
+        The number is less than the length of `text` if the call has ended or failed.
+        """
         at = 0
         while at < len(text) and self._state not in (_State.END, _State.FAILED):
             at = self._read(text, at)
@@ -159,7 +162,7 @@ def _loaded_text(text: str) -> str:
 
 
 def _arguments(text: str) -> str:
-    """Return arguments that are not an object: null, or a JSON text in a string."""
+    """Return arguments that are not written as an object: null, or a string with a JSON text."""
     if text == "null":
         return "{}"
     return _loaded_text(text) or text

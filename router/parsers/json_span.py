@@ -9,7 +9,9 @@ _OPENING = "{["
 
 
 class JsonSpan:
-    """Reads one JSON value, which need not be valid: strings and brackets show its end.
+    """Reads one JSON value, which need not be valid.
+
+    The end of the value is found from its strings and brackets.
 
     Attributes:
         is_ended: whether the value is complete.
@@ -20,12 +22,13 @@ class JsonSpan:
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
-        self._is_scalar = False  # the value is a number or a word
+        self._is_scalar = False  # whether the value is a number or a word
 
     def feed(self, text: str) -> int:
-        """Return how many characters of `text`, the next text, belong to the value.
+        """Return how many characters of `text` belong to the value.
 
-        The text must begin with the value, without white space before it.
+        `text` continues the texts of earlier calls. The first text must begin with the value,
+        without white space before it.
         """
         at = 0
         while at < len(text) and not self.is_ended:
@@ -54,7 +57,7 @@ class JsonSpan:
             self._is_scalar = self._depth == 0
             return found.end()
         character = text[at]
-        if self._is_scalar:  # ended by the character after it
+        if self._is_scalar:  # a number or a word ends before the next other character
             self.is_ended = True
             return at
         if character == '"':

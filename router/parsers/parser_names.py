@@ -64,12 +64,12 @@ REASONING_TAGS: Mapping[str, Tags | None] = {
 
 
 def check_tool_parser(name: str) -> None:
-    """Raise ValueError, with the list of names, if `name` is not a name, `auto` or `none`."""
+    """Raise ValueError, with all valid names, if no parser of tool calls has this `name`."""
     _check(name, TOOL_PARSERS)
 
 
 def check_reasoning_parser(name: str) -> None:
-    """Raise ValueError with the list of names if `name` is neither a name, `auto` nor `none`."""
+    """Raise ValueError, with all valid names, if no parser of reasoning has this `name`."""
     _check(name, REASONING_TAGS)
 
 
@@ -81,7 +81,7 @@ def _check(name: str, known: Mapping[str, object]) -> None:
 
 
 def detect_tool_parser(template: str) -> str:
-    """Return the name of the parser for the calls of a chat template, or `none`."""
+    """Return the name of the parser that can read the calls of a chat template, or `none`."""
     marks = (
         ("<|channel|>", HARMONY_TOOLS),
         ("[TOOL_CALLS]", "mistral"),
@@ -110,7 +110,7 @@ def detect_tool_parser(template: str) -> str:
 
 
 def detect_reasoning_parser(template: str) -> str:
-    """Return the name of the parser for the reasoning of a chat template, or `none`."""
+    """Return the name of the parser that can read the reasoning of a chat template, or `none`."""
     marks = (
         ("<|channel|>", HARMONY_REASONING),
         ("[THINK]", "mistral"),

@@ -15,7 +15,7 @@ class Piece(NamedTuple):
     Attributes:
         kind: `CONTENT`, `REASONING`, `CALL` (the text is the name of a function that is called) or
             `ARGUMENTS` (the text continues the JSON of the call's arguments).
-        text: never empty.
+        text: the text, which is never empty.
         call: index of the call in the answer, for `CALL` and `ARGUMENTS`.
         call_id: id that the model gave the call, for `CALL`; empty if its format has no ids.
     """
@@ -29,8 +29,8 @@ class Piece(NamedTuple):
 class OutputParser(Protocol):
     """A parser of one answer, fed with the text as it arrives.
 
-    The concatenated texts of each kind (and call) depend only on the whole answer, not on how it
-    is split into calls of `feed`.
+    The concatenated texts of each kind (and call) depend only on the whole answer. They are the
+    same however the answer is split into calls of `feed`.
     """
 
     def feed(self, text: str) -> list[Piece]:

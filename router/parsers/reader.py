@@ -22,7 +22,10 @@ def _pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 @cache
 def _starts(markers: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """Return how many characters may be held back, and the first characters of the markers."""
+    """Return how many characters may be held back, and the first characters of the markers.
+
+    Markers of one character are never held back.
+    """
     firsts = {marker[0] for marker in markers if len(marker) > 1}
     return max(map(len, markers)) - 1, tuple(sorted(firsts))
 
@@ -31,7 +34,7 @@ def held_length(text: str, markers: tuple[str, ...]) -> int:
     """Return the length of the longest suffix of `text` that may be the start of a marker."""
     most, firsts = _starts(markers)
     end = text[-most:] if most else ""
-    if not any(first in end for first in firsts):  # the usual case
+    if not any(first in end for first in firsts):  # in most texts, no marker can begin
         return 0
     longest = 0
     for marker in markers:
@@ -43,17 +46,17 @@ def held_length(text: str, markers: tuple[str, ...]) -> int:
 
 
 class Reader:
-    """Reads an answer with the method that `_state` refers to; subclasses change `_state`.
+    """Reads an answer as a state machine; `_state` is the method that reads the next text.
 
-    A state makes a decision only if later text cannot change it, so the result does not depend on
-    how the answer is split. White space next to tool calls is left out.
+    A state decides only if later text cannot change the decision. The result therefore does not
+    depend on how the answer is split. White space next to tool calls is left out.
     """
 
     def __init__(self) -> None:
         self._text = ""  # unread
         self._is_ended = False
         self._num_calls = 0
-        self._follows_call = False  # no content has followed the last call
+        self._follows_call = False  # whether no content has followed the last call
         self._space = ""  # white space that is content only if more content follows
         self._pieces: list[Piece] = []
         self._state: State = self._start
@@ -122,14 +125,17 @@ class Reader:
         return text, None
 
     def _starts_with(self, marker: str) -> bool | None:
-        """Take `marker` from the start of the unread text; return None if it is not yet certain."""
+        """Take `marker` from the start of the unread text and return whether it was there.
+
+        Returns None if only later text can show whether the text begins with the marker.
+        """
         if self._text.startswith(marker):
             self._text = self._text[len(marker) :]
             return True
         return None if not self._is_ended and marker.startswith(self._text) else False
 
     def _skip(self, characters: str | None = None) -> bool:
-        """Skip white space, or other characters; return whether text is left."""
+        """Skip `characters`, by default white space; return whether text is left."""
         self._text = self._text.lstrip(characters)
         return bool(self._text)
 

@@ -14,7 +14,8 @@ class Tags:
         start: begins the reasoning.
         end: ends the reasoning.
         is_open: if True, the reasoning has begun unless the prompt ends with the end tag. If False,
-            it has begun if the prompt ends with the start tag, or if the answer begins with it.
+            the reasoning has begun if the start tag is at the end of the prompt or at the start of
+            the answer.
     """
 
     start: str
@@ -22,7 +23,7 @@ class Tags:
     is_open: bool = False
 
     def are_open(self, prompt_end: str) -> bool:
-        """Return whether an answer begins with reasoning, from the end of its prompt's text."""
+        """Return whether an answer begins with reasoning, given the end of its prompt's text."""
         text = prompt_end.rstrip()
         return text.endswith(self.start) or (self.is_open and not text.endswith(self.end))
 

@@ -1,4 +1,4 @@
-"""Admission of a client's request: checks it and makes its routing request and its output."""
+"""Admission of a client's request: checks the request, and makes its routing request and output."""
 
 import itertools
 import math

@@ -29,7 +29,7 @@ class AnswerParsing:
         parsers: the model's parsers.
         tokenizer: decodes the end of the prompt.
         prompt: token ids of the prompt.
-        request_id: id of the request.
+        request_id: id of the request, which determines the ids of tool calls.
         options: options of the request.
     """
 
@@ -74,20 +74,21 @@ class ModelParsers:
         source = tokenizer.chat_template
         template = "" if source is None else source.template
         self._parsers = AnswerParsers(template, config.tool_call_parser, config.reasoning_parser)
-        self._shown: dict[bool, frozenset[int]] = {}  # special tokens, by whether calls are read
+        # Special tokens in the texts of answers, for each value of "calls are read".
+        self._shown: dict[bool, frozenset[int]] = {}
 
     @property
     def reads_reasoning(self) -> bool:
-        """True if reasoning is separated from answers."""
+        """True if the model's reasoning is separated from its answers."""
         return self._parsers.reads_reasoning
 
     @property
     def can_limit_reasoning(self) -> bool:
-        """True if the end of the model's reasoning is one token, which can be forced."""
+        """True if one token ends the model's reasoning, so that the end can be forced."""
         return self._reasoning_end() is not None
 
     def thinking_budget(self, num_tokens: int, prompt: Sequence[int]) -> ThinkingBudget:
-        """Return the budget of the answers to a prompt.
+        """Return the thinking budget of the answers to a prompt.
 
         Raises:
             ServingError: INVALID: the reasoning of this model cannot be limited.
@@ -105,7 +106,7 @@ class ModelParsers:
         return ThinkingBudget(num_tokens, end, tuple(start))
 
     def _reasoning_end(self) -> int | None:
-        """Return the token that ends reasoning; None if there is no such token."""
+        """Return the token that ends reasoning, or None if there is no such token."""
         tags = self._parsers.tags
         if tags is None:
             return None

@@ -1,4 +1,4 @@
-"""Tasks for which no client waits; a router that stops lets them end first."""
+"""Tasks for which no client waits. A router that stops first waits for the end of these tasks."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ class BackgroundTasks:
                     await asyncio.sleep(POLL_SECONDS)
 
     async def end(self, seconds: float = END_SECONDS) -> None:
-        """Wait for the tasks, whose requests have been ended; cancel them after `seconds`."""
+        """Wait up to `seconds` for the tasks, whose requests have been ended; then cancel them."""
         if not self._tasks:
             return
         _, pending = await asyncio.wait(set(self._tasks), timeout=seconds)

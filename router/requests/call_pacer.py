@@ -1,4 +1,4 @@
-"""Paces the start of calls, so that many calls at once do not hold the event loop."""
+"""Spreads the start of calls over time, so that a burst of calls does not hold the event loop."""
 
 import asyncio
 from collections import deque
@@ -13,10 +13,13 @@ class CallPacer:
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._has_begun = False  # a call has begun in this iteration
+        self._has_begun = False  # whether a call has begun in this iteration of the event loop
 
     async def wait(self) -> None:
-        """Wait until the call may begin; return at once if no call has begun in this iteration."""
+        """Wait until the call may begin.
+
+        Returns at once if no call has begun in this iteration of the event loop.
+        """
         loop = asyncio.get_running_loop()
         if self._has_begun:
             start: asyncio.Future[None] = loop.create_future()
@@ -30,7 +33,7 @@ class CallPacer:
         """Start the next call that still waits."""
         while self._waiting:
             start = self._waiting.popleft()
-            if not start.done():  # not cancelled
+            if not start.done():  # the call was not cancelled while it waited
                 start.set_result(None)
                 loop.call_soon(self._start_next, loop)
                 return

@@ -1,4 +1,4 @@
-"""The messages of a chat, and rules for them that hold for every API."""
+"""The messages of a chat, and the rules for messages that hold for every API."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,14 +28,17 @@ RESERVED_VARIABLES = frozenset(
 
 
 def check_variables(variables: Collection[str], field: str) -> None:
-    """Refuse chat template variables that a request must not set; `field` has the variables."""
+    """Refuse chat template variables that a request must not set.
+
+    `field` is the name of the request's field with the variables.
+    """
     for name in variables:
         if name in RESERVED_VARIABLES:
             raise invalid(f"{name} cannot be set in {field}", field)
 
 
 def check_role(role: str) -> None:
-    """Refuse a message's role that chat templates do not know."""
+    """Refuse a message whose role is unknown to chat templates."""
     if role not in ROLES:
         raise invalid(f"a message's role must be one of {', '.join(ROLES)}", "messages")
 
@@ -47,8 +50,7 @@ class Chat:
     Attributes:
         messages: a JSON array of objects; `common.text.template_messages` describes them.
         num_chars: number of characters of all strings in messages, tools and documents.
-        final_text: text of the last message if it is the assistant's and the answer repeats it,
-            else empty.
+        final_text: text of the assistant's last message if the answer repeats it, else empty.
         tools: a JSON array of the tools for the template, or empty.
         documents: a JSON array of the documents for the template, or empty.
         forced_schema: JSON schema that forces the answer to be tool calls, or empty.
@@ -69,7 +71,7 @@ async def chat_of(
 ) -> Chat:
     """Return the chat with these messages, each with a role and a content.
 
-    Tools and documents are JSON arrays, or empty.
+    The tools and documents are JSON arrays or empty.
     """
     slices = Slices()
     fragments: list[str] = []
@@ -86,12 +88,12 @@ async def chat_of(
 
 
 def array_of(values: Sequence[Any] | None) -> bytes:
-    """Return values as a JSON array; empty bytes if there are none."""
+    """Return values as a JSON array, or empty bytes if there are no values."""
     return dumps(values).encode() if values else b""
 
 
 def num_chars_of(message: Mapping[str, Any]) -> int:
-    """Return the number of characters of a message: content, reasoning and tool calls."""
+    """Return the number of characters of a message's content, reasoning and tool calls."""
     content = message["content"]
     count = len(content) if isinstance(content, str) else _num_chars_of_list(content)
     return count if len(message) == 2 else count + _num_chars_of_structure(message)
@@ -107,7 +109,7 @@ def _num_chars_of_list(content: Sequence[Mapping[str, Any]] | None) -> int:
 
 
 def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of the last message if it is the assistant's, else an empty string."""
+    """Return the text of the last message if the assistant wrote it, else an empty string."""
     last = messages[-1]
     if last["role"] != "assistant":
         return ""

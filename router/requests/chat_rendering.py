@@ -1,6 +1,6 @@
-"""Renders chats in helper processes; the helper's side is `render_job`.
+"""Renders chats in helper processes, which run the job of `render_job`.
 
-The router's own process compiles no chat templates, because templates are foreign code.
+The router's own process compiles no chat templates, because templates are untrusted code.
 """
 
 from penstock.common.text.chat_source import TemplateOptions

@@ -1,4 +1,4 @@
-"""Bounds on the work and the memory that one call may cause, checked before the work is done.
+"""Limits on the work and the memory of one call, which are checked before the work is done.
 
 The cost of a call is the number of entries in its answer:
 
@@ -23,8 +23,8 @@ class CallSizes:
 
     prompts: int = 1
     messages: int = 0
-    content_pieces: int = 0  # content parts of all messages
-    tool_calls: int = 0  # of all messages
+    content_pieces: int = 0  # total content parts of all messages
+    tool_calls: int = 0  # total tool calls of all messages
     tools: int = 0
     documents: int = 0
     logit_bias: int = 0
@@ -57,7 +57,10 @@ def check_sizes(sizes: CallSizes, bounds: RequestBounds) -> None:
 
 
 def check_num_tokens(name: str, count: int, most: int) -> None:
-    """Refuse a list of more than `most` tokens, before the list is read; `name` is its field."""
+    """Refuse a list of more than `most` tokens before the list is read.
+
+    `name` is the request field with the list.
+    """
     if count > most:
         raise invalid(f"{name} has {count} tokens; at most {most} are allowed", name)
 
@@ -96,7 +99,7 @@ def request_cost(request: GenerationRequest, max_tokens: int) -> int:
 def default_max_tokens(
     request: GenerationRequest, num_requests: int, bounds: RequestBounds
 ) -> int | None:
-    """Return the request's default of `max_tokens`, reduced if the cost limit requires it."""
+    """Return the request's default of `max_tokens`, reduced if needed to keep the cost limit."""
     left = bounds.max_request_cost // num_requests - request_cost(request, 0)
     affordable = max(left // request_cost(_without_prompt(request.sampling), 1), 1)
     given = request.default_max_tokens
@@ -108,7 +111,8 @@ def check_least_cost(
 ) -> None:
     """Refuse a call that is invalid, or too expensive even without its prompts.
 
-    This is called before prompts and bad words are encoded; `sampling` may lack the bad words.
+    Called before the prompts and the bad words are encoded, so that `sampling` may lack the bad
+    words.
     """
     check_sampling(sampling, model, bounds)
     least = request_cost(_without_prompt(sampling), max(sampling.max_tokens or 1, 1))
@@ -118,7 +122,7 @@ def check_least_cost(
 def check_cost(
     requests: Sequence[GenerationRequest], params: Sequence[SamplingParams], bounds: RequestBounds
 ) -> None:
-    """Refuse a call that is too expensive; `params` are the resolved parameters per request."""
+    """Refuse a call that is too expensive. `params` are the resolved parameters of each request."""
     pairs = zip(requests, params, strict=True)
     total = sum(request_cost(request, one.max_tokens or 0) for request, one in pairs)
     _check(total, requests[0].sampling, len(requests), bounds)
@@ -140,7 +144,7 @@ def _check(cost: int, sampling: SamplingParams, num_prompts: int, bounds: Reques
 
 
 def _costly_field(sampling: SamplingParams, num_prompts: int) -> str:
-    """Return the field to name in a refusal: the first of those that multiply the cost."""
+    """Return the request field to name in a refusal: the first one that multiplies the cost."""
     if sampling.num_sequences > 1:
         return "n" if sampling.best_of is None else "best_of"
     if sampling.logprobs:

@@ -1,4 +1,4 @@
-"""The line of texts that wait for the tokenizer's threads, shared fairly by the tenants."""
+"""The queue of texts that wait for the tokenizer's threads, which tenants share fairly."""
 
 import asyncio
 from collections.abc import Callable
@@ -24,10 +24,11 @@ class _Job:
 class EncodingLine:
     """Encodes texts in threads, in the order of a `FairLine`.
 
-    A job whose caller is cancelled before the job has begun does not run.
+    If a caller is cancelled before its job has begun, the job does not run.
 
     Args:
-        max_chars: characters that may wait. One tenant may use a quarter of them.
+        max_chars: maximum number of characters of all waiting texts. One tenant may use a quarter
+            of them.
     """
 
     def __init__(self, max_chars: int) -> None:
@@ -62,7 +63,7 @@ class EncodingLine:
             job.done.cancel()
 
     def _start(self) -> None:
-        """Begin jobs while threads are free and tenants without a running job wait."""
+        """Begin jobs while a thread is free and a waiting job's tenant has no running job."""
         while (begun := self._line.take(range(NUM_THREADS))) is not None:
             slot, job = begun
             running = asyncio.get_running_loop().run_in_executor(self._executor, job.work)

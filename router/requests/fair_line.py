@@ -1,4 +1,4 @@
-"""The order in which the jobs of several tenants get a few slots, such as threads or processes."""
+"""The order in which the jobs of several tenants get slots, such as threads or processes."""
 
 from collections import deque
 from collections.abc import Collection
@@ -25,22 +25,24 @@ class Begun(NamedTuple, Generic[J]):
 
 @dataclass(slots=True)
 class _Tenant(Generic[J]):
-    served: int  # service received, in the unit of `FairLine._clock`
-    jobs: deque[tuple[J, int]] = field(default_factory=deque)  # waiting jobs with their sizes
-    size: int = 0  # total size of the waiting jobs
+    served: int  # service that the tenant has received, in the unit of the jobs' sizes
+    # The tenant's waiting jobs with their sizes.
+    jobs: deque[tuple[J, int]] = field(default_factory=deque)
+    size: int = 0  # total size of the tenant's waiting jobs
 
 
 @dataclass(slots=True)
 class _Slot:
     tenant: str = ""
-    sizes: deque[int] = field(default_factory=deque)  # of the jobs that have not ended
+    sizes: deque[int] = field(default_factory=deque)  # sizes of the jobs that have not ended
 
 
 class FairLine(Generic[J]):
-    """A bounded line of jobs; the jobs of one tenant begin in order of arrival.
+    """A bounded queue of jobs that begin in a fair order.
 
-    A slot serves one tenant at a time, and a tenant uses one slot at a time, so that one tenant
-    cannot fill all slots. The tenant with the least service is next (start-time fair queueing).
+    The jobs of one tenant begin in order of arrival. A slot serves one tenant at a time, and a
+    tenant uses one slot at a time, so that one tenant cannot fill all slots. The tenant with the
+    least service is next (start-time fair queueing).
 
     Args:
         max_size: largest total size of the waiting jobs. One tenant may use a quarter of it.
@@ -52,7 +54,7 @@ class FairLine(Generic[J]):
         self._max_size = max_size
         self._slot_size = slot_size
         self._size = 0
-        self._clock = 0  # `served` that the last chosen tenant had when it was chosen
+        self._clock = 0  # the value of `served` that the last chosen tenant had then
         self._slots = [_Slot() for _ in range(num_slots)]
         self._tenants: dict[str, _Tenant[J]] = {}  # tenants with waiting jobs
         self._served: dict[str, int] = {}  # recently served tenants without waiting jobs
@@ -71,7 +73,7 @@ class FairLine(Generic[J]):
         size = max(size, LEAST_SIZE)
         tenant = self._tenants.get(name)
         own = 0 if tenant is None else tenant.size
-        # An empty line accepts any job, so that no job is refused for ever.
+        # An empty queue accepts a job of any size, since otherwise a large job would never run.
         if self._size and (
             self._size + size > self._max_size or (own and own + size > self._max_size // 4)
         ):
@@ -94,7 +96,7 @@ class FairLine(Generic[J]):
         if first is not None and idle is not None:
             return self._begin(first, idle)
         for name in sorted(bound.keys() & self._tenants.keys(), key=self._service):
-            # If a tenant without a slot has had less service, let a slot run empty for it.
+            # Let a slot run empty for a tenant without a slot that has had less service.
             if first is not None and self._service(first) < self._service(name):
                 return None
             slot = self._slots[bound[name]]

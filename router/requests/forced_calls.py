@@ -1,4 +1,4 @@
-"""The JSON schema of answers that must be tool calls (`tool_choice` required, or a function)."""
+"""The JSON schema of answers that the client's `tool_choice` forces to be tool calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,8 +17,9 @@ NO_PARAMETERS: Mapping[str, Any] = {
 def forced_schema(chosen: ToolChoice, tools: Sequence[Mapping[str, Any]], is_parallel: bool) -> str:
     """Return the schema of an answer as JSON, or an empty text if no call is forced.
 
-    With the mode `named`, the answer consists of the arguments. With `required`, it is an array of
-    calls, `[{"name": ..., "parameters": {...}}, ...]`, as in vLLM.
+    In the mode `named`, the answer consists of the arguments of the named function. In the mode
+    `required`, the answer is an array of calls, `[{"name": ..., "parameters": {...}}, ...]`, as in
+    vLLM.
 
     Args:
         chosen: the checked choice.

@@ -34,9 +34,10 @@ class GenerationDefaults:
     max_tokens: int | None = None
 
     def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
-        """Return `given` with absent parameters from the model's defaults, then from ours.
+        """Return the sampling parameters `given`, with values for the absent ones.
 
-        For a beam search, which does not sample, the model's sampling defaults are not used.
+        Values come first from the model's defaults, then from ours. A beam search does not sample,
+        so the model's sampling defaults are not used for it.
         """
         is_beam_search = given.get("use_beam_search")
         defaults = {
@@ -47,16 +48,12 @@ class GenerationDefaults:
         return SamplingParams(**{**defaults, **given})
 
     def default_max_tokens(self, own: int | None = None) -> int | None:
-        """Return the smaller of the model's and the API's default; None if both have none."""
+        """Return the smaller default of the model's and the API's; None if neither has one."""
         return min((each for each in (self.max_tokens, own) if each is not None), default=None)
 
 
 def read_generation_defaults(folder: Path, limits: SamplingLimits) -> GenerationDefaults:
-    """Return the defaults in a checkpoint's `generation_config.json`; none without the file.
-
-    In a GGUF file, the entries below `general.sampling.` take the place of that file.
-
-    `do_sample: false` means temperature 0.
+    """Return the defaults in a checkpoint's `generation_config.json`, if that file exists.
 
     Raises:
         ValueError: the file is not a JSON object, or has a value that no request may have.
@@ -91,7 +88,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _number(path: Path, found: Mapping[str, Any], name: str, kinds: tuple[type, ...]) -> Any:
-    """Return the value of a field; None if it is absent or null."""
+    """Return the value of a field, or None if the field is absent or null."""
     value = found.get(name)
     if value is None or (isinstance(value, kinds) and not isinstance(value, bool)):
         return value

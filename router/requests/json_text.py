@@ -8,7 +8,10 @@ CHARS_PER_FRAGMENT = 64 << 10
 
 
 def dumps(value: object) -> str:
-    """Return a value as compact JSON; faster than `json.dumps`, mostly for small values."""
+    """Return a value as compact JSON.
+
+    This is faster than `json.dumps`, mostly for small values.
+    """
     return to_json(value, inf_nan_mode="constants").decode()
 
 

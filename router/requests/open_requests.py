@@ -1,4 +1,4 @@
-"""The requests that have not ended for their clients, with their outputs and metrics."""
+"""The requests whose clients have not got a final answer, with their outputs and metrics."""
 
 from collections.abc import Mapping
 
@@ -60,9 +60,8 @@ class OpenRequests:
     def deliver(self, tokens: ev.TokenColumns, now: float) -> None:
         """Deliver the tokens of a step. This runs for every token: keep it fast."""
         outputs, logprobs = self._outputs, tokens.logprobs
-        # Sequences of one batch usually got their previous tokens at the same time, so most gaps
-        # are equal: record each distinct gap once, with its count.
-        counts: dict[float, int] = {}  # by time of the previous token
+        # The tokens before those of a step often have the same time: count equal gaps together.
+        counts: dict[float, int] = {}  # number of tokens by time of their previous token
         for row, (request, _, choice, position, token, finish) in enumerate(tokens.rows()):
             output = outputs.get(request)
             if output is None:
@@ -85,13 +84,13 @@ class OpenRequests:
             output.deliver_end(command)
 
     def deliver_prompt(self, command: ev.DeliverPrompt) -> None:
-        """Deliver data about the prompt."""
+        """Deliver the prompt's data, such as its log probabilities."""
         output = self._outputs.get(command.request)
         if output is not None:
             output.deliver_prompt(command)
 
     def end(self, command: ev.EndRequest, now: float) -> None:
-        """End a request; an error ends its whole call."""
+        """End a request. If the end is an error, the whole call of the request ends."""
         self._record_end(self._metrics.ended(command.request, command.status, now), now)
         output = self._outputs.pop(command.request, None)
         if output is None:
@@ -103,7 +102,7 @@ class OpenRequests:
         output.stream.request_ended(command.request, error)
 
     def cancel(self, request: int, now: float) -> bool:
-        """Forget a request whose client left; return False if it had already ended."""
+        """Forget a request whose client has disconnected; return False if the request had ended."""
         if self._outputs.pop(request, None) is None:
             return False
         self._record_end(self._metrics.ended(request, ev.Status.CANCELLED, now), now)

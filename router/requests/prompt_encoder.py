@@ -42,7 +42,7 @@ class PromptEncoder:
         self._model = model
         self._helpers = helpers
         self._line = EncodingLine(config.bounds.max_encoding_chars)
-        self.run_in_line = self._line.run  # also used for other long work on prompts
+        self.run_in_line = self._line.run  # also runs other long work on prompts
 
     @property
     def num_waiting(self) -> int:
@@ -65,7 +65,7 @@ class PromptEncoder:
             self._check(len(text), name)
         without_control, tokenizer = self._without_control, self._tokenizer
         encode = tokenizer.encode_without_control if without_control else tokenizer.encode
-        # Encoding control tokens as ordinary text needs a second tokenizer, perhaps not loaded yet.
+        # Encoding control tokens as text needs a second tokenizer, which may not be loaded yet.
         if len(text) <= INLINE_CHARS and not (
             without_control and tokenizer.has_control_tokens(text)
         ):
@@ -79,7 +79,7 @@ class PromptEncoder:
         add_special_tokens: bool,
         is_truncated: bool,
     ) -> list[list[int]]:
-        """Return the token ids of all prompts of a call, of which some may be token ids."""
+        """Return the token ids of all prompts of a call. Some prompts may already be token ids."""
         slices = Slices()
         encoded: list[list[int]] = []
         for prompt in prompts:
@@ -113,7 +113,7 @@ class PromptEncoder:
         max_chars = self._model().max_model_len * self._tokenizer.longest_token
         segments = await render_chat(self._helpers, chat, options, max_chars, tenant)
         num_chars = sum(len(segment.text) for segment in segments)
-        # Plain segments need a second tokenizer, which may not be loaded yet.
+        # Plain segments are encoded by a second tokenizer, which may not be loaded yet.
         if num_chars <= INLINE_CHARS and not any(segment.is_plain for segment in segments):
             return self._tokenizer.encode_segments(segments)
         return await self._line.run(

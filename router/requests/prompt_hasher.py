@@ -1,4 +1,7 @@
-"""Hashes the blocks of prompts as workers do, so that placement can look up cached prefixes."""
+"""Hashes the blocks of prompts, so that placement can find cached prefixes at workers.
+
+The hashes are the same as those of the workers.
+"""
 
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -20,7 +23,7 @@ Hashes = Mapping[int, Sequence[int]]
 
 
 class RunInThread(Protocol):
-    """Runs `work` in a thread; see `EncodingLine.run`."""
+    """A function that runs `work` in a thread (see `EncodingLine.run`)."""
 
     def __call__(
         self, tenant: str, num_chars: int, work: Callable[[], Hashes]
@@ -46,7 +49,7 @@ class PromptHasher:
     async def hashes(self, request: GenerationRequest) -> Hashes:
         """Return the short hashes of the prompt's full blocks, by block size.
 
-        If too much work waits for a thread, the result is empty: the request is then placed without
+        The result is empty if too much work waits for a thread. The request is then placed without
         regard to cached blocks.
         """
         sizes, num_tokens = self._block_sizes(), len(request.prompt)
@@ -64,6 +67,6 @@ class PromptHasher:
 
     def _hash(self, request: GenerationRequest, sizes: Collection[int]) -> Hashes:
         root = root_hash(self._key, request.salt)
-        # From a list, `array` is faster than `np.array`.
+        # `array` converts a list of ints faster than `np.array`.
         tokens = np.frombuffer(array("i", request.prompt), np.int32)
         return {size: short_prefix_hashes(root, tokens, size) for size in sizes}

@@ -1,4 +1,4 @@
-"""The job that renders a chat, as a helper process does it."""
+"""The job with which a helper process renders a chat."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,10 @@ from penstock.router.requests.chat_rendering import NO_TEMPLATE, TEMPLATE
 
 
 def render_job(renderer: ChatRenderer | None, items: Sequence[bytes]) -> list[bytes]:
-    """Do the job: return a flag byte for each segment (1: plain), then the segments' texts."""
+    """Do the job.
+
+    Returns a flag byte for each segment (1: plain text), then the segments' texts.
+    """
     if renderer is None:
         raise invalid(NO_TEMPLATE, "messages")
     max_chars, add_prompt, continues, variables = json.loads(items[0])

@@ -22,7 +22,7 @@ class ResumeState:
     """Tokens of one choice that the client has from an earlier call."""
 
     tokens: Sequence[int] = ()
-    finish: str = ""  # "stop" or "length"; empty: the choice had not ended
+    finish: str = ""  # "stop" or "length", or empty if the choice had not ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +32,16 @@ class GenerationRequest:
     prompt: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timeout: float | None = None  # seconds
-    default_max_tokens: int | None = None  # for an absent max_tokens; None: rest of the context
+    default_max_tokens: int | None = None  # used without max_tokens; None: rest of the context
     tenant: str = ""
-    priority: int = 0  # as in vLLM: lower goes first, among the requests of one tenant
+    priority: int = 0  # as in vLLM, a tenant's requests with lower values go first
     request_id: str = ""
-    resume_from: Mapping[int, ResumeState] = field(default_factory=dict)  # known tokens by choice
-    cache_salt: str = ""  # KV is shared only with requests of the same tenant and salt
-    shown_tokens: frozenset[int] = frozenset()  # special tokens that the text contains
-    prompt_copies: int = 0  # how often the answer contains the prompt: see `cost`
+    # Tokens of an earlier call, by choice.
+    resume_from: Mapping[int, ResumeState] = field(default_factory=dict)
+    cache_salt: str = ""  # requests share KV only if tenant and salt are equal
+    # Special tokens that the text of the answer contains.
+    shown_tokens: frozenset[int] = frozenset()
+    prompt_copies: int = 0  # how often the answer contains the prompt (see `cost`)
 
     @property
     def salt(self) -> bytes:
@@ -55,7 +57,7 @@ class ModelLimits:
     name: str
     max_model_len: int
     vocab_size: int
-    eos_tokens: frozenset[int] = frozenset()  # as reported by workers
+    eos_tokens: frozenset[int] = frozenset()  # end tokens, as reported by workers
 
 
 def check_priority(priority: int) -> None:
@@ -65,7 +67,10 @@ def check_priority(priority: int) -> None:
 
 
 def safe_request_id(name: str) -> str:
-    """Return a client's request id cut to 128 characters, or '' if it is unsafe for logs."""
+    """Return a client's request id, cut to 128 characters.
+
+    An id that is unsafe for logs becomes an empty string.
+    """
     return name[:128] if name.isascii() and name.isprintable() else ""
 
 

@@ -25,8 +25,8 @@ class ChoiceOutput(DeliveredTokens):
         super().__init__()
         self.detokenizer = detokenizer
         self.is_finished = False
-        # True if the choice is open, no token can match a stop string, and deltas need not wait for
-        # other choices.
+        # Whether a token of the choice can be delivered without checks.
+        # The choice is open, has no stop strings, and its deltas do not wait for other choices.
         self.is_plain = is_plain
 
     def end(self) -> None:
@@ -40,9 +40,9 @@ class RequestOutput:
         stream: the response stream of the call.
         index: index of the request in its call.
         detokenizers: one per choice.
-        stop_tokens: stop token ids that the client gave.
+        stop_tokens: the client's own stop token ids.
         on_stop_string: called with a choice and its number of tokens when a stop string matches.
-        ranker: selects the likeliest choices; None: all choices are returned.
+        ranker: selects the most likely choices; None: all choices are returned.
         finished_before: end of each choice in an earlier call; None: not ended.
 
     Attributes:
@@ -79,7 +79,7 @@ class RequestOutput:
         self.choices = [ChoiceOutput(text, is_plain) for text in detokenizers]
 
     def deliver_finished_before(self) -> None:
-        """Deliver the end of each choice that ended in an earlier call."""
+        """Deliver the end of each choice that had already ended in an earlier call."""
         for choice, end in enumerate(self._finished_before):
             if end is not None:
                 self.choices[choice].end()
@@ -87,7 +87,7 @@ class RequestOutput:
                 self._push(ended)
 
     def deliver_prompt(self, what: DeliverPrompt) -> None:
-        """Store data about the prompt, all of which arrives before the first delta."""
+        """Store data about the prompt. All of this data arrives before the first delta."""
         if what.num_cached is not None:
             self.stream.num_cached[self._index] = what.num_cached
             return
@@ -97,7 +97,7 @@ class RequestOutput:
     def deliver(
         self, choice: int, position: int, token: int, finish: int, logprobs: object
     ) -> None:
-        """Deliver a new token; a stop string ends the choice, and later tokens are dropped."""
+        """Deliver a new token. A stop string ends the choice, and later tokens are dropped."""
         one = self.choices[choice]
         if finish or logprobs is not None or not one.is_plain:
             if not one.is_finished:
@@ -121,13 +121,13 @@ class RequestOutput:
             stop = token
         if reason:
             one.end()
-        entry: Any = logprobs  # the worker's message, passed on unchanged
+        entry: Any = logprobs  # the worker's message is passed on unchanged
         self._push(Delta(self._index, choice, position, (token,), new.text, (entry,), reason, stop))
         if new.stop is not None:
             self._on_stop_string(choice, position + 1)
 
     def deliver_end(self, what: DeliverEnd) -> None:
-        """Deliver the end of a choice, without a new token."""
+        """Deliver the end of a choice. No new token comes with the end."""
         one = self.choices[what.choice]
         if one.is_finished:
             return

@@ -17,7 +17,7 @@ class ClientDisconnectedError(Exception):
     """The client has disconnected, or no longer needs the answer."""
 
 
-# Not frozen, because creating a frozen dataclass takes 3 times as long.
+# The class is not frozen, because creating a frozen dataclass takes 3 times as long.
 @dataclass(slots=True)
 class Delta:
     """New tokens of one choice and the text that they add."""
@@ -28,7 +28,7 @@ class Delta:
     tokens: Sequence[int]
     text: str
     logprobs: Sequence[worker_pb2.TokenLogprobs | None]
-    finish: str = ""  # "stop" or "length" in the last delta
+    finish: str = ""  # "stop" or "length" in the last delta, else empty
     stop: str | int | None = None  # the client's stop string or stop token that ended the choice
 
 
@@ -69,10 +69,11 @@ class AnswerBuilder:
 
 
 def slices_of(delta: Delta, max_tokens: int) -> Iterator[Delta]:
-    """Split a delta into deltas of at most `max_tokens` tokens; the first has all of the text.
+    """Split a delta into deltas of at most `max_tokens` tokens.
 
-    Only the complete answers of ranked calls are longer than `MAX_MERGED_TOKENS`. Splitting is safe
-    for these calls, because they cannot be resumed between two deltas.
+    The first delta has all of the text. Only the complete answers of ranked calls are longer than
+    `MAX_MERGED_TOKENS`. Splitting is safe for these calls, because they cannot be resumed between
+    two deltas.
     """
     if len(delta.tokens) <= max_tokens:
         yield delta
@@ -109,9 +110,9 @@ class ResponseStream:
     Consecutive unread deltas of a choice are merged. If too many tokens are unread, the call fails,
     so that a slow reader never blocks the router.
 
-    A reader may set `writer`. While the reader waits and nothing is unread, tokens can be passed to
-    `idle_writer`, which is then this writer. Unlike `push`, it does not wake the reader for each
-    token.
+    A reader may set `writer`. While the reader waits and nothing is unread, `idle_writer` is this
+    writer. A token passed to `idle_writer` is sent without waking the reader, which `push` would
+    do.
 
     Args:
         max_unread: largest number of unread tokens.
@@ -137,12 +138,13 @@ class ResponseStream:
     def __init__(self, max_unread: int, on_cancel: Callable[[Sequence[int]], None]) -> None:
         self.numbers: list[int] = []  # number of each request of the call
         self.seeds: list[int] = []  # seed of each request of the call
-        # Logprobs of prompt tokens 1, 2, ... by request index. Complete before the first delta.
+        # By request index: the logprobs of prompt tokens 1, 2, ..., complete before any delta.
         self.prompt_logprobs: dict[int, list[worker_pb2.TokenLogprobs]] = {}
-        # Number of cached prompt tokens by request index, present before the request's first delta.
+        # For each request index, the number of cached prompt tokens, known before the first delta.
         self.num_cached: dict[int, int] = {}
         self.writer: TokenWriter | None = None
-        self.idle_writer: TokenWriter | None = None  # `writer` while nothing is unread, else None
+        # Same as `writer` while nothing is unread, else None.
+        self.idle_writer: TokenWriter | None = None
         self._max_unread = max_unread
         self._on_cancel = on_cancel
         self._open_requests: set[int] = set()  # requests that have not ended
@@ -216,7 +218,7 @@ class ResponseStream:
         return self._next_delta()
 
     def _wake_reader(self) -> None:
-        self.idle_writer = None  # the reader must first take the unread deltas
+        self.idle_writer = None  # tokens must not overtake the unread deltas
         self._wake.set()
 
     def _next_delta(self) -> Delta:
@@ -237,7 +239,10 @@ class ResponseStream:
         return delta
 
     def fail(self, error: Exception) -> None:
-        """Cancel the open requests and end the call with an error; unread deltas come first."""
+        """Cancel the open requests and end the call with an error.
+
+        The reader gets the unread deltas before the error.
+        """
         if self._error is None:
             self._error = error
         left, self._open_requests = sorted(self._open_requests), set()

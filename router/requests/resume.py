@@ -14,7 +14,7 @@ from penstock.router.requests.request import (
 )
 from penstock.router.requests.slices import Slices
 
-TOKENS_PER_SLICE = 64  # with 16 stop strings: about 2 ms
+TOKENS_PER_SLICE = 64  # with 16 stop strings, this number of tokens takes about 2 ms
 FINISHES = ("", "stop", "length")
 
 
@@ -71,7 +71,10 @@ async def resume(
     texts: Sequence[IncrementalDetokenizer],
     slices: Slices,
 ) -> list[FinishedChoice | None]:
-    """Feed the known tokens to the detokenizers `texts`; return the end of each choice, or None."""
+    """Feed the known tokens to the detokenizers `texts` and return the end of each choice.
+
+    The end is None for a choice that has not ended.
+    """
     if not request.resume_from:
         return [None] * len(texts)
     ends = frozenset() if params.ignore_eos else model.eos_tokens

@@ -7,7 +7,10 @@ SLICE_SECONDS = 0.002
 
 
 class Slices:
-    """Clock of one piece of work; call `pause` between steps that are short by themselves."""
+    """Clock of one piece of long work.
+
+    The work calls `pause` between its short steps.
+    """
 
     def __init__(self) -> None:
         self._began = time.perf_counter()

@@ -57,7 +57,7 @@ class CallGrammar:
 
     Args:
         names: names of the functions, in the order of the rules of their arguments.
-        special_id: returns the id of the special token with a text; None: it is ordinary text.
+        special_id: returns the id of the special token that has a text, or None for ordinary text.
         special_ids: all special tokens.
         is_parallel: whether an answer may have several calls; if not, it ends after one call.
 
@@ -88,7 +88,7 @@ class CallGrammar:
     def each(self, form: Callable[[str, str], str]) -> str:
         """Add a rule with the alternatives of all functions; return its name.
 
-        `form` gets a name and the rule of its arguments.
+        `form` is called with the name of a function and the rule of its arguments.
         """
         rule = f"each_{len(self.rules)}"
         forms = [form(name, f"arguments_{index}") for index, name in enumerate(self._names)]
@@ -112,7 +112,7 @@ class CallGrammar:
         ]
 
     def is_special(self, text: str) -> bool:
-        """Return whether a marker is a special token."""
+        """Return whether the vocabulary has a special token for a marker."""
         return self._special_id(text) is not None
 
     def members(self, key: str, has_name: bool = False) -> str:
@@ -132,11 +132,11 @@ class CallGrammar:
         return self.each(form)
 
     def call(self, key: str = "arguments") -> str:
-        """Return a call as a JSON object."""
+        """Return the expansion for a call that is a JSON object."""
         return f'"{{" {SPACE} {self.members(key)} {SPACE} "}}"'
 
     def calls(self, key: str = "arguments") -> str:
-        """Return calls as JSON objects with commas between them."""
+        """Return the expansion for calls that are JSON objects with commas between them."""
         call = self.call(key)
         others = self.more(f'{SPACE} "," {SPACE} {call}')
         return f"{call} {others} {SPACE}"
@@ -148,8 +148,8 @@ class CallGrammar:
 
         Args:
             forms: the forms of calls.
-            tags: start and end tag of the model's reasoning, in which nothing is a call; None: it
-                does not reason.
+            tags: start and end tag of the model's reasoning, which contains no calls; None if the
+                model has no reasoning.
             is_open: whether the answer begins with reasoning, without the start tag.
         """
         triggers, known = [form.trigger for form in forms], tags or ()
@@ -179,9 +179,9 @@ class CallGrammar:
     ) -> str:
         """Return the expansion for answers whose reasoning could begin with a special token.
 
-        A lexer that has read white space cannot be in two terminals when a special token comes. The
-        text at the start therefore has its own terminals: reasoning may follow `SPACE`, but no
-        other text.
+        When a special token comes after white space, the lexer must be in exactly one terminal.
+        Text at the start of an answer therefore has terminals of its own. Reasoning may follow the
+        terminal `SPACE`, but no other text.
         """
         triggers = [form.trigger for form in forms]
         others = self._special(known[1:], (*triggers, *known))
@@ -223,7 +223,7 @@ class CallGrammar:
         return rules
 
     def _triggered(self, name: str, lead: str, trigger: str, rest: str) -> list[str]:
-        """Return the rules of `name`: text `lead` up to the first trigger, trigger, `rest`."""
+        """Return the rules of `name`: the text `lead`, the first trigger after it, and `rest`."""
         token = self._special_id(trigger)
         if token is not None:
             return [f"{name}: {lead} <[{token}]> {rest}"]
@@ -236,8 +236,8 @@ class CallGrammar:
 
         Args:
             allowed: the markers that are allowed.
-            markers: all markers that are used elsewhere. Each of their tokens is a lexeme of its
-                own, because the lexer takes only one of several lexemes with the same token.
+            markers: all markers that are used elsewhere. Each of their tokens must be a lexeme of
+                its own: if several lexemes contain a token, the lexer uses only one of them.
         """
         own = {self._special_id(marker) for marker in markers}
         others = sorted(set(self._special_ids) - own)

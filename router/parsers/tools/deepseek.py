@@ -1,6 +1,7 @@
-"""Calls of DeepSeek's models, with the special tokens of these models.
+"""Calls of DeepSeek's models, written with special tokens.
 
-V3 and R1 write a type, a name, and the arguments in a code block; V3.1 only name and arguments:
+V3 and R1 write a type, a name, and the arguments in a Markdown code block. V3.1 writes only the
+name and the arguments:
 
     CALLS_BEGIN CALL_BEGIN function SEP name \\n ```json \\n {...} \\n ``` CALL_END ... CALLS_END
     CALLS_BEGIN CALL_BEGIN name SEP {...} CALL_END ... CALLS_END
@@ -12,7 +13,7 @@ from penstock.router.parsers.json_span import JsonSpan
 from penstock.router.parsers.reader import Reader
 from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 
-_BAR = "\uff5c"  # the bar in the names of these tokens
+_BAR = "\uff5c"  # the full-width bar in the names of DeepSeek's special tokens
 CALLS_BEGIN, CALLS_END = f"<{_BAR}tool▁calls▁begin{_BAR}>", f"<{_BAR}tool▁calls▁end{_BAR}>"
 CALL_BEGIN, CALL_END = f"<{_BAR}tool▁call▁begin{_BAR}>", f"<{_BAR}tool▁call▁end{_BAR}>"
 SEP = f"<{_BAR}tool▁sep{_BAR}>"
@@ -112,7 +113,7 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
         return f'"function" {separator} "{name}\\n```json\\n" {arguments} "\\n```"'
 
     def _begin(self, name: str, call_id: str = "") -> None:
-        # The text before the separator is the type; the name is a line of its own.
+        # The type precedes the separator and is not used; the name follows on a line of its own.
         self._head = ""
         self._state = self._read_name
 

@@ -1,11 +1,11 @@
-"""Calls of answers that a grammar forces to be calls (`tool_choice` required, or a function)."""
+"""Calls of answers that a grammar forces to be calls, because of the client's `tool_choice`."""
 
 from penstock.router.parsers.pieces import ARGUMENTS, CALL, Piece
 from penstock.router.parsers.tools.json_reader import JsonListReader
 
 
 class RequiredCallsParser(JsonListReader):
-    """Parser of an answer that is `[{"name": ..., "parameters": {...}}, ...]`."""
+    """Parser of an answer that consists of calls: `[{"name": ..., "parameters": {...}}, ...]`."""
 
     markers = ()
 
@@ -18,7 +18,7 @@ class RequiredCallsParser(JsonListReader):
 
 
 class NamedCallParser:
-    """Parser of an answer that is the arguments of one call.
+    """Parser of an answer that consists of the arguments of one call.
 
     Args:
         name: name of the function.

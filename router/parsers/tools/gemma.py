@@ -1,4 +1,4 @@
-"""Calls of FunctionGemma and Gemma 4: a name, and arguments whose strings have special quotes.
+"""Calls of FunctionGemma and Gemma 4, which write strings in special quotes.
 
 <start_function_call>call:add{a:1,b:<escape>x<escape>}<end_function_call>
 <|tool_call>call:add{a:1,b:<|"|>x<|"|>}<tool_call|>
@@ -40,7 +40,7 @@ class FunctionGemmaParser(Reader):
         self._head = ""
         self._bare = ""  # text outside of strings
         self._brackets: list[str] = []  # closing brackets that are still missing
-        self._is_key = False  # the next text is the name of a member
+        self._is_key = False  # whether the next text is the name of a member
 
     def _start(self) -> bool:
         text, marker = self._until(self.open, self.close)

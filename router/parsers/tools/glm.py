@@ -1,4 +1,4 @@
-"""Calls of GLM 4.5 to 4.7: a name, then keys and values between tags.
+"""Calls of GLM 4.5 to 4.7, which write a name, then keys and values between tags.
 
     <tool_call>NAME
     <arg_key>KEY</arg_key>

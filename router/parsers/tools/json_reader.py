@@ -17,7 +17,7 @@ class JsonReader(Reader):
     def _begin_json(
         self, opened: str, then: State, otherwise: State, needs_arguments: bool = False
     ) -> bool:
-        """Change to the state that reads a call.
+        """Set the state that reads a call.
 
         Args:
             opened: the text before the call, which is content if no call follows.
@@ -57,7 +57,10 @@ class JsonListReader(JsonReader):
     """Reads calls in a JSON array: `[{"name": ..., "arguments": ...}, ...]`."""
 
     def _begin_list(self, opened: str) -> bool:
-        """Read an array next; the text `opened` before it becomes content if no call follows."""
+        """Read an array next.
+
+        If no call follows, the text `opened` before the array becomes content.
+        """
         self._opened = opened
         self._state = self._read_bracket
         return True

@@ -2,8 +2,8 @@
 
     SECTION_BEGIN CALL_BEGIN functions.NAME:INDEX ARGUMENT_BEGIN {...} CALL_END ... SECTION_END
 
-The index counts the calls of the conversation. Prompts of later requests show it again, therefore
-the id becomes the id of the call in the API.
+The index counts the calls of the conversation. Prompts of later requests repeat the id. The id of
+the call in the API is therefore the same.
 """
 
 import re
@@ -37,7 +37,7 @@ class KimiParser(DeepSeekV31Parser):
         if found is None:
             super()._begin("")
             return
-        # An id must have an index, and be unique among the calls of the answer.
+        # Two calls of an answer must not have the same id, and every id must have an index.
         is_id = found["index"] is not None and given not in self._ids
         self._ids.add(given)
         super()._begin(found["name"], given if is_id else "")

@@ -13,7 +13,9 @@ FIRST_MEMBER = '{"name"'
 
 
 class LlamaJsonParser(JsonReader):
-    """Parses one answer; an answer that does not begin with a call is content up to a tag.
+    """Parses one answer.
+
+    An answer that does not begin with a call is content up to the first tag.
 
     Args:
         is_strict: whether to read only calls that the grammar of `call_forms` constrains.
@@ -29,7 +31,7 @@ class LlamaJsonParser(JsonReader):
     def call_forms(cls, grammar: CallGrammar) -> Sequence[CallForm]:
         call = grammar.call("parameters")
         others = grammar.more(f'SPACE ( ";" | "," )? SPACE {call}') + " SPACE"
-        # The start of an answer is a call if its first member is the name.
+        # At the start of an answer, an object is a call only if its first member is the name.
         members = grammar.members("parameters", has_name=True)
         first = CallForm(FIRST_MEMBER, f'{members} SPACE "}}" {others}', only_first=True)
         return [first, CallForm(TAG, f"SPACE {call} {others}")]

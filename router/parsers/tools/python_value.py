@@ -39,7 +39,7 @@ class PythonSpan:
 
 
 def value_as_json(text: str) -> str:
-    """Return a value in Python's or JSON's syntax as JSON; any other text as a string."""
+    """Return a value in Python's or JSON's syntax as JSON, and any other text as a JSON string."""
     try:
         json.loads(text, parse_int=float, parse_constant=_refuse)
     except (ValueError, RecursionError):

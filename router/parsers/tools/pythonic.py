@@ -15,16 +15,17 @@ from penstock.router.parsers.tools.python_value import PythonSpan, value_as_json
 from penstock.router.parsers.tools.tool_parameters import ToolParameters
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
-NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")  # bounded, since it is matched at every token
-MAX_KEY_CHARS = 300  # limit for an argument's name, with white space
+# The length is bounded, since the pattern is matched at every token.
+NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")
+MAX_KEY_CHARS = 300  # limit for the name of an argument, including white space
 
 
 class PythonicParser(Reader):
     """Parses one answer; an answer that does not begin with a call is content.
 
     Args:
-        strict_tools: without a marker, read only calls of these tools, which the grammar of
-            `call_forms` constrains; None: read all calls.
+        strict_tools: the tools whose calls are read without a marker, because the grammar of
+            `call_forms` constrains them; None: all tools.
     """
 
     markers = (BEGIN, END)
@@ -45,7 +46,7 @@ class PythonicParser(Reader):
         super().__init__()
         self._strict_tools = strict_tools
         self._has_marker = False
-        self._raw = ""  # text that becomes content if it is not a call
+        self._raw = ""  # text that becomes content if it turns out not to be a call
         self._name = ""
         self._key = ""
         self._value = ""
@@ -164,13 +165,16 @@ class PythonicParser(Reader):
         return True
 
     def _certain(self) -> None:
-        """Begin the call, unless it has begun: it is now certain that this is a call."""
+        """Begin the call, unless it has begun.
+
+        The text is certain to be a call now.
+        """
         if self._num_arguments == 0:
             self._add_call(self._name)
         self._raw = ""
 
     def _fail(self) -> bool:
-        """Read the rest as content."""
+        """Read the rest of the answer as content."""
         if self._num_arguments:
             self._add_arguments("}")
         self._add_content(self._raw)
@@ -186,6 +190,7 @@ class PythonicParser(Reader):
         if self._state == self._read_value or (
             self._state == self._read_key and self._num_arguments
         ):
-            self._text = self._raw = ""  # drop the rest of a call that has begun
+            # A call has begun, so its rest cannot be content and is dropped.
+            self._text = self._raw = ""
         self._text, self._raw = self._raw + self._text, ""
         super()._end()

@@ -9,8 +9,8 @@
     </tool_call>
 
 Models sometimes forget `<tool_call>` or an end tag. Therefore `<function=NAME>` may begin a call
-without `<tool_call>` if a tool has this name. The next tag ends a value, a call or a block that is
-still open.
+without `<tool_call>` if a tool has this name. A value, a call or a block without an end tag ends at
+the next tag.
 """
 
 import re
@@ -24,7 +24,8 @@ from penstock.router.parsers.tools.tool_parameters import ToolParameters
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-KEY = re.compile(r"[^<>\n]{1,256}")  # bounded, since it is matched at every token
+# The length is bounded, since the pattern is matched at every token.
+KEY = re.compile(r"[^<>\n]{1,256}")
 
 
 class QwenCoderParser(TaggedArgumentsParser):
@@ -97,7 +98,7 @@ class QwenCoderParser(TaggedArgumentsParser):
         return True
 
     def _fail(self) -> bool:
-        """Read the text as content."""
+        """Read the rest of the text as content."""
         self._is_in_block = False
         self._add_content(self._opened)
         self._state = self._start
@@ -145,7 +146,7 @@ class QwenCoderParser(TaggedArgumentsParser):
             self._state = self._start if marker == CLOSE else self._close
 
     def _close(self) -> bool:
-        """Skip `</tool_call>`, if it comes next."""
+        """Skip `</tool_call>` if the next text is this tag."""
         if not self._skip():
             return False
         found = self._starts_with(CLOSE)

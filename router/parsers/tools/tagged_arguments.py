@@ -39,7 +39,7 @@ class TaggedArgumentsParser(Reader):
         self._is_streamed = False
         self._value = ""  # text of a value that is not streamed
         self._newline = ""  # newline that belongs to the value only if more text follows
-        self._is_empty = True  # the value has no text yet
+        self._is_empty = True  # whether the value has no text yet
 
     def _begin_call(self, name: str) -> None:
         self._function = name
@@ -88,7 +88,10 @@ class TaggedArgumentsParser(Reader):
 
 
 def _typed(text: str, types: frozenset[str]) -> str:
-    """Return the text of a value as JSON, of one of `types` if possible."""
+    """Return the text of a value as JSON.
+
+    The value has one of the JSON types in `types` if the text allows that.
+    """
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -20,7 +20,10 @@ class ToolParameters:
 
     @cached_property
     def _schemas(self) -> Mapping[str, Any]:
-        """Schema of the parameters of each function; parsed when the first call needs it."""
+        """Schema of the parameters of each function.
+
+        The schemas are parsed when the first call needs them.
+        """
         tools = json.loads(self._tools) if self._tools else []
         functions = [tool["function"] for tool in tools]
         return {function["name"]: function.get("parameters") for function in functions}
@@ -30,5 +33,5 @@ class ToolParameters:
         return function in self._schemas
 
     def types_of(self, function: str, parameter: str) -> frozenset[str]:
-        """Return the JSON types that a parameter may have: all types if its schema sets none."""
+        """Return the JSON types that a parameter may have; all types if the schema sets none."""
         return parameter_types(self._schemas.get(function), parameter)
