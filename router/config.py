@@ -17,9 +17,7 @@ class RequestBounds(SamplingLimits):
 
     max_body_bytes: int = 4 << 20  # bytes of an HTTP body or a gRPC message
     max_header_bytes: int = 64 << 10
-    receive_seconds: float = (
-        30.0  # seconds to receive a request, or the start of a gRPC connection
-    )
+    receive_seconds: float = 30.0  # seconds to receive a request, or the start of a gRPC connection
     max_prompts: int = 1024  # prompts per call; each prompt becomes a separate request
     max_request_cost: int = 1_000_000  # maximum cost of one call, as computed in `requests.cost`
     max_messages: int = 4096  # of a chat

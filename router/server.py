@@ -41,7 +41,7 @@ from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.placement.routing_strategies import policy_of
 from penstock.router.routing.worker_registry import LivenessBounds
 
-NO_WORKER_TIMEOUT_SECONDS = 60.0  # time without a worker after which requests end with UNAVAILABLE
+NO_WORKER_TIMEOUT_SECONDS = 60.0  # requests fail with UNAVAILABLE after this time without a worker
 UNBOUNDED = 2**31 - 1
 """Context length if the model's configuration has none; the workers' limit then applies."""
 
@@ -51,7 +51,10 @@ class PortInUseError(OSError):
 
 
 class RunningRouter:
-    """A running router. Use it only in the event loop in which `serve_router` was called."""
+    """A running router.
+
+    It may be used only in the event loop in which `serve_router` was called.
+    """
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class RunningRouter:
         await self._frontend.drain(seconds)
 
     async def stop(self) -> None:
-        """Close all servers and worker links; open calls end with UNAVAILABLE."""
+        """Close all servers and worker links. Open calls end with UNAVAILABLE."""
         self._grpc_guard.close()
         await self._frontend.stop()
         await asyncio.gather(self._grpc.stop(grace=1.0), self._http.stop(), self._admin.stop())
@@ -126,7 +129,7 @@ async def serve_router(
     with contextlib.ExitStack() as undo:
         if own is not None:
             undo.callback(own.close)
-        forks.start()  # loads its libraries while this process loads the tokenizer
+        forks.start()  # the fork server loads its libraries while this process loads the tokenizer
         text = ModelTokenizer(config.model, config.chat_template)
         limits, defaults = read_model_limits(config, text), GenerationDefaults()
         if config.generation_config == "auto":
@@ -142,7 +145,7 @@ async def serve_router(
                 max_wait_seconds=config.max_wait_seconds or inf,
                 ttft_slo_seconds=config.ttft_slo_seconds,
                 tpot_slo_seconds=config.tpot_slo_seconds,
-                # Queued requests may start workers: only a request's deadline then limits its wait.
+                # If queued requests start workers, only a request's own deadline limits its wait.
                 no_worker_timeout_seconds=inf
                 if config.wakes_workers
                 else NO_WORKER_TIMEOUT_SECONDS,
@@ -231,7 +234,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening TCP socket.
+    """Return a listening TCP socket for a host and a port.
 
     Raises:
         PortInUseError: the port cannot be bound.
@@ -240,7 +243,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Limit kernel memory per slow client; accepted connections inherit this buffer size.
+        # A small buffer limits kernel memory per slow client; accepted connections inherit it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
         listener.bind((host, port))
         listener.listen(2048)
@@ -260,7 +263,7 @@ def check_port_is_free(host: str, port: int) -> None:
 
 
 def bind_grpc(server: grpc.aio.Server, config: RouterConfig) -> int:
-    """Bind the server and return its port.
+    """Bind the gRPC server to a port and return the port.
 
     Raises:
         PortInUseError: the port cannot be bound.

@@ -153,7 +153,7 @@ class RequestMetrics:
         return sum(self.prompt_tokens_by_tenant.values())
 
     def generated_by_tenant(self) -> dict[str, int]:
-        """Return the number of generated tokens by tenant name, including those of open requests."""
+        """Return the number of generated tokens by tenant name; open requests count, too."""
         tokens = dict(self._generated_by_tenant)
         for one in self._open_requests.values():
             tokens[one.tenant_name] += one.num_tokens

@@ -1,4 +1,7 @@
-"""Functions with `strict`: calls must fit their schema, but the model decides whether to call."""
+"""Functions with `strict`, whose calls must fit their schema.
+
+The model still decides whether to call a function.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +17,7 @@ from penstock.router.requests.json_text import dumps
 
 
 def strict_calls(functions: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the functions that may be called, as JSON; empty bytes if none is strict.
+    """Return the functions that may be called, as JSON, or empty bytes if none is strict.
 
     Args:
         functions: checked functions in OpenAI's form.

@@ -18,7 +18,7 @@ MAX_KNOWN = 256
 
 
 class Helpers(Protocol):
-    """Interface to the helper processes; implemented by `HelperPool`."""
+    """Interface to the helper processes, which `HelperPool` implements."""
 
     async def run(
         self, kind: str, items: Sequence[bytes], tenant: str, name: str, param: str | None = None
@@ -26,10 +26,10 @@ class Helpers(Protocol):
 
 
 class StructuredOutputsChecker:
-    """Refuses constraints that are invalid or not supported; remembers the valid ones.
+    """Refuses constraints that are invalid or not supported, and remembers the valid ones.
 
     Args:
-        helpers: check the constraints.
+        helpers: the helper processes that check the constraints.
     """
 
     def __init__(self, helpers: Helpers) -> None:

@@ -1,4 +1,4 @@
-"""The job that checks a constraint on answers, as a helper process does it."""
+"""The job with which a helper process checks a constraint on answers."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,9 @@ from penstock.router.errors import invalid
 
 
 def structured_job(items: Sequence[bytes]) -> list[bytes]:
-    """Check the constraint `[kind, text]`, the only item; return an empty list.
+    """Check a constraint and return an empty list.
+
+    The only item of the job is the JSON list `[kind, text]`.
 
     Raises:
         ServingError: INVALID if the constraint is invalid, not supported, or exceeds the limits.

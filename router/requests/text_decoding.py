@@ -1,4 +1,4 @@
-"""Decodes token ids to text; long lists in slices."""
+"""Decodes token ids to text. Long lists are decoded in slices."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Tools of a chat in OpenAI's form, and rules for them that hold for every API."""
+"""Tools of a chat in OpenAI's form, and the rules for tools that hold for every API."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,9 @@ class ToolChoice:
 
 
 def read_tool_choice(given: object, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
-    """Return the choice of a request; without a choice, tools may be called if there are any.
+    """Return the choice of a request.
+
+    Without a choice, the model may call the tools if there are any.
 
     Args:
         given: the field `tool_choice`.
@@ -65,7 +67,7 @@ def read_tool_choice(given: object, tools: Sequence[Mapping[str, Any]]) -> ToolC
 
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse tools that are not functions in OpenAI's form, and equal names."""
+    """Refuse tools that are not functions in OpenAI's form, and tools with equal names."""
     names: set[str] = set()
     for index, tool in enumerate(tools):
         where = f"tools.{index}"
@@ -79,7 +81,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_name(name: object, where: str, names: set[str]) -> None:
-    """Refuse a name that is invalid or in `names`, else add it to `names`.
+    """Refuse a name that is invalid or already in `names`; add any other name to `names`.
 
     Args:
         name: name of a function.
@@ -106,7 +108,7 @@ def check_json(name: str, value: object, max_bytes: int, max_depth: int | None =
     """Refuse a field with free JSON that is too large or too deep.
 
     Args:
-        name: the field.
+        name: name of the field.
         value: its content.
         max_bytes: largest size as JSON.
         max_depth: maximum nesting of lists and objects; None: the limit of the JSON parser.

@@ -33,7 +33,10 @@ class DecisionListener:
         """
 
     def changed(self, state: RequestState, now: float) -> None:
-        """Called after each change of a request that has not ended; `state` may be unchanged."""
+        """Called after each event that may have changed the `state` of an open request."""
 
     def moving(self, state: RequestState, reason: str) -> None:
-        """Called when a request starts to move to another worker; `reason` is a few words."""
+        """Called when a request starts to move to another worker.
+
+        `reason` is a phrase of a few words.
+        """

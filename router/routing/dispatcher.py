@@ -62,16 +62,20 @@ worker is only a small part of it, and a queue at the worker keeps the worker bu
 
 @dataclass(frozen=True, slots=True)
 class DispatcherLimits:
-    """Limits on queues, waiting times and recovery."""
+    """Limits on the queue, on waiting times and on the recovery of requests."""
 
     max_queued: int = 1024  # requests that were never placed on a worker
     max_queued_tokens: int = 4_000_000  # prompt tokens of requests that were never placed
-    max_queued_cost: int = 32_000_000  # prompt and answer tokens of all sequences of these requests
-    max_wait_seconds: float = math.inf  # in the queue; more is refused
-    ttft_slo_seconds: float = 0.0  # see `slo_order`; 0: prompts are ordered by arrival
-    tpot_slo_seconds: float = 0.0  # bound of the time per token of running answers; 0: none
-    no_worker_timeout_seconds: float = 60.0  # after this time without workers, requests fail
-    max_recovering_per_worker: int = 4  # recomputed requests of lost workers
+    max_queued_cost: int = 32_000_000  # prompt and answer tokens of requests that were never placed
+    # Longest expected time in the queue at which a request is accepted.
+    max_wait_seconds: float = math.inf
+    # SLO on the time to first token; 0 orders prompts by arrival (see `slo_order`).
+    ttft_slo_seconds: float = 0.0
+    # SLO on the time per output token of running answers; 0 disables it.
+    tpot_slo_seconds: float = 0.0
+    no_worker_timeout_seconds: float = 60.0  # time without workers after which requests fail
+    # Maximum number of recomputed requests of lost workers, per worker.
+    max_recovering_per_worker: int = 4
     max_gaps: int = 3  # gaps in token positions after which a worker's stream is closed
     bounds: LivenessBounds = field(default_factory=LivenessBounds)
 
@@ -84,19 +88,17 @@ class WorkerStatus:
     incarnation: str
     role: str
     state: str  # ready, suspect, stuck or draining
-    num_requests: int  # requests of this router: running, queued, leased or incoming
+    num_requests: int  # this router's requests at the worker: running, queued, leased or incoming
     load: WorkerLoad
-    num_indexed_blocks: int = 0  # cached blocks that this router knows
+    # Number of the worker's cached blocks in this router's prefix index.
+    num_indexed_blocks: int = 0
 
 
 class Dispatcher:
-    """The decision logic of a router: converts events into commands.
-
-    The argument `now` of the methods is the time in seconds on any monotonic clock.
-    """
+    """The decision logic of a router, which converts events into commands."""
 
     def __init__(self, policy: Policy, limits: DispatcherLimits | None = None) -> None:
-        self.prefix_index = PrefixIndex()  # blocks that workers have cached
+        self.prefix_index = PrefixIndex()  # index of the blocks that workers have cached
         limits = limits or DispatcherLimits()
         promised = limits.ttft_slo_seconds
         queues_at_router = promised > 0 or limits.max_wait_seconds <= SHORT_WAIT_SECONDS
@@ -146,8 +148,8 @@ class Dispatcher:
     def append_runs(self, worker: str, runs: Sequence[TokenRun]) -> bool:
         """Append the tokens of several steps of a worker at once, without delivering them.
 
-        The result is that of one `Stepped` event per step, but is computed in a fraction of the
-        time. Simulations use this method; the caller delivers the tokens to the clients.
+        The result is the same as after one `Stepped` event per step, but takes a fraction of the
+        time. Simulations use this method and deliver the tokens to the clients themselves.
 
         Args:
             worker: name of the worker.
@@ -176,7 +178,7 @@ class Dispatcher:
         self._placer.admit(state)
 
     def _queue_request(self, state: RequestState, out: Commands, now: float) -> None:
-        """Make room for a new request in the queue, or refuse it."""
+        """Make room for a new request in the queue, or refuse the request."""
         entry = queued_request(state, is_requeued=False)
         wait = self._queue.predicted_wait(entry)
         if wait > self._queue.max_wait or now + wait >= state.request.deadline:
@@ -193,7 +195,7 @@ class Dispatcher:
         self._timeouts.add(state)
 
     def _refuse(self, state: RequestState, reason: str, out: Commands, now: float) -> None:
-        """End a request that was never placed; its client may try again."""
+        """End a request that was never placed. The client may send the request again later."""
         retry_after = self._queue.retry_after(queued_request(state, is_requeued=False), now)
         state.end(Status.OVERLOADED, f"{reason}: try again later", out, retry_after)
 
@@ -274,7 +276,7 @@ class Dispatcher:
 
     @property
     def short_of(self) -> Collection[str]:
-        """Roles that have no worker with room for the next queued request."""
+        """Roles whose workers all lack room for the next queued request."""
         return self._placer.short_of()
 
     @property

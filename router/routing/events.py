@@ -31,7 +31,7 @@ class Status(Enum):
     """How a request ends."""
 
     OK = "ok"
-    CANCELLED = "cancelled"  # the client has disconnected; no error is sent
+    CANCELLED = "cancelled"  # the client has disconnected, so no error is sent
     DEADLINE = "deadline"
     INVALID = "invalid"  # the request can never fit on any worker
     OVERLOADED = "overloaded"  # no room in the queue; the client may retry after `retry_after`
@@ -45,18 +45,19 @@ class Request:
 
     id: int
     prompt: Sequence[int]
-    params: SamplingParams  # in the form for workers: see `SamplingParams.for_worker`
+    # Sampling parameters in the form for workers (see `SamplingParams.for_worker`).
+    params: SamplingParams
     num_choices: int = 1
-    num_beams: int = 0  # number of beams; 0: no beam search
+    num_beams: int = 0  # number of beams; 0 means no beam search
     max_tokens: int = 16
     tenant: str = ""
-    priority: int = 0  # as in vLLM: lower goes first; orders the requests of one tenant only
+    priority: int = 0  # as in vLLM, a tenant's requests with lower values go first
     salt: bytes = b""
-    deadline: float = float("inf")  # seconds on the dispatcher's clock
+    deadline: float = float("inf")  # time limit, in seconds on the dispatcher's clock
     log: Sequence[Sequence[int]] = ()  # tokens that the client already has, one list per choice
-    ended: Sequence[bool] = ()  # per choice: whether it ended in an earlier call
+    ended: Sequence[bool] = ()  # for each choice, whether it ended in an earlier call
     external_id: str = ""
-    # By block size: the short hashes of the prompt's full blocks, see `common.block_hash`.
+    # For each block size, the short hashes of the prompt's full blocks (`common.block_hash`).
     prompt_hashes: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @property
@@ -78,8 +79,10 @@ class WorkerInfo:
     max_model_len: int
     max_sequences: int
     step_bounds: tuple[float, ...] = ()  # bucket bounds of `WorkerLoad.step_counts` in seconds
-    machine: str = ""  # workers with the same value share the cores of a machine; "": shares none
-    transfer: TransferEndpoint | None = None  # where other workers send KV; None: not reported
+    # The workers of a machine share its cores; empty if the worker shares no cores.
+    machine: str = ""
+    # Where other workers send KV blocks; None if not reported.
+    transfer: TransferEndpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,11 @@ class TokenColumns:
     requests: Sequence[int] = ()
     attempts: Sequence[int] = ()
     choices: Sequence[int] = ()
-    positions: Sequence[int] = ()  # token index in the answer, from 0
+    positions: Sequence[int] = ()  # index of the token in the answer, from 0
     tokens: Sequence[int] = ()
-    finishes: Sequence[int] = ()  # values of `Finish`
-    logprobs: Mapping[int, object] = field(default_factory=dict)  # `TokenLogprobs` by row, if any
+    finishes: Sequence[int] = ()  # finish reasons, which are values of `Finish`
+    # `TokenLogprobs` messages by row, for rows that have them.
+    logprobs: Mapping[int, object] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -132,7 +136,7 @@ class ScoredPrompt:
     request: int
     attempt: int
     position: int  # prompt position of the first token
-    logprobs: Sequence[object]  # `TokenLogprobs` messages, passed on unchanged
+    logprobs: Sequence[object]  # `TokenLogprobs` messages of the tokens, passed on unchanged
 
 
 # ------------------------------------------------------------------ events
@@ -140,21 +144,21 @@ class ScoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A client has sent a request."""
+    """Event: a client has sent a request."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class ClientDisconnected:
-    """The client has disconnected, or its call has ended early."""
+    """Event: a client has disconnected, or its call has ended early."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceStopped:
-    """A stop string matched: the choice ends after `length` tokens of its answer."""
+    """Event: a stop string has matched, so that the choice ends after `length` answer tokens."""
 
     request: int
     choice: int
@@ -163,7 +167,7 @@ class ChoiceStopped:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp:
-    """A stream to a worker is open and its Welcome message has arrived."""
+    """Event: a stream to a worker is open, and its Welcome message has arrived."""
 
     info: WorkerInfo
     load: WorkerLoad = NO_LOAD
@@ -171,21 +175,21 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The stream to a worker has ended, or the worker's process is known to have exited."""
+    """Event: the stream to a worker has ended, or the worker's process has exited."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """A worker drains: its requests must move to other workers."""
+    """Event: a worker drains, so that its requests must move to other workers."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class RoleChanged:
-    """An operator has assigned a role to a worker, which replaces the role that it reports."""
+    """Event: an operator has assigned a role, which replaces the role that the worker reports."""
 
     worker: str
     role: str  # prefill, decode or mixed
@@ -193,26 +197,30 @@ class RoleChanged:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A message that only shows that the worker is alive."""
+    """Event: a message has arrived that only shows that the worker is alive."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A worker has completed a step."""
+    """Event: a worker has completed a step."""
 
     worker: str
     tokens: TokenColumns
     load: WorkerLoad | None = None
     ended: Sequence[tuple[int, int, str]] = ()  # failed requests: (request, attempt, reason)
     prompts: Sequence[ScoredPrompt] = ()
-    cached: Sequence[tuple[int, int, int]] = ()  # (request, attempt, cached prompt tokens)
+    # Cached prompt tokens of attempts: (request, attempt, tokens).
+    cached: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Yielded:
-    """A worker has stopped a request and keeps the KV blocks of positions [0, `kv_len`)."""
+    """Event: a worker has stopped a request.
+
+    The worker keeps the KV blocks of the positions [0, `kv_len`).
+    """
 
     worker: str
     request: int
@@ -222,7 +230,10 @@ class Yielded:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A destination has reserved blocks, and already has the KV of positions [0, `have`)."""
+    """Event: the destination of a KV transfer has reserved blocks.
+
+    It already has the KV of the positions [0, `have`).
+    """
 
     worker: str
     request: int
@@ -234,7 +245,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A destination has received all KV blocks of a transfer."""
+    """Event: the destination of a KV transfer has received all blocks."""
 
     worker: str
     request: int
@@ -245,7 +256,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A KV transfer has failed; the tokens are recomputed at the destination."""
+    """Event: a KV transfer has failed. The destination then recomputes the tokens."""
 
     worker: str
     request: int
@@ -256,7 +267,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A worker rejects a request: the worker is full or, if `is_permanent`, too small."""
+    """Event: a worker rejects a request.
+
+    The worker is full or, if `is_permanent`, too small for the request.
+    """
 
     worker: str
     request: int
@@ -267,7 +281,10 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A periodic event: the dispatcher checks deadlines and worker timeouts, and moves requests."""
+    """Event: periodic clock tick.
+
+    The dispatcher checks deadlines and worker timeouts, and moves requests.
+    """
 
 
 WorkerMessage: TypeAlias = (
@@ -285,7 +302,10 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A lease at a worker, from which a destination can receive KV of positions [0, `kv_len`)."""
+    """A lease of KV blocks at a worker.
+
+    A destination can receive the KV of the positions [0, `kv_len`) from it.
+    """
 
     worker: str
     incarnation: str
@@ -296,21 +316,24 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Run a request on a worker. The tokens are sufficient; a source only saves computation."""
+    """Command: run a request on a worker.
+
+    The tokens are sufficient to run the request. A source of KV blocks only saves computation.
+    """
 
     worker: str
     request: Request
     attempt: int
-    log: Sequence[Sequence[int]]  # tokens so far, one list per choice
-    finished: Sequence[bool]  # per choice: whether it has ended
-    source: Source | None  # None: compute all tokens
-    yield_after: int  # the worker yields after this many new tokens; 0: never
+    log: Sequence[Sequence[int]]  # tokens of the answers so far, one list per choice
+    finished: Sequence[bool]  # for each choice, whether it has ended
+    source: Source | None  # source of KV blocks; None: the worker computes all tokens
+    yield_after: int  # new tokens after which the worker yields; 0 means never
     prompt_known: int = 1  # logprobs of prompt positions [1, prompt_known) are known
 
 
 @dataclass(frozen=True, slots=True)
 class Yield:
-    """Stop a running request at the next step and keep its blocks under a lease."""
+    """Command: stop a running request at the next step, and keep its blocks under a lease."""
 
     worker: str
     request: int
@@ -319,11 +342,11 @@ class Yield:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the KV blocks of a lease, from position `have` on, to a destination."""
+    """Command: send the KV blocks of a lease, from position `have` on, to a destination."""
 
     worker: str
     request: int
-    attempt: int  # attempt of the lease
+    attempt: int  # attempt that holds the lease
     endpoint: TransferEndpoint
     to_attempt: int
     epoch: int
@@ -332,7 +355,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Release a request, or one of its choices, on a worker, in any state."""
+    """Command: release a request, or one of its choices, on a worker.
+
+    The request may be in any state.
+    """
 
     worker: str
     request: int
@@ -342,14 +368,17 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """New tokens for clients; each position of each choice is delivered once and in order."""
+    """Command: deliver new tokens to clients.
+
+    Each position of each choice is delivered once and in order.
+    """
 
     tokens: TokenColumns
 
 
 @dataclass(frozen=True, slots=True)
 class DeliverEnd:
-    """End a choice with finish reason LENGTH, without a new token."""
+    """Command: end a choice with the finish reason LENGTH, without a new token."""
 
     request: int
     choice: int
@@ -358,16 +387,20 @@ class DeliverEnd:
 
 @dataclass(frozen=True, slots=True)
 class DeliverPrompt:
-    """Data about the prompt: logprobs of its next tokens (from token 1 on), or `num_cached`."""
+    """Command: deliver data about the prompt of a request.
+
+    The data are the logprobs of the next prompt tokens (from token 1 on), or `num_cached`.
+    """
 
     request: int
     logprobs: Sequence[object] = ()
-    num_cached: int | None = None  # prompt tokens in the prefix cache; once, before any token
+    # Number of prompt tokens in the prefix cache, delivered once before any token.
+    num_cached: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EndRequest:
-    """End a request for its client; nothing is delivered for the request afterwards."""
+    """Command: end a request for its client. Nothing is delivered for the request afterwards."""
 
     request: int
     status: Status
@@ -377,12 +410,16 @@ class EndRequest:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """Close the stream to a worker that is silent, stuck or sends inconsistent messages."""
+    """Command: close the stream to a worker.
+
+    The worker is silent, stuck or has sent inconsistent messages.
+    """
 
     worker: str
     incarnation: str
     reason: str
-    stuck: bool = False  # the worker is alive but completes no steps, and must be replaced
+    # Whether the worker is alive but completes no steps, so that it must be replaced.
+    stuck: bool = False
 
 
 WorkerCommand: TypeAlias = Submit | Yield | Send | Drop | ResyncCache | ConnectPeers

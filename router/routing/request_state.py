@@ -1,7 +1,7 @@
 """State machine of one request, as specified in `docs/lifecycle.md`.
 
 A `RequestState` is independent of other requests, of queues and of time. `Placer` chooses the
-worker; the methods append the resulting commands to their argument `out`.
+worker. The methods append their commands to the argument `out`.
 """
 
 from enum import Enum
@@ -31,7 +31,7 @@ class Phase(Enum):
     QUEUED = "queued"  # the request is on no worker
     RUNNING = "running"  # a worker runs the request
     YIELDED = "yielded"  # the worker has stopped the request but keeps its KV blocks
-    WAITING = "waiting"  # submitted to the next worker, which has not sent Ready
+    WAITING = "waiting"  # the request is submitted to the next worker, which has not sent Ready
     TRANSFERRING = "moving"  # the KV blocks are being sent to the next worker
     DONE = "done"
 
@@ -39,22 +39,23 @@ class Phase(Enum):
 class RequestState(Submissions):
     """State of one request from arrival to end.
 
-    The base class manages the workers of the request; this class handles tokens and the messages of
+    The base class manages the workers of the request. This class handles tokens and the messages of
     workers. `phase_of` derives the phase.
     """
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.live_migration_failed = False  # do not try another live migration
+        self.live_migration_failed = False  # whether to try no other live migration
         self.num_losses = 0
         self.status: Status | None = None
-        # Set by `Placer`:
+        # `Placer` sets the following attributes.
         self.decode_target: str | None = None  # worker for the request after the current one yields
         self.unfit_workers: set[str] = set()  # workers on which the request can never fit
-        self.arrived_at = 0.0  # clock seconds
-        self.submitted_at = 0.0  # clock time of the last submission, in seconds
-        self.num_rebalances = 0  # times the request was taken back from a full worker
-        self.transfer: tuple[int, float] | None = None  # running KV transfer: (tokens, start time)
+        self.arrived_at = 0.0  # time of arrival, in clock seconds
+        self.submitted_at = 0.0  # time of the last submission, in clock seconds
+        self.num_rebalances = 0  # how often the request was taken back from a full worker
+        # The running KV transfer: number of tokens and start time.
+        self.transfer: tuple[int, float] | None = None
 
     @property
     def is_unassigned(self) -> bool:
@@ -96,7 +97,8 @@ class RequestState(Submissions):
             return AppendResult.APPENDED
         here.started, finished[choice] = True, bool(finish)
         if log.is_complete:
-            self.running = None  # no Drop: the worker releases a finished request by itself
+            # The worker releases a finished request by itself, without a Drop command.
+            self.running = None
             self.end(Status.OK, "", out)
         return AppendResult.STATE_CHANGED
 
@@ -107,7 +109,7 @@ class RequestState(Submissions):
         """
         if not self._is_pending(worker, attempt):
             return AppendResult.DUPLICATE
-        if self.running is not None:  # the pending worker is behind, because it recomputes
+        if self.running is not None:  # the pending worker is behind, because it recomputes tokens
             self._fail_live_migration(out)
             return AppendResult.MOVED
         self._promote_pending(out)
@@ -149,7 +151,7 @@ class RequestState(Submissions):
     def start_live_migration(self, info: WorkerInfo, out: list[Command]) -> None:
         """Submit the request to a second worker; once that one is Ready, the first must yield."""
         assert self.running is not None
-        kv_len = self.token_log.num_known - 1  # the last token has no KV yet
+        kv_len = self.token_log.num_known - 1  # the newest token has no KV yet
         self.pending = self._submit(info, self.running.lease(kv_len), 0, out)
 
     # -------------------------------------------------------------- KV transfer
@@ -165,14 +167,14 @@ class RequestState(Submissions):
         self.running = None
         self.lease = here.lease(kv_len) if kv_len else None
         if not (kv_len or here.started):
-            self.decode_target = None  # nothing was computed: choose the workers again
+            self.decode_target = None  # nothing was computed, so that workers must be chosen again
         if self.pending is not None:
-            # The pending Submit lacks the newest tokens: cancel it; `Placer` submits again.
+            # The pending Submit lacks the newest tokens, so cancel it; `Placer` submits again.
             self.decode_target = self.pending.worker
             self.cancel_pending(out)
 
     def ready(self, event: Ready, out: list[Command]) -> None:
-        """Handle Ready: send the blocks, or make the source yield first."""
+        """Handle Ready: send the blocks, or let the running source yield first."""
         hold = self.pending
         if hold is None or not hold.matches(event.worker, event.attempt):
             if not self._is_running(event.worker, event.attempt):
@@ -182,11 +184,11 @@ class RequestState(Submissions):
         elif self.lease is not None:
             hold.epoch = event.epoch
             out.append(_send(self.lease, event))
-        else:  # the source is lost: no blocks will come
+        else:  # the source is lost, so that no blocks will come
             self._restart(hold, out)
 
     def check_source(self, out: list[Command]) -> bool:
-        """Restart the pending submission without a source if its source was lost in a transfer.
+        """Restart the pending submission without a source if a transfer has lost its source.
 
         The first call that finds the source lost only marks the submission, because all blocks may
         already have been sent. The next call restarts the submission and returns True.
@@ -206,7 +208,7 @@ class RequestState(Submissions):
         self.running = self._submit(hold.info, None, 0, out)
 
     def received(self, worker: str, attempt: int, epoch: int, out: list[Command]) -> bool:
-        """Handle Received; return False if the message belongs to an old transfer."""
+        """Handle Received. Return False if the message belongs to an old transfer."""
         if (
             self.pending is None
             or not self._is_pending(worker, attempt)
@@ -217,7 +219,7 @@ class RequestState(Submissions):
         return True
 
     def failed(self, worker: str, attempt: int, out: list[Command]) -> bool:
-        """Handle Failed; return True if the pending worker reported the failure."""
+        """Handle Failed. Return True if the pending worker reported the failure."""
         if self._is_pending(worker, attempt):
             if self.running is None:
                 self._promote_pending(out)
@@ -225,7 +227,8 @@ class RequestState(Submissions):
                 self._fail_live_migration(out)
             return True
         if self.lease and self.lease.worker == worker and self.lease.attempt == attempt:
-            self._drop_lease(out)  # the destination will detect the failure and recompute
+            # The destination will detect the failure and recompute the tokens.
+            self._drop_lease(out)
         return False
 
     def _fail_live_migration(self, out: list[Command]) -> None:
@@ -235,7 +238,7 @@ class RequestState(Submissions):
     # -------------------------------------------------------------- failures
 
     def rejected(self, worker: str, attempt: int, out: list[Command]) -> bool:
-        """Handle Rejected; return False if the message belongs to an old attempt."""
+        """Handle Rejected. Return False if the message belongs to an old attempt."""
         if self._is_pending(worker, attempt):
             self.pending = None
             return True
@@ -246,7 +249,7 @@ class RequestState(Submissions):
         return True
 
     def aborted(self, worker: str, attempt: int, reason: str, out: list[Command]) -> bool:
-        """Handle a failure on the worker; return False if the failure is of an old attempt."""
+        """Handle a failure on the worker. Return False if the failure is of an old attempt."""
         if self._is_pending(worker, attempt):
             if self.running is not None:
                 self._fail_live_migration(out)
@@ -259,7 +262,7 @@ class RequestState(Submissions):
         return True
 
     def worker_lost(self, worker: str, out: list[Command]) -> bool:
-        """Remove a lost worker from this state; return True if that worker ran the request."""
+        """Remove a lost worker from this state. Return True if that worker ran the request."""
         if self.lease is not None and self.lease.worker == worker:
             self.lease = None
         if self.pending is not None and self.pending.worker == worker:

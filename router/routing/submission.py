@@ -34,29 +34,31 @@ class Submission:
         self.info = info
         self.worker = info.worker
         self.attempt = attempt
-        # True: the worker yields after its first tokens without a Yield command.
+        # Whether the worker yields after its first tokens without a Yield command.
         self.yields_after_prefill = yields_after_prefill
-        self.started = False  # a token of this submission was accepted
-        self.yielding = False  # a Yield command was sent
-        self.epoch: int | None = None  # epoch of the KV transfer to this worker; None: not started
-        self.source_lost = False  # the last check found the transfer's source lost
-        self.runnable_since = inf  # clock time from which the worker can run this; inf: it cannot
+        self.started = False  # whether a token of this submission was accepted
+        self.yielding = False  # whether a Yield command was sent
+        # Epoch of the KV transfer to this worker; None before the transfer.
+        self.epoch: int | None = None
+        self.source_lost = False  # whether the last check found that the transfer's source is lost
+        # Clock time from which the worker can run this; infinite if it cannot.
+        self.runnable_since = inf
 
     def matches(self, worker: str, attempt: int) -> bool:
         """Return whether a message of `worker` about `attempt` refers to this submission."""
         return self.attempt == attempt and self.worker == worker
 
     def lease(self, kv_len: int) -> Source:
-        """Return the lease of the blocks of positions [0, `kv_len`)."""
+        """Return the lease of the blocks of positions [0, `kv_len`) at the submission's worker."""
         return Source(self.worker, self.info.incarnation, self.attempt, kv_len, self.info.layout)
 
 
 class Submissions:
     """The workers of one request, and the commands that change them.
 
-    `running` is the submission to the worker that runs the request, `lease` describes the KV blocks
-    that a worker keeps after it has yielded, and `pending` is the submission to the next worker. If
-    both `running` and `pending` are set, a live migration is in progress: the running worker
+    `running` is the submission to the worker that runs the request. `lease` describes the KV blocks
+    that a worker keeps after it has yielded. `pending` is the submission to the next worker. If
+    both `running` and `pending` are set, a live migration is in progress. The running worker then
     continues until the next worker is Ready.
     """
 
@@ -73,11 +75,11 @@ class Submissions:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.token_log = TokenLog(request)
-        self.attempt = 0  # of the last submission
+        self.attempt = 0  # attempt number of the last submission
         self.running: Submission | None = None
         self.pending: Submission | None = None
         self.lease: Source | None = None
-        self.num_cached: int | None = None  # prompt tokens that the first worker found cached
+        self.num_cached: int | None = None  # prompt tokens that the first worker found in its cache
 
     def record_cached(self, worker: str, attempt: int, num_tokens: int, out: list[Command]) -> None:
         """Record and deliver the number of prompt tokens that the first worker had cached.
@@ -97,13 +99,16 @@ class Submissions:
 
     @property
     def computing(self) -> Submission | None:
-        """The submission that its worker can compute now; None during a KV transfer."""
+        """The submission that its worker can compute now, or None during a KV transfer."""
         if self.running is not None or self.pending is None or self.pending.epoch is None:
             return self.running or self.pending
         return None
 
     def update_runnable(self, now: float) -> None:
-        """Update `runnable_since` of `running` and `pending`; call after every state change."""
+        """Update `runnable_since` of `running` and `pending`.
+
+        Must be called after every change of state.
+        """
         for hold in (self.running, self.pending):
             if hold is not None:
                 hold.runnable_since = (
@@ -124,10 +129,13 @@ class Submissions:
     # -------------------------------------------------------------- commands
 
     def assign(self, info: WorkerInfo, yield_after: int, out: list[Command]) -> None:
-        """Submit the request to a worker, with the lease as source if its blocks fit there."""
+        """Submit the request to a worker.
+
+        The lease becomes the source of KV blocks if the worker can use its blocks.
+        """
         lease = self.lease
         if lease and (lease.worker == info.worker or lease.layout != info.layout):
-            self._drop_lease(out)  # the prefix cache of the same worker still has the blocks
+            self._drop_lease(out)  # the same worker still has the blocks in its prefix cache
         hold = self._submit(info, self.lease, yield_after, out)
         if self.lease is None:
             self.running = hold

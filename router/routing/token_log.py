@@ -1,4 +1,4 @@
-"""The token log of a request: the answers so far, from which any worker can continue."""
+"""The token log of a request: its answers so far, from which any worker can continue."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -15,11 +15,11 @@ from penstock.router.routing.events import (
 class AppendResult(Enum):
     """Result of appending a token to a log."""
 
-    APPENDED = 0  # appended, with no other change
-    STATE_CHANGED = 1  # appended; the token is the attempt's first one or ends a choice
-    MOVED = 2  # the request's state changed; no token, but perhaps prompt logprobs were appended
-    DUPLICATE = 3  # ignored: the token is already known or of an old attempt
-    GAP = 4  # refused: earlier positions are missing, or the choice does not exist
+    APPENDED = 0  # the token was appended, and nothing else changed
+    STATE_CHANGED = 1  # appended: the token is the first of its attempt, or ends a choice
+    MOVED = 2  # no token was appended, but the request's state changed
+    DUPLICATE = 3  # ignored: the token is already known, or of an old attempt
+    GAP = 4  # refused: earlier positions or the choice are missing
 
 
 class TokenLog:
@@ -29,7 +29,7 @@ class TokenLog:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self.prompt_known = 1  # logprobs of prompt positions [1, prompt_known) are known
+        self.prompt_known = 1  # the logprobs of the prompt positions [1, prompt_known) are known
         self.answers: list[list[int]] = [[] for _ in range(request.num_choices)]
         for answer, known in zip(self.answers, request.log, strict=False):
             answer.extend(known)
@@ -38,7 +38,10 @@ class TokenLog:
             self.finished[choice] |= ended
 
     def refusal(self, choice: int, position: int) -> AppendResult:
-        """Return GAP if earlier tokens or the choice are missing, otherwise DUPLICATE."""
+        """Return the result for a token that cannot be appended.
+
+        The result is GAP if earlier tokens or the choice are missing, otherwise DUPLICATE.
+        """
         if choice >= len(self.answers):
             return AppendResult.GAP
         missing = position > len(self.answers[choice]) and not self.finished[choice]
@@ -56,7 +59,7 @@ class TokenLog:
         return AppendResult.APPENDED
 
     def stop_choice(self, choice: int, length: int) -> bool:
-        """End a choice after `length` tokens; return False if the choice had already ended."""
+        """End a choice after `length` tokens. Return False if the choice had already ended."""
         if choice >= len(self.answers) or self.finished[choice]:
             return False
         del self.answers[choice][length:]
@@ -81,7 +84,7 @@ class TokenLog:
 
     @property
     def num_remaining(self) -> int:
-        """Largest number of tokens that may still be generated for an open choice."""
+        """Largest number of tokens that an open choice may still get."""
         lengths = [
             len(answer)
             for answer, ended in zip(self.answers, self.finished, strict=True)

@@ -1,7 +1,7 @@
 """Chooses the workers to which each prefill worker connects before its first KV transfer.
 
-Connecting takes time: over NCCL it allocates memory on both GPUs. The router therefore sends each
-prefill worker a list of its probable destinations as soon as the workers are known.
+Connecting takes time, and over NCCL it allocates memory on both GPUs. The router therefore sends
+each prefill worker a list of its probable destinations as soon as the workers are known.
 
 With few workers, these are all workers that generate answers. With more workers, the connections of
 each worker are bounded at both ends. Workers lie on a ring, in the order of a hash of their names.
@@ -34,7 +34,10 @@ class TransferEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class ConnectPeers:
-    """Connect to workers to which `worker` will probably send KV; replaces the previous list."""
+    """Command: connect to workers to which `worker` will probably send KV.
+
+    The list of destinations replaces the previous one.
+    """
 
     worker: str
     destinations: Sequence[TransferEndpoint]
@@ -73,8 +76,8 @@ class TransferPeers:
         A worker that has lost all its destinations, because of a new role, gets an empty list.
 
         Args:
-            views: all workers; must be another object if any worker or role has changed. A worker
-                with a new stream must have a new view, because it knows no list yet.
+            views: all workers. Must be another object if any worker or role has changed. A worker
+                with a new stream must have a new view, since it has not received a list.
         """
         if views is self._views:
             return []
@@ -94,7 +97,7 @@ def choose_destinations(views: Iterable[View]) -> dict[str, Sequence[TransferEnd
     """Return the destinations of each worker that can send KV, by the worker's name.
 
     Prefill workers get the workers of other roles that have the same cache layout. Other workers
-    get none, because they seldom send.
+    get no destinations, because they seldom send KV blocks.
     """
     by_layout: dict[str, list[View]] = {}
     for view in views:
@@ -122,7 +125,8 @@ def _of_group(views: Sequence[View]) -> dict[str, Sequence[TransferEndpoint]]:
                 if num_sources[destination.name] < MAX_EARLY_PEERS:
                     num_sources[destination.name] += 1
                     endpoint = destination.info.transfer
-                    assert endpoint is not None  # see `choose_destinations`
+                    # `choose_destinations` skips workers without an endpoint.
+                    assert endpoint is not None
                     taken.append(endpoint)
         chosen[name] = tuple(taken)
     return chosen

@@ -36,15 +36,15 @@ Commands: TypeAlias = list[Command]
 class Counters:
     """Totals since the start of the router."""
 
-    num_failovers: int = 0  # requests restarted because their worker was lost
-    num_transfers: int = 0  # completed KV transfers
+    num_failovers: int = 0  # number of requests that restarted because their worker was lost
+    num_transfers: int = 0  # number of completed KV transfers
     num_transfers_failed: int = 0
     num_gaps: int = 0
     num_workers_lost: int = 0
 
 
 class WorkerEventHandler:
-    """Handlers of worker events. They update requests and worker views and append commands."""
+    """Handlers of worker events, which update requests and worker views, and append commands."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class WorkerEventHandler:
     # -------------------------------------------------------------- workers
 
     def worker_up(self, event: WorkerUp, out: Commands, now: float) -> None:
-        self._remove_worker(event.info.worker, out, now)  # a new stream starts without requests
+        # A new stream has no requests, so remove the worker's old ones.
+        self._remove_worker(event.info.worker, out, now)
         self._registry.add(event.info, event.load, now)
         self._timeouts.workers_changed(self._registry, now)
         self._placer.dirty = True
@@ -148,7 +149,7 @@ class WorkerEventHandler:
         """
         worker, states, tokens = event.worker, self._states, event.tokens
         appended = AppendResult.APPENDED
-        counts: dict[str, int] = {}  # appended tokens by tenant, not charged yet
+        counts: dict[str, int] = {}  # appended tokens by tenant that are not charged yet
         refused: list[int] = []
         after: Commands = []  # commands to send after the tokens
         for row, (request, attempt, choice, position, token, finish) in enumerate(tokens.rows()):
@@ -164,7 +165,7 @@ class WorkerEventHandler:
             if result is not AppendResult.STATE_CHANGED:
                 refused.append(row)
             if result is not AppendResult.DUPLICATE:
-                self._charge(counts)  # charge first, because the queue may be used
+                self._charge(counts)  # charge first, because the queue order depends on it
                 self._state_changed(state, result, view, after, now)
         self._charge(counts)
         if refused:
@@ -175,7 +176,7 @@ class WorkerEventHandler:
         out += after
 
     def _charge(self, counts: dict[str, int]) -> None:
-        """Charge generated tokens to their tenants, and clear `counts`."""
+        """Charge generated tokens to their tenants and clear `counts`."""
         for tenant, number in counts.items():
             self._charge_output(tenant, number)
         counts.clear()
@@ -239,8 +240,8 @@ class WorkerEventHandler:
         pending, view = state.pending, self._registry.get(event.worker)
         if pending is None or pending.epoch != event.epoch or state.lease is None or view is None:
             return
-        # If the worker has a queue, the time before Ready was spent waiting for free blocks. This
-        # time does not count as transfer, because a prompt computed there would also have waited.
+        # A queued worker has waited for free blocks before Ready, which is no transfer time.
+        # A prompt computed there would have waited for blocks, too.
         since = now if view.load.queued else state.submitted_at
         state.transfer = (max(state.lease.kv_len - event.have, 0), since)
 
@@ -275,7 +276,7 @@ class WorkerEventHandler:
     def _state_of(
         self, event: Yielded | Ready | Received | Failed | Rejected, out: Commands, now: float
     ) -> RequestState | None:
-        """Return the state of an event's request; None if the request has ended.
+        """Return the state of an event's request, or None if the request has ended.
 
         If Yielded or Ready arrives for an ended request, send Drop to release its blocks.
         """

@@ -1,4 +1,4 @@
-"""All workers of a router: liveness, assigned roles, and the view of each worker."""
+"""All workers of a router, with their liveness, assigned roles and views."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ class LivenessBounds:
 
     suspect_after: float = 2.0
     lost_after: float = 10.0
-    lost_steps: float = 20.0  # lost_after and stuck_after are at least this many step times
-    stuck_after: float = 45.0  # without a completed step while the worker has work
+    lost_steps: float = 20.0  # minimum of `lost_after` and `stuck_after`, in step times
+    # Time without a completed step after which a worker with work is stuck.
+    stuck_after: float = 45.0
 
 
 class WorkerRegistry:
@@ -25,7 +26,8 @@ class WorkerRegistry:
 
     Args:
         bounds: time limits after which a worker is suspect, lost or stuck.
-        queues_at_router: prompts queue at the router, and a worker gets about two steps of work.
+        queues_at_router: whether prompts queue at the router, so that a worker gets only about two
+            steps of work.
     """
 
     def __init__(
@@ -35,11 +37,12 @@ class WorkerRegistry:
         self.queues_at_router = queues_at_router
         self.tpot_slo_seconds = tpot_slo_seconds
         self._views: dict[str, WorkerView] = {}
-        self._fleet: Fleet[WorkerView] | None = None  # of `_views`; None: `views` must make it
+        # Fleet of `_views`; None if `views` must make it.
+        self._fleet: Fleet[WorkerView] | None = None
         self._roles: dict[str, str] = {}  # roles assigned by operators, by worker name
         self.transfer_costs = TransferCostModel()
         self._lost_at: dict[str, float] = {}
-        # Workers lost while stuck: (incarnation, completed steps), by name.
+        # For each worker lost while stuck, its incarnation and number of completed steps.
         self._stuck_workers: dict[str, tuple[str, int]] = {}
         self._checked_at: float | None = None
 
@@ -47,13 +50,16 @@ class WorkerRegistry:
         return None if worker is None else self._views.get(worker)
 
     def views(self) -> Sequence[WorkerView]:
-        """Return the views of all workers; takes longer after a worker or role has changed."""
+        """Return the views of all workers.
+
+        The call takes longer after a worker or role has changed, because it makes a new fleet.
+        """
         if self._fleet is None:
             self._fleet = Fleet(self._views.values())
         return self._fleet
 
     def __iter__(self) -> Iterator[WorkerView]:
-        """Iterate over the views of all workers, without the arrays that `views` makes."""
+        """Iterate over the views of all workers without making the arrays of a fleet."""
         return iter(self._views.values())
 
     def __len__(self) -> int:
@@ -64,7 +70,7 @@ class WorkerRegistry:
         lost_at = self._lost_at.get(info.worker, float("-inf"))
         role = self._roles.get(info.worker)
         view = WorkerView(info, load, now, lost_at, role, self.queues_at_router)
-        # A stuck worker that reconnects is still stuck if it has completed no step.
+        # A stuck worker that reconnects is still stuck if it has completed no step since.
         view.stuck = self._stuck_workers.pop(info.worker, None) == (
             info.incarnation,
             load.num_steps,
@@ -103,7 +109,7 @@ class WorkerRegistry:
         self._views[worker].backed_off_at = now
 
     def no_larger_than(self, worker: str) -> list[str]:
-        """Return the workers that are at most as large as `worker` in every dimension."""
+        """Return the workers that are not larger than `worker` in any dimension."""
         size = _size(self._views[worker].info)
         return [
             name
@@ -112,7 +118,7 @@ class WorkerRegistry:
         ]
 
     def check_liveness(self, now: float) -> tuple[list[WorkerView], list[WorkerView]]:
-        """Return two lists: workers that have just become suspect, and workers that are lost."""
+        """Return two lists: the workers that have just become suspect, and the lost workers."""
         self._discount_own_pause(now)
         suspects: list[WorkerView] = []
         silent: list[WorkerView] = []
@@ -120,7 +126,8 @@ class WorkerRegistry:
         is_fine_for = min(suspect_after, self._bounds.lost_after)
         for view in self._views.values():
             if view.backed_off_at is not None and now - view.backed_off_at > suspect_after:
-                view.backed_off_at = None  # needed because an idle worker may send no load report
+                # An idle worker may send no load report that would end the back-off.
+                view.backed_off_at = None
             silence = now - view.last_received
             if silence <= is_fine_for:
                 continue
@@ -143,7 +150,8 @@ class WorkerRegistry:
         found = []
         for view in self._views.values():
             if view.suspect or view.stuck or not view.num_sequences:
-                view.last_progress = now  # no limit while the worker is silent, stuck or idle
+                # The limit does not run while the worker is silent, stuck or idle.
+                view.last_progress = now
                 continue
             bound = self._silence_bound(view, self._bounds.stuck_after)
             if now - view.last_progress > bound:
@@ -159,7 +167,7 @@ class WorkerRegistry:
         return max(minimum, self._bounds.lost_steps * view.load.last_step_seconds)
 
     def _discount_own_pause(self, now: float) -> None:
-        """Do not count a pause of the router itself as silence of the workers."""
+        """Shift the workers' times, so that a pause of the router does not count as silence."""
         slept = 0.0 if self._checked_at is None else now - self._checked_at
         self._checked_at = now
         if slept > self._bounds.suspect_after:

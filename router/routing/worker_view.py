@@ -1,4 +1,4 @@
-"""The router's view of one worker: state, load, and the requests on it."""
+"""The router's view of one worker: its state, its load, and the requests on it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ steps: the current step and the next one, so that the worker never idles."""
 
 @dataclass(frozen=True, slots=True)
 class ResourceUsage:
-    """Capacity that a request takes on a worker."""
+    """Capacity that a request takes on a worker: sequences and KV blocks."""
 
     num_sequences: int
     num_blocks: int
@@ -50,36 +50,37 @@ class WorkerView:
         role: str | None = None,
         queues_at_router: bool = False,
     ) -> None:
-        self.queues_at_router = queues_at_router  # prompts queue at the router, not here
+        # Whether prompts queue at the router instead of at the worker.
+        self.queues_at_router = queues_at_router
         self.info = info
         self.name = info.worker
         self.role = info.role if role is None else role  # the role that placement uses
-        self.assigned_role = role  # assigned by an operator; None: the reported role applies
+        self.assigned_role = role  # role assigned by an operator; None if the reported role applies
         self.load = load
         self.prefill_rate = PrefillRate(load)
         self.answer_rate = AnswerRate(load, now)
         self.last_received = now
-        self.lost_at = lost_at  # time of the last loss of a worker of this name; -inf: never
-        self.last_progress = now  # when the worker last completed a step or sent tokens
+        self.lost_at = lost_at  # last loss of a worker of this name; -inf without a loss
+        self.last_progress = now  # time at which the worker last completed a step or sent tokens
         self.suspect = False
         self.draining = False
-        self.stuck = False  # found to be stuck; reset when a step completes
-        self.backed_off_at: float | None = None  # time of a rejection since the last load report
+        self.stuck = False  # whether the worker was found to be stuck, reset after a completed step
+        self.backed_off_at: float | None = None  # time of a rejection after the last load report
         self.num_gaps = 0
         self.num_assigned = 0  # requests placed here since the worker connected
-        self.assigned_tokens = 0  # tokens to compute for these requests
-        # Usage by request id; None: the worker only keeps KV blocks under a lease.
+        self.assigned_tokens = 0  # tokens that the worker must compute for the assigned requests
+        # Usage by request id, or None if the worker only keeps KV blocks under a lease.
         self.requests: dict[int, ResourceUsage | None] = {}
         self.num_sequences = 0  # total sequences of `requests`
-        self.num_answers = 0  # sequences that generate their answer here
+        self.num_answers = 0  # sequences of `requests` that generate their answer here
         self.num_blocks = 0  # total blocks of `requests`
-        self.new_tokens = 0  # tokens to compute that were placed since the last load report
+        self.new_tokens = 0  # tokens to compute of requests placed since the last load report
         self.new_sequences = 0  # sequences placed since the last load report
-        self.unseen_tokens = 0  # placed before the last load report, but not counted in it
+        self.unseen_tokens = 0  # tokens to compute of requests that the last report did not count
         self.num_foreign_sequences = 0  # sequences of other routers; estimated from load reports
         self.num_foreign_blocks = 0  # blocks in use by other routers; estimated from load reports
-        self._load_table: LoadTable | None = None  # gets a copy of the load
-        self._row = self._position = 0  # row in the table; index in the fleet
+        self._load_table: LoadTable | None = None  # table with a copy of the load
+        self._row = self._position = 0  # row of this worker in the table, and index in the fleet
         self._update_foreign()
         self._update_sort_keys()
 
@@ -89,7 +90,7 @@ class WorkerView:
 
     @property
     def is_shedding(self) -> bool:
-        """Whether an operator made this a prefill worker: decoding requests must move away."""
+        """Whether an operator made this a prefill worker, so that decoding requests must move."""
         return self.assigned_role == "prefill"
 
     @property
@@ -99,7 +100,10 @@ class WorkerView:
 
     @property
     def can_wait_for(self) -> bool:
-        """Whether requests may wait for the worker: a suspect worker may come back."""
+        """Whether requests may wait for the worker.
+
+        A suspect worker counts, since it may recover.
+        """
         return not (self.draining or self.stuck)
 
     @property
@@ -118,7 +122,7 @@ class WorkerView:
 
     @property
     def has_prefill_slot(self) -> bool:
-        """Whether the worker's backlog is small enough for another prompt."""
+        """Whether the worker's backlog is so small that it may get another prompt."""
         backlog = self.backlog_tokens
         if not self.queues_at_router or not backlog:
             return True
@@ -128,7 +132,7 @@ class WorkerView:
         )
 
     def set_load_table(self, table: LoadTable, row: int, position: int) -> None:
-        """Copy the load to a row of `table` from now on; `position` is its index in the fleet."""
+        """Copy the load to a row of `table` from now on. `position` is its index in the fleet."""
         self._load_table, self._row, self._position = table, row, position
         self._update_sort_keys()
         self._update_speeds(table)
@@ -141,8 +145,8 @@ class WorkerView:
     def has_capacity(self, num_tokens: int, num_sequences: int) -> bool:
         """Return whether the worker has room for a request with `num_tokens` tokens so far.
 
-        A worker without sequences of this router always has room, unless it is backed off. Other
-        routers can then not keep this router out.
+        A worker without sequences of this router always has room, unless it is backed off.
+        Otherwise, other routers could keep this router out.
         """
         if self.backed_off_at is not None:
             return False
@@ -161,7 +165,10 @@ class WorkerView:
         return max(0.0, 1.0 - (now - self.lost_at) / PENALTY_SECONDS)
 
     def set_usage(self, request: int, usage: ResourceUsage | None) -> None:
-        """Record the capacity that a request takes here; None: the worker only keeps a lease."""
+        """Record the capacity that a request takes on this worker.
+
+        None means that the worker only keeps a lease for the request.
+        """
         self.remove(request)
         self.requests[request] = usage
         if usage is not None:
@@ -177,11 +184,12 @@ class WorkerView:
             self.num_answers -= usage.num_answers
             self.num_blocks -= usage.num_blocks
             if self.queues_at_router and not self.num_sequences:
-                self.new_tokens = self.unseen_tokens = 0  # an idle worker may send no other report
+                # An idle worker may send no further report that would count these tokens.
+                self.new_tokens = self.unseen_tokens = 0
             self._update_sort_keys()
 
     def note_assigned(self, num_tokens: int, num_sequences: int) -> None:
-        """Count a request that was just placed here, until a load report counts it."""
+        """Count a request that was just placed on this worker, until a load report counts it."""
         self.num_assigned += 1
         self.new_tokens += num_tokens
         self.assigned_tokens += num_tokens
@@ -216,11 +224,11 @@ class WorkerView:
             self._update_speeds(table)
 
     def _update_sort_keys(self) -> None:
-        """Precompute totals and sort keys, since each placement compares all workers."""
+        """Precompute totals and sort keys, which each placement compares for all workers."""
         load, num_assigned, info = self.load, self.num_assigned, self.info
         # Prompt tokens that the worker must compute before it starts a new prompt.
         self.backlog_tokens = load.queued_tokens + self.new_tokens + self.unseen_tokens
-        # Sequences of the worker, including those of other routers.
+        # Number of sequences on the worker, including those of other routers.
         busy = max(self.num_sequences, load.running + load.queued + self.new_sequences)
         self.num_busy = busy
         self.by_queue = (self.backlog_tokens, busy, num_assigned, self.name)
@@ -261,8 +269,8 @@ class WorkerView:
     def _update_foreign(self) -> None:
         """Estimate the capacity that other routers use, from the last load report.
 
-        Requests that this router has just dropped may count as another router's until the next
-        report.
+        Requests that this router has just dropped may count as those of another router until the
+        next report.
         """
         load = self.load
         self.num_foreign_sequences = max(0, load.running + load.queued - self.num_sequences)

@@ -58,7 +58,8 @@ def decode_step(worker: str, step: pb.Step) -> ev.Stepped:
 def slices_of(step: ev.Stepped, max_tokens: int) -> Iterator[ev.Stepped]:
     """Split a step with tokens into consecutive steps of at most `max_tokens` tokens.
 
-    The first part has the data about prompts, and the last one the load and the failed requests.
+    The first of these steps has the data about prompts. The last one has the load and the failed
+    requests.
     """
     tokens, count = step.tokens, len(step.tokens)
     for start in range(0, count, max_tokens):
@@ -75,7 +76,7 @@ def slices_of(step: ev.Stepped, max_tokens: int) -> Iterator[ev.Stepped]:
 
 
 def _decode_tokens(step: pb.Step) -> ev.TokenColumns:
-    # A slice of a repeated field is a list.
+    # Slicing turns a repeated field into a list.
     requests, attempts, choices = step.request[:], step.attempt[:], step.choice[:]
     positions, tokens, finishes = step.position[:], step.token[:], step.finish[:]
     columns = (requests, attempts, choices, positions, tokens, finishes)
@@ -159,9 +160,10 @@ def decode_event(worker: str, message: pb.ToRouter) -> ev.Event:
 
 
 def encode_submit(command: ev.Submit) -> pb.ToWorker:
-    """Encode a Submit command as a message; its log omits open choices without tokens.
+    """Encode a Submit command as a message.
 
-    Workers do not know priorities, which order only the queued requests of one tenant.
+    The message omits the logs of open choices without tokens, and the priority. Workers do not know
+    priorities, which order only the queued requests of one tenant.
     """
     request = command.request
     submit = pb.Submit(
@@ -189,7 +191,8 @@ def encode_submit(command: ev.Submit) -> pb.ToWorker:
 
 def _encode_yield(command: ev.Yield) -> pb.ToWorker:
     message = pb.ToWorker()
-    body: pb.Yield = getattr(message, "yield")  # `message.yield` is a syntax error
+    # `yield` is a keyword, so `message.yield` would be a syntax error.
+    body: pb.Yield = getattr(message, "yield")
     body.CopyFrom(pb.Yield(request=command.request, attempt=command.attempt))
     return message
 

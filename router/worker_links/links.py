@@ -28,9 +28,12 @@ class WorkerLinks:
         self._identity = identity
         self._post = post
         self._links: dict[str, WorkerLink] = {}
-        self._welcomes: dict[str, worker_pb2.Welcome] = {}  # of connected workers
-        self._limits: tuple[ModelLimits, ModelLimits] | None = None  # last `own` and its result
-        self._fingerprint: str | None = None  # None: no worker is connected, or not computed yet
+        # Last Welcome message of each connected worker.
+        self._welcomes: dict[str, worker_pb2.Welcome] = {}
+        # The last argument `own` and its result.
+        self._limits: tuple[ModelLimits, ModelLimits] | None = None
+        # None if no worker is connected, or if it must be computed.
+        self._fingerprint: str | None = None
 
     def __len__(self) -> int:
         """Return the number of workers with an open stream."""
@@ -76,7 +79,7 @@ class WorkerLinks:
         return {link.worker: steps for link, steps in named if steps is not None}
 
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
-        """Connect to the workers in `addresses` (name to `host:port`); stop all other links."""
+        """Connect to the workers in `addresses` (name to `host:port`) and stop all other links."""
         gone = [link for name, link in self._links.items() if addresses.get(name) != link.address]
         for link in gone:
             del self._links[link.worker]
@@ -88,8 +91,9 @@ class WorkerLinks:
                 )
 
     def send(self, command: ev.WorkerCommand) -> None:
-        """Send a command to its worker; discard the command if the worker is not connected."""
-        if isinstance(command, ResyncCache):  # rare, because the cache feed limits the rate
+        """Send a command to its worker. The command is discarded if the worker is not connected."""
+        # Such commands are rare, because the cache feed limits their rate.
+        if isinstance(command, ResyncCache):
             log.warning(
                 "worker %s: %s; its list of cached blocks is requested",
                 *(command.worker, command.reason),

@@ -22,12 +22,13 @@ from penstock.router.worker_links import codec
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
-IDLE_HEARTBEAT_SECONDS = 2.0  # to an idle worker; workers close a stream after 5 s of silence
-STEPS_SECONDS = 5.0  # timeout of a call for step records
-CONNECT_SECONDS = 10.0  # from opening the call to the worker's Welcome message
-MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 2.0  # between attempts to connect
-MAX_UNSENT = 65536  # largest number of queued messages; one more closes the stream
-MAX_EVENT_TOKENS = 512  # tokens of a step that are handled at once, in about 2 ms
+# Interval for idle workers; a worker closes a stream that is silent for 5 s.
+IDLE_HEARTBEAT_SECONDS = 2.0
+STEPS_SECONDS = 5.0  # timeout of a call that fetches step records
+CONNECT_SECONDS = 10.0  # longest time from opening the call to the worker's Welcome message
+MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 2.0  # between connection attempts
+MAX_UNSENT = 65536  # maximum number of queued messages; a longer queue closes the stream
+MAX_EVENT_TOKENS = 512  # tokens of a step that are handled without a pause, in about 2 ms
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -37,7 +38,7 @@ OPTIONS: Sequence[tuple[str, int]] = (
 
 
 class LinkBroken(Exception):
-    """Raised if the stream must be closed; the message is the reason."""
+    """Raised if the stream must be closed. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +75,27 @@ class WorkerLink:
     ) -> None:
         self.worker = worker
         self.address = address
-        self.info: ev.WorkerInfo | None = None  # from the last Welcome message
-        self.load: WorkerLoad | None = None  # last reported load; None while not connected
+        # The worker's properties from its last Welcome message.
+        self.info: ev.WorkerInfo | None = None
+        self.load: WorkerLoad | None = None  # last reported load, or None while not connected
         self._identity = identity
         self._post = post
         self._on_welcome = on_welcome
-        self._stub: worker_pb2_grpc.WorkerStub | None = None  # while a stream is open
+        self._stub: worker_pb2_grpc.WorkerStub | None = None  # gRPC stub of the open stream, if any
         self._unsent: deque[pb.ToWorker] = deque()
-        self._has_sent = False  # a command was sent since the last heartbeat
+        self._has_sent = False  # whether a command was sent since the last heartbeat
         self._wake = asyncio.Event()
         self._is_up = False
         self._is_wanted = True
-        self._close_reason = ""  # reason passed to `close`; empty: `close` was not called
+        self._close_reason = ""  # reason passed to `close`, or empty if `close` was not called
         self._stream: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._reconnect_loop(), name=f"link to {worker}")
 
     def send(self, command: ev.WorkerCommand) -> None:
-        """Queue a command; without a stream, discard it, since the worker then has no requests."""
+        """Queue a command.
+
+        Without a stream, the command is discarded, since the worker then has no requests.
+        """
         if not self._is_up or self._close_reason:
             return
         if len(self._unsent) >= MAX_UNSENT:
@@ -101,7 +106,7 @@ class WorkerLink:
         self._wake.set()
 
     async def steps(self) -> StepColumns | None:
-        """Return the worker's latest steps; None if the worker sends no valid step records."""
+        """Return the worker's latest steps, or None if the worker sends no valid step records."""
         if self._stub is None or not self._is_up:
             return None
         try:
@@ -114,7 +119,7 @@ class WorkerLink:
             return None
 
     def close(self, reason: str) -> None:
-        """Close the stream; a new one is opened after a backoff."""
+        """Close the stream. The link opens a new one after a backoff."""
         if self._stream is not None and not self._close_reason:
             self._close_reason = reason
             self._stream.cancel()
@@ -154,7 +159,7 @@ class WorkerLink:
             why = str(error)
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {error.details()}"
-        except Exception:  # a bug here must not stop the reconnect loop
+        except Exception:  # an unexpected error must not stop the reconnect loop
             log.exception("stream to worker %s failed", self.worker)
         was_up = self._is_up
         self._on_disconnect()
@@ -214,7 +219,8 @@ class WorkerLink:
             call.cancel()
             await asyncio.wait((writer,))
             if not writer.cancelled():
-                writer.exception()  # mark as retrieved: `_read` raises the same error
+                # Read the error, so that asyncio logs no warning; `_read` raises the same error.
+                writer.exception()
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
         expected = 2
@@ -227,7 +233,8 @@ class WorkerLink:
             if message.number != expected:
                 raise LinkBroken(f"message {expected} from the worker is missing")
             expected += 1
-            if message.step.HasField("cache"):  # before the Step, whose load may cause placements
+            # Posted before the Step event, whose load may cause placements.
+            if message.step.HasField("cache"):
                 self._post(codec.decode_cache_events(self.worker, message.step.cache))
             event = codec.decode_event(self.worker, message)
             if isinstance(event, ev.Stepped):
@@ -241,7 +248,7 @@ class WorkerLink:
     async def _post_in_slices(self, event: ev.Stepped) -> None:
         """Post a large step as several events; other callbacks run between them."""
         for each in codec.slices_of(event, MAX_EVENT_TOKENS):
-            await asyncio.sleep(0)  # pause before the first part too: decoding took time
+            await asyncio.sleep(0)  # also pause before the first part, since decoding took time
             self._post(each)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
@@ -263,7 +270,7 @@ class WorkerLink:
     def _heartbeat_interval(self) -> float:
         """Return the seconds until the next heartbeat.
 
-        Idle workers get fewer heartbeats: most of a thousand workers may be idle, and each
+        Idle workers get fewer heartbeats, because most of a thousand workers may be idle and each
         heartbeat takes time at the router.
         """
         load = self.load

@@ -1,8 +1,8 @@
 """Predicts the time to generate an answer on a worker, from measured times of decode steps.
 
-Workers of one machine may share its cores (`workers/rank/core_sharing.py`), so a step may take
-longer while another worker of the machine computes. These steps are measured separately. Workers
-that share no cores, such as GPU workers, have no such steps.
+Workers of one machine may share its cores (`workers/rank/core_sharing.py`). A step may then take
+longer while another worker of the machine computes. Such steps are measured separately. GPU workers
+share no cores and have no such steps.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,18 @@ MAX_GROWTH = 2.0
 
 
 class StepTimeModel:
-    """Linear model of a decode step's duration by number of sequences, fitted by least squares."""
+    """Linear model of a decode step's duration as a function of its number of sequences.
+
+    The model is fitted by least squares.
+    """
 
     __slots__ = ("_count", "_line", "_products", "_seconds", "_sizes", "_squares", "is_calibrated")
 
     def __init__(self) -> None:
         self._count = self._sizes = self._seconds = self._squares = self._products = 0.0
         self.is_calibrated = False  # whether there are enough measurements for an estimate
-        self._line: tuple[float, float] | None = (0.0, 0.0)  # None: must be fitted again
+        # Intercept and slope; None if they must be fitted again.
+        self._line: tuple[float, float] | None = (0.0, 0.0)
 
     def add(self, num_sequences: int, seconds: float) -> None:
         """Add a step that took `seconds`."""
@@ -72,7 +76,10 @@ class StepTimeModel:
         return min(max(together / variance, 0.0), self._seconds / self._sizes)
 
     def seconds(self, num_sequences: float) -> float:
-        """Return the expected duration of a step of `num_sequences` sequences; 0 if unmeasured."""
+        """Return the expected duration in seconds of a step of `num_sequences` sequences.
+
+        The duration is 0 before the first measured step.
+        """
         fixed, slope = self.line()
         return fixed + slope * num_sequences
 
@@ -83,12 +90,14 @@ class AnswerRate:
     __slots__ = ("_busy", "_last", "_shared_at", "_sole", "_updated_at", "_with_others")
 
     def __init__(self, load: WorkerLoad, now: float) -> None:
-        self._last = load  # baseline: load reports contain totals since the worker's start
+        # Load reports contain totals since the worker's start, so keep the previous report.
+        self._last = load
         self._sole = StepTimeModel()
         self._with_others = StepTimeModel()
         self._busy = 0.0
         self._updated_at = now
-        self._shared_at = float("-inf")  # time of the last measured step with other workers
+        # Time of the last measured step during which another worker computed.
+        self._shared_at = float("-inf")
 
     def add(self, load: WorkerLoad, now: float, is_shared: bool) -> None:
         """Add the difference between a load report and the previous one.
@@ -112,23 +121,24 @@ class AnswerRate:
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether enough steps have been measured, either with or without other workers."""
+        """Whether enough steps have been measured, alone or while another worker computed."""
         return self._sole.is_calibrated or self._with_others.is_calibrated
 
     def knows_both(self, now: float) -> bool:
-        """Return whether steps without other workers, and recent steps with them, are measured.
+        """Return whether there are enough, and recent enough, measurements of both kinds of steps.
 
-        If one worker generates all answers for a long time, the result becomes False, so that
-        several workers are tried again. Steps without other workers need no such trial, since they
-        are measured whenever the other workers are idle.
+        The steps are those during which other workers computed, and those without other workers. If
+        one worker generates all answers for a long time, the result becomes False, so that several
+        workers are tried again. Steps without other workers need no such trial, since they are
+        measured whenever the other workers are idle.
         """
         is_recent = now - self._shared_at < SHARED_MEMORY_SECONDS
         return is_recent and self._sole.is_calibrated and self._with_others.is_calibrated
 
     def model(self, is_shared: bool) -> StepTimeModel:
-        """Return the model of steps with other workers if `is_shared`, else of steps without them.
+        """Return the model of steps with other workers if `is_shared`, else of steps alone.
 
-        If this model has too few measurements, the result is the other model.
+        If the chosen model has too few measurements, the other model is returned.
         """
         if is_shared:
             return self._with_others if self._with_others.is_calibrated else self._sole
@@ -153,7 +163,8 @@ class AnswerRate:
             num_running: sequences of this worker.
             is_shared: whether another worker of the machine computes as well.
             now: clock seconds.
-            steps: rate with the step times: of this worker, or of another if this one has none.
+            steps: the measured step times: those of this worker, or of another worker if this
+                worker has none.
         """
         fixed, slope = steps.model(is_shared).line()
         own = (fixed + slope * (num_running + 1)) / (1 - self.prompt_fraction(now))
@@ -162,7 +173,7 @@ class AnswerRate:
     def token_seconds(
         self, num_running: int, is_shared: bool, now: float, stall_seconds: float = 0.0
     ) -> float:
-        """Return the predicted time per token of `num_running` answers.
+        """Return the predicted time in seconds per token of `num_running` answers.
 
         Args:
             num_running: sequences in each step.

@@ -31,15 +31,15 @@ class ArrayCandidates:
     """Chooses the same workers as `ListCandidates` with `CostRanking`, but takes less time.
 
     Args:
-        demand: the request; `cached_tokens` is a `CachedPrefix` or empty.
-        workers: all workers; none of them has `queues_at_router`.
+        demand: the request, whose `cached_tokens` is a `CachedPrefix` or empty.
+        workers: all workers, none of which has `queues_at_router` set.
         now: clock seconds.
     """
 
     def __init__(self, demand: Demand, workers: Fleet[WorkerView], now: float) -> None:
         self._demand, self._fleet, self._now = demand, workers, now
         self._groups = workers.groups
-        self._penalty: Floats | None = None  # penalty of each row; None: all are 0
+        self._penalty: Floats | None = None  # penalty of each row, or None if all penalties are 0
         if now - workers.last_lost_at < PENALTY_SECONDS:
             self._penalty = np.maximum(0.0, 1.0 - (now - workers.lost_at) / PENALTY_SECONDS)
         cached = demand.cached_tokens
@@ -93,7 +93,10 @@ class ArrayCandidates:
     def _better_cached(
         self, best: WorkerView, group: WorkerGroup[WorkerView], used: Floats, cached: CachedPrefix
     ) -> WorkerView | None:
-        """Return the worker of similar utilization with the longest prefix, if above `best`'s."""
+        """Return a worker with a longer cached prefix than `best` and similar utilization, or None.
+
+        Among these workers, the one with the longest prefix is chosen.
+        """
         limit = best.by_utilization[0] + SIMILAR_UTILIZATION
         own, rows, views = cached.slots.find(best.name), self._fleet.use_slots(cached.slots), []
         above = 0
@@ -141,8 +144,11 @@ class ArrayCandidates:
     # -------------------------------------------------------------- search
 
     def _cheapest(self, group: WorkerGroup[WorkerView], costs: Floats) -> WorkerView | None:
-        """Return the worker with room of lowest cost, or None; ties are broken by name."""
-        if group.is_by_name:  # in order of names, `argmin` returns the first name
+        """Return the worker with room that has the lowest cost, or None.
+
+        Among workers of equal cost, the first name is chosen.
+        """
+        if group.is_by_name:  # the rows are in order of names, so `argmin` returns the first name
             view = group.views[costs.argmin()]
             if self._fits(view):
                 return view
@@ -173,7 +179,7 @@ class ArrayCandidates:
         return None if row < 0 else views[row]
 
     def _of(self, group: WorkerGroup[WorkerView], values: Floats) -> Floats:
-        """Return the elements of a group's rows."""
+        """Return the part of `values` that belongs to a group's rows."""
         return values[group.start : group.start + len(group.views)]
 
     def _by_cached(
@@ -182,13 +188,14 @@ class ArrayCandidates:
         cached: CachedPrefix,
         value: Callable[[int], float],
     ) -> Floats:
-        """Return `value` of the cached tokens of each of a group's workers, [n]."""
+        """Return the array [n] of `value(cached tokens)` for the workers of a group."""
         rows, start, num = self._fleet.use_slots(cached.slots), group.start, len(group.views)
         values = np.empty(num)
         values.fill(value(0))
         for depth, holders in cached.levels:
             those, one = holders & group.mask, value(depth * cached.unit)
-            if those.bit_count() == num:  # all workers; `group.mask` lacks those without blocks
+            # All workers of the group have at least these cached tokens.
+            if those.bit_count() == num:
                 values.fill(one)
             elif those.bit_count() <= FEW_WORKERS:
                 for slot in bits(those):
@@ -200,7 +207,10 @@ class ArrayCandidates:
         return values
 
     def _has_capacity(self, group: WorkerGroup[WorkerView]) -> npt.NDArray[np.bool_]:
-        """Return `WorkerView.has_capacity` of a group's workers, without regard to back-offs."""
+        """Return a mask [n] of the workers of a group that have capacity.
+
+        It equals `WorkerView.has_capacity`, except that it ignores back-offs.
+        """
         demand, loads = self._demand, group.loads
         num = demand.num_sequences
         blocks = np.ceil((demand.num_tokens + num) / group.block_sizes)

@@ -1,7 +1,7 @@
 """The cached leading tokens of one prompt at each worker, computed on demand.
 
-With many workers, most have cached the first blocks of a prompt (its system prompt). A dict with an
-entry for each of them would take longer than the rest of a placement decision.
+Most workers of a large cluster have cached the first blocks of a prompt (its system prompt). Making
+a dict with an entry for each of them would take longer than the rest of a placement decision.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,9 @@ Each set of workers contains the next one."""
 
 
 class CachedPrefix(Mapping[str, int]):
-    """Maps workers to their numbers of cached leading tokens; workers without any are absent.
+    """Maps each worker to its number of cached leading tokens.
+
+    Workers without such tokens are absent.
 
     Args:
         slots: the workers' numbers in `levels`, which must not change while this object is in use.
@@ -32,7 +34,7 @@ class CachedPrefix(Mapping[str, int]):
         self._tokens: dict[str, int] | None = None
 
     def as_dict(self) -> dict[str, int]:
-        """Return this mapping as a dict; the dict is computed only once."""
+        """Return this mapping as a dict, which is computed only once."""
         if self._tokens is None:
             found: dict[str, int] = {}
             names, above = self.slots.names, 0
@@ -51,7 +53,7 @@ class CachedPrefix(Mapping[str, int]):
         return num_tokens
 
     def get(self, worker: str, default: Any = None) -> Any:
-        """Return the number of tokens of a worker, or `default`."""
+        """Return the number of cached leading tokens of a worker, or `default` without any."""
         slot = self.slots.find(worker)
         if slot is not None:
             for depth, workers in reversed(self.levels):
@@ -70,7 +72,7 @@ class CachedPrefix(Mapping[str, int]):
 
 
 def merge_levels(sources: Sequence[tuple[int, Levels]]) -> Levels:
-    """Merge the levels of several sources into one list of levels in tokens.
+    """Merge the levels of several sources into one list of levels, with depths in tokens.
 
     Args:
         sources: pairs of the tokens per depth, and the levels. If several sources contain a worker,

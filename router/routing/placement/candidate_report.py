@@ -49,8 +49,8 @@ def candidates_of(
 ) -> list[Candidate]:
     """Return the workers of least cost and the chosen workers, in order of cost.
 
-    With many workers, the least loaded ones are returned instead: the cached tokens of all workers
-    are not compared again.
+    If there are many workers, the least loaded ones are returned instead of those of least cost,
+    since comparing the cached tokens of all workers again would take too long.
 
     Args:
         workers: all connected workers.
@@ -71,7 +71,7 @@ def candidates_of(
         if view.lost_at > since:
             cost += PENALTY_TOKENS * view.penalty(now)
         ranked.append((cost, busy, assigned, name, view))
-    ranked.sort()  # views are never compared, because names differ
+    ranked.sort()  # the sort never compares views, because the names before them differ
     kept = ranked[:MAX_CANDIDATES]
     kept += [row for row in ranked[MAX_CANDIDATES:] if row[3] in chosen]
     return [
@@ -92,7 +92,10 @@ def candidates_of(
 def _considered(
     workers: Sequence[WorkerView], read_cost: float, chosen: Sequence[str | None]
 ) -> Sequence[WorkerView]:
-    """Return all workers if they are few, otherwise the chosen ones and the least loaded ones."""
+    """Return all workers if they are few.
+
+    Otherwise return the chosen workers and the least loaded ones.
+    """
     if not isinstance(workers, Fleet) or len(workers) < MANY_WORKERS:
         return workers
     load = workers.loads.queued + read_cost * workers.loads.reads

@@ -43,11 +43,14 @@ class Candidates(Protocol):
         ...
 
     def answer_worker(self, group: Group, layout: str | None = None) -> WorkerView | None:
-        """Return the best worker of a group for the answer; a `layout` restricts the choice."""
+        """Return the best worker of a group for the answer.
+
+        A `layout` restricts the choice to workers with this layout of KV blocks.
+        """
         ...
 
     def single_worker(self) -> WorkerView | None:
-        """Return the worker with room that should generate all answers of its machine, or None."""
+        """Return the worker with room that should generate all answers of its machine, if any."""
         ...
 
     def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
@@ -55,7 +58,7 @@ class Candidates(Protocol):
         ...
 
     def kept_worker(self) -> WorkerView | None:
-        """Return the least busy prefill worker, of those that may generate an answer."""
+        """Return the least busy of the prefill workers that may generate an answer, or None."""
         ...
 
 

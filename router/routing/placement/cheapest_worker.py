@@ -1,8 +1,8 @@
 """Finds the worker for a prompt quickly if one with a cached prefix is clearly the cheapest.
 
 This is the first step of the search for the worker that computes a prompt. It computes the costs of
-the few workers with the longest cached prefixes, one level after the other. It stops when the
-lowest of these costs is below a lower bound of all other costs.
+the few workers with the longest cached prefixes, and then of those with shorter ones. It stops when
+the lowest of these costs is below a lower bound of all other costs.
 """
 
 from math import inf
@@ -35,7 +35,7 @@ def cheapest_worker(
     cached: CachedPrefix,
     now: float,
 ) -> WorkerView | None:
-    """Return the worker of lowest cost for the prompt, or None if a full search must find it.
+    """Return the worker of lowest cost for the prompt, or None if a full search is needed.
 
     Args:
         workers: all workers; none of them has `queues_at_router`.
@@ -83,7 +83,7 @@ def cheapest_worker(
 def _least_load(loads: LoadTable, read_cost: float) -> float:
     """Return a lower bound of the costs of all workers without cached tokens.
 
-    For a fraction `weight` of the largest read cost, a worker's cost is
+    If the read cost is `weight` times the largest possible read cost, a worker's cost is
 
         queued + weight * largest * reads
             = (1 - weight) * queued + weight * (queued + largest * reads)

@@ -14,7 +14,10 @@ CALIBRATED_TRANSFERS = 3.0
 
 
 class PrefillRate:
-    """Exponentially decaying averages of one worker's prefill rate and prefix cache hit rate."""
+    """Moving averages of one worker's prefill rate and prefix cache hit rate.
+
+    The weight of a measurement decays exponentially with its age.
+    """
 
     __slots__ = (
         "_hits",
@@ -27,13 +30,14 @@ class PrefillRate:
     )
 
     def __init__(self, load: WorkerLoad) -> None:
-        self._last = load  # baseline: load reports contain totals since the worker's start
+        # Load reports contain totals since the worker's start, so keep the previous report.
+        self._last = load
         self._tokens = self._hits = self._seconds = 0.0
-        # Whether there are enough measurements for an estimate.
+        # Whether there are enough measurements for an estimate of the rates.
         self.is_calibrated = False
-        # Uncached prompt tokens per second of prompt computation; 0 if unknown.
+        # Uncached prompt tokens that the worker computes per second of prompt work; 0 if unknown.
         self.tokens_per_second = 0.0
-        # Share of prompt tokens that were not in the prefix cache; 1 if unknown.
+        # Fraction of the prompt tokens that were not in the prefix cache; 1 if unknown.
         self.uncached_fraction = 1.0
 
     def add(self, load: WorkerLoad) -> None:
@@ -59,8 +63,9 @@ class PrefillRate:
 class TransferCostModel:
     """Duration of a KV transfer as a linear function of its tokens, fitted by least squares.
 
-    The intercept is the fixed time of a transfer, and the slope is the time per token. If all
-    transfers had the same length, intercept and slope cannot be separated; the intercept is then 0.
+    The intercept is the fixed time of a transfer, and the slope is the time per token. The
+    intercept is 0 if all transfers had the same length, because intercept and slope cannot be
+    separated then.
     """
 
     __slots__ = (
@@ -93,13 +98,14 @@ class TransferCostModel:
         self.seconds_per_token = self._fitted_slope()
         rest = self._seconds - self.seconds_per_token * self._lengths
         self.fixed_seconds = max(rest / self._count, 0.0)
-        # Subtract 0.5 because the weights of older transfers are slightly below 1.
+        # The weights of older transfers are slightly below 1, hence the margin of 0.5.
         self.is_calibrated = self._count > CALIBRATED_TRANSFERS - 0.5 and self._lengths > 0
 
     def _fitted_slope(self) -> float:
         if not self._lengths:
             return 0.0
-        steepest = self._seconds / self._lengths  # upper bound: slope for a fixed time of 0
+        # The slope is largest if the fixed time of a transfer is 0.
+        steepest = self._seconds / self._lengths
         variance = self._squares - self._lengths * self._lengths / self._count
         if variance <= 1e-9 * self._squares:
             return steepest
@@ -108,15 +114,15 @@ class TransferCostModel:
 
     @property
     def bytes_per_token(self) -> float:
-        """Mean KV bytes per token; 0 before the first transfer."""
+        """Mean KV bytes per token of recent transfers; 0 before the first transfer."""
         return self._bytes / self._lengths if self._lengths else 0.0
 
     @property
     def bytes_per_second(self) -> float:
-        """Estimated bandwidth of KV transfers; 0 if unknown."""
+        """Estimated bandwidth of KV transfers in bytes per second; 0 if unknown."""
         slope = self.seconds_per_token
         return self.bytes_per_token / slope if slope else 0.0
 
     def seconds(self, num_tokens: float) -> float:
-        """Return the expected duration of a KV transfer of `num_tokens` tokens."""
+        """Return the expected duration in seconds of a KV transfer of `num_tokens` tokens."""
         return self.fixed_seconds + self.seconds_per_token * num_tokens

@@ -15,9 +15,9 @@ from penstock.router.routing.worker_view import WorkerView
 
 
 class CostPolicy(RolePolicy):
-    """`RolePolicy` with `CostRanking` and a fast path, which makes the same choices.
+    """`RolePolicy` with `CostRanking` and a fast path that makes the same choices.
 
-    Only workers whose costs differ by rounding alone may be chosen differently.
+    A choice may differ only if the costs of two workers differ by rounding alone.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class CostPolicy(RolePolicy):
         cached = demand.cached_tokens
         if (
             isinstance(workers, Fleet)
-            and workers  # may be empty: a lost worker leaves the fleet before the index
+            and workers  # no workers may be left: a lost worker leaves the fleet before the index
             and isinstance(cached, CachedPrefix)
             and cached.levels
             and len(workers.groups["prompt"].views) == len(workers)

@@ -33,20 +33,21 @@ on a prefill worker: a margin, because both costs are estimates."""
 class Reason(Enum):
     """Main reason of a decision."""
 
-    UNMEASURED = "unmeasured"  # on a prefill worker: speed or KV transfer time is unknown
-    INTERFERENCE = "harm"  # on a prefill worker: running sequences would be delayed
-    DECODE_QUEUE = "decode queue"  # on a prefill worker: the decode worker has a queue
-    TPOT_SLO = "tpot slo"  # on a prefill worker: running sequences would miss their time per token
-    NO_GAIN = "even"  # on a prefill worker: the decode worker is hardly faster
-    PREFILL_QUEUE = "prefill queue"  # on the decode worker: long wait for prefill workers
-    TRANSFER = "transfer"  # on the decode worker: the KV transfer takes too long
-    PROMPT = "prompt"  # on the decode worker: it computes the prompt faster
-    ANSWER = "answer"  # on a prefill worker that also generates the answer: it is faster there
-    CORES = "cores"  # on the one worker that uses all cores of its machine
+    UNMEASURED = "unmeasured"  # a prefill worker computes: speed or KV transfer time is unknown
+    INTERFERENCE = "harm"  # a prefill worker computes: running sequences would be delayed
+    DECODE_QUEUE = "decode queue"  # a prefill worker computes: the decode worker has a queue
+    # A prefill worker computes: running sequences would exceed their time per token.
+    TPOT_SLO = "tpot slo"
+    NO_GAIN = "even"  # a prefill worker computes: the decode worker is hardly faster
+    PREFILL_QUEUE = "prefill queue"  # the decode worker computes: long wait for prefill workers
+    TRANSFER = "transfer"  # the decode worker computes: the KV transfer takes too long
+    PROMPT = "prompt"  # the decode worker computes, because it is faster
+    ANSWER = "answer"  # a prefill worker also generates the answer, because it is faster
+    CORES = "cores"  # one worker uses all cores of its machine for both prompt and answer
 
 
 class PrefillDecision(NamedTuple):
-    """The choice of prefill or decode worker, its reason, and the estimated costs in seconds."""
+    """The choice between prefill and decode worker, its reason, and the estimated costs."""
 
     is_disaggregated: bool
     reason: Reason
@@ -75,7 +76,7 @@ class DisaggregationPolicy:
             mean rate of the others. A worker without measured decode steps is assumed to have the
             step times of another worker.
         transfer_costs: cost model of KV transfers.
-        cached_tokens: tokens of the prompt that each worker has cached; None: not known.
+        cached_tokens: number of prompt tokens that each worker has cached; None if unknown.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class DisaggregationPolicy:
 
     @property
     def mean_rate(self) -> float:
-        """Mean prefill rate of the workers with a measured rate; 0: there are none."""
+        """Mean prefill rate of the workers with a measured rate; 0 if no worker has one."""
         return self._mean_rate
 
     @property
@@ -128,7 +129,7 @@ class DisaggregationPolicy:
         wait_here, compute_here = self._prompt_cost(num_tokens, decode)
         transfer = self._transfer_costs.seconds(num_tokens)
         harm = decode.num_busy * compute_here
-        # Answers of the prefill worker are delayed by the prompt, too.
+        # The prompt also delays the answers that the prefill worker generates.
         disaggregated = wait_there + compute_there * (1 + prefill.num_answers) + transfer
         together = wait_here + compute_here + harm
         if together < MAX_COST_RATIO * disaggregated:
@@ -153,14 +154,14 @@ class DisaggregationPolicy:
         decode: WorkerView | None,
         now: float,
     ) -> PrefillDecision | None:
-        """Return the decision that `prefill` computes prompt and answer; None if that costs more.
+        """Return the decision that `prefill` computes prompt and answer, or None if it costs more.
 
         Args:
             num_tokens: length of the prompt.
             num_remaining: largest length of the answer.
             prefill: a prefill worker with room for the request.
-            other: the decision if `prefill` does not generate the answer; None: no worker has room.
-            decode: the worker that would then generate the answer.
+            other: the decision if `decode` generates the answer; None if no worker has room.
+            decode: the worker that would generate the answer instead of `prefill`.
             now: clock seconds.
         """
         if not self.is_measured or self._steps is None:
@@ -186,7 +187,7 @@ class DisaggregationPolicy:
         Args:
             num_tokens: length of the prompt.
             worker: the worker that would compute the prompt.
-            slo_seconds: bound of the time per token; 0: none.
+            slo_seconds: bound of the time per token; 0 means no bound.
             now: clock seconds.
 
         Returns:
@@ -217,7 +218,7 @@ class DisaggregationPolicy:
             num_remaining: largest number of tokens still to generate.
             source: the worker that generates the answer.
             target: a worker with room for the answer.
-            slo_seconds: bound of the time per token; 0: none.
+            slo_seconds: bound of the time per token; 0 means no bound.
             now: clock seconds.
         """
         rates = source.answer_rate, target.answer_rate
@@ -237,7 +238,7 @@ class DisaggregationPolicy:
         return view.answer_rate.token_seconds(view.num_busy + more, is_shared, now, stall)
 
     def colocated_seconds(self, num_tokens: int, decode: WorkerView) -> float:
-        """Return the cost in seconds of a prompt on `decode`; 0 if no prefill rate is known."""
+        """Return the cost in seconds of computing a prompt on `decode`; 0 if no rate is known."""
         if not self._mean_rate:
             return 0.0
         speed, uncached = self._speed(num_tokens, decode)
@@ -246,15 +247,16 @@ class DisaggregationPolicy:
     def _prompt_cost(
         self, num_tokens: int, view: WorkerView, router_queue_tokens: float = 0.0
     ) -> tuple[float, float]:
-        """Return the seconds that a prompt waits for a worker, and then takes to compute there."""
+        """Return the seconds that a prompt waits for a worker, and those to compute it there."""
         speed, uncached = self._speed(num_tokens, view)
         queued: float = view.backlog_tokens
-        if router_queue_tokens:  # includes cached tokens; workers' backlogs do not
+        # The router's queue includes cached tokens, while the workers' backlogs do not.
+        if router_queue_tokens:
             queued += router_queue_tokens * view.prefill_rate.uncached_fraction
         return queued / speed, uncached / speed
 
     def _speed(self, num_tokens: int, view: WorkerView) -> tuple[float, float]:
-        """Return a worker's prompt tokens per second, and the uncached tokens of a prompt."""
+        """Return a worker's prompt tokens per second, and the number of uncached prompt tokens."""
         rate = view.prefill_rate
         speed = rate.tokens_per_second if rate.is_calibrated else self._mean_rate
         if self._cached_tokens is None:
@@ -263,7 +265,7 @@ class DisaggregationPolicy:
         return speed, uncached if uncached > 1 else 1
 
     def _answer_seconds(self, view: WorkerView, now: float) -> float:
-        """Return the seconds per token that one more answer costs on a worker."""
+        """Return the seconds per token that one more answer on a worker costs all its answers."""
         is_shared = has_busy_peer(view, self._workers)
         rate, steps = view.answer_rate, self._steps
         assert steps is not None
@@ -272,11 +274,12 @@ class DisaggregationPolicy:
 
 
 def single_worker(views: Sequence[WorkerView], now: float) -> WorkerView | None:
-    """Return the worker that should generate all answers, if the views share one machine.
+    """Return the worker that should generate all answers of one machine, or None.
 
     The busiest worker is chosen, so that the others become idle and leave their cores to it. The
-    result is None if several workers generate the answers faster, if the times are unknown, or if
-    an operator made one of the workers a prefill worker.
+    result is None if several workers generate the answers faster, or if the times are unknown. It
+    is also None if the views are on several machines, or if an operator made one of the workers a
+    prefill worker.
     """
     machine = views[0].info.machine if views else ""
     if not machine or any(view.info.machine != machine or view.is_shedding for view in views):

@@ -32,28 +32,27 @@ MAX_READS = 256
 
 
 class LoadTable:
-    """Loads of all workers as arrays [n], by row. Each `WorkerView` keeps its row current."""
+    """Loads of all workers as arrays [n], by row. Each `WorkerView` keeps its own row current."""
 
     def __init__(self, num_workers: int) -> None:
         columns = np.zeros((12, num_workers))
         self.queued = columns[0]  # queued prompt tokens
         self.reads = columns[1]  # KV tokens that a decode step reads: see `WorkerView.by_cost`
-        self.cost = columns[
-            2
-        ]  # `queued` plus `reads` of `MAX_READS` decode steps, in prompt tokens
-        self.delayed = columns[3]  # sequences delayed by a new prompt, its own included
-        # Orders workers of equal cost: by sequences, then by assigned tokens.
+        # Cost in prompt tokens: `queued`, plus `reads` for each of `MAX_READS` decode steps.
+        self.cost = columns[2]
+        self.delayed = columns[3]  # sequences that a new prompt would delay, its own included
+        # Ranks workers of equal cost by their sequences, then by their assigned tokens.
         self.ties = columns[4]
         self.utilization = columns[5]  # fraction of the sequence slots in use
         self.filled = columns[6]  # fraction of the blocks in use
         self.num_assigned = columns[7]  # number of assigned requests
-        self.free_sequences = columns[8]  # +inf: unlimited
+        self.free_sequences = columns[8]  # free sequence slots; infinite without a limit
         self.free_blocks = columns[9]
-        self.speed = columns[10]  # prompt tokens per second; 0: not measured
+        self.speed = columns[10]  # prompt tokens per second; 0 if not measured
         self.uncached = columns[11]  # fraction of the prompt tokens that are not cached
         self.uncached[:] = 1.0
-        self.first_with_steps = num_workers  # smallest position of a worker with measured steps
-        self.has_new_speeds = True  # True: changed since `Fleet.speeds` was computed
+        self.first_with_steps = num_workers  # lowest position of a worker with measured steps
+        self.has_new_speeds = True  # whether a speed has changed since `Fleet.speeds` was computed
 
     def rows(self, rows: slice) -> "LoadTable":
         """Return the columns of consecutive rows, which share the memory of this table."""
@@ -89,9 +88,9 @@ class WorkerGroup(Generic[V]):
         views: the workers.
         loads: their loads.
         ranks: position of each worker in the order of the names.
-        is_by_name: whether there are workers, and their rows are in order of their names.
+        is_by_name: whether the group has workers, and their rows are in order of their names.
         layouts: the layouts of their KV blocks.
-        block_sizes: tokens of their blocks.
+        block_sizes: number of tokens per block of each worker.
         mask: bit mask of the workers' slots; set by `Fleet.use_slots`.
     """
 
@@ -107,9 +106,10 @@ class WorkerGroup(Generic[V]):
 
 
 class Fleet(list[V], Generic[V]):
-    """The workers of a router; replaced when a worker connects, is lost or changes its role.
+    """The workers of a router.
 
-    Rows are in the order of the workers' kinds, and within a kind in the order of their names.
+    A worker that connects, is lost or changes its role leads to a new fleet. Rows are in the order
+    of the workers' kinds, and within a kind in the order of their names.
     """
 
     def __init__(self, views: Iterable[V]) -> None:
@@ -129,11 +129,13 @@ class Fleet(list[V], Generic[V]):
             group: WorkerGroup(self, bisect_left(kinds, first), bisect_left(kinds, end))
             for group, (first, end) in GROUPS.items()
         }
-        self._peers: dict[str, list[V]] = {}  # workers by machine; "" is not included
+        # Workers by machine; workers without a machine are absent.
+        self._peers: dict[str, list[V]] = {}
         for view in self:
             if view.info.machine:
                 self._peers.setdefault(view.info.machine, []).append(view)
-        self._slots: tuple[WorkerSlots | None, int] = (None, -1)  # slots in use, and their version
+        # Slots for which the rows were computed, and the version of these slots.
+        self._slots: tuple[WorkerSlots | None, int] = (None, -1)
         self._rows_of_slots: list[int] = []
         self._mean_speed = 0.0
         self._speeds: Floats = self.loads.speed
@@ -147,7 +149,10 @@ class Fleet(list[V], Generic[V]):
         return self._peers.get(machine, ())
 
     def use_slots(self, slots: WorkerSlots) -> list[int]:
-        """Return the row of each slot (-1: no worker of this fleet), and set `WorkerGroup.mask`."""
+        """Return the row of each slot, and set `WorkerGroup.mask`.
+
+        The row is -1 if this fleet does not have the slot's worker.
+        """
         if self._slots != (slots, slots.version):
             self._slots = (slots, slots.version)
             self._rows_of_slots = [self._row_of.get(name, -1) for name in slots.names]
@@ -160,14 +165,14 @@ class Fleet(list[V], Generic[V]):
 
     @property
     def mean_speed(self) -> float:
-        """Mean prompt tokens per second of the workers with a measured speed; 0: there are none."""
+        """Mean prompt tokens per second of the workers with a measured speed, or 0 without any."""
         if self.loads.has_new_speeds:
             self._update_speeds()
         return self._mean_speed
 
     @property
     def speeds(self) -> Floats:
-        """Prompt tokens per second by row; workers without a measured speed have the mean."""
+        """Prompt tokens per second by row. Workers without a measured speed have the mean speed."""
         if self.loads.has_new_speeds:
             self._update_speeds()
         return self._speeds
@@ -186,9 +191,10 @@ class Fleet(list[V], Generic[V]):
 
 
 def _kind(view: View) -> int:
-    """Return 0 or 1 for prefill workers, 2 for mixed workers and 3 for decode workers.
+    """Return a number for the role of a worker.
 
-    An operator assigned the role of workers of kind 0; answers move away from these workers.
+    The number is 0 or 1 for prefill workers, 2 for mixed workers and 3 for decode workers. It is 0
+    if an operator made the worker a prefill worker; answers move away from such workers.
     """
     if view.role == "prefill":
         return 0 if view.is_shedding else 1
@@ -196,6 +202,6 @@ def _kind(view: View) -> int:
 
 
 def mean_speed(speeds: Floats) -> float:
-    """Return the mean of the speeds that are not 0; 0 if all are."""
+    """Return the mean of the speeds that are not 0, or 0 if all are 0."""
     num = int(np.count_nonzero(speeds))
     return float(speeds.sum()) / num if num else 0.0

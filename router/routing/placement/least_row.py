@@ -1,4 +1,7 @@
-"""Search for the smallest element of an array, which is fast for small and for large arrays."""
+"""Search for the smallest element of an array.
+
+It is fast for small and for large arrays.
+"""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -13,7 +16,7 @@ MAX_LIST_WORKERS = 48
 
 
 def least_of(values: Floats) -> float:
-    """Return the smallest element, faster than `min`."""
+    """Return the smallest element of an array, which takes less time than `min`."""
     return values.item(values.argmin())
 
 
@@ -23,14 +26,16 @@ def least_row(
     fits: Callable[[int], bool],
     might_fit: Callable[[], npt.NDArray[np.bool_] | None],
 ) -> int:
-    """Return the row with the lowest (cost, ties) of those that fit; -1 if none fits.
+    """Return the row with the lowest cost among those that fit, or -1 if none fits.
+
+    Ties between rows of equal cost are broken by `ties`.
 
     Args:
         costs: the costs [n]; rows with infinite cost are not candidates.
         ties: arrays [n] that order rows of equal cost; rows differ in at least one array.
         fits: returns whether the worker of a row may be chosen.
-        might_fit: returns a mask [n] that is False only for rows that do not fit; None: any row
-            might fit. It is called if there are many rows and the first one does not fit.
+        might_fit: returns a mask [n] that is False only for rows that do not fit, or None if any
+            row might fit. It is called only if the row of lowest cost does not fit.
     """
     if len(costs) <= MAX_LIST_WORKERS:
         return _least_of_few(costs.tolist(), ties, fits)
@@ -45,7 +50,8 @@ def least_row(
             if len(equal) == 1:
                 break
             values = tie[equal]
-            equal = equal[values == values.item(values.argmin())]  # `min` takes longer
+            # `argmin` takes less time than `min`.
+            equal = equal[values == values.item(values.argmin())]
         row = int(equal[0])
         if fits(row):
             return row

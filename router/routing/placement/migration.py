@@ -1,8 +1,8 @@
 """Moves requests from one worker to another.
 
-A request moves if its worker drains or is suspect, if its worker became a prefill worker, or if it
-waits for room on a worker while another worker has room (rebalancing). A request also moves if a
-prefill worker generates its answer and prompts delay the answer there.
+A request moves if its worker drains, is suspect or became a prefill worker. It also moves if it
+waits for room while another worker has room (rebalancing). An answer moves away from a prefill
+worker if prompts delay it there.
 
 A rebalanced request must not bounce between two workers that are nearly full. Therefore each worker
 gets some time to make room, and this time doubles with each move. A request is rebalanced only to a
@@ -28,7 +28,7 @@ class RequestMigrator:
     def __init__(self, placer: Placer, registry: WorkerRegistry) -> None:
         self._placer = placer
         self._registry = registry
-        self.num_rebalanced = 0  # number of moves away from workers without room
+        self.num_rebalanced = 0  # number of moves away from workers that had no room
         self.num_returned = 0  # number of moves of answers away from prefill workers
 
     # -------------------------------------------------------------- evacuating a worker
@@ -52,10 +52,11 @@ class RequestMigrator:
     def _withdraw(
         self, state: RequestState, view: WorkerView, out: list[Command], now: float
     ) -> None:
-        """Withdraw a request pending on `view` if it can run elsewhere and no KV is being sent.
+        """Withdraw a request that is pending on `view`, if another worker can run it.
 
-        If a live migration to `view` is withdrawn, the request continues at its source. A migration
-        to another destination begins at once if there is one.
+        Nothing changes while KV blocks are being sent to `view`. If a live migration to `view` is
+        withdrawn, the request continues at its source. A migration to another destination begins at
+        once if there is one.
         """
         assert state.pending is not None
         if state.running is None and state.pending.epoch is not None:
@@ -73,10 +74,10 @@ class RequestMigrator:
     def _migrate(
         self, state: RequestState, view: WorkerView, out: list[Command], now: float
     ) -> None:
-        """Move a request off `view`, which runs it, if `view` drains or became a prefill worker.
+        """Move a request off its running worker `view`, which drains or became a prefill worker.
 
-        A live migration keeps the pause short. If it is impossible, the request yields if the
-        worker drains, and stays if the worker became a prefill worker.
+        A live migration keeps the pause short. If no live migration is possible, the request yields
+        if the worker drains, and stays if the worker became a prefill worker.
         """
         running = state.running
         if running is None or running.yielding or state.pending is not None:
@@ -125,7 +126,8 @@ class RequestMigrator:
     def return_answers(self, out: list[Command], now: float) -> None:
         """Move answers from prefill workers to decode workers where this saves time.
 
-        At most one answer of each worker begins to move, so that the next decision sees the effect.
+        At most one answer of each worker begins to move at a time, so that the next decision sees
+        the effect of this move.
         """
         views = self._registry.views()
         costs = DisaggregationPolicy(views, self._registry.transfer_costs)
@@ -157,7 +159,10 @@ class RequestMigrator:
 
 
 def rebalance_delay(num_rebalances: int) -> float:
-    """Return the seconds that the next worker gets to make room after `num_rebalances` moves."""
+    """Return how many seconds a worker gets to make room for a request.
+
+    The time grows with `num_rebalances`, the number of earlier moves of the request.
+    """
     return INITIAL_SECONDS * BACKOFF_FACTOR**num_rebalances
 
 

@@ -29,8 +29,9 @@ class RecoveryThrottle:
 
     def __init__(self, num_per_worker: int) -> None:
         self._num_per_worker = num_per_worker
-        self._waiting: dict[int, None] = {}  # ids in order of arrival
-        self._recovering: dict[int, None] = {}  # ids of released requests without new tokens
+        self._waiting: dict[int, None] = {}  # ids of held requests, in order of arrival
+        # Ids of released requests that have no new token yet.
+        self._recovering: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -59,7 +60,7 @@ class RecoveryThrottle:
 
 
 class Placer:
-    """The placement of all requests: which ones are queued, and which workers hold the rest."""
+    """The placement of all requests: the queued ones, and those that workers hold."""
 
     def __init__(
         self,
@@ -75,10 +76,13 @@ class Placer:
         self._queue = queue
         self._throttle = throttle
         self.states: dict[int, RequestState] = {}
-        self._holders: dict[int, list[str]] = {}  # workers whose views contain a request
+        # For each request, the workers whose views contain it.
+        self._holders: dict[int, list[str]] = {}
         self.num_ended: Counter[Status] = Counter()
-        self.num_prefill_decisions: Counter[str] = Counter()  # by `str(PrefillDecision)`
-        self.dirty = False  # a queued request may fit now: call `assign_waiting`
+        # Number of decisions by `str(PrefillDecision)`.
+        self.num_prefill_decisions: Counter[str] = Counter()
+        # Whether a queued request may fit now, so that `assign_waiting` must be called.
+        self.dirty = False
         self.listener = DecisionListener()
 
     @property
@@ -91,7 +95,7 @@ class Placer:
         return request in self._queue or request in self._throttle
 
     def admit(self, state: RequestState) -> None:
-        """Queue a new request; an ended request is only added to `num_ended`."""
+        """Queue a new request. A request that has already ended is only added to `num_ended`."""
         if state.status is not None:
             self.num_ended[state.status] += 1
             return
@@ -100,10 +104,7 @@ class Placer:
         self.dirty = True
 
     def reconcile(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Update queue and worker views after the state of a request has changed.
-
-        A request that is no longer on any worker is placed again or queued.
-        """
+        """Update the queue and the worker views after the state of a request has changed."""
         request = state.request.id
         self.dirty = True
         if state.status is not None:
@@ -121,13 +122,13 @@ class Placer:
         self._update_views(state, now)
 
     def recover(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Variant of `reconcile` for a request of a lost worker: the request is held back first."""
+        """Variant of `reconcile` for a request of a lost worker. The request is held back first."""
         if state.status is None:
             self._throttle.add(state.request.id)
         self.reconcile(state, out, now)
 
     def started(self, state: RequestState, now: float) -> None:
-        """Record that a request has a new token; the next held request may then be released."""
+        """Record that a request has a new token. The next held request may then be released."""
         self._throttle.discard(state.request.id)
         self._prefixes.computed(state.request.id, now)
 
@@ -178,7 +179,7 @@ class Placer:
         return True
 
     def _next_request(self, views: Sequence[WorkerView], now: float) -> int | None:
-        """Return the next request to place; None if no request can be placed now."""
+        """Return the next request to place, or None if no request can be placed now."""
         if not self._registry.queues_at_router:
             return self._queue.head()
         return self._queue.select(now, prefill_capacity(views)) if len(self._queue) else None
@@ -187,7 +188,7 @@ class Placer:
         """Return the time since which a worker has had runnable work, or None if it has none.
 
         Only requests of this router count. Work that waits for a KV transfer or for another worker
-        is not runnable. While the worker receives a transfer the result is None, since its other
+        is not runnable. The result is None while the worker receives a transfer, since its other
         requests may wait for the blocks that the transfer has reserved.
         """
         states = [self.states[request] for request in view.requests]
@@ -206,7 +207,7 @@ class Placer:
         usable = [
             view for view in self._registry.views() if view.is_usable and view.has_capacity(*size)
         ]
-        if state.lease is None:  # the prompt must still be computed
+        if state.lease is None:  # without a lease, a worker must still compute the prompt
             usable = [view for view in usable if view.role == "decode" or view.has_prefill_slot]
         return {"prefill", "decode", "mixed"} - {view.role for view in usable}
 
@@ -236,7 +237,7 @@ class Placer:
         return demand_of(state, num_queued, self._registry.tpot_slo_seconds, self._prefixes, now)
 
     def _reassign(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Submit a request to its `decode_target` if usable; else queue the request again."""
+        """Submit a request to its `decode_target` if that worker is usable; else queue it again."""
         view = self._registry.get(state.decode_target)
         if view is not None and view.is_usable and not view.is_backed_off:
             self._assign(state, Placement(view.name), state.token_log.num_known, out, now)
@@ -259,7 +260,7 @@ class Placer:
         state.submitted_at = now
         if placement.decision is not None:
             self.num_prefill_decisions[str(placement.decision)] += 1
-        if state.pending is None:  # no blocks are transferred: the worker computes the prompt
+        if state.pending is None:  # the worker computes the prompt if no blocks are transferred
             self._prefixes.placed(state.request, view.name, view.info.block_size)
         num_tokens = num_uncached if state.pending is None else 0
         view.note_assigned(num_tokens, state.request.num_sequences)

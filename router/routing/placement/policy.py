@@ -27,12 +27,12 @@ class Placement:
 
     worker: str
     decode_target: str | None = None  # worker to which the request moves after its first token
-    # None: the policy had no choice between a prefill and a decode worker.
+    # None if the policy had no choice between a prefill and a decode worker.
     decision: PrefillDecision | None = field(default=None, compare=False)
 
     @property
     def yield_after(self) -> int:
-        """New tokens after which `worker` yields; 0: never."""
+        """New tokens after which `worker` yields; 0 means never."""
         return 0 if self.decode_target is None else 1
 
 
@@ -46,7 +46,7 @@ class Policy(Protocol):
         transfer_costs: TransferCostModel,
         now: float,
     ) -> Placement | None:
-        """Return the workers on which to run a request; None if no worker has room.
+        """Return the workers on which to run a request, or None if no worker has room.
 
         The policy must not choose a worker that is unusable (suspect, draining or stuck), has no
         capacity or is in `demand.unfit_workers`.
@@ -55,10 +55,7 @@ class Policy(Protocol):
 
 
 class RolePolicy:
-    """Policy that chooses between prefill and decode workers; a ranking chooses within a role.
-
-    A decode worker also computes the prompt if `DisaggregationPolicy` estimates that this takes
-    less time. If one role has no workers, the workers of the other role do all the work.
+    """Policy that chooses between prefill and decode workers. Within a role, a ranking chooses.
 
     Args:
         ranking: chooses the worker within a role.
@@ -81,8 +78,8 @@ class RolePolicy:
         now: float,
     ) -> Placement | None:
         candidates = self._candidates(demand, workers, now)
-        # A request with several choices cannot move once it decodes, so it stays on one worker.
-        # A beam search is not pinned, because only its prompt moves.
+        # A request with several choices cannot move once it decodes, so one worker runs all of it.
+        # A beam search may move after its prompt, so it is not pinned to one worker.
         if demand.has_source or demand.is_pinned:
             whole = candidates.answer_worker("answer" if candidates.has("answer") else "all")
             return None if whole is None else Placement(whole.name)
@@ -115,7 +112,7 @@ class RolePolicy:
         if first is None and not candidates.has("prefill"):
             return None
         whole = candidates.colocated_worker(disaggregation)
-        if whole is None:  # workers with room for the answer may have too many prompts
+        if whole is None:  # each worker with room for the answer may have too many prompts
             second = None if first is None else candidates.answer_worker("answer")
             if first is None or second is None:
                 return None
@@ -141,7 +138,7 @@ class RolePolicy:
             return None
         second = candidates.answer_worker("answer")
         if second is not None and second.info.layout != first.info.layout:
-            # `second` cannot use the blocks of `first`.
+            # The layouts differ, so `second` cannot use the KV blocks of `first`.
             second = candidates.answer_worker("answer", first.info.layout)
         if second is None:
             return Placement(whole.name)
@@ -176,7 +173,7 @@ class RolePolicy:
 
 
 class LeastLoaded(RolePolicy):
-    """Policy that computes prompts at the shortest queue and answers at the least loaded worker.
+    """Policy that places each prompt at the shortest queue and each answer at the least load.
 
     Args:
         disaggregation: see `RolePolicy`.

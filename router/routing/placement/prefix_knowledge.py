@@ -1,4 +1,4 @@
-"""Knowledge of the prefix caches: blocks that workers report, and prompts just placed."""
+"""Knowledge of the workers' prefix caches: the blocks that workers report, and recent prompts."""
 
 from collections.abc import Mapping
 
@@ -28,7 +28,7 @@ class PrefixKnowledge:
         if not request.prompt_hashes or self._index.is_empty:
             return None
         if request.params.prompt_logprobs is not None:
-            return {}  # the whole prompt is computed, because cached blocks have no logprobs
+            return {}  # prompt logprobs need the whole prompt to be computed, without cached blocks
         self._recent.expire(now)
         sources: list[tuple[int, Levels]] = []
         for block_size, hashes in request.prompt_hashes.items():
@@ -46,7 +46,7 @@ class PrefixKnowledge:
         self._recent.add(request.id, worker, request.prompt_hashes.get(block_size, ()))
 
     def computed(self, request: int, now: float) -> None:
-        """Record that the prompt of a request is computed: its worker reports the blocks."""
+        """Record that a prompt has been computed. From now on, its worker reports the blocks."""
         self._recent.end(request, now)
 
     def withdrawn(self, request: int) -> None:

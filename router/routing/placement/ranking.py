@@ -37,7 +37,10 @@ class Ranking(Protocol):
 
 
 def with_prefill_slot(views: Sequence[WorkerView]) -> Sequence[WorkerView]:
-    """Return the workers that can start a prompt now; all if prompts queue at the workers."""
+    """Return the workers that can start a prompt now.
+
+    If prompts queue at the workers instead of the router, all workers are returned.
+    """
     if not views or not views[0].queues_at_router:
         return views
     return [view for view in views if view.has_prefill_slot]
@@ -49,7 +52,7 @@ def with_capacity(views: Sequence[WorkerView], demand: Demand) -> list[WorkerVie
 
 
 def none_penalized(views: Sequence[WorkerView], now: float) -> bool:
-    """Return whether no worker has a penalty."""
+    """Return whether no worker has a placement penalty for a recent loss."""
     since = now - PENALTY_SECONDS
     return not any([view.lost_at > since for view in views])
 
@@ -57,9 +60,10 @@ def none_penalized(views: Sequence[WorkerView], now: float) -> bool:
 def least(
     views: Sequence[WorkerView], key: Callable[[WorkerView], Any], demand: Demand | None
 ) -> WorkerView | None:
-    """Return the worker with the smallest key; if `demand` is given, of those with room for it.
+    """Return the worker with the smallest key, or None.
 
-    For speed, the worker with the smallest key is checked first, before the others.
+    If `demand` is given, only workers with room for it count. For speed, the worker with the
+    smallest key of all is checked first.
     """
     best = min(views, key=key, default=None)
     if best is None or demand is None or best.has_capacity(demand.num_tokens, demand.num_sequences):

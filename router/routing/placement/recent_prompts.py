@@ -1,4 +1,4 @@
-"""Prompts that were just placed, whose blocks the workers do not have yet but will have.
+"""Prompts that were just placed, and whose blocks the workers will soon have.
 
 Without this record, two equal prompts that arrive together would go to two workers, and both
 workers would compute the whole prompt. A record keeps only some blocks of the prompt: the first
@@ -23,7 +23,7 @@ By then the worker has reported the blocks.
 
 
 class RecentPrompts:
-    """Records, by request, of prompts that workers will compute or have just computed.
+    """Records of prompts that workers will compute or have just computed, by request.
 
     Args:
         slots: the slots of the workers in the levels.
@@ -31,16 +31,18 @@ class RecentPrompts:
 
     def __init__(self, slots: WorkerSlots) -> None:
         self.index = PrefixIndex(slots)  # index of the recorded blocks
-        self._prompts: dict[int, tuple[str, Sequence[int]]] = {}  # worker and blocks, by request
-        # By worker and block: the number of the worker's recorded prompts that contain the block.
+        # For each request, its worker and its recorded blocks.
+        self._prompts: dict[int, tuple[str, Sequence[int]]] = {}
+        # For each worker and block, how many of the worker's recorded prompts contain the block.
         self._counts: dict[str, Counter[int]] = {}
-        self._ending: deque[tuple[float, int, str]] = deque()  # time, request and worker
+        # Records to remove, as (time, request, worker).
+        self._ending: deque[tuple[float, int, str]] = deque()
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def add(self, request: int, worker: str, hashes: Sequence[int]) -> None:
-        """Record that a worker computes a prompt; this replaces an earlier record of `request`."""
+        """Record that a worker computes a prompt. This replaces an earlier record of `request`."""
         self.remove(request)
         if not hashes:
             return
@@ -83,9 +85,9 @@ class RecentPrompts:
     def exceeds(self, hashes: Sequence[int], levels: Levels) -> bool:
         """Return whether `self.levels(hashes)` has a larger depth than `levels` for some worker.
 
-        For workers whose depth in `levels` is `d`, only the first recorded block beyond `d` is
-        looked up. The search ends when no worker has such a block, since then none has a later
-        block either. This takes a fraction of the time of `self.levels`.
+        If the depth of a worker in `levels` is `d`, only the first recorded block beyond `d` is
+        looked up. If no worker has this block, no worker has a later one either, so the search
+        ends. This takes a fraction of the time of `self.levels`.
         """
         workers, holders, num_hashes, depth = self.index.workers, self.index.holders, len(hashes), 0
         for next_depth, deeper in (*levels, (0, 0)):
@@ -100,7 +102,7 @@ class RecentPrompts:
         return False
 
     def levels(self, hashes: Sequence[int]) -> list[tuple[int, Workers]]:
-        """Return `PrefixIndex.levels` for the blocks that the workers will have."""
+        """Return `PrefixIndex.levels` for the blocks that the workers will soon have."""
         if not hashes or self.index.is_empty:
             return []
         levels = self.index.levels(_recorded(hashes))
@@ -111,5 +113,8 @@ class RecentPrompts:
 
 
 def _recorded(hashes: Sequence[int]) -> Sequence[int]:
-    """Return the recorded blocks of a prompt: the first ones and the last one of each stride."""
+    """Return the recorded blocks of a prompt.
+
+    These are the first `STRIDE` blocks, and the last block of each later stride.
+    """
     return [*hashes[:STRIDE], *hashes[2 * STRIDE - 1 :: STRIDE]]

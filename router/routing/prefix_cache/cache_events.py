@@ -10,14 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """Net change of a worker's cached blocks in a step; evictions are applied before stores.
-
-    The stored blocks are chains: each block follows the one before it in a sequence.
-    """
+    """Net change of a worker's cached blocks in a step. Evictions are applied before stores."""
 
     evicted: Sequence[int] = ()
-    stored: Sequence[int] = ()  # the blocks of all chains
-    parents: Sequence[int] = ()  # per chain: the block before it; 0: none, or not cached
+    stored: Sequence[int] = ()  # the stored blocks of all chains
+    # For each chain, the block before it; 0 if it has none or that block is not cached.
+    parents: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

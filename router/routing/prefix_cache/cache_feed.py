@@ -28,10 +28,10 @@ SNAPSHOT_SECONDS = 10.0
 
 
 class _State(Enum):
-    AWAITING = auto()  # no snapshot yet; changes are ignored
+    AWAITING = auto()  # no snapshot yet, so changes are ignored
     LOADING = auto()  # some chunks of the snapshot have arrived
-    LIVE = auto()  # the index has all blocks
-    STALE = auto()  # the index was wrong; the next request for a snapshot is not due yet
+    LIVE = auto()  # the index has all blocks that the worker has reported
+    STALE = auto()  # the index was wrong, and the next request for a snapshot is not due yet
 
 
 @dataclass(slots=True)
@@ -39,18 +39,19 @@ class _Feed:
     """State of one worker's feed."""
 
     incarnation: str
-    capacity: int  # blocks of the worker
+    capacity: int  # number of KV blocks of the worker
     awaiting_since: float
     state: _State = _State.AWAITING
-    next_number: int = 0  # number of the next change
-    next_chunk: int = 0  # number of the snapshot's next chunk
-    reason: str = ""  # why the feed is stale
-    resync_at: float = 0.0  # earliest time of the next request for a snapshot
-    resync_seconds: float = MIN_RESYNC_SECONDS  # pause after the next request
+    next_number: int = 0  # number of the next expected change
+    next_chunk: int = 0  # number of the next expected chunk of the snapshot
+    reason: str = ""  # why the index of the worker is stale
+    resync_at: float = 0.0  # earliest time of the next request for a snapshot, in clock seconds
+    # Seconds between the next request and the one after it.
+    resync_seconds: float = MIN_RESYNC_SECONDS
 
 
 class _Inconsistent(Exception):
-    """Events contradict the index; the message is the reason."""
+    """Raised if events contradict the index. The message is the reason."""
 
 
 class CacheFeed:
@@ -162,7 +163,10 @@ class CacheFeed:
     # -------------------------------------------------------------- requests for snapshots
 
     def _resync(self, worker: str, feed: _Feed, reason: str, now: float) -> ResyncCache | None:
-        """Remove a worker's blocks; request a snapshot, now or after the current pause."""
+        """Remove a worker's blocks and request a snapshot.
+
+        The request is sent now, or after the current pause between requests.
+        """
         self._index.clear(worker)
         feed.state, feed.reason = _State.STALE, reason
         return self._request(worker, feed, now) if now >= feed.resync_at else None

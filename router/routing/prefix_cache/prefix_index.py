@@ -21,14 +21,14 @@ class PrefixIndex:
     Hashes are unsigned 64-bit integers: see `short_hash` of `penstock.common.block_hash`.
 
     Args:
-        slots: the numbers of workers in sets; None: numbers of this index only.
+        slots: the numbers that represent workers in sets; None: the index has its own numbers.
     """
 
     def __init__(self, slots: WorkerSlots | None = None) -> None:
         self.slots = WorkerSlots() if slots is None else slots
-        self._slots: dict[str, int] = {}  # slot by worker of this index
-        self.workers: Workers = 0  # the workers of this index
-        self._num_blocks: dict[int, int] = {}  # number of a worker's blocks, by slot
+        self._slots: dict[str, int] = {}  # slot of each worker of this index
+        self.workers: Workers = 0  # set of the workers of this index
+        self._num_blocks: dict[int, int] = {}  # number of blocks of each worker, by slot
         self._tree = RadixTree()  # the reachable blocks
         self._loose = _LooseBlocks()
 
@@ -48,8 +48,8 @@ class PrefixIndex:
         Args:
             worker: name of the worker.
             hashes: the blocks, in any order if there is no `parent`.
-            parent: the block before `hashes[0]`, or `START`. If given, `hashes` are consecutive
-                blocks, and their positions need not be searched later.
+            parent: the block before `hashes[0]`, or `START`. With a parent, `hashes` are
+                consecutive blocks, so that their positions are known.
         """
         slot = self.slot(worker)
         if parent is not None and (parent == START or self.holders(parent) >> slot & 1):
@@ -147,7 +147,7 @@ class PrefixIndex:
         Each set of workers is a proper subset of the one before, and the depths rise. Workers
         without the first block are in no set.
         """
-        if len(hashes) == 1:  # may be in the middle of a prompt: do not link
+        if len(hashes) == 1:  # a single block may be in the middle of a prompt, so it is not linked
             holders = self.holders(hashes[0]) | self._loose.workers.get(hashes[0], 0)
             return [(1, holders)] if holders else []
         levels = self._tree.levels(hashes)
@@ -186,7 +186,8 @@ class _LooseBlocks:
     def __init__(self) -> None:
         self.workers: dict[int, Workers] = {}
         self.of_slot: dict[int, set[int]] = {}
-        self._bits: dict[int, Workers] = {}  # 1 << slot, one shared int per worker
+        # The value 1 << slot of each worker, to share one int object.
+        self._bits: dict[int, Workers] = {}
 
     def add_worker(self, slot: int) -> None:
         self.of_slot[slot] = set()
@@ -219,11 +220,13 @@ class _LooseBlocks:
     def ends(
         self, hashes: Sequence[int], start: int, workers: Workers
     ) -> list[tuple[int, Workers]]:
-        """Return, for the workers with a loose block at `start`, where their loose blocks end.
+        """Return where the consecutive loose blocks of workers end.
+
+        Only workers with a loose block at `start` count.
 
         Returns:
             Pairs, in ascending order, of the index after the last consecutive loose block, and the
-            workers. Workers whose block at `start` is not loose are in no pair.
+            workers. Other workers are in no pair.
         """
         found: list[tuple[int, Workers]] = []
         end = start

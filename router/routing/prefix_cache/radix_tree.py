@@ -3,7 +3,7 @@
 The hash of a block covers all tokens before it, so hashes form trees: each block has one parent. A
 node of the radix tree is a run of consecutive blocks. Only the last block of a run may have several
 children. Each worker of a node has the run's first blocks, up to some **extent**. Matching a prompt
-takes one look-up for each run, not one for each block.
+takes one look-up for each run of blocks.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,14 @@ class Node:
 
     Attributes:
         blocks: the blocks of the run, at least one.
-        size: number of blocks; `size` and `last` are copies that save cache misses in a match.
+        size: number of blocks. `size` and `last` repeat data of `blocks` to save cache misses in a
+            match.
         last: the last block.
-        parent: the node whose last block precedes this run; None: the run begins a prompt.
-        children: the nodes after this run; None: there are none.
+        parent: the node whose last block precedes this run; None if the run begins a prompt.
+        children: the nodes after this run; None if there are none.
         holders: workers that have the first block.
-        partial: the holders that do not have all blocks, by extent; None: there are none.
+        partial: for each smaller extent, the holders with this extent; None if all holders have all
+            blocks.
     """
 
     __slots__ = ("blocks", "children", "holders", "last", "parent", "partial", "size")
@@ -46,7 +48,7 @@ class Node:
         self.last = blocks[-1]
 
     def extent(self, slot: int) -> int:
-        """Return the number of blocks that a worker has; 0 if it has none."""
+        """Return the number of blocks of this run that a worker has."""
         if not self.holders >> slot & 1:
             return 0
         if self.partial is not None:
@@ -61,7 +63,10 @@ class Node:
         return extent == self.size or (extent > 0 and self.offset(block, extent - 1) < extent)
 
     def offset(self, block: int, guess: int) -> int:
-        """Return the index of a block in this run; a correct guess saves the search."""
+        """Return the index of a block in this run.
+
+        A correct guess of the index saves the search.
+        """
         return guess if self.blocks[guess] == block else self.blocks.index(block)
 
     def holders_of(self, block: int) -> Workers:
@@ -75,7 +80,7 @@ class Node:
         return holders
 
     def set_extent(self, workers: Workers, extent: int) -> None:
-        """Set the extent of holders, at least 1."""
+        """Set the extent (at least 1) of some holders."""
         partial = {
             each: rest for each, those in (self.partial or {}).items() if (rest := those & ~workers)
         }
@@ -84,7 +89,7 @@ class Node:
         self.partial = partial or None
 
     def add_levels(self, levels: list[tuple[int, Workers]], start: int, end: int) -> Workers:
-        """Append the levels at which workers have no more blocks of this run.
+        """Append the depths at which some workers have no further blocks of this run.
 
         Args:
             levels: see `RadixTree.levels`.
@@ -105,7 +110,7 @@ class Node:
     def num_common(self, hashes: Sequence[int], start: int, offset: int = 0) -> int:
         """Return how many blocks from `offset` on are equal to the hashes from `start` on.
 
-        Because of the chained hashes, no block after the first different one is equal.
+        The hashes are chained, so no block after the first different one is equal.
         """
         blocks = self.blocks
         shift = start - offset
@@ -120,11 +125,12 @@ class Node:
 
 
 class RadixTree:
-    """The nodes of all prompts."""
+    """The nodes of the tree, for all prompts."""
 
     def __init__(self) -> None:
-        self.nodes: dict[int, Node] = {}  # by block: one entry for each block of each node
-        self._of_slot: dict[int, set[Node]] = {}  # nodes in which a worker has blocks
+        self.nodes: dict[int, Node] = {}  # node of each block
+        # For each worker, the nodes in which the worker has blocks.
+        self._of_slot: dict[int, set[Node]] = {}
 
     def levels(self, hashes: Sequence[int]) -> list[tuple[int, Workers]]:
         """Return `PrefixIndex.levels` of the blocks of this tree."""
@@ -139,7 +145,9 @@ class RadixTree:
             if end > num or hashes[end - 1] != node.last:
                 end = position + node.num_common(hashes, position)
                 if end == position:
-                    break  # an inner block of the run: these hashes do not begin a prompt
+                    # The first hash is an inner block of a run, so the hashes do not begin a
+                    # prompt.
+                    break
             if node.holders != workers:
                 if position:
                     levels.append((position, workers))
@@ -233,7 +241,7 @@ class RadixTree:
         A run grows if the workers that have all of its blocks get all of the new blocks. Otherwise
         a new run begins, because these workers would no longer have all blocks of the run.
         """
-        if not self.nodes.keys().isdisjoint(blocks):  # different blocks with equal hashes
+        if not self.nodes.keys().isdisjoint(blocks):  # different blocks have equal hashes
             blocks = blocks[: next(at for at, block in enumerate(blocks) if block in self.nodes)]
         if before is not None and offset < before.size:
             self._split(before, offset)
@@ -293,7 +301,8 @@ class RadixTree:
         for block in node.blocks[longest:]:
             del self.nodes[block]
         if longest:
-            del node.blocks[longest:]  # no copy: a run may be evicted block by block
+            # Truncated in place, since a run may be evicted block by block.
+            del node.blocks[longest:]
             node.set_blocks(node.blocks)
             assert node.partial is not None
             node.set_extent(node.partial[longest], longest)

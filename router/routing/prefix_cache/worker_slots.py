@@ -9,20 +9,21 @@ Workers: TypeAlias = int
 
 
 class WorkerSlots:
-    """Assigns a slot to each worker; indexes share the slots, so their sets can be combined.
+    """Assigns a slot to each worker.
 
-    A slot is free again once every index that acquired it has released it.
+    Indexes share the slots, so that their sets can be combined. A slot is free again once every
+    index that acquired it has released it.
     """
 
     def __init__(self) -> None:
         self.version = 0  # changes whenever a slot is assigned or freed
-        self.names: list[str] = []  # worker by slot; "" if the slot is free
-        self._slots: dict[str, int] = {}  # slot by worker
+        self.names: list[str] = []  # worker of each slot, or empty if the slot is free
+        self._slots: dict[str, int] = {}  # slot of each worker
         self._free: list[int] = []
         self._users: Counter[str] = Counter()  # number of indexes that use a worker's slot
 
     def acquire(self, worker: str) -> int:
-        """Return the slot of a worker for another index; a new worker gets a free slot."""
+        """Return the slot of a worker to another index. A new worker gets a free slot."""
         self._users[worker] += 1
         slot = self._slots.get(worker)
         if slot is None:
@@ -37,7 +38,7 @@ class WorkerSlots:
         return slot
 
     def release(self, worker: str) -> None:
-        """Record that an index that acquired a worker's slot no longer uses it."""
+        """Release a worker's slot for one of the indexes that acquired it."""
         self._users[worker] -= 1
         if not self._users[worker]:
             del self._users[worker]
@@ -47,7 +48,7 @@ class WorkerSlots:
             self.version += 1
 
     def find(self, worker: str) -> int | None:
-        """Return the slot of a worker; None if no index uses it."""
+        """Return the slot of a worker, or None if no index uses one for this worker."""
         return self._slots.get(worker)
 
 

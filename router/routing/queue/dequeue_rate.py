@@ -7,8 +7,8 @@ class DequeueRate:
     """Measures the cost per second of the requests that leave the queue, while requests wait.
 
     The average covers about the last `WINDOW` seconds. Time without a waiting request does not
-    count. Requests that did not wait do not count either, because they do not show the highest
-    speed.
+    count. Requests that did not wait do not count either, since the queue could have emptied
+    faster.
     """
 
     WINDOW = 10.0  # seconds
@@ -18,10 +18,10 @@ class DequeueRate:
     """Seconds of measurement that are enough."""
 
     def __init__(self) -> None:
-        # Exponentially decayed sums up to the time when the last request left.
+        # Sums with exponential decay, up to the time when the last request left.
         self._cost = self._seconds = 0.0
-        self._measured = 0.0  # like `_seconds`, but without decay
-        self._counted_until: float | None = None  # None: no request waits
+        self._measured = 0.0  # the sum of seconds without decay
+        self._counted_until: float | None = None  # None while no request waits
 
     def began_to_wait(self, now: float) -> None:
         """Record that a request waits."""
@@ -43,11 +43,11 @@ class DequeueRate:
 
     @property
     def last_measured(self) -> float | None:
-        """Cost per second until the last request left; None: measured for too short a time."""
+        """Cost per second until the last request left, or None if measured for too short a time."""
         return self._cost / self._seconds if self._measured >= self.NEEDED else None
 
     def value(self, now: float) -> float:
-        """Return the cost per second, which falls while no request leaves; at least 1."""
+        """Return the cost per second, at least 1. It falls while no request leaves the queue."""
         waited = self._uncounted(now)
         if self._measured + waited < self.NEEDED:
             return self.ASSUMED
@@ -55,7 +55,7 @@ class DequeueRate:
         return max(cost / seconds, 1.0)
 
     def _uncounted(self, now: float) -> float:
-        """Return the seconds of waiting since the last record."""
+        """Return the seconds since the last record, if requests wait."""
         return 0.0 if self._counted_until is None else now - self._counted_until
 
     def _sums(self, waited: float) -> tuple[float, float]:

@@ -2,11 +2,13 @@
 
 Fairness uses virtual counters (start-time fair queueing over tokens, as in "Fairness in Serving
 Large Language Models", arXiv 2401.00588). A tenant's counter increases with the prompt and answer
-tokens of its requests, and the waiting tenant with the smallest counter is next. The counter of a
-tenant that was idle is raised to the smallest counter of the waiting tenants, so that idle time
-earns no credit. A priority orders the requests of one tenant and has no effect on other tenants.
-Requests of equal priority are ordered by arrival or, with a time-to-first-token SLO, by
-`slo_order`. `tenant_quotas` decides which new requests the queue accepts.
+tokens of its requests. The waiting tenant with the smallest counter is next. When an idle tenant
+queues a request, its counter is raised to the smallest counter of the waiting tenants, so that idle
+time earns no credit.
+
+A priority orders the requests of one tenant and has no effect on other tenants. Requests of equal
+priority are ordered by arrival or, with a time-to-first-token SLO, by `slo_order`. `tenant_quotas`
+decides which new requests the queue accepts.
 """
 
 import math
@@ -29,7 +31,7 @@ class FairQueue:
 
     Args:
         bounds: largest amount of the requests that were never placed.
-        ttft_slo: time-to-first-token SLO in seconds, see `slo_order`; 0: none.
+        ttft_slo: time-to-first-token SLO in seconds (see `slo_order`); 0 means no SLO.
         max_wait: longest wait of a request before it is first placed, in seconds.
     """
 
@@ -40,9 +42,9 @@ class FairQueue:
         self._ttft_slo = ttft_slo
         self._quotas = TenantQuotas(bounds)
         self._entries: dict[int, QueuedRequest] = {}
-        self._queues: dict[str, TenantQueue] = {}  # by tenant; none is empty
+        self._queues: dict[str, TenantQueue] = {}  # non-empty queue of each waiting tenant
         self._counters: OrderedDict[str, float] = OrderedDict()
-        self._virtual_time = 0.0  # counter of the last dequeued tenant
+        self._virtual_time = 0.0  # counter that the last dequeued tenant had
         self._rate = DequeueRate()
 
     def __len__(self) -> int:
@@ -57,7 +59,7 @@ class FairQueue:
         return self._quotas.total.tokens
 
     def displaced_by(self, entry: QueuedRequest) -> list[int] | None:
-        """Return the requests to remove so that a new one fits; None: refuse the new one."""
+        """Return the requests to remove so that a new one fits, or None to refuse the new one."""
         displaced = self._quotas.displaced_by(entry, self._last_first)
         return None if displaced is None else [each.request for each in displaced]
 
@@ -67,8 +69,8 @@ class FairQueue:
     def retry_after(self, entry: QueuedRequest, now: float) -> float:
         """Return the seconds after which the client of a refused request should retry.
 
-        In this time, the requests of the same tenant that wait now, and this request, would be
-        placed. The result is within [MIN_RETRY, MAX_RETRY].
+        In this time, this request and the waiting requests of the same tenant would be placed. The
+        result is within [MIN_RETRY, MAX_RETRY].
         """
         held = self._quotas.by_tenant.get(entry.tenant, Amount()).cost
         own = held if entry.request in self._entries else held + entry.cost
@@ -78,8 +80,8 @@ class FairQueue:
     def predicted_wait(self, entry: QueuedRequest) -> float:
         """Estimate the seconds for which a new request would wait; 0 if the speed is unknown.
 
-        The speed is that of the latest placements, even if none happen now, because workers may
-        still be starting.
+        The speed is that of the latest placements. It is used even if no requests are placed now,
+        because workers may still be starting.
         """
         speed = self._rate.last_measured
         if not self._quotas.total.requests or not speed:
@@ -90,12 +92,15 @@ class FairQueue:
         return (through - entry.cost) / speed
 
     def has_waited_too_long(self, request: int, now: float) -> bool:
-        """Return whether a request has waited longer than `max_wait`; False if it was requeued."""
+        """Return whether a request has waited longer than `max_wait`.
+
+        The result is False for a requeued request.
+        """
         entry = self._entries[request]
         return not entry.is_requeued and now - entry.arrived_at > self.max_wait
 
     def add(self, entry: QueuedRequest) -> None:
-        """Add a request; for a new request the caller must have removed `displaced_by`."""
+        """Add a request. For a new request, the caller must have removed `displaced_by`."""
         assert entry.request not in self._entries
         self._activate(entry.tenant)
         self._entries[entry.request] = entry
@@ -105,7 +110,7 @@ class FairQueue:
             self._rate.began_to_wait(entry.arrived_at)
 
     def head(self) -> int | None:
-        """Return the next request, without regard to an SLO; None if the queue is empty."""
+        """Return the next request without regard to an SLO, or None if the queue is empty."""
         queue = self._next_queue()
         return queue.head().request if queue is not None else None
 
@@ -123,13 +128,13 @@ class FairQueue:
         return queue.select(now, self._ttft_slo, capacity.divided(len(self._queues))).request
 
     def _next_queue(self) -> TenantQueue | None:
-        """Return the queue of the tenant that is next; None if no request is queued."""
+        """Return the queue of the tenant that is next, or None if no request is queued."""
         if not self._queues:
             return None
         return self._queues[min(self._queues, key=self._counters.__getitem__)]
 
     def dequeue(self, request: int, now: float) -> None:
-        """Remove a request that is placed; charge the prompt of a new request to its tenant."""
+        """Remove a request that is placed. The prompt of a new request is charged to its tenant."""
         entry = self._entries[request]
         if not entry.is_requeued:
             self._queues[entry.tenant].num_dequeued += 1
@@ -159,7 +164,7 @@ class FairQueue:
             self._counters[tenant] += OUTPUT_WEIGHT * num_tokens
 
     def _activate(self, tenant: str) -> None:
-        """Raise the counter of a newly waiting tenant to the smallest one of the others."""
+        """Raise the counter of a newly waiting tenant to the smallest counter of the others."""
         if tenant in self._queues:
             return
         waiting = [self._counters[other] for other in self._queues]

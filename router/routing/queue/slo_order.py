@@ -5,9 +5,9 @@ therefore chosen when a worker has room, from one queue for all workers.
 
 Prompts are ordered by deadline (earliest first) while all deadlines can be met. If not all can be
 met, the longest prompts are deferred so that as many other prompts as possible meet their deadlines
-(Moore and Hodgson, 1968). Prompts that can no longer meet their deadline go last. In this order, a
-burst that is too large makes few requests late. In order of arrival, nearly all requests would be
-late, because each would wait for earlier requests that are already late.
+(Moore and Hodgson, 1968). Prompts that can no longer meet their deadline go last. With this order,
+a burst that is too large makes few requests late. With the order of arrival, nearly all requests
+would be late, because each waits for earlier requests that are already late.
 
 To prevent starvation, the oldest prompt is sometimes taken out of order. Once it has waited for
 `STARVATION_FACTOR` times the SLO, every `STARVATION_INTERVAL`-th prompt that is taken is the oldest
@@ -33,11 +33,11 @@ STARVATION_INTERVAL = 4
 class PrefillCapacity:
     """Number and speed of the workers that compute queued prompts."""
 
-    workers: float  # number of workers; may be a fraction
-    seconds_per_token: float  # per prompt token, cached or not, on one worker; 0: unknown
+    workers: float  # number of workers, which may be a fraction
+    seconds_per_token: float  # seconds per prompt token (cached or not) on one worker; 0 if unknown
 
     def divided(self, num_queues: int) -> "PrefillCapacity":
-        """Return the capacity for one queue if `num_queues` queues share the workers equally."""
+        """Return the capacity for each of `num_queues` queues that share the workers equally."""
         return PrefillCapacity(self.workers / num_queues, self.seconds_per_token)
 
 
@@ -49,15 +49,18 @@ class QueuedPrompt(NamedTuple):
 
     def due(self, ttft_slo: float) -> float:
         """Return the deadline for computing the prompt, in clock seconds."""
-        # In a batch, a prompt takes up to 1.25 times as long as alone: hence the factor 0.8.
+        # A prompt takes up to 1.25 times as long in a batch as alone, hence the factor 0.8.
         return self.arrived_at + SLO_FRACTION * ttft_slo + 0.8 * PREFILL_FACTOR * self.seconds
 
 
 def prefill_capacity(views: Sequence[WorkerView]) -> PrefillCapacity | None:
-    """Return the capacity of the workers that compute prompts; None if none can start a prompt."""
+    """Return the capacity of the workers that compute prompts.
+
+    The result is None if no worker can start a prompt now.
+    """
     usable = [view for view in views if view.is_usable]
     found = [view for view in usable if view.role != "decode"] or usable
-    # Decode workers are included because they may compute prompts too: see `disaggregation`.
+    # Decode workers count too, because they may compute prompts (see `disaggregation`).
     if not any(view.has_prefill_slot for view in usable):
         return None
     speeds = [view.prefill_rate for view in usable if view.prefill_rate.is_calibrated]
@@ -90,16 +93,17 @@ def moore_hodgson(
 ) -> int:
     """Return the index of the prompt to start next, to meet as many deadlines as possible.
 
-    `prompts` are ordered by arrival; if no prompt can meet its deadline, the result is 0. All
-    workers together are approximated by one worker that is `workers` times as fast. The latest
-    start of a prompt, however, is planned with its compute time on a real worker.
+    `prompts` are ordered by arrival. If no prompt can meet its deadline, the result is 0. The
+    workers are approximated by a single worker that is `workers` times as fast. Only the latest
+    start of a prompt is computed from its compute time on a real worker.
     """
-    latest = [each.due(ttft_slo) - each.seconds for each in prompts]  # latest start times
+    latest = [each.due(ttft_slo) - each.seconds for each in prompts]  # latest start of each prompt
     able = [index for index, begin in enumerate(latest) if now <= begin]
     due = [begin + each.seconds / workers for begin, each in zip(latest, prompts, strict=True)]
     able.sort(key=lambda index: (due[index], index))
     end, back = now, set[int]()
-    longest: list[tuple[float, int]] = []  # heap of (-seconds, -index): longest prompt first
+    # Heap of (-seconds, -index), with the longest prompt first.
+    longest: list[tuple[float, int]] = []
     for index in able:
         seconds = prompts[index].seconds / workers
         end += seconds

@@ -13,21 +13,21 @@ class QueuedRequest:
 
     request: int
     tenant: str
-    priority: int  # as in vLLM: lower goes first; orders the requests of one tenant only
-    num_tokens: int  # prompt tokens; added to the tenant's counter
-    is_requeued: bool = False  # placed before: goes first, exempt from the queue's bounds
-    arrived_at: float = 0.0  # clock seconds
+    priority: int  # as in vLLM, a tenant's requests with lower values go first
+    num_tokens: int  # prompt tokens, which are added to the tenant's counter
+    is_requeued: bool = False  # placed before, so that it goes first and queue bounds do not apply
+    arrived_at: float = 0.0  # time of arrival, in clock seconds
     cost: int = 0  # upper bound of the prompt and answer tokens of all sequences
 
 
 class TenantQueue:
-    """One tenant's queued requests: requeued ones first, then by priority and arrival."""
+    """One tenant's queued requests. Requeued ones come first, then priority and arrival decide."""
 
     __slots__ = ("_new", "num_dequeued", "requeued")
 
     def __init__(self) -> None:
         self.requeued: OrderedDict[int, QueuedRequest] = OrderedDict()
-        # Requests that were never placed, by priority; no inner dictionary is empty.
+        # Requests that were never placed, by priority; priorities without requests are removed.
         self._new: dict[int, OrderedDict[int, QueuedRequest]] = {}
         self.num_dequeued = 0  # new requests taken from this queue so far
 
@@ -45,7 +45,7 @@ class TenantQueue:
             yield from reversed(self._new[priority].values())
 
     def cost_ahead(self, priority: int) -> int:
-        """Return the cost of the never placed requests before a new one of this priority."""
+        """Return the total cost of the new requests that precede a new one of this priority."""
         ahead = [line.values() for known, line in self._new.items() if known <= priority]
         return sum(entry.cost for line in ahead for entry in line)
 
@@ -68,7 +68,7 @@ class TenantQueue:
         return next(iter((self.requeued or self._first_line()).values()))
 
     def select(self, now: float, ttft_slo: float, capacity: PrefillCapacity) -> QueuedRequest:
-        """Return the next request under a time-to-first-token SLO of `ttft_slo` seconds."""
+        """Return the next request under the time-to-first-token SLO `ttft_slo` (seconds)."""
         if self.requeued:
             return self.head()
         fresh = list(self._first_line().values())

@@ -58,7 +58,7 @@ class TenantQuotas:
     def __init__(self, bounds: Amount) -> None:
         self._bounds = bounds
         self.total = Amount()
-        self.by_tenant: dict[str, Amount] = {}  # tenants with such requests only
+        self.by_tenant: dict[str, Amount] = {}  # amounts of the tenants that have such requests
 
     def add(self, entry: QueuedRequest) -> None:
         self.total = self.total.plus(entry)
@@ -73,9 +73,9 @@ class TenantQuotas:
             del self.by_tenant[entry.tenant]
 
     def cost_before(self, tenant: str, own: int) -> int:
-        """Return the cost that is served until `own` of a tenant's cost has been served.
+        """Return the cost that is served until a tenant has been served the cost `own`.
 
-        All tenants are served equally, but at most with the cost that they have waiting.
+        All tenants are served equally until their waiting requests are served.
         """
         others = self._others(tenant).values()
         return own + sum(min(held.cost, own) for held in others)
@@ -85,7 +85,7 @@ class TenantQuotas:
         entry: QueuedRequest,
         last_first: Callable[[str], Iterator[QueuedRequest]],
     ) -> list[QueuedRequest] | None:
-        """Return the requests to displace so that a new one fits; None: refuse the new one.
+        """Return the requests to displace so that a new one fits, or None to refuse the new one.
 
         Args:
             entry: the new request.
@@ -103,7 +103,7 @@ class TenantQuotas:
         return self._choose(total, fraction, self._others(entry.tenant), last_first)
 
     def _limit(self) -> float:
-        """Return the largest share for a tenant that waits."""
+        """Return the largest share of the bounds that a waiting tenant may hold."""
         return max(LARGEST_FRACTION, 1 / len(self.by_tenant))
 
     def _others(self, tenant: str) -> Mapping[str, Amount]:
@@ -116,7 +116,10 @@ class TenantQuotas:
         others: Mapping[str, Amount],
         last_first: Callable[[str], Iterator[QueuedRequest]],
     ) -> list[QueuedRequest] | None:
-        """Choose requests of tenants above `fraction` until `total` is within the bounds."""
+        """Choose requests to displace until `total` is within the bounds.
+
+        Only requests of tenants whose share is above `fraction` are chosen.
+        """
         largest = [(-held.fraction_of(self._bounds), name, held) for name, held in others.items()]
         heapq.heapify(largest)
         sources: dict[str, Iterator[QueuedRequest]] = {}

@@ -1,4 +1,4 @@
-"""Time limits of requests: their deadlines, and the longest wait without a worker."""
+"""Time limits of requests: deadlines, and the longest time without any available worker."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ DEADLINE_PASSED = "the deadline passed"
 
 
 def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -> str:
-    """Return why it is too late to place a request for the first time; "" if there is still time.
+    """Return why it is too late to place a request for the first time, or "" if it is not too late.
 
     It is too late if the workers, at their measured speed, cannot compute the prompt by the
     deadline.
@@ -21,7 +21,8 @@ def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -
     left = state.request.deadline - now
     if left <= 0:
         return DEADLINE_PASSED
-    if left == float("inf"):  # saves the capacity, which is slow for a thousand workers
+    # Without a deadline, computing the capacity of a thousand workers would waste time.
+    if left == float("inf"):
         return ""
     capacity = None if state.attempt else prefill_capacity(views)
     if capacity is None:
@@ -33,12 +34,13 @@ def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -
 
 
 class RequestTimeouts:
-    """The time limits of all requests: deadlines, and the longest wait for any worker."""
+    """The time limits of all requests: deadlines, and the longest time without any worker."""
 
     def __init__(self, no_worker_timeout_seconds: float) -> None:
         self._no_worker_timeout_seconds = no_worker_timeout_seconds
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, request id)
-        self._no_worker_since: float | None = 0.0  # None: a worker is available
+        # Time since which no worker is available; None if one is available.
+        self._no_worker_since: float | None = 0.0
 
     def add(self, state: RequestState) -> None:
         """Watch the deadline of a new request."""

@@ -2,7 +2,7 @@
 
 Prompts that begin alike have the same key and go to the same worker, without any knowledge of
 caches. If this worker has more than its share of the load, the next worker in the key's order is
-used. Each key orders the workers by rendezvous hashing: if a worker is lost, only the keys of that
+used. Each key orders the workers by rendezvous hashing. If a worker is lost, only the keys of that
 worker move.
 """
 
@@ -20,7 +20,7 @@ EXCESS = 0.25
 
 
 class ConsistentHashRanking:
-    """Prefers the first worker in the order of the prompt's key whose load is within the bound."""
+    """Prefers the first worker in the prompt's hash order whose load is within the bound."""
 
     def prompt_worker(
         self, views: Sequence[WorkerView], demand: Demand, now: float, needs_capacity: bool = True
@@ -53,10 +53,10 @@ def prefix_key(prompt_hashes: Mapping[int, Sequence[int]]) -> int | None:
 def _first(
     views: Sequence[WorkerView], demand: Demand, load: Callable[[WorkerView], int], own: int
 ) -> WorkerView | None:
-    """Return the first worker whose load, including the request's `own` load, is within the bound.
+    """Return the first worker whose load stays within the bound if it gets the request.
 
-    The bound is at least `own`, so it never excludes an idle worker. If it excludes all workers,
-    the first one is returned.
+    `own` is the load of the request. The bound is at least `own`, so it never excludes an idle
+    worker. If it excludes all workers, the first one is returned.
     """
     if not views:
         return None

@@ -64,5 +64,5 @@ class CostRanking:
 
 
 def read_cost_of(demand: Demand) -> float:
-    """Return the cost of one KV token that every step of the answer reads."""
+    """Return the total cost of one KV token that the decode steps of an answer read."""
     return KV_READ_COST * max(min(demand.num_remaining - 1, MAX_READS), 0)

@@ -12,7 +12,7 @@ _by_load = LeastLoadedRanking()
 
 
 class PowerOfTwoRanking:
-    """Compares two workers only. The number of the request determines which two."""
+    """Compares only two workers. The number of the request determines which two."""
 
     def prompt_worker(
         self, views: Sequence[WorkerView], demand: Demand, now: float, needs_capacity: bool = True
@@ -28,7 +28,7 @@ class PowerOfTwoRanking:
 
 
 def _draw(views: Sequence[WorkerView], seed: int) -> Sequence[WorkerView]:
-    """Return two different workers; all if there are at most two."""
+    """Return two different workers, or all workers if there are at most two."""
     if len(views) <= 2:
         return views
     ordered = sorted(views, key=lambda view: view.name)

@@ -1,4 +1,4 @@
-"""Ranking that takes workers in turns, by the number of the request."""
+"""Ranking that takes the workers in turn, by the number of the request."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from penstock.router.routing.worker_view import WorkerView
 
 
 class RoundRobinRanking:
-    """Gives consecutive requests to consecutive workers; workers without room are skipped."""
+    """Gives consecutive requests to consecutive workers. Workers without room are skipped."""
 
     def prompt_worker(
         self, views: Sequence[WorkerView], demand: Demand, now: float, needs_capacity: bool = True
