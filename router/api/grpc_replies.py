@@ -51,9 +51,9 @@ class ReplyStream:
             request_id=generation.request_id, seed=self._seed, tokens=(0,)
         )
         self._reply_tokens = self._token_reply.tokens
-        # The write in progress, if any
+        # The write in progress, if any.
         self._write: Coroutine[asyncio.Future[None], None, None] | None = None
-        # Future that the write in progress waits for
+        # Future that the write in progress waits for.
         self._written: asyncio.Future[None] | None = None
 
     async def send(self) -> None:
@@ -120,7 +120,7 @@ class ReplyStream:
             pass
         except asyncio.CancelledError:  # gRPC cancels the write if the client has disconnected
             self._deltas.close()
-        # An error of one call must not end the worker's stream, which serves all calls
+        # An error of one call must not end the worker's stream, which serves all calls.
         except Exception as error:
             self._deltas.fail(error)
         self._write = self._written = None

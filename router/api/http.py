@@ -128,7 +128,7 @@ def error_handlers(respond: ErrorFormat = openai_error) -> ErrorHandlers:
             response = respond(request.scope, serving_error, error.status_code)
             response.headers.update(error.headers or {})
             return response
-        # The server logs the traceback of the error
+        # The server logs the traceback of the error.
         return respond(request.scope, internal_error())
 
     return {ServingError: on_error, HTTPException: on_error, Exception: on_error}

@@ -80,7 +80,7 @@ class Updates:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        # The values of each worker that were sent last, by its name
+        # The values of each worker that were sent last, by its name.
         self._rows: dict[str, list[Any]] = {}
         self._decision = 0  # number of the last decision that was sent
         self._sample = 0  # number of the last sample that was sent

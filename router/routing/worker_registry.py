@@ -105,7 +105,7 @@ class WorkerRegistry:
         self._lost_at[worker] = now
 
     def back_off(self, worker: str, now: float) -> None:
-        """Treat a worker as full until its next load report, at most for `suspect_after`."""
+        """Treat a worker as full until its next load report, or until `suspect_after` is over."""
         self._views[worker].backed_off_at = now
 
     def no_larger_than(self, worker: str) -> list[str]:

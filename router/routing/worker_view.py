@@ -138,7 +138,7 @@ class WorkerView:
         self._update_speeds(table)
 
     def resource_usage(self, num_tokens: int, num_sequences: int) -> ResourceUsage:
-        """Return the capacity that a request with `num_tokens` tokens so far takes here."""
+        """Return the capacity that a request with `num_tokens` tokens takes on the worker."""
         num_blocks = -(-(num_tokens + num_sequences) // self.info.block_size)
         return ResourceUsage(num_sequences, num_blocks)
 

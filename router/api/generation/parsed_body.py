@@ -213,7 +213,7 @@ def _chat(body: ChatBody) -> Chat:
 def _check_raw(kind: type[StrictModel], data: bytes, bounds: RequestBounds) -> None:
     """Check the sizes of lists first, because validating the fields takes many times as long."""
     try:
-        # Without the cache, many different strings parse faster
+        # Without the cache, many different strings parse faster.
         raw = from_json(data, cache_strings=False)
     except ValueError:
         return  # the validation of the fields reports invalid JSON to the client

@@ -233,7 +233,7 @@ class _EventWriter:
             if chunk:  # an empty chunk would end an HTTP body
                 body.write_chunk(chunk)
                 self.num_written += 1
-        # An error of one call must not end the worker's stream, which serves all calls
+        # An error of one call must not end the worker's stream, which serves all calls.
         except Exception as error:
             self._deltas.fail(error)
         return True

@@ -17,7 +17,7 @@ class StreamProgress:
     """The number of tokens sent in a stream, and the text offsets of each choice that has begun."""
 
     num_tokens: int = 0
-    # Text offsets of each choice, by its index
+    # Text offsets of each choice, by its index.
     offsets: dict[int, TextOffsets] = field(default_factory=dict)
 
     def is_first(self, index: int) -> bool:
@@ -47,7 +47,7 @@ class TokenChunks:
     def __init__(self, progress: StreamProgress, is_plain: bool) -> None:
         self._is_plain = is_plain
         self._progress = progress
-        # JSON before and after the text, by request index and choice
+        # JSON before and after the text, by request index and choice.
         self._sides: dict[tuple[int, int], tuple[str, str]] = {}
 
     def add(self, delta: Delta, example: Callable[[str], str]) -> None:

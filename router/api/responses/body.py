@@ -75,7 +75,7 @@ class ResponsesRequest(ChatBody):
     metadata: dict[str, str] | None = None
     include: Texts | None = None
     max_output_tokens: int | None = None
-    # Limits OpenAI's built-in tools, which Penstock does not have
+    # Limits OpenAI's built-in tools, which Penstock does not have.
     max_tool_calls: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -144,7 +144,7 @@ class EventLogs:
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        # Events of ended responses, by tenant and id
+        # Events of ended responses, by tenant and id.
         self._logs: OrderedDict[tuple[str, str], EventLog] = OrderedDict()
 
     def put(self, tenant: str, name: str, log: EventLog) -> None:

@@ -92,7 +92,7 @@ class ResponsesFormatter:
         self._events = EventStream()
         self._num_tokens = 0
         self._has_ended = False
-        # Kinds of the first events, which are not yet made
+        # Kinds of the first events, which are not yet made.
         self._opening: Sequence[str] = ("created", "in_progress")
 
     # ------------------------------------------------------------ complete responses
@@ -229,7 +229,7 @@ class ResponsesFormatter:
         if not self._events.num_events or self._with_logprobs:
             return None
         self._num_tokens += 1
-        # Without a parser, the message is the only output item
+        # Without a parser, the message is the only output item.
         if self._is_plain and self._output.items:
             if not text:
                 return b""

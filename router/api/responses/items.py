@@ -115,9 +115,9 @@ class Conversation:
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
-        # Messages that have reasoning, with the texts of the reasoning
+        # Messages that have reasoning, with the texts of the reasoning.
         self._thoughts: list[tuple[dict[str, Any], list[str]]] = []
-        # Assistant's message to which later items are added
+        # Assistant's message to which later items are added.
         self._answer: dict[str, Any] | None = None
 
     @property
@@ -171,7 +171,7 @@ class Conversation:
         if "reasoning_content" not in answer:
             answer["reasoning_content"] = ""
             self._thoughts.append((answer, []))
-        # The texts are joined once at the end, since repeated joins take seconds
+        # The texts are joined once at the end, since repeated joins take seconds.
         self._thoughts[-1][1].append(text)
 
     def _add_call(self, item: InputItem) -> None:

@@ -51,7 +51,7 @@ class KeptContent:
             sum(len(dumps(message).encode()) for message in instructions),
             sum(map(num_chars_of, instructions)),
             "\n".join(item["id"] for item in items).encode(),
-            # `to_json` per item is faster than `dumps` for many small items
+            # `to_json` per item is faster than `dumps` for many small items.
             b"\n".join(map(to_json, items)),
         )
 

@@ -145,8 +145,7 @@ class RadixTree:
             if end > num or hashes[end - 1] != node.last:
                 end = position + node.num_common(hashes, position)
                 if end == position:
-                    # The first hash is an inner block of a run, so the hashes do not begin a
-                    # prompt.
+                    # An inner block of a run cannot be the first block of a prompt.
                     break
             if node.holders != workers:
                 if position:
