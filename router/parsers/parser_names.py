@@ -64,12 +64,12 @@ REASONING_TAGS: Mapping[str, Tags | None] = {
 
 
 def check_tool_parser(name: str) -> None:
-    """Raise ValueError, with all valid names, if no parser of tool calls has this `name`."""
+    """Raise ValueError unless `name` is `auto`, `none` or the name of a parser of tool calls."""
     _check(name, TOOL_PARSERS)
 
 
 def check_reasoning_parser(name: str) -> None:
-    """Raise ValueError, with all valid names, if no parser of reasoning has this `name`."""
+    """Raise ValueError unless `name` is `auto`, `none` or the name of a parser of reasoning."""
     _check(name, REASONING_TAGS)
 
 

@@ -55,6 +55,10 @@ class GenerationDefaults:
 def read_generation_defaults(folder: Path, limits: SamplingLimits) -> GenerationDefaults:
     """Return the defaults in a checkpoint's `generation_config.json`, if that file exists.
 
+    In a GGUF file, the entries below `general.sampling.` take the place of that file.
+
+    `do_sample: false` means temperature 0.
+
     Raises:
         ValueError: the file is not a JSON object, or has a value that no request may have.
     """

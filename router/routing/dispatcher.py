@@ -95,7 +95,10 @@ class WorkerStatus:
 
 
 class Dispatcher:
-    """The decision logic of a router, which converts events into commands."""
+    """The decision logic of a router, which converts events into commands.
+
+    The argument `now` of the methods is the time in seconds on any monotonic clock.
+    """
 
     def __init__(self, policy: Policy, limits: DispatcherLimits | None = None) -> None:
         self.prefix_index = PrefixIndex()  # index of the blocks that workers have cached

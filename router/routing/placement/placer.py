@@ -104,7 +104,10 @@ class Placer:
         self.dirty = True
 
     def reconcile(self, state: RequestState, out: list[Command], now: float) -> None:
-        """Update the queue and the worker views after the state of a request has changed."""
+        """Update the queue and the worker views after the state of a request has changed.
+
+        A request that is no longer on any worker is placed again or queued.
+        """
         request = state.request.id
         self.dirty = True
         if state.status is not None:

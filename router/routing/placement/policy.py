@@ -57,6 +57,9 @@ class Policy(Protocol):
 class RolePolicy:
     """Policy that chooses between prefill and decode workers. Within a role, a ranking chooses.
 
+    A decode worker also computes the prompt if `DisaggregationPolicy` estimates that this takes
+    less time. If one role has no workers, the workers of the other role do all the work.
+
     Args:
         ranking: chooses the worker within a role.
         disaggregation: creates the disaggregation policy; replaced only in comparisons.

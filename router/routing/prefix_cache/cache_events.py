@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """Net change of a worker's cached blocks in a step. Evictions are applied before stores."""
+    """Net change of a worker's cached blocks in a step. Evictions are applied before stores.
+
+    The stored blocks are chains: each block follows the one before it in a sequence.
+    """
 
     evicted: Sequence[int] = ()
     stored: Sequence[int] = ()  # the stored blocks of all chains
