@@ -84,7 +84,7 @@ class HttpClient:
             await self._session.close()
 
     def _open(self) -> aiohttp.ClientSession:
-        # Created on first use, because aiohttp needs a running event loop.
+        # The session is created on first use, because aiohttp needs a running event loop.
         if self._session is None:
             key = self._target.api_key
             self._session = aiohttp.ClientSession(
@@ -122,9 +122,10 @@ class HttpClient:
         )
 
     def _brings_tokens(self, choice: dict[str, Any]) -> bool:
-        """Return whether a streamed event contains a token, even if the token adds no text.
+        """Return whether a streamed event contains a token.
 
-        Special tokens and incomplete UTF-8 characters add no text.
+        The token of an event may add no text: special tokens and incomplete UTF-8 characters have
+        none.
         """
         if self._target.api == "completions":
             return True

@@ -11,19 +11,22 @@ Prompt = list[int] | str
 
 
 class RequestFailed(Exception):
-    """A request failed before its answer was complete; the message gives the reason."""
+    """Raised if a request failed before its answer was complete. The message gives the reason."""
 
 
 class ServerUnusable(Exception):
-    """The server did not describe its model, or the warm-up failed; the message says why."""
+    """Raised if the server did not describe its model, or if the warm-up failed.
+
+    The message gives the reason.
+    """
 
 
 class Chunk(NamedTuple):
     """One message of a streamed answer."""
 
-    num_tokens: int | None = None  # new tokens; None: one or more, but the exact number is unknown
-    input_len: int | None = None  # prompt tokens, counted by the server; only in the last messages
-    output_len: int | None = None  # answer tokens, counted by the server; only in the last messages
+    num_tokens: int | None = None  # number of new tokens; None: at least one, but unknown
+    input_len: int | None = None  # prompt tokens counted by the server, only in the last messages
+    output_len: int | None = None  # answer tokens counted by the server, only in the last messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Target:
 
     address: str  # host:port for gRPC, a URL for HTTP
     api: Api
-    model: str = ""  # empty: the only model of the server
+    model: str = ""  # name of the model, or empty for the only model of the server
     api_key: str = field(default="", repr=False)
     timeout: float = 600.0  # timeout of each request, seconds
     temperature: float = 0.0

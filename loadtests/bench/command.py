@@ -41,7 +41,11 @@ _LATE_MS = 100.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 (failed requests, no server), 2 (options) or 130 (Ctrl-C)."""
+    """Run the command and return its exit code.
+
+    The code is 0 for success, 1 for failed requests or no server, 2 for wrong options, 130 after
+    Ctrl-C.
+    """
     options = read_options(argv)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -86,7 +90,7 @@ async def _sweep(
     vocabulary: range,
     default_rate: float,
 ) -> int:
-    """Run a sweep, print and save its results; return the exit code."""
+    """Run a sweep, print and save its results, and return the exit code."""
     print(text.HEADER, flush=True)
     result = await run_sweep(
         client,
@@ -117,7 +121,7 @@ async def _sweep(
 
 
 def _finish(options: Options, served: Served, load: Load, goals: Goals | None) -> int:
-    """Print and save the results; return the exit code."""
+    """Print and save the results, and return the exit code."""
     measured = figures(load.outcomes, load.duration, goals)
     rate = math.inf if options.work.rate is None else options.work.rate
     for note in _notes(load, measured):
@@ -164,7 +168,9 @@ def _check_fit(plan: Sequence[workload.Planned], served: Served) -> None:
 async def _warm_up(
     client: Client, prompts: workload.Prompts, like: workload.Planned, count: int
 ) -> float:
-    """Send `count` warm-up requests as long as `like`, one by one; return the last one's seconds.
+    """Send `count` warm-up requests, each as long as `like`, one after the other.
+
+    Returns the seconds that the last request took.
 
     Raises:
         ServerUnusable: a request failed.
@@ -201,7 +207,7 @@ def _progress(count: int) -> Iterator[Any]:
 
 
 def _notes(load: Load, measured: Figures) -> Iterator[str]:
-    """Yield warnings about the results: interruption, failures, short answers, late sending."""
+    """Yield warnings about the results, such as interruption, failures or short answers."""
     if load.interrupted:
         yield f"interrupted: {len(load.outcomes)} of {len(load.plan)} requests had finished"
     errors = Counter(outcome.error for outcome in load.outcomes if outcome.error)

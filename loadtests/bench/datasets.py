@@ -1,7 +1,7 @@
 """Reads conversations in ShareGPT's format: a JSON list of `{"conversations": [{from, value}]}`.
 
 The prompts of the load are the first messages of the conversations. Each answer is as long as the
-reply in the conversation. There is no tokenizer, so four characters are counted as one token. The
+reply in the conversation. The client has no tokenizer and counts four characters as one token. The
 results contain the number of prompt tokens as counted by the server.
 """
 
@@ -17,7 +17,7 @@ MIN_CHARS = 16
 
 
 class BadDataset(ValueError):
-    """The file is not in ShareGPT's format; the message names the entry."""
+    """Raised if the file is not in ShareGPT's format. The message names the wrong entry."""
 
 
 class Conversation(NamedTuple):
@@ -72,7 +72,7 @@ def choose(
     max_output: int | None,
     seed: int,
 ) -> list[Conversation]:
-    """Choose `count` random conversations, or all if there are fewer.
+    """Choose `count` random conversations, or all of them if there are fewer.
 
     Args:
         max_input: leave out conversations with more prompt tokens (estimated).

@@ -35,7 +35,7 @@ def read_flags(
     """Parse `arguments` (None: sys.argv) into one instance of each dataclass in `records`.
 
     The docstring of each dataclass is the title of its group in --help. If the arguments are
-    invalid, the process prints a one-line message and exits with 2; after --help it exits with 0.
+    invalid, the process prints a one-line message and exits with 2. After --help it exits with 0.
     """
     parser = _Parser(prog=program, description=about, allow_abbrev=False)
     refuse_key(parser)
@@ -49,7 +49,7 @@ def read_flags(
 
 
 def _value(default: Any, given: Any) -> Any:
-    """Return the value of a field; the list of a repeated flag is converted to a tuple."""
+    """Return the value of a field. The list of a repeated flag is converted to a tuple."""
     if not isinstance(default, tuple):
         return given
     return default if given is None else tuple(given)
@@ -66,7 +66,7 @@ def _add(group: Any, record: type) -> None:
             flag = f"--{each.name.replace('_', '-')}"
             argument_options = _argument_options(hints[each.name])
             names = (flag, *each.metadata["also"])
-            # The action "extend" would append to a default.
+            # The action "extend" appends to a default, so flags that may repeat have no default.
             default = None if isinstance(each.default, tuple) else each.default
             group.add_argument(
                 *names, dest=each.name, default=default, help=about, **argument_options

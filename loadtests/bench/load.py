@@ -13,17 +13,18 @@ from penstock.loadtests.bench.workload import Planned, Prompts
 
 @dataclass(slots=True)
 class Load:
-    """A load to run, and after `run` its results."""
+    """A load to run. After `run`, it contains the results."""
 
     client: Client
     prompts: Prompts
-    plan: Sequence[Planned]  # sorted by `due`
-    concurrency: int | None = None  # maximum requests in flight; None: unlimited
+    plan: Sequence[Planned]  # planned requests, sorted by `due`
+    concurrency: int | None = None  # maximum requests in flight, or None without a limit
     on_done: Callable[[Outcome], None] = lambda _: None
-    outcomes: list[Outcome] = field(default_factory=list)  # in the order of completion
+    # Outcomes of the requests, in the order of completion.
+    outcomes: list[Outcome] = field(default_factory=list)
     duration: float = 0.0  # seconds
     interrupted: bool = False
-    _origin: float = 0.0  # perf_counter at the start; all other times are relative to `_origin`
+    _origin: float = 0.0  # perf_counter at the start of the load, the origin of all other times
 
     async def run(self) -> None:
         """Run until all requests have finished or the task is cancelled.
@@ -35,13 +36,14 @@ class Load:
             async with asyncio.TaskGroup() as tasks:
                 await self._release(tasks)
         except asyncio.CancelledError:
-            self.interrupted = True  # Ctrl-C: asyncio.Runner cancels the main task
+            self.interrupted = True  # asyncio.Runner cancels the main task after Ctrl-C
         self.duration = self._now()
 
     async def _release(self, tasks: asyncio.TaskGroup) -> None:
-        """Start each request at its time, or later, once one of the `concurrency` slots is free.
+        """Start each request at its time, or as soon as one of the `concurrency` slots is free.
 
-        A request gets its task only when it gets its slot, so waiting requests use no CPU time.
+        A request gets its task only when it gets its slot, so that waiting requests use no CPU
+        time.
         """
         slots = asyncio.Semaphore(self.concurrency or len(self.plan))
         full_until = 0.0
@@ -83,7 +85,7 @@ class Load:
 
 
 def _settle(outcome: Outcome) -> None:
-    """Count the answer's tokens if the server did not; set an error if there were no tokens."""
+    """Count the answer's tokens if the server did not; set an error if the answer has no tokens."""
     if not outcome.arrivals:
         outcome.error = "the answer had no tokens"
     if not outcome.output_len:

@@ -15,18 +15,18 @@ import numpy as np
 
 @dataclass(slots=True)
 class Outcome:
-    """Measurements of one request; all times are seconds since the start of the load."""
+    """Measurements of one request. All times are in seconds since the start of the load."""
 
     number: int
     due: float  # scheduled send time
-    input_len: int  # planned number of prompt tokens; later the number counted by the server
+    input_len: int  # planned prompt tokens, later the number that the server counted
     requested_len: int  # requested number of answer tokens
-    released: float = 0.0  # time at which the client was ready to send, before waiting for a slot
+    released: float = 0.0  # time at which the client was ready to send, before it waited for a slot
     start: float = 0.0  # actual send time
     arrivals: list[float] = field(default_factory=list)  # arrival times of messages with tokens
-    counts: list[int | None] = field(default_factory=list)  # tokens per message; None: unknown
+    counts: list[int | None] = field(default_factory=list)  # tokens per message; None if unknown
     output_len: int = 0  # number of answer tokens as counted by the server
-    error: str = ""  # reason of the failure; empty: the request succeeded
+    error: str = ""  # reason of the failure, or empty if the request succeeded
 
     @property
     def ttft(self) -> float:
@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Mean, deviation and percentiles in milliseconds; all 0 if there are no samples."""
+    """Mean, deviation and percentiles in milliseconds. All are 0 without samples."""
 
     mean: float
     median: float
@@ -76,7 +76,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Latency limits in milliseconds; only requests within all limits count as goodput.
+    """Latency limits in milliseconds. Only requests within all limits count as goodput.
 
     None means no limit.
     """
@@ -103,20 +103,20 @@ class Goals:
 class Figures:
     """Results of a load."""
 
-    duration: float  # duration of the load, seconds
+    duration: float  # duration of the load, in seconds
     completed: int
     failed: int
-    short: int  # answers with fewer tokens than requested
-    total_input: int  # tokens of the completed requests
+    short: int  # number of answers with fewer tokens than requested
+    total_input: int  # prompt tokens of the completed requests
     total_output: int
     peak_output: float  # largest number of tokens received within one second
     peak_concurrent: int
-    good: int | None  # number of requests that met the goals; None: no goals were set
+    good: int | None  # requests that met the goals, or None without goals
     ttft: Summary
     tpot: Summary
     itl: Summary
     e2el: Summary
-    lag: Summary  # delay of sending, caused by the client itself
+    lag: Summary  # delays of sending that the client itself caused
 
     def per_second(self, count: int) -> float:
         return count / self.duration if self.duration > 0 else 0.0
@@ -153,7 +153,7 @@ def peak_output(done: Sequence[Outcome]) -> float:
     first = min(outcome.start for outcome in done)
     arrivals = np.concatenate([outcome.arrivals for outcome in done])
     tokens = np.concatenate([outcome.tokens_per_message() for outcome in done])
-    # `np.unique` counts only seconds with arrivals, because a load may take days.
+    # A load may take days, so count only the seconds in which tokens arrived.
     _, second = np.unique(np.floor(arrivals - first), return_inverse=True)
     return float(np.bincount(second, weights=tokens).max())
 

@@ -1,4 +1,4 @@
-"""Options of `penstock bench`, and their conversion to a plan, a target and goals."""
+"""Options of `penstock bench`, and their conversion to a plan, a target and latency goals."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,10 @@ _FROM_ZERO = ("num_warmups", "prefix_len")
 
 
 class WrongOptions(ValueError):
-    """Options are invalid, contradictory or do not fit the server; the message explains the fix."""
+    """Raised if options are invalid, contradictory or do not fit the server.
+
+    The message explains the fix.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests and arrival times."""
+    """The requests and their arrival times."""
 
     num_requests: int | None = option(
         None, "number of requests; default: 100, or all of the trace", also=("--num-prompts",)
@@ -81,7 +84,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Results and exit code."""
+    """The results and the exit code."""
 
     goodput: tuple[str, ...] = option(
         (),
@@ -95,7 +98,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Search of the highest rate that keeps the goals."""
+    """Search for the highest rate that keeps the goals."""
 
     sweep: bool = option(
         False, "measure steps of rising rates, and find the highest rate that keeps every --goal"
@@ -122,7 +125,10 @@ class Options:
 
 
 def read_options(arguments: Sequence[str] | None) -> Options:
-    """Parse the command line; if it is invalid, exit with 2 and a one-line message."""
+    """Parse the command line.
+
+    If it is invalid, the process exits with 2 and a one-line message.
+    """
     about = (
         "Send a load to a running server and print a report in the format of `vllm bench serve`."
     )
@@ -167,7 +173,7 @@ def goals_of(pairs: Sequence[str]) -> Goals | None:
 
 
 def _milliseconds(text: str) -> float:
-    """Return a time in milliseconds; the unit is ms if none is given. -1 if it is invalid."""
+    """Return a time in milliseconds, or -1 if the text is invalid. The default unit is ms."""
     number, factor = text.removesuffix("ms"), 1.0
     if number == text and text.endswith("s"):
         number, factor = text[:-1], 1000.0
@@ -191,7 +197,10 @@ def check_file(name: str, path: Path | None) -> None:
 
 
 def plan_of(work: Work) -> list[workload.Planned]:
-    """Plan the requests: from a trace if given, else random. Raises WrongOptions and BadTrace."""
+    """Plan the requests: from a trace if one is given, else random ones.
+
+    Raises WrongOptions and BadTrace.
+    """
     _check_work(work)
     if work.trace is not None:
         return _plan_trace(work, work.trace)

@@ -15,15 +15,15 @@ import grpc
 
 from penstock.protos import inference_pb2 as pb
 
-PAUSE_SECONDS = 0.2  # delay before each further attempt, once every router has failed
+PAUSE_SECONDS = 0.2  # delay before each further attempt after all routers have failed
 
 
 class BadAnswer(Exception):
-    """A position was repeated or skipped, or the call ended before the answer was complete."""
+    """Raised if a position was repeated or skipped, or if the call ended too early."""
 
 
 class Progress:
-    """The part of an answer that was received so far; builds the request for the rest.
+    """The part of an answer that was received so far. Builds the request for the rest.
 
     If the request does not contain the prompt's token ids, they are requested with the first reply,
     so that a resumed request has exactly the same prompt.
@@ -34,7 +34,8 @@ class Progress:
         num_choices = sampling.n or 1
         self.tokens: list[list[int]] = [[] for _ in range(num_choices)]
         self.finishes = [""] * num_choices
-        self._past = [""] * num_choices  # finish reasons in the caller's `resume_from`
+        # Finish reasons of the choices in the caller's `resume_from`.
+        self._past = [""] * num_choices
         for known in request.resume_from:
             self.tokens[known.choice] = list(known.tokens)
             self._past[known.choice] = known.finish_reason
@@ -52,7 +53,7 @@ class Progress:
         return all(self.finishes)
 
     def add_reply(self, reply: pb.GenerateReply) -> None:
-        """Record a reply, and clear those of its fields that the caller already received.
+        """Record a reply. Clear those of its fields that the caller has already received.
 
         Raises BadAnswer.
         """
@@ -73,12 +74,16 @@ class Progress:
                 reply.ClearField("prompt_tokens")
 
     def remaining_request(self) -> pb.GenerateRequest:
-        """Return the request for the rest of the answer; for all of it if no token was received."""
+        """Return the request for the rest of the answer.
+
+        If no token was received, this is the request for all of the answer.
+        """
         rest = pb.GenerateRequest()
         rest.CopyFrom(self._request)
         if not self._has_begun or self._comes_whole:
             return rest
-        rest.sampling.ClearField("prompt_logprobs")  # already received with the first token
+        # The logprobs have already arrived with the first token.
+        rest.sampling.ClearField("prompt_logprobs")
         del rest.resume_from[:]
         for choice, tokens in enumerate(self.tokens):
             finish = self.finishes[choice] or self._past[choice]

@@ -13,11 +13,11 @@ _AZURE_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 class BadTrace(ValueError):
-    """The file is not a trace in a known format; the message gives the line number."""
+    """Raised if the file is not a trace in a known format. The message gives the line number."""
 
 
 def read_trace(path: Path) -> list[TraceRow]:
-    """Read a whole trace; the first line of the file determines its format.
+    """Read a whole trace. The first line of the file determines its format.
 
     Times are relative to the first request. Raises BadTrace and OSError.
     """
@@ -90,6 +90,6 @@ def _azure_row(line: str) -> TraceRow:
 
 
 def _length(field: str, value: object) -> int:
-    if type(value) is not int or value < 1:  # isinstance would also accept a bool
+    if type(value) is not int or value < 1:  # `isinstance` would also accept a bool
         raise ValueError(f"{field} must be a number of tokens, 1 or more, not {value!r}")
     return value

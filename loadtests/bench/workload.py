@@ -1,4 +1,4 @@
-"""Plans the lengths, arrival times and prompts of a load; all are derived from a seed."""
+"""Plans the lengths, arrival times and prompts of a load. All are derived from a seed."""
 
 import math
 from collections.abc import Sequence
@@ -13,8 +13,10 @@ TRACE_BLOCK = 512
 
 MAX_BLOCK_ID = 2**32 - 1
 
-_CENTRAL_95 = 1.959964  # half-width of the central 95% of a normal, in standard deviations
-_LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES, _PREFIXES = range(5)  # numbers of the random streams
+# Half-width of the central 95% of a normal distribution, in standard deviations.
+_CENTRAL_95 = 1.959964
+# Numbers of the random streams (see `_generator`).
+_LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES, _PREFIXES = range(5)
 
 
 class Prefix(NamedTuple):
@@ -29,12 +31,12 @@ class Planned:
     """One request to send."""
 
     number: int
-    due: float  # time of sending, seconds after the start of the load
+    due: float  # time of sending, in seconds after the start of the load
     input_len: int  # number of prompt tokens
     output_len: int  # number of answer tokens
-    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; (): the trace has none
-    prefix: Prefix | None = None  # `input_len` includes its tokens
-    text: str = ""  # the prompt, if it comes from a dataset; input_len is then an estimate
+    blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; empty if the trace has none
+    prefix: Prefix | None = None  # shared prefix, whose tokens `input_len` includes
+    text: str = ""  # prompt from a dataset, for which `input_len` is an estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Lengths:
     def parse(cls, text: str) -> "Lengths":
         """Parse `128`, `64-256` (uniform) or `lognormal:64-256`.
 
-        The bounds of a lognormal distribution enclose its central 95%; values outside the bounds
+        The bounds of a lognormal distribution enclose its central 95%. Values outside the bounds
         are clipped. Raises ValueError.
         """
         head, colon, bounds = text.rpartition(":")
@@ -78,22 +80,25 @@ class Lengths:
 class TraceRow(NamedTuple):
     """One request of a trace file."""
 
-    at: float  # seconds after the start of the trace
+    at: float  # time in seconds after the start of the trace
     input_len: int
     output_len: int
-    blocks: tuple[int, ...] = ()  # hash ids of the prompt's blocks; (): not in the trace
+    blocks: tuple[int, ...] = ()  # hash ids of the prompt's blocks; empty if the trace has none
 
 
 def _generator(seed: int, stream: int, item: int = 0) -> np.random.Generator:
-    """Return a random generator; each (seed, stream, item) has an independent one."""
+    """Return a random generator.
+
+    Generators of different (seed, stream, item) are independent.
+    """
     return np.random.Generator(np.random.Philox(key=[seed, stream << 40 | item]))
 
 
 def arrivals(count: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
     """Return arrival times in seconds, [count]: a Poisson process with `rate` requests per second.
 
-    The times are scaled so that the last time is exactly count / rate, as in `vllm bench serve`;
-    the offered load is then the same for every seed. With an infinite rate all times are 0.
+    The times are scaled so that the last time is exactly count / rate, as in `vllm bench serve`.
+    The offered load is then the same for every seed. With an infinite rate all times are 0.
     """
     if math.isinf(rate):
         return np.zeros(count)
@@ -116,7 +121,7 @@ def drawn_load(
 
 
 def with_prefixes(plan: Sequence[Planned], num_tokens: int, count: int) -> list[Planned]:
-    """Put one of `count` shared prefixes of `num_tokens` tokens before each prompt, cyclically."""
+    """Put one of `count` shared prefixes of `num_tokens` tokens before each prompt, in turn."""
     return [
         replace(
             planned,
@@ -128,7 +133,7 @@ def with_prefixes(plan: Sequence[Planned], num_tokens: int, count: int) -> list[
 
 
 def traced_load(rows: Sequence[TraceRow], times: Sequence[float]) -> list[Planned]:
-    """Plan the requests of a trace; request i is sent at `times[i]` (seconds)."""
+    """Plan the requests of a trace. Request i is sent at `times[i]` (seconds)."""
     return [
         Planned(number, float(due), row.input_len, row.output_len, row.blocks)
         for number, (row, due) in enumerate(zip(rows, times, strict=True))
@@ -136,7 +141,7 @@ def traced_load(rows: Sequence[TraceRow], times: Sequence[float]) -> list[Planne
 
 
 def capped(row: TraceRow, max_input: int | None, max_output: int | None) -> TraceRow:
-    """Limit the lengths of a trace request; keep only the block ids of the remaining prompt."""
+    """Limit the lengths of a trace request, and drop the block ids beyond the shorter prompt."""
     input_len = min(row.input_len, max_input or row.input_len)
     output_len = min(row.output_len, max_output or row.output_len)
     blocks = row.blocks[: -(-input_len // TRACE_BLOCK)]
@@ -144,7 +149,7 @@ def capped(row: TraceRow, max_input: int | None, max_output: int | None) -> Trac
 
 
 def ordinary_tokens(vocab_size: int) -> range:
-    """Return the token ids from which prompts are made: all except special tokens.
+    """Return the token ids from which prompts are made, which are all except special tokens.
 
     Special tokens are at the two ends of a vocabulary. Excluding 1/40 of the vocabulary at each end
     removes the special tokens of Llama, Mistral, Qwen and Gemma.
@@ -164,7 +169,7 @@ class Prompts:
         self._num_digits = math.ceil(math.log(MAX_BLOCK_ID + 1, len(vocabulary)))
 
     def tokens(self, planned: Planned) -> list[int]:
-        """Return the token ids [input_len] of a request: a function of plan, seed and vocabulary.
+        """Return the token ids [input_len] of a request, which plan, seed and vocabulary determine.
 
         Two prompts with block ids have equal tokens in the blocks before the first different id,
         and differ within the first few tokens of that block.

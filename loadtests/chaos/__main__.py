@@ -1,11 +1,11 @@
 """Chaos test: injects faults into a real cluster while clients stream, and checks every answer.
 
-`python -m penstock.loadtests.chaos` starts a cluster as `penstock serve` does and runs every
+`python -m penstock.loadtests.chaos` starts a cluster as `penstock serve` does. It runs every
 request once without faults to get reference answers. Then clients send requests continuously while
-worker processes are killed (SIGKILL), stopped (SIGSTOP, temporarily or permanently) or
-disconnected, at random times and in chosen situations. Every answer is compared with its reference:
-with `--deterministic` it must be bitwise identical. Otherwise every position must arrive exactly
-once, and a different token is accepted only if the two tokens nearly tied.
+faults are injected at random times and in chosen situations. Worker processes are killed (SIGKILL),
+stopped (SIGSTOP, temporarily or permanently) or disconnected. Every answer is compared with its
+reference: with `--deterministic` it must be bitwise identical. Otherwise every position must arrive
+exactly once, and a different token is accepted only if the two tokens nearly tied.
 """
 
 import asyncio
@@ -42,8 +42,9 @@ from penstock.loadtests.chaos.faults import plan_faults
 from penstock.loadtests.chaos.outcome import by_kind, by_moment, effects_of, errors_of, table
 from penstock.loadtests.chaos.request_mix import make_requests
 
-REST_SECONDS = 120.0  # limit for all workers to serve again, and then for all blocks to be released
-BEST = 20  # number of top log probabilities requested for a near-tie check
+# Time limit until all workers serve again, and once more until all blocks are released.
+REST_SECONDS = 120.0
+BEST = 20  # number of top log probabilities that a near-tie check requests
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ class Served:
             models={
                 self.folder.name: ModelSpec(
                     deterministic=self.deterministic,
-                    tool_call_parser="hermes",  # not detectable in the bundled model's template
+                    # The template of the bundled model does not show the parser.
+                    tool_call_parser="hermes",
                 )
             },
             router=RouterSpec(
@@ -163,11 +165,11 @@ class ChaosRun:
         return self._outcome(streams, seconds) | found | judged | {"not_released": left}
 
     def _may_retry(self, began: float) -> bool:
-        """Return True if the router was killed after `began`, or at most 5 s before."""
+        """Return True if the router was killed after `began`, or at most 5 s before `began`."""
         return any(down > began - 5.0 for down in self._faults.router_down)
 
     async def _until_rest(self) -> list[str]:
-        """Wait until all workers serve and hold no requests or blocks; return what is wrong."""
+        """Wait until all workers serve and hold no requests or blocks; return the problems."""
         if not await self._cluster.wait_until_complete(REST_SECONDS):
             return [f"not all workers served again within {REST_SECONDS:g} s"]
         deadline = time.monotonic() + REST_SECONDS
@@ -206,7 +208,7 @@ class ChaosRun:
         return {"equal": num_same, "wrong": wrong, "divergences": divergences}
 
     async def _check_divergences(self, divergences: Sequence[Divergence]) -> dict[str, Any]:
-        """Split the divergences into near ties and unexplained ones."""
+        """Split the differences from the reference answers into near ties and unexplained ones."""
         apart, unexplained = [], []
         for divergence in divergences:
             position = len(divergence.before)
@@ -315,7 +317,10 @@ async def _run(options: Options, served: Served) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the test; return 0 if it passed, 1 if it failed or could not run, 130 after Ctrl-C."""
+    """Run the test and return the exit code.
+
+    The code is 0 if the test passed, 1 if it failed or could not run, and 130 after Ctrl-C.
+    """
     about = "Inject faults into a cluster while clients stream, and check every answer."
     program = "python -m penstock.loadtests.chaos"
     options, served = read_flags(program, about, (Options, Served), arguments)

@@ -47,7 +47,7 @@ class Choice:
     calls: dict[int, ToolCall] = field(default_factory=dict)  # tool calls by their index
 
     def take(self, reply: pb.GenerateReply) -> Iterator[str]:
-        """Record a reply; yield a message for each error found."""
+        """Record a reply and yield a message for each error found in it."""
         if self.finish:
             yield "a reply came after the finish reason"
         if reply.tokens and reply.position != self.num_received:
@@ -58,7 +58,7 @@ class Choice:
         self.finish, self.stopped_by = reply.finish_reason, reply.stop_reason
 
     def take_chunk(self, chunk: Mapping[str, Any]) -> Iterator[str]:
-        """Record a choice of a chat completion's chunk; yield a message for each error found."""
+        """Record a choice of a chat completion's chunk and yield a message for each error found."""
         delta = chunk["delta"]
         if self.finish:
             yield "a chunk came after the finish reason"
@@ -75,7 +75,10 @@ class Choice:
         self.finish = chunk.get("finish_reason") or ""
 
     def restart(self) -> None:
-        """Reset the state of the call for a retry, which must repeat the tokens that are known."""
+        """Reset the state of the call for a retry.
+
+        The retry must repeat the tokens that were already received.
+        """
         self.scores, self.text, self.finish, self.num_received = [], "", "", 0
         self.calls = {}
 
@@ -96,20 +99,21 @@ class Stream:
     request: ChaosRequest
     began: float
     ended: float = float("inf")
-    arrivals: list[float] = field(default_factory=list)  # arrival time of each reply with tokens
+    # Arrival time of each reply that has tokens.
+    arrivals: list[float] = field(default_factory=list)
     choices: dict[int, Choice] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    error: str = ""  # error that ended the request; empty: no error
+    error: str = ""  # error that ended the request, or empty without an error
 
     def take(self, reply: pb.GenerateReply, now: float) -> None:
-        """Record a reply, and the errors found in it."""
+        """Record a reply and the errors found in it."""
         choice = self.choices.setdefault(reply.choice, Choice())
         if reply.tokens:
             self.arrivals.append(now)
         self.problems += choice.take(reply)
 
     def take_chunk(self, chunk: Mapping[str, Any], now: float) -> None:
-        """Record a chunk of a chat completion, and the errors found in it."""
+        """Record a chunk of a chat completion and the errors found in it."""
         for each in chunk["choices"]:
             if each.get("token_ids"):
                 self.arrivals.append(now)
@@ -117,7 +121,7 @@ class Stream:
 
     @property
     def num_complete_forms(self) -> int:
-        """Number of choices of a constrained answer that are complete, not cut off."""
+        """Number of choices of a constrained answer that are complete instead of cut off."""
         complete = [choice for choice in self.choices.values() if choice.finish in COMPLETE]
         return len(complete) if self.request.is_constrained else 0
 
@@ -128,22 +132,22 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First token of an answer that differs from the reference; may be a near tie."""
+    """First token of an answer that differs from the reference. The two may be a near tie."""
 
     request: ChaosRequest
     choice: int
     before: tuple[int, ...]  # tokens of the answer before the different token
-    right: int  # token id of the reference
-    wrong: int  # token id received
+    right: int  # token id in the reference
+    wrong: int  # token id in the received answer
 
 
 def compare(stream: Stream, right: Stream, exact: bool) -> tuple[list[str], list[Divergence]]:
     """Compare a complete answer with its reference.
 
     Args:
-        exact: the answer must be bitwise identical. If False, only the tokens before the first
-            difference are compared. For a constrained answer only the form is then checked, because
-            at a near tie one of the two tokens often lacks a log probability.
+        exact: whether the answer must be bitwise identical. If False, only the tokens before the
+            first difference are compared. A constrained answer is then checked for its form only,
+            because one of two nearly tied tokens often lacks a log probability.
 
     Returns:
         The errors, and (unless `exact`) the first different token of each choice.
@@ -215,7 +219,7 @@ def form_errors(request: ChaosRequest, choice: Choice) -> Iterator[str]:
 
 
 def near_tie(divergence: Divergence, scores: Scores, noise: Mapping[int, float]) -> float | None:
-    """Return the difference of the two tokens' scores; None if a token is not a top token.
+    """Return the difference of the two tokens' scores, or None if one of them is not a top token.
 
     A score is the log probability with penalties, divided by the temperature, plus noise.
 

@@ -1,4 +1,4 @@
-"""A checkpoint whose chat template reads tools, so that a server takes requests with tools."""
+"""Provides a checkpoint whose chat template reads tools, so that a server accepts tools."""
 
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ NAMES = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
 
 @contextmanager
 def reading_tools(folder: Path) -> Iterator[Path]:
-    """Yield the checkpoint itself if its chat template reads tools, otherwise a copy that does.
+    """Yield a checkpoint whose chat template reads tools: the given one if possible, else a copy.
 
     The files of the copy are links. Checkpoints without a folder or a template are not copied.
     """

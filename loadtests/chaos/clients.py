@@ -1,4 +1,7 @@
-"""Clients that stream continuously: each sends a new request when its last one has finished."""
+"""Clients that stream continuously.
+
+Each client sends a new request when its last one has finished.
+"""
 
 import asyncio
 import json
@@ -13,7 +16,7 @@ from penstock.loadtests.chaos.answers import Choice, Scores, Stream
 from penstock.loadtests.chaos.request_mix import TOOL_CHOICES, ChaosRequest
 from penstock.protos import inference_pb2_grpc
 
-ANSWER_SECONDS = 180.0  # deadline of one call, faults included
+ANSWER_SECONDS = 180.0  # deadline of one call, including the time of faults
 PAUSE_SECONDS = 0.1  # delay before a retry
 
 _OPTIONS = (
@@ -24,7 +27,7 @@ _OPTIONS = (
 
 
 class Clients:
-    """All clients of the test; all use the same router, over gRPC or HTTP.
+    """All clients of the test. All of them use the same router, over gRPC or HTTP.
 
     Args:
         grpc_address: host:port of the gRPC API.
@@ -36,7 +39,7 @@ class Clients:
     def __init__(
         self, grpc_address: str, http_address: str, may_retry: Callable[[float], bool]
     ) -> None:
-        self.streams: list[Stream] = []  # in order of their starts
+        self.streams: list[Stream] = []  # streams of the requests, in order of their starts
         self._may_retry = may_retry
         self._channel = grpc.aio.insecure_channel(grpc_address, options=_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]
@@ -49,7 +52,7 @@ class Clients:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def one(self, request: ChaosRequest, name: str, **more: int) -> Stream:
-        """Send one request and return its answer; `more` overrides sampling parameters."""
+        """Send one request and return its answer. `more` overrides sampling parameters."""
         stream = Stream(name, request, time.time())
         self.streams.append(stream)
         uses_http = request.kind in TOOL_CHOICES
@@ -61,7 +64,7 @@ class Clients:
         return stream
 
     async def all_once(self, requests: Sequence[ChaosRequest]) -> list[Stream]:
-        """Send every request once, at most 4 at a time; return the answers."""
+        """Send every request once, at most 4 at a time, and return the answers."""
         slots = asyncio.Semaphore(4)
 
         async def one(request: ChaosRequest) -> Stream:
@@ -97,7 +100,7 @@ class Clients:
             await self.one(rng.choice(requests), f"c{client}-{number}")
 
     async def _call(self, stream: Stream, more: dict[str, int]) -> bool:
-        """Send the request and record its replies; return False if the call must be retried."""
+        """Send the request and record its replies. Return False if the call must be retried."""
         began = time.time()
         call = self._stub.Generate(
             stream.request.message(stream.name, **more), timeout=ANSWER_SECONDS
@@ -117,7 +120,10 @@ class Clients:
         return True
 
     async def _chat(self, stream: Stream) -> bool:
-        """Do the same as `_call` over HTTP, for a request that calls tools."""
+        """Send a request that calls tools over HTTP and record its answer.
+
+        Like `_call`, this returns False if the call must be retried.
+        """
         began = time.time()
         try:
             error = await self._read_chunks(stream)
@@ -131,7 +137,7 @@ class Clients:
         return True
 
     async def _read_chunks(self, stream: Stream) -> str:
-        """Send a chat and record its chunks; return the error that ended it, or ""."""
+        """Send a chat and record its chunks. Return the error that ended it, or ""."""
         headers = {"x-request-id": stream.name}
         body = stream.request.body()
         async with self._session.post(self._chats, json=body, headers=headers) as response:

@@ -14,13 +14,13 @@ from penstock.cluster.supervisor import Supervisor
 from penstock.loadtests.chaos.outcome import Placement
 from penstock.router.observability.snapshot import ClusterState, WorkerState
 
-START_SECONDS = 600.0  # generous, because the machine may be busy
+START_SECONDS = 600.0  # a long limit, because the machine may be busy
 STOP_SECONDS = 60.0
 POLL_SECONDS = 0.005  # polling interval while waiting for the moment of a fault
 
 
 class ClusterFailed(RuntimeError):
-    """The cluster did not start or ended unexpectedly; the message gives the reason."""
+    """Raised if the cluster did not start or ended unexpectedly. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Cluster:
             raise ClusterFailed(self._ending() or f"not serving after {START_SECONDS:g} s")
 
     async def stop(self) -> None:
-        """Drain and stop the cluster; cancel the supervisor if that takes too long."""
+        """Drain and stop the cluster. Cancel the supervisor if that takes too long."""
         self._stop.set()
         await asyncio.wait((self._task,), timeout=STOP_SECONDS)
         if not self._task.done():
@@ -107,11 +107,11 @@ class Cluster:
         return None if member is None or member.process is None else member.process.pid
 
     async def snapshot(self) -> ClusterState | None:
-        """Return the state of the cluster as reported by the router; None while no router runs."""
+        """Return the state of the cluster as the router reports it; None while no router runs."""
         return await self._supervisor.router.snapshot()
 
     async def states(self) -> dict[str, WorkerState]:
-        """Return the state of each worker as reported by the router, by worker name."""
+        """Return the state of each worker as the router reports it, by worker name."""
         state = await self.snapshot()
         return {} if state is None else {worker.worker: worker for worker in state.workers}
 
@@ -133,7 +133,7 @@ class Cluster:
 
 
 def pids_of(worker: ManagedWorker) -> list[int]:
-    """Return the process ids of a worker's ranks; [] if any of the ids is unknown."""
+    """Return the process ids of a worker's ranks, or an empty list if any of them is unknown."""
     group = worker.rank_group
     processes = [] if group is None else [member.process for member in group.ranks]
     return [each.pid for each in processes if each is not None] if all(processes) else []

@@ -1,6 +1,6 @@
 """Injects faults into processes of this user on this machine: signals and broken connections.
 
-A connection is broken through a duplicate of the process's own socket (`pidfd_getfd`, Linux):
+A connection is broken through a duplicate of the process's own socket (`pidfd_getfd`, Linux).
 `shutdown` on the duplicate closes the connection for both sides at once.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 
 import psutil
 
-_PIDFD_GETFD = 438  # system call number, the same on all architectures
+_PIDFD_GETFD = 438  # number of the system call, which all architectures share
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def send_signal(pid: int, number: signal.Signals) -> bool:
-    """Send a signal; return False if the process does not exist."""
+    """Send a signal. Return False if the process does not exist."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
         return True
@@ -28,7 +28,7 @@ def send_signal(pid: int, number: signal.Signals) -> bool:
 
 
 def cut_connections(one: int, other: Sequence[int]) -> int:
-    """Break the TCP connections between a process and other processes; return their number."""
+    """Break the TCP connections between a process and other processes. Return their number."""
     theirs = {_plain(each.laddr) for pid in other for each in _connections(pid)}
     ours = [each for each in _connections(one) if _plain(each.raddr) in theirs]
     return sum(_shut(one, each.fd) for each in ours)
@@ -47,7 +47,7 @@ def _connections(pid: int) -> list[Any]:
 
 
 def _shut(pid: int, number: int) -> bool:
-    """Shut down a socket of another process; return False if that fails."""
+    """Shut down a socket of another process. Return False if that fails."""
     with suppress(OSError):
         process = os.pidfd_open(pid)
         try:

@@ -12,13 +12,12 @@ from penstock.loadtests.chaos.cluster import POLL_SECONDS, Cluster, pids_of
 from penstock.loadtests.chaos.faults import Fault, InjectedFault
 from penstock.router.observability.snapshot import WorkerState
 
-MOMENT_SECONDS = 4.0  # after this wait, accept a busy worker in any situation
-REDUNDANCY_SECONDS = 60.0  # after this wait, also accept an idle worker
-# After this wait, skip the fault: its situation may be impossible, such as a KV transfer with mixed
-# workers.
+MOMENT_SECONDS = 4.0  # seconds of waiting after which a busy worker is accepted in any situation
+REDUNDANCY_SECONDS = 60.0  # seconds of waiting after which an idle worker is accepted too
+# Seconds after which a fault is skipped, because its situation may be impossible.
 SEARCH_SECONDS = 20.0
-AFTER_SECONDS = 0.25  # delay between an "at once" fault and the previous fault
-BACK_SECONDS = 3.0  # a worker counts as "back" for this many seconds after it became ready
+AFTER_SECONDS = 0.25  # seconds between the previous fault and an "at once" fault
+BACK_SECONDS = 3.0  # seconds for which a worker counts as "back" after it became ready
 
 
 def _busy_with_prompt(state: WorkerState) -> bool:
@@ -63,11 +62,11 @@ class FaultRunner:
         self._cluster = cluster
         self._pause = pause
         self._print_line = print_line
-        self._stopped: dict[str, float] = {}  # time of the fault, by name of the stopped worker
+        self._stopped: dict[str, float] = {}  # for each stopped worker, the time of the fault
         self._resuming: set[asyncio.Task[None]] = set()
 
     async def run(self, plan: Sequence[Fault], seconds: float) -> None:
-        """Inject the faults; start no fault after `seconds`. Raises ClusterFailed."""
+        """Inject the faults for `seconds`; no fault starts later. Raises ClusterFailed."""
         deadline = time.monotonic() + seconds
         for fault in plan:
             if time.monotonic() > deadline:
@@ -84,7 +83,7 @@ class FaultRunner:
             await asyncio.wait(self._resuming)
 
     async def _inject_when_possible(self, fault: Fault) -> InjectedFault | None:
-        """Retry the fault until it takes effect; return None if the time limit is reached."""
+        """Retry the fault until it takes effect. Return None if the time limit is reached."""
         if fault.kind == "kill router":
             return await self._kill_router(fault)
         deadline = time.monotonic() + SEARCH_SECONDS
@@ -99,7 +98,7 @@ class FaultRunner:
     # ------------------------------------------------------------ target and moment
 
     async def _choose(self, fault: Fault) -> tuple[ManagedWorker, str]:
-        """Wait for a worker in the fault's planned situation; return the worker and its situation.
+        """Wait for a worker in the fault's planned situation. Return the worker and its situation.
 
         After MOMENT_SECONDS any busy worker is accepted, and after REDUNDANCY_SECONDS any worker.
         """
@@ -133,9 +132,9 @@ class FaultRunner:
         return len(ready) > 1 and time.time() - ready[-1] < BACK_SECONDS
 
     def _candidates(self) -> list[ManagedWorker]:
-        """Return the serving workers that may get a fault, but never the last survivor of a pool.
+        """Return the serving workers that may get a fault.
 
-        A pool that has only one worker is an exception: the worker may get a fault.
+        The last survivor of a pool may get none, except in a pool that has only one worker.
         """
         there = [each for each in self._cluster.serving if not self._is_stopped(each)]
         roles = [each.config.role for each in self._cluster.workers]

@@ -7,29 +7,29 @@ from random import Random
 WEIGHTS = {"kill": 8, "pause": 5, "freeze": 2, "cut stream": 4, "cut blocks": 1}
 """Relative frequency of each kind of fault that is enabled by default."""
 
-# Relative frequency of the kinds of faults that are injected only if an option enables them.
+# Relative frequencies of those kinds of faults that an option must enable.
 ON_REQUEST = {"ray kill": 4, "kill router": 2}
 
 MOMENTS = {
-    "any": 6,  # any worker with requests
-    "prompt": 2,  # a prefill or mixed worker has running sequences
-    "KV transfer": 3,  # a worker has leased or reserved blocks
-    "decoding": 3,  # a decode or mixed worker has running sequences
-    "back": 2,  # a worker that was just restarted has requests again
-    "at once": 2,  # any worker with requests, 0.25 s after the previous fault
+    "any": 6,  # any worker that has requests
+    "prompt": 2,  # a prefill or mixed worker that has running sequences
+    "KV transfer": 3,  # a worker that has leased or reserved blocks
+    "decoding": 3,  # a decode or mixed worker that has running sequences
+    "back": 2,  # a worker that was just restarted and has requests again
+    "at once": 2,  # any worker that has requests, 0.25 s after the previous fault
 }
 """Relative frequency of the situations in which faults are injected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A planned fault; its target is chosen only when the fault is injected."""
+    """A planned fault. Its target is chosen only when the fault is injected."""
 
     number: int
     kind: str
     moment: str
-    draw: float  # random number in [0, 1): selects the target among the candidates
-    seconds: float  # duration if the fault is a pause
+    draw: float  # random number in [0, 1) that selects the target among the candidates
+    seconds: float  # duration in seconds if the fault is a pause
 
 
 @dataclass(slots=True)
@@ -37,16 +37,16 @@ class InjectedFault:
     """A fault that was injected."""
 
     fault: Fault
-    moment: str  # situation in which it was injected: the planned one, or "any"
-    worker: str  # name of the worker; empty: the router
+    moment: str  # situation of the injection: the planned one, or "any"
+    worker: str  # name of the worker, or empty for the router
     title: str
     pid: int
-    at: float  # Unix timestamp in seconds
-    until: float  # end of a pause; for other faults equal to `at`
+    at: float  # time of the injection (Unix timestamp in seconds)
+    until: float  # end of a pause; for other faults the same as `at`
 
     @property
     def kills(self) -> bool:
-        """True if the process ends; a frozen process is killed and replaced."""
+        """True if the fault ends the process. A frozen process is killed and replaced."""
         return self.fault.kind in ("kill", "ray kill", "freeze", "kill router")
 
     @property
@@ -56,7 +56,7 @@ class InjectedFault:
 
 
 def plan_faults(count: int, seed: int, also: Sequence[str]) -> list[Fault]:
-    """Plan `count` faults; every kind occurs once before any kind is repeated.
+    """Plan `count` faults. Every kind occurs once before any kind is repeated.
 
     `also` are the kinds of ON_REQUEST to include.
     """

@@ -1,4 +1,7 @@
-"""Derives the effects of the injected faults: affected streams, recovery times, allowed errors."""
+"""Derives the effects of injected faults.
+
+These are the affected streams, the recovery times and the errors that the faults allow.
+"""
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -25,10 +28,10 @@ TRAVEL_SECONDS = 0.25
 class Placement:
     """One placement of a request on a worker by the router."""
 
-    at: float  # Unix timestamp in seconds, from the router's clock
+    at: float  # time of the placement on the router's clock (Unix seconds)
     worker: str
     request: str
-    source: str  # worker that sends its KV blocks; empty: no KV transfer
+    source: str  # worker that sends its KV blocks, or empty without a KV transfer
 
 
 @dataclass(slots=True)
@@ -71,7 +74,7 @@ class PlacementHistory:
         return [(one.at, f"to {one.worker}") for one in self._of[request]]
 
     def next(self, request: str, after: float) -> float | None:
-        """Return the time of the request's first placement after `after`; None if there is none."""
+        """Return the time of the request's first placement after `after`, or None."""
         ever = self._of[request]
         number = bisect_right(ever, after, key=lambda one: one.at)
         return ever[number].at if number < len(ever) else None
@@ -99,12 +102,12 @@ def _recovery(
 ) -> Iterator[float]:
     """Yield the seconds from the fault to the first token that was computed after the fault.
 
-    Yield nothing if all tokens of the stream had already been computed.
+    Yields nothing if all tokens of the stream had already been computed.
     """
     again = holders.next(stream.name, injection.at)
     if again is None or again >= stream.ended:
         if injection.kills:
-            return  # the rest of the answer had already been computed
+            return  # the rest of the answer had been computed before the fault
         again = injection.until
     number = bisect_left(stream.arrivals, again)
     if number < len(stream.arrivals):
@@ -134,7 +137,7 @@ def errors_of(
 
 
 def _lost(stream: Stream, hits: FaultEffect, holders: PlacementHistory) -> bool:
-    """Return whether the stream lost a worker by this fault.
+    """Return whether a fault made the stream lose a worker.
 
     A stream lost the worker if it needed the worker at the time of the fault, or if it was placed
     on the worker before the router noticed the fault.
@@ -149,7 +152,10 @@ def _lost(stream: Stream, hits: FaultEffect, holders: PlacementHistory) -> bool:
 
 
 def _describe(stream: Stream, hits: Sequence[FaultEffect], holders: PlacementHistory) -> str:
-    """List the placements of a stream and the faults during it, with times since its start."""
+    """List the placements of a stream and the faults during it.
+
+    Times are in seconds since the start of the stream.
+    """
     injections = [each.injected for each in hits]
     fault_events = [
         (one.at, f"{one.fault.kind} {one.title}") for one in injections if _overlaps(stream, one)
@@ -163,7 +169,7 @@ def _overlaps(stream: Stream, injection: InjectedFault) -> bool:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Return median, 99th percentile and maximum; each is None if there are no values."""
+    """Return median, 99th percentile and maximum. Each of them is None without values."""
     if not seconds:
         return {"p50": None, "p99": None, "max": None}
     low, high = np.percentile(seconds, [50, 99])
@@ -179,7 +185,7 @@ def by_kind(hits: Sequence[FaultEffect]) -> dict[str, Mapping[str, Any]]:
 
 
 def by_moment(hits: Sequence[FaultEffect]) -> dict[str, Mapping[str, Any]]:
-    """Summarize the faults by the situation in which they were injected."""
+    """Summarize the faults by the situation in which each fault was injected."""
     moments: dict[str, list[FaultEffect]] = defaultdict(list)
     for each in hits:
         moments[each.injected.moment].append(each)
@@ -198,7 +204,7 @@ def _sum(hits: Sequence[FaultEffect]) -> Mapping[str, Any]:
 
 
 def table(sums: Mapping[str, Mapping[str, Any]], first: str) -> list[str]:
-    """Format summaries as lines of text; `first` is the heading of the first column."""
+    """Format summaries as lines of text. `first` is the heading of the first column."""
     lines = [f"{first:<12} faults  hit  streams  recovered  p50 s  p99 s  max s"]
     for name, found in sums.items():
         times = found["recovery_seconds"].values()

@@ -9,7 +9,8 @@ from typing import Any
 from penstock.protos import inference_pb2 as pb
 
 SUBJECTS = ("a lighthouse", "two rivers", "the number nine", "a lost key", "rain", "an old bridge")
-SENTENCES = (1, 4, 12, 30)  # sentences per prompt: from one KV block to several prefill chunks
+# Sentences per prompt, which make one KV block or up to several prefill chunks.
+SENTENCES = (1, 4, 12, 30)
 
 _WORDS = {"type": "string", "minLength": 8, "maxLength": 24}
 SCHEMA: Mapping[str, Any] = {
@@ -85,7 +86,7 @@ class ChaosRequest:
         }
 
     def message(self, name: str, **more: Any) -> pb.GenerateRequest:
-        """Return the protobuf request with id `name`; `more` overrides sampling parameters."""
+        """Return the protobuf request with id `name`. `more` overrides sampling parameters."""
         return pb.GenerateRequest(
             text=self.prompt,
             sampling=pb.Sampling(**{**self.sampling, **more}),
@@ -112,7 +113,7 @@ def _make_request(rng: Random, number: int, kind: str, lengths: tuple[int, int])
     own = {"seed": rng.getrandbits(63), "max_tokens": rng.randint(*lengths)}
     stop = rng.choice(STOPS) if kind == "stop strings" else ()
     request = ChaosRequest(number, kind, prompt, {**KINDS[kind], **own}, stop)
-    # A constrained answer ends at its end token, often within twice the length.
+    # A constrained answer should reach its end token, so it may be twice as long.
     if request.is_constrained:
         own["max_tokens"] *= 2
         return replace(request, sampling={**request.sampling, **own})

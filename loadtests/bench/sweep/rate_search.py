@@ -15,11 +15,11 @@ MIN_RATIO = 1 / 64
 
 @dataclass(slots=True)
 class RateSearch:
-    """A search; call `next_rate`, measure a step at that rate, and call `record`."""
+    """A search. Call `next_rate`, measure a step at that rate, and call `record`."""
 
-    first: float  # requests per second
+    first: float  # first rate, in requests per second
     precision: float = 1.1
-    kept: list[float] = field(default_factory=list)  # rates that kept the goals
+    kept: list[float] = field(default_factory=list)  # rates at which the goals were kept
     missed: list[float] = field(default_factory=list)
 
     @property
@@ -29,7 +29,7 @@ class RateSearch:
         return max((rate for rate in self.kept if rate < ceiling), default=None)
 
     def next_rate(self) -> float | None:
-        """Return the rate of the next step in requests per second; None: the search has ended."""
+        """Return the next step's rate in requests per second, or None at the end of the search."""
         if len(self.kept) + len(self.missed) >= MAX_STEPS:
             return None
         low, high = self.knee, min(self.missed, default=None)

@@ -30,14 +30,15 @@ class Result:
 
     steps: list[Step] = field(default_factory=list)
     interrupted: bool = False
-    is_client_late: bool = False  # the client could not send the next step's requests on time
+    # Whether the client was too slow to send the next step's requests on time.
+    is_client_late: bool = False
 
     @property
     def by_rate(self) -> list[Step]:
         return sorted(self.steps, key=lambda step: step.rate)
 
     def knee(self) -> Step | None:
-        """Return the step at the knee: see `RateSearch.knee`. None if there is no knee."""
+        """Return the step at the knee (see `RateSearch.knee`), or None if there is no knee."""
         ceiling = min((step.rate for step in self.steps if not step.has_kept), default=math.inf)
         kept = [step for step in self.steps if step.has_kept and step.rate < ceiling]
         return max(kept, key=lambda step: step.rate, default=None)
@@ -72,7 +73,7 @@ def check_sweep(sweep: Sweep, work: Work, goals: Goals | None) -> None:
 
 
 def step_plan(work: Work, sweep: Sweep, rate: float, number: int) -> list[Planned]:
-    """Plan step `number` (from 0) at `rate`; its prompts differ from those of other steps."""
+    """Plan step `number` (from 0) at `rate`. Its prompts differ from those of other steps."""
     count = max(MIN_REQUESTS, math.ceil(rate * sweep.step_seconds))
     return plan_of(
         dataclasses.replace(work, rate=rate, num_requests=count, seed=work.seed + number)

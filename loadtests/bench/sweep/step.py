@@ -1,4 +1,4 @@
-"""One step of a sweep: its figures, and the goals that its requests missed."""
+"""One step of a sweep, with its figures and the goals that its requests missed."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,8 @@ class Step(NamedTuple):
 
     rate: float  # offered requests per second
     figures: Figures
-    misses: dict[str, int]  # requests that missed each goal; "failed": incomplete answers
+    # Number of requests that missed each goal; "failed" counts incomplete answers.
+    misses: dict[str, int]
     has_kept: bool
 
     @property
@@ -25,7 +26,7 @@ class Step(NamedTuple):
 
     @property
     def worst_goal(self) -> str:
-        """Name of the goal that most requests missed; "" if none was missed."""
+        """Name of the goal that most requests missed, or "" if no request missed a goal."""
         name = max(self.misses, key=lambda each: self.misses[each])
         return name if self.misses[name] else ""
 
@@ -33,7 +34,10 @@ class Step(NamedTuple):
 def step_of(
     rate: float, outcomes: Sequence[Outcome], duration: float, goals: Goals, attainment: float
 ) -> Step:
-    """Summarize a load; it keeps the goals if at least `attainment` of its requests meet them."""
+    """Summarize a load.
+
+    The load keeps the goals if at least `attainment` of its requests meet them.
+    """
     measured = figures(outcomes, duration, goals)
     misses = {name: 0 for name in goals.limits()} | {"failed": measured.failed}
     for outcome in outcomes:

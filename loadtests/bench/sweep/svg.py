@@ -1,4 +1,4 @@
-"""Draws a sweep as SVG: throughput, first tokens and time per token over the offered rate."""
+"""Draws a sweep as SVG: throughput, time to first token and time per token by offered rate."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ MAX_OVER_GOAL = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart over the offered rate."""
+    """One chart whose horizontal axis is the offered rate."""
 
     title: str
-    lines: dict[str, list[float]]  # one value for each step, by name
+    lines: dict[str, list[float]]  # by name of the line, one value for each step
     goal: float | None = None
-    diagonal: bool = False  # also draw the line where the value equals the offered rate
+    diagonal: bool = False  # whether to draw the line where the value equals the offered rate
 
 
 def draw(steps: Sequence[Step], knee: Step | None, goals: Goals, title: str) -> str:
@@ -83,8 +83,8 @@ class _Scale:
     """Coordinates of a panel whose upper edge is at `top`."""
 
     top: float
-    across: Sequence[float]  # ticks of the rate
-    up: Sequence[float]  # ticks of the value
+    across: Sequence[float]  # ticks of the horizontal axis (rate)
+    up: Sequence[float]  # ticks of the vertical axis (value)
 
     @property
     def plot_top(self) -> float:

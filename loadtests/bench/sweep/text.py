@@ -35,7 +35,7 @@ def step_line(step: Step) -> str:
 def plot(steps: Sequence[Step], knee: Step | None) -> Iterator[str]:
     """Yield the lines of a bar chart: goodput for each offered rate.
 
-    In each bar, `#` is goodput and `.` the rest of the offered rate.
+    In each bar, `#` is goodput and `.` is the rest of the offered rate.
     """
     most = max(step.rate for step in steps)
     yield "goodput (#) of the offered rate (.), requests/s"
