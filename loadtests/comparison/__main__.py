@@ -1,8 +1,8 @@
 """Compares Penstock's engine and cluster with other engines on this machine.
 
-`python -m penstock.loadtests.comparison` installs the other engines (once, each in its own virtual
-environment), creates the model, runs the same work on each engine in turn, and writes a report as
-JSON and HTML.
+`python -m penstock.loadtests.comparison` installs the other engines once, each in its own virtual
+environment. It then creates the model, runs the same work on each engine in turn, and writes a
+report as JSON and HTML.
 """
 
 import dataclasses
@@ -88,7 +88,10 @@ def _quantizes() -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return 0, 1 (an engine or a file failed), 2 (flags) or 130."""
+    """Measure, print and save; return the exit code.
+
+    The code is 0 for success, 1 if an engine or a file failed, 2 for wrong flags, 130 after Ctrl-C.
+    """
     about = "Measure Penstock's engine and cluster against other engines on this machine."
     try:
         run, work = read_flags(PROGRAM, about, (Run, Work), arguments)
@@ -115,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _begun(run: Run, work: Work) -> Record:
-    """Return a record without rounds; create the model's checkpoint if it does not exist."""
+    """Return a record without rounds. The model's checkpoint is created if it does not exist."""
     return Record(
         model=run.model,
         threads=run.num_threads,
@@ -131,7 +134,7 @@ def _begun(run: Run, work: Work) -> Record:
 def _measure(run: Run, record: Record) -> bool:
     """Run the rounds and add their results to `record`.
 
-    Return False if the run was interrupted after at least one complete round.
+    Returns False if the run was interrupted after at least one complete round.
     """
     cache, engines = cache_folder(), run.chosen()
     model = checkpoint(run.model, cache)
@@ -155,7 +158,7 @@ def _measure(run: Run, record: Record) -> bool:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """Show the progress as a bar if stderr is a terminal, else as one line per measurement."""
+    """Show the progress: as a bar if stderr is a terminal, otherwise one line per measurement."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(

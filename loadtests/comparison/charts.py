@@ -8,8 +8,9 @@ import numpy as np
 
 from penstock.loadtests.bench.sweep.svg import nice_ticks
 
-_LABELS, _PLOT, _VALUES = 210, 470, 80  # column widths
-_ROW, _TOP, _BOTTOM = 30, 8, 26  # heights of a row, of the top margin and of the bottom margin
+# Widths of the columns for labels, plot and values, in pixels.
+_LABELS, _PLOT, _VALUES = 210, 470, 80
+_ROW, _TOP, _BOTTOM = 30, 8, 26  # heights of a row and of the top and bottom margins, in pixels
 _BAR, _DOT = 14, 3.2
 
 
@@ -20,11 +21,14 @@ class Strip:
     label: str
     kind: str  # CSS class of the row: "ours" or "peer"
     values: Sequence[float]  # one value per run of the engine
-    limit: float  # limit of the machine, in the unit of the values
+    limit: float  # limit of the machine, in the unit of `values`
 
 
 def strips(rows: Sequence[Strip], unit: str) -> str:
-    """Return a chart. Each row has a bar up to the median, a dot per value, a mark at the limit."""
+    """Return a chart.
+
+    Each row has a bar up to the median, a dot for each value, and a mark at the limit.
+    """
     most = max(max(*row.values, row.limit) for row in rows)
     ticks = nice_ticks(most)
     height = _TOP + _ROW * len(rows) + _BOTTOM

@@ -69,13 +69,13 @@ _DIRECTORY = Path(__file__).parent / "adapters"
 
 
 class NoCheckpoint(RuntimeError):
-    """The checkpoint could not be created; the message gives the reason."""
+    """Raised if the checkpoint could not be created. The message gives the reason."""
 
 
 def checkpoint(model: str, cache: Path) -> Path:
-    """Return the cached folder of a model of MODELS; create the model first if it is not cached.
+    """Return the cached folder of a model of MODELS.
 
-    Raises NoCheckpoint or NotInstalled.
+    The model is created first if it is not cached. Raises NoCheckpoint or NotInstalled.
     """
     folder = cache / "checkpoints" / f"{model}-{_mark(model)}"
     if folder.exists():
@@ -86,7 +86,7 @@ def checkpoint(model: str, cache: Path) -> Path:
         if model == "shipped":
             shutil.copytree(
                 SHIPPED_MODEL, temporary
-            )  # copied, because other engines write their converted files into the folder
+            )  # a copy, because other engines write their converted files into the folder
         else:
             _make(model, temporary, cache)
         temporary.rename(folder)
@@ -114,14 +114,14 @@ def _make(model: str, folder: Path, cache: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """FLOPs and weight bytes that a model needs, whatever the engine.
+    """FLOPs and weight bytes that a model needs on any engine.
 
-    Only weights that are used for a token count: of the experts, only the active ones.
+    Only weights that are used for a token count. In an MoE layer, these are the active experts.
     """
 
     body: int  # number of parameters in the layers that are used for each token
     head: int  # number of parameters in the projection to the vocabulary
-    attention: int  # attention FLOPs per (query token, context token) pair
+    attention: int  # FLOPs of attention for each pair of query token and context token
 
     @classmethod
     def of(cls, folder: Path) -> "Cost":

@@ -11,12 +11,15 @@ VISION = ("torchvision", "torchaudio", "torchcodec")
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A virtual environment; without `requirements`, the environment of the current interpreter."""
+    """A virtual environment.
+
+    Without `requirements`, it is the environment of the current interpreter.
+    """
 
     name: str
     requirements: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()  # packages to uninstall after the requirements were installed
-    build: dict[str, str] = field(default_factory=dict)  # environment variables for builds by pip
+    build: dict[str, str] = field(default_factory=dict)  # environment variables for pip's builds
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,8 @@ class Engine:
     title: str
     adapter: str  # name of a module in `adapters`
     environment: Environment
-    quantization: str = ""  # weight quantization; empty: fp32
-    fresh: bool = False  # restarted for each round, because the engine cannot be paused
+    quantization: str = ""  # weight quantization, or empty for fp32
+    fresh: bool = False  # whether to restart the engine for each round, since it cannot be paused
 
     @property
     def is_ours(self) -> bool:

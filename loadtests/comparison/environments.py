@@ -1,4 +1,4 @@
-"""Virtual environments, installed with pip on first use and kept in the user's cache."""
+"""Virtual environments, which pip installs on first use and the user's cache keeps."""
 
 import fcntl
 import hashlib
@@ -14,11 +14,14 @@ from pathlib import Path
 from penstock.loadtests.comparison.engines import Environment
 
 _COMPLETE = "complete"  # name of a file that marks the installation as complete
-_LOG_TAIL = 600  # number of characters of a log that are shown
+_LOG_TAIL = 600  # characters of pip's log that an error shows
 
 
 class NotInstalled(RuntimeError):
-    """An engine's environment could not be installed; the message says which one and why."""
+    """Raised if an engine's environment could not be installed.
+
+    The message gives the environment and the reason.
+    """
 
 
 def cache_folder() -> Path:
@@ -28,9 +31,9 @@ def cache_folder() -> Path:
 
 
 def python_of(environment: Environment, cache: Path) -> Path:
-    """Return the environment's interpreter; install the environment first if it is missing.
+    """Return the environment's interpreter.
 
-    Raises NotInstalled.
+    The environment is installed first if it is missing. Raises NotInstalled.
     """
     if not environment.requirements:
         return Path(sys.executable)
@@ -75,7 +78,7 @@ def _install(environment: Environment, folder: Path, python: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True, symlinks=True)
     variables = {**os.environ, **environment.build, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    # pip caches built wheels by name and version only, and ignores the build variables.
+    # pip caches built wheels by name and version only, so its cache ignores build variables.
     kept = ["--no-cache-dir"] if environment.build else []
     pip = [str(python), "-m", "pip", "--no-input"]
     _run(environment, [*pip, "install", *kept, "--quiet", *environment.requirements], variables)

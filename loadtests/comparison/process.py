@@ -20,27 +20,30 @@ import penstock
 from penstock.loadtests.comparison.engines import Engine
 
 _ADAPTERS = Path(__file__).parent / "adapters"
-_START_SECONDS = 600.0  # limit for the start, which may convert the checkpoint or compile
+_START_SECONDS = 600.0  # seconds for the start, which may convert the checkpoint or compile
 _ANSWER_SECONDS = 600.0
-_END_SECONDS = 90.0  # limit for the exit, which drains a cluster
+_END_SECONDS = 90.0  # seconds for the exit, which may drain a cluster
 _PAUSE_SECONDS = 5.0
-_LOG_TAIL = 4000  # number of characters of the log that an error contains
+_LOG_TAIL = 4000  # characters of the log that an error contains
 
 
 class EngineFailed(RuntimeError):
-    """An engine did not start, failed or returned a wrong answer; the message says which engine."""
+    """Raised if an engine did not start, failed or returned a wrong answer.
+
+    The message names the engine.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The result of one `generate` call."""
 
-    seconds: float  # duration of the call
-    tokens: list[list[int]]  # new tokens, [prompt][index]
+    seconds: float  # duration of the call, in seconds
+    tokens: list[list[int]]  # new tokens, indexed [prompt][index]
 
 
 class EngineProcess:
-    """A running engine that is ready for `generate`. Must be closed.
+    """A running engine that is ready for `generate`. The caller must close it.
 
     `about` is the adapter's description of the engine: versions and number formats.
     """
@@ -51,7 +54,7 @@ class EngineProcess:
         own = {"quantization": engine.quantization, "paused": not engine.fresh}
         settings = {**options, **own}
         command = [str(python), str(_ADAPTERS / "host.py"), engine.adapter, json.dumps(settings)]
-        # In its own session, so that Ctrl-C in the terminal does not interrupt the engine.
+        # The engine gets its own session, so that Ctrl-C in the terminal does not interrupt it.
         self._process = subprocess.Popen(
             command,
             env=_variables(engine),
@@ -70,7 +73,7 @@ class EngineProcess:
         """Generate `output_len` tokens for each prompt, in one batch. Raises EngineFailed."""
         question = json.dumps({"prompts": list(prompts), "output_len": output_len})
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the process has exited; `_answer` reports it
+        with suppress(BrokenPipeError):  # the process has exited, which `_answer` reports
             self._process.stdin.write(question.encode() + b"\n")
             self._process.stdin.flush()
         reply = self._answer(_ANSWER_SECONDS)
@@ -84,7 +87,10 @@ class EngineProcess:
         return answer
 
     def pause(self) -> None:
-        """Suspend all processes of the engine; wait up to 5 s for each process to stop."""
+        """Suspend all processes of the engine.
+
+        Waits up to 5 s for each process to stop.
+        """
         for process in self.tree():
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
@@ -99,7 +105,7 @@ class EngineProcess:
                 process.resume()
 
     def tree(self) -> list[psutil.Process]:
-        """Return the engine's process and all its descendants; [] if the engine has exited."""
+        """Return the engine's process and all its descendants, or [] if the engine has exited."""
         try:
             root = psutil.Process(self._process.pid)
             return [root, *root.children(recursive=True)]
@@ -107,7 +113,7 @@ class EngineProcess:
             return []
 
     def close(self, at_once: bool = False) -> None:
-        """End the engine and its descendants; with `at_once`, interrupt a running computation."""
+        """End the engine and its descendants. `at_once` interrupts a running computation."""
         with _undisturbed():
             self._close(at_once)
 
@@ -120,7 +126,7 @@ class EngineProcess:
             self._process.stdin.close()
         if at_once and self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
-        # A cluster must shut down its own actors gracefully; other engines can simply be killed.
+        # A cluster must shut down its actors gracefully, while other engines can be killed.
         gentle = self.engine.fresh or not at_once
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS if gentle else 1.0)
@@ -150,7 +156,7 @@ class EngineProcess:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM, so that a second Ctrl-C does not leave processes behind."""
+    """Ignore SIGINT and SIGTERM, since a second Ctrl-C would leave processes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -166,6 +172,6 @@ def _variables(engine: Engine) -> dict[str, str]:
     """Return the engine's environment variables, without overrides of its thread count."""
     dropped = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     variables = {name: value for name, value in os.environ.items() if name not in dropped}
-    if engine.is_ours:  # import Penstock from this tree, not from an installed package
+    if engine.is_ours:  # makes the process import Penstock from this tree, not from a package
         variables["PYTHONPATH"] = str(Path(penstock.__file__).parent.parent)
     return variables

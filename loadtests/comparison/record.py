@@ -1,4 +1,4 @@
-"""The record of a comparison run: one JSON file that can be read again and merged."""
+"""The record of a comparison run, which is a JSON file. Records can be read and merged."""
 
 import dataclasses
 import json
@@ -13,12 +13,15 @@ from penstock.loadtests.comparison.work import EngineRun, Work
 
 
 class BadRecord(ValueError):
-    """A file does not contain a record, or records cannot be merged; the message says why."""
+    """Raised if a file does not contain a record, or if records cannot be merged.
+
+    The message gives the reason.
+    """
 
 
 @dataclass(slots=True)
 class Record:
-    """Settings and results of one run, or of several merged runs with the same settings."""
+    """Settings and results of one run, or of several merged runs that have the same settings."""
 
     model: str
     threads: int
@@ -27,9 +30,11 @@ class Record:
     machine: dict[str, Any]
     dates: list[str]  # date and time of each run
     commits: list[str]
-    left_out: dict[str, str]  # reason for each engine that was not measured, by engine name
-    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # description by engine name
-    rounds: list[list[EngineRun]] = field(default_factory=list)  # indexed [round][engine]
+    left_out: dict[str, str]  # for each engine that was not measured, the reason
+    # Description of each engine, by its name.
+    about: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Measurements, indexed [round][engine].
+    rounds: list[list[EngineRun]] = field(default_factory=list)
 
     def rows(self) -> list[Row]:
         return summarize([runs for runs in self.rounds if runs], self.work, self.cost)

@@ -1,4 +1,7 @@
-"""Rounds of measurements; the order of the engines rotates, and only one engine runs at a time."""
+"""Runs rounds of measurements.
+
+The order of the engines rotates from round to round, and only one engine runs at a time.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +21,12 @@ Report = Callable[[str], None]
 
 
 class Rounds:
-    """Context manager that runs the measurements; starts each engine when it is first needed.
+    """Context manager that runs the measurements.
 
-    An engine that can be paused stays paused while other engines run. Engines that cannot be paused
-    are restarted for each round. With `one_at_a_time` (for models that do not fit into memory
-    together), all engines are restarted for each round.
+    Each engine starts when it is first needed. An engine that can be paused stays paused while
+    other engines run. Engines that cannot be paused are restarted for each round. `one_at_a_time`
+    is for models that do not fit into memory together: all engines are then restarted for each
+    round.
     """
 
     def __init__(
@@ -85,7 +89,10 @@ class Rounds:
 
     @contextmanager
     def _process(self, engine: Engine) -> Iterator[EngineProcess]:
-        """Start and warm up the engine, or resume it, and yield it; pause or close it on exit."""
+        """Start and warm up the engine, or resume it, and yield it.
+
+        On exit, the engine is paused or closed.
+        """
         process = self._awake.get(engine.name)
         if process is None:
             process = EngineProcess(engine, self._pythons[engine.name], self._options)

@@ -24,9 +24,10 @@ REFERENCE = "transformers"
 class Tokens:
     """Comparison of an engine's greedy tokens with those of transformers."""
 
-    agreeing: int  # number of tokens before the first different token, summed over all answers
+    agreeing: int  # tokens before the first different token, summed over all answers
     total: int
-    first_divergence: int | None  # smallest index of a different token in any answer; None: none
+    # Lowest index of a different token in any answer; None if all tokens agree.
+    first_divergence: int | None
 
     @classmethod
     def of(cls, answers: Sequence[Sequence[int]], judge: Sequence[Sequence[int]]) -> "Tokens":
@@ -72,13 +73,13 @@ def limit(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
 
 
 def reached(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
-    """Return the fraction of the machine's limit that the run reached; 1 is the limit itself."""
+    """Return the run's result as a fraction of the machine's limit, where 1 is the limit itself."""
     got, most = value(run, work, phase), limit(run, work, cost, phase)
     return got / most if phase == "throughput" else most / got
 
 
 def advantage(ours: EngineRun, other: EngineRun, work: Work, phase: str) -> float:
-    """Return the speedup of `ours` over `other`; it is below 1 if ours is slower."""
+    """Return the speedup of `ours` over `other`, which is below 1 if `ours` is slower."""
     ratio = value(ours, work, phase) / value(other, work, phase)
     return ratio if phase == "throughput" else 1 / ratio
 
@@ -89,12 +90,14 @@ class Row:
 
     engine: Engine
     runs: list[EngineRun]
-    values: dict[str, Quantiles]  # results by phase, in the units of UNITS
-    reached: dict[str, Quantiles]  # by phase: fraction of the machine's limit
-    ahead: dict[str, Quantiles]  # by phase: Penstock's speedup; {} for Penstock itself
+    values: dict[str, Quantiles]  # results of each phase, in the units of UNITS
+    # For each phase, the fraction of the machine's limit that was reached.
+    reached: dict[str, Quantiles]
+    ahead: dict[str, Quantiles]  # for each phase, Penstock's speedup; empty for Penstock itself
     tokens: Tokens | None
     memory_mib: float
-    other_cores: float  # largest number of cores used by other processes or stolen in any run
+    # Highest number of cores that other processes or the hypervisor took in a run.
+    other_cores: float
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -110,7 +113,7 @@ class Row:
 
 
 def summarize(rounds: Sequence[Sequence[EngineRun]], work: Work, cost: Cost) -> list[Row]:
-    """Return one row per engine, in the order of ENGINES; `rounds` is indexed [round][engine]."""
+    """Return one row per engine, in the order of ENGINES. `rounds` is indexed [round][engine]."""
     runs = [run for each in rounds for run in each]
     names = [name for name in BY_NAME if any(run.engine == name for run in runs)]
     judge = _tokens(runs, REFERENCE)

@@ -12,7 +12,7 @@ import psutil
 from penstock.loadtests.bench.flags import option
 from penstock.loadtests.comparison.process import EngineProcess
 
-_LOWEST_TOKEN = 3  # lower ids are padding, begin and end tokens
+_LOWEST_TOKEN = 3  # lower token ids are padding, begin and end tokens
 _REPEATS = 2  # number of repetitions of the short measurements
 KEPT_ANSWERS = 16  # number of answers whose tokens are recorded for comparison
 _MIB = 2**20
@@ -20,7 +20,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Prompts and answers."""
+    """The prompts and answers of a round."""
 
     requests: int = option(64, "throughput: prompts in the batch")
     input_len: int = option(128, "throughput and TPOT: tokens of each prompt")
@@ -42,7 +42,7 @@ class Work:
     def prompts(
         self, vocab_size: int, round_number: int, kind: int, count: int, length: int
     ) -> list[Any]:
-        """Return random token ids, [count][length]; all engines get the same ids in a round."""
+        """Return random token ids, [count][length]. All engines get the same ids in a round."""
         rng = np.random.default_rng([self.seed, round_number, kind])
         drawn = rng.integers(_LOWEST_TOKEN, vocab_size, (count, length))
         return list(drawn.tolist())
@@ -50,20 +50,23 @@ class Work:
 
 @dataclass(slots=True)
 class EngineRun:
-    """Measurements of one engine in one round. Times are seconds."""
+    """Measurements of one engine in one round. Times are in seconds."""
 
     engine: str
     number: int  # number of the round, from 0
-    limits: dict[str, float]  # limits of the machine just before the run: see `note_limits`
-    batch: float = 0.0  # duration of the throughput batch
-    first: list[float] = field(default_factory=list)  # seconds: one prompt, one token
-    stream: list[float] = field(default_factory=list)  # seconds: one prompt, 1 + stream_len tokens
-    long: list[float] = field(default_factory=list)  # seconds: the long prompt, one token
-    own_cores: float = 0.0  # average number of cores used by this engine
-    other_cores: float = 0.0  # average number of cores used by other processes
-    stolen_cores: float = 0.0  # average number of cores taken by the hypervisor (steal time)
-    memory_mib: float = 0.0  # PSS of all processes of the engine (shared pages count once)
-    tokens: list[list[int]] = field(default_factory=list)  # answers of round 0, up to KEPT_ANSWERS
+    limits: dict[str, float]  # limits of the machine just before the run (see `note_limits`)
+    batch: float = 0.0  # duration of the throughput batch, in seconds
+    # Seconds of each run with one prompt and one answer token.
+    first: list[float] = field(default_factory=list)
+    # Seconds of each run with one prompt and 1 + stream_len answer tokens.
+    stream: list[float] = field(default_factory=list)
+    # Seconds of each run with the long prompt and one token.
+    long: list[float] = field(default_factory=list)
+    own_cores: float = 0.0  # average number of cores that this engine used
+    other_cores: float = 0.0  # average number of cores that other processes used
+    stolen_cores: float = 0.0  # average number of cores that the hypervisor took (steal time)
+    memory_mib: float = 0.0  # PSS (shared pages count once) of all processes of the engine, in MiB
+    tokens: list[list[int]] = field(default_factory=list)  # first KEPT_ANSWERS answers of round 0
 
     def tpot(self, work: Work) -> float:
         """Return the seconds per token at batch size 1: the median over this run's repetitions."""
@@ -117,12 +120,12 @@ def run_engine(
 
 @dataclass(frozen=True, slots=True)
 class _Cores:
-    """Cumulative CPU seconds at one point in time."""
+    """CPU seconds up to one point in time, each summed since its start."""
 
-    own: float  # used by the engine's processes
-    client: float  # used by this process
-    all: float  # used by all processes of this machine
-    stolen: float  # taken by the hypervisor
+    own: float  # CPU seconds of the engine's processes
+    client: float  # CPU seconds of this process
+    all: float  # CPU seconds of all processes of this machine
+    stolen: float  # seconds that the hypervisor took
 
     @classmethod
     def now(cls, engine: EngineProcess) -> "_Cores":

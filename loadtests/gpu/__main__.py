@@ -1,14 +1,15 @@
 """GPU tests and benchmarks: `make gpu`, or `python -m penstock.loadtests.gpu`.
 
 The run does not need Ray. Its sections measure the device's limits, compute every kernel once, and
-run the kernel tests and a KV transfer between two processes. They also time every operation against
-other implementations, time decode steps of the engine, replay loads against the engine and a plain
-torch engine, measure the cost of deterministic mode, and run an engine on two GPUs.
+run the kernel tests and a KV transfer between two processes. Other sections time every operation
+against other implementations, and decode steps of the engine. They also replay loads against the
+engine and a plain torch engine, measure the cost of deterministic mode, and run an engine on two
+GPUs.
 
-The sections are grouped in stages, each of which takes less than eight minutes: `make gpu ARGS=1`
-runs the first. Without arguments, all stages run. A run writes one JSON file with its results, and
-an archive with that file, the report and the files of the sections. With `--keep`, a run adds its
-sections to the results of earlier runs.
+The sections are grouped in stages, each of which takes less than eight minutes. `make gpu ARGS=1`
+runs the first stage. Without arguments, all stages run. A run writes one JSON file with its
+results, and an archive with that file, the report and the files of the sections. With `--keep`, a
+run adds its sections to the results of earlier runs.
 
 Sections that run after "tuning" use the tuned tiles. With `--keep`, these may be from an earlier
 run.
@@ -39,9 +40,9 @@ from penstock.loadtests.gpu import kernel_tests, tuning
 from penstock.loadtests.gpu.sections import Outcome, Section, read_figures, run_section
 from penstock.loadtests.gpu.table import report
 
-STAGE_SECONDS = 465.0  # leaves time for process starts within eight minutes per stage
+STAGE_SECONDS = 465.0  # with the starts of processes, a stage takes less than eight minutes
 REPORT = "report.txt"
-CPU_FACTOR = 3.0  # factor of time limits on a CPU, which only tests the command
+CPU_FACTOR = 3.0  # factor of the time limits on a CPU, where a run only tests the command
 BOUNDS, TUNING = "bounds", "tuning"
 LINE_FILES = {
     "smoke": "smoke-*.jsonl",
@@ -89,9 +90,10 @@ def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
 
 
 def chosen_sections(wanted: Sequence[str], by_stage: dict[str, list[Section]]) -> list[Section]:
-    """Return the sections that `wanted` names, by stage or by the start of the name; [] means all.
+    """Return the sections that `wanted` names, by stage or by the start of the name.
 
-    The bounds section is always chosen, because other sections use its results.
+    An empty list means all sections. The bounds section is always chosen, because other sections
+    use its results.
     """
     return [
         section
@@ -105,7 +107,7 @@ def chosen_sections(wanted: Sequence[str], by_stage: dict[str, list[Section]]) -
 
 
 def run(wanted: Sequence[str], device: str, small: bool, folder: Path) -> Iterator[Outcome]:
-    """Run sections and yield their outcomes; the sections write further files to `folder`.
+    """Run sections and yield their outcomes. The sections write further files to `folder`.
 
     Each section uses the tuned tiles that are in `folder` when it starts, unless the environment
     names others.
@@ -130,7 +132,10 @@ def run(wanted: Sequence[str], device: str, small: bool, folder: Path) -> Iterat
 
 
 def _has_tiles(file: Path) -> bool:
-    """Return True if a file of tuned tiles has an entry; it has none if no candidate was faster."""
+    """Return True if a file of tuned tiles has an entry.
+
+    It has no entry if no candidate was faster than the default.
+    """
     return bool(read_figures(file).get("tiles"))
 
 
@@ -159,7 +164,10 @@ def about(device: str) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 (a section failed) or 2 (no CUDA device)."""
+    """Run the command and return its exit code.
+
+    The code is 0 for success, 1 if a section failed, 2 without a CUDA device.
+    """
     program = "python -m penstock.loadtests.gpu"
     parser = argparse.ArgumentParser(prog=program, description="GPU tests and benchmarks.")
     parser.add_argument(
@@ -186,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes: dict[str, Outcome] = {}
         for outcome in run(given.sections, given.device, given.small, folder):
             outcomes[outcome.name] = outcome
-            # Saved in case a later section fails.
+            # The results are saved after each section, in case a later section fails.
             together = list({**kept, **outcomes}.values())
             _save(given.save_json, on, together)
             (folder / REPORT).write_text(report(together, on, given.small) + "\n")
@@ -197,7 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _kept(path: Path, on: dict[str, Any], archive: Path, folder: Path) -> dict[str, Outcome]:
-    """Return an earlier run's outcomes, and extract its files to `folder`; {} if there is no run.
+    """Return an earlier run's outcomes and extract its files to `folder`.
+
+    The result is {} if there is no earlier run.
 
     Raises:
         ValueError: the earlier run was on another device, or with other software.
@@ -212,7 +222,7 @@ def _kept(path: Path, on: dict[str, Any], archive: Path, folder: Path) -> dict[s
     if archive.exists():
         with tarfile.open(archive) as earlier:
             earlier.extractall(folder, filter="data")
-    (folder / path.name).unlink(missing_ok=True)  # added to the archive again
+    (folder / path.name).unlink(missing_ok=True)  # the JSON file is added to the new archive again
     common = ("passed", "seconds", "failures")
     return {
         name: Outcome(
@@ -226,7 +236,7 @@ def _kept(path: Path, on: dict[str, Any], archive: Path, folder: Path) -> dict[s
 
 
 def _write_archive(path: Path, folder: Path, figures: Path) -> None:
-    """Write an archive of the files in `folder` and of `figures`; replace an older archive."""
+    """Write an archive of the files in `folder` and of `figures`. An older archive is replaced."""
     part = path.with_suffix(".part")
     with tarfile.open(part, "w:gz") as archive:
         archive.add(figures, figures.name)
@@ -248,7 +258,7 @@ def _save(path: Path, on: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     }
     part = path.with_suffix(".json.part")
     part.write_text(json.dumps({"about": on, "sections": found}, indent=1) + "\n")
-    part.replace(path)  # a run that is killed here still leaves the results of the sections before
+    part.replace(path)  # a run that is killed here leaves the results of the earlier sections
 
 
 if __name__ == "__main__":

@@ -15,20 +15,23 @@ from penstock.loadtests.gpu.goals import PLAIN, Goal
 from penstock.loadtests.gpu.work import Absent, Work
 
 BLOCK_SIZE = 16
-WORKSPACE_BYTES = 1 << 28  # FlashInfer's workspace buffer
+WORKSPACE_BYTES = 1 << 28  # size of FlashInfer's workspace buffer
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Shape of a batch of equally long sequences: one decode step, or prefill of whole prompts."""
+    """Shape of a batch of sequences of equal length.
+
+    The batch is one decode step, or the prefill of whole prompts.
+    """
 
     batch: int
     context: int  # number of positions per sequence
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
-    prompts: bool = False  # True: prefill of whole prompts; False: decode of one token per sequence
-    narrow: bool = False  # True: the KV cache is FP8
+    prompts: bool = False  # True for prefill of whole prompts, False for one decode step
+    narrow: bool = False  # whether the KV cache is FP8
     block_size: int = BLOCK_SIZE
 
     @property
@@ -51,7 +54,10 @@ class Sizes:
 
     @property
     def num_flops(self) -> float:
-        """FLOPs of both attention matmuls; for prompts, masked pairs are not counted."""
+        """FLOPs of both attention matmuls.
+
+        For prompts, masked pairs of positions are not counted.
+        """
         pairs = self.context * (self.context + 1) / 2 if self.prompts else self.context
         return 4 * self.batch * pairs * self.heads * self.head_dim
 
@@ -62,14 +68,14 @@ class Paged:
 
     sizes: Sizes
     query: Tensor  # [T, Hq, D]
-    layer: Tensor  # [2, N, H, S, W]
-    query_starts: Tensor  # [B + 1] int32
+    layer: Tensor  # shape [2, N, H, S, W]
+    query_starts: Tensor  # shape [B + 1], int32
     context_lens: Tensor  # [B] int32
-    block_tables: Tensor  # [B, M] int32
+    block_tables: Tensor  # shape [B, M], int32
 
     @classmethod
     def random(cls, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> "Paged":
-        """Create random inputs; each sequence's blocks are in random order."""
+        """Create random inputs. The blocks of each sequence are in random order."""
         num_blocks = sizes.batch * sizes.num_columns
         shape = (2, num_blocks, sizes.kv_heads, sizes.block_size, sizes.head_dim)
         step = sizes.num_tokens // sizes.batch
@@ -93,7 +99,7 @@ class Paged:
     def torch_dense(self) -> Call:
         """Return a function that calls torch SDPA on dense keys and values.
 
-        Gathering the dense keys and values happens before, and is not timed.
+        The dense keys and values are gathered before the timing begins.
         """
         sizes = self.sizes
         if sizes.narrow:
@@ -185,7 +191,7 @@ def _work(name: str, sizes: Sizes, goal: Goal, device: torch.device, dtype: torc
 
 
 def _shared_prefix(device: torch.device, dtype: torch.dtype, small: bool) -> Work:
-    """Return a benchmark of sequences with a shared prefix: cascade against plain attention.
+    """Return a benchmark that compares cascade with plain attention for a shared prefix.
 
     Cascade attention reads the shared prefix only once for all sequences.
     """

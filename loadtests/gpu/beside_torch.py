@@ -55,14 +55,15 @@ ENGINES = ("ours", "torch")
 class Sizes:
     """Sizes of the loads."""
 
-    prefills: tuple[int, ...] = (512, 2000, 8000)  # prompt lengths
+    prefills: tuple[int, ...] = (512, 2000, 8000)  # lengths of the prompts, in tokens
     num_prefills: int = 4
     num_decoding: int = 64
-    decoding: tuple[int, int] = (256, 160)  # prompt and output length
-    num_prompts: int = 8  # prompts that arrive while others decode
+    decoding: tuple[int, int] = (256, 160)  # lengths of prompt and output, in tokens
+    num_prompts: int = 8  # number of prompts that arrive while others decode
     prompt_len: int = 2000
     num_requests: int = 64
-    prompt_lens: tuple[int, int] = (200, 1500)  # prompt lengths of requests, drawn uniformly
+    # Bounds of the prompt lengths, which are drawn uniformly.
+    prompt_lens: tuple[int, int] = (200, 1500)
     output_lens: tuple[int, int] = (32, 160)
     arrival_seconds: float = 12.0
     max_requests: int = 256  # maximum number of requests of the load "arrivals"
@@ -77,7 +78,7 @@ SMALL_SIZES = Sizes(
 
 
 def make_loads(sizes: Sizes) -> dict[str, list[Request]]:
-    """Return the requests of each load, except for the arrivals."""
+    """Return the requests of each load except "arrivals"."""
     loads = {
         f"prefill of {length}": [
             Request(length, 1, after=number - 1 if number else None)
@@ -113,7 +114,7 @@ def _random_requests(sizes: Sizes, count: int, rng: np.random.Generator) -> list
 
 
 class PenstockEngine:
-    """The engine with its stepper, as its thread runs it in a worker."""
+    """The engine with its stepper, which runs as in the thread of a worker."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine, self._name = engine, name
@@ -124,7 +125,7 @@ class PenstockEngine:
 
     def submit(self, number: int, prompt: Prompt, max_tokens: int) -> None:
         self._num_submitted += 1
-        # Separate salts prevent prefix cache hits between requests.
+        # Different salts prevent prefix cache hits between requests.
         salt = f"{self._name}, {self._num_submitted}".encode()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
         self._engine.submit(NewSequence(number, prompt, len(prompt), params, salt=salt))
@@ -149,7 +150,7 @@ class PenstockEngine:
 
 
 class Pair:
-    """Both engines, with the same weights."""
+    """The engine and the plain torch engine, with the same weights."""
 
     def __init__(self, decoder: Decoder, options: Options, sizes: Sizes, folder: Path) -> None:
         self._decoder, self._sizes = decoder, sizes
@@ -168,7 +169,7 @@ class Pair:
         self._num_replays = 0
 
     def compare(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Replay a load against each engine; return both figures, and their ratios."""
+        """Replay a load against each engine. Return the figures of both, and their ratios."""
         rng = np.random.default_rng(len(requests))
         vocab = self._decoder.spec.vocab_size
         prompts = [rng.integers(2, vocab, each.prompt_len).tolist() for each in requests]
@@ -201,7 +202,7 @@ class Pair:
         try:
             return _replay_warm(engine, requests, prompts)
         finally:
-            del engine  # frees the engine's KV cache
+            del engine  # releases the engine's KV cache
             gc.collect()
 
 

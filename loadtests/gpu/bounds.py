@@ -1,4 +1,4 @@
-"""Measures the device's limits: memory bandwidth by copying, and FLOP/s by a matmul."""
+"""Measures the device's limits: the memory bandwidth of a copy and the FLOP/s of a matmul."""
 
 import math
 import sys
@@ -17,18 +17,21 @@ PRODUCT_SIZE, SMALL_PRODUCT_SIZE = 8192, 128
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The device's limits as measured in this run; NaN if unknown."""
+    """The device's limits as measured in this run. A limit is NaN if it is unknown."""
 
-    bytes_per_second: float = math.nan  # bytes read plus bytes written by a copy
+    bytes_per_second: float = math.nan  # bytes that a copy reads and writes per second
     flops_per_second: float = math.nan  # FLOP/s of a square matmul, in the weights' dtype
 
     @classmethod
     def read(cls, path: Path | None) -> "Bounds":
-        """Read the result file of the bounds section; if missing or invalid, all limits are NaN."""
+        """Read the result file of the bounds section.
+
+        If the file is missing or invalid, all limits are NaN.
+        """
         return cls(**(read_figures(path) if path is not None else {}))
 
     def floor(self, num_bytes: float, num_flops: float) -> float:
-        """Return the minimum time in seconds (roofline); NaN if the limits are unknown."""
+        """Return the minimum time in seconds (roofline), or NaN if the limits are unknown."""
         if math.isnan(self.bytes_per_second):
             return math.nan
         return max(num_bytes / self.bytes_per_second, num_flops / self.flops_per_second)

@@ -1,4 +1,7 @@
-"""Times operations on a device; on CUDA, many calls are replayed from one captured graph."""
+"""Times operations on a device.
+
+On CUDA, many calls are replayed from one captured graph.
+"""
 
 import statistics
 import time
@@ -24,7 +27,7 @@ class Clock(Protocol):
 class CudaClock:
     """Clock made of CUDA events on the current stream.
 
-    A mark is the time at which all work that was queued before it has completed.
+    A mark is the time at which all work queued before the mark has completed.
     """
 
     def mark(self) -> torch.cuda.Event:
@@ -59,7 +62,7 @@ class Timing:
     median: float
     least: float
     most: float
-    captured: bool  # timed as a CUDA graph; if False, the times may include launch overhead
+    captured: bool  # whether a CUDA graph was timed; if not, times may include launch overhead
 
 
 def time_calls(
@@ -79,7 +82,7 @@ def time_calls(
     clock, (play, captured) = clock_of(device), _player(calls, device)
     play()
     repeats = max(1, round(round_seconds / max(_seconds(clock, play, 1), 1e-7)))
-    if device.type != "cuda":  # a run on the CPU only tests this code
+    if device.type != "cuda":  # a run on the CPU only tests this code, so it measures briefly
         num_rounds = repeats = 1
     rounds = sorted(_seconds(clock, play, repeats) / len(calls) for _ in range(num_rounds))
     return Timing(statistics.median(rounds), rounds[0], rounds[-1], captured)
@@ -104,14 +107,14 @@ def _player(calls: Sequence[Call], device: torch.device) -> tuple[Call, bool]:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        all_of_them()  # compiles kernels and initializes libraries
+        all_of_them()  # the first calls compile kernels and initialize libraries
         all_of_them()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=stream):
             all_of_them()
-    except RuntimeError:  # the operation synchronizes with the host, which a capture does not allow
+    except RuntimeError:  # a capture fails if the operation synchronizes with the host
         torch.cuda.synchronize(device)
         return all_of_them, False
     return graph.replay, True

@@ -2,7 +2,7 @@
 
 The deterministic engine must first pass the check that workers run at their start. The section
 fails if a chunked prompt and a whole prompt do not give bitwise identical results. Times are device
-times: see `steps`.
+times (see `steps`).
 """
 
 import statistics
@@ -30,12 +30,12 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence
 
 LOAD = Load(batches=(1, 16, 64), input_len=1000, output_len=64)
-PROMPTS = (2000, 4000)  # prompt lengths in tokens
+PROMPTS = (2000, 4000)  # lengths of the prompts, in tokens
 ROUNDS = 3
 
 
 def make_engine(folder: Path, options: Options, load: Load, deterministic: bool) -> Engine:
-    """Create an engine with random weights; both modes get the same weights."""
+    """Create an engine with random weights, which are the same in both modes."""
     shape = SHAPES[options.model]
     config = small(shape.config) if options.small else shape.config
     decoder = random_model(folder, config, options.dtype, options.device, deterministic)
@@ -66,7 +66,7 @@ def step_seconds(engine: Engine, clock: Clock, batch: int, load: Load) -> float:
 def prompt_seconds(engine: Engine, clock: Clock, length: int) -> float:
     """Return the seconds from the start of a prompt of `length` tokens to its first answer token.
 
-    The engine runs nothing else in this time.
+    The engine runs nothing else during this time.
     """
     tokens = np.random.default_rng(length).integers(2, engine.spec.vocab_size, length).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -99,7 +99,7 @@ def measure(options: Options, load: Load, prompts: tuple[int, ...]) -> Iterator[
             work[f"prompt of {length}"] = partial(prompt_seconds, clock=clock, length=length)
         for name, seconds_of in work.items():
             for engine in engines:
-                seconds_of(engine)  # warm-up, not measured
+                seconds_of(engine)  # the first measurement is a warm-up and does not count
             taken = [[seconds_of(engine) for engine in engines] for _ in range(rounds)]
             figures["prices"][name] = _price(taken)
             yield figures

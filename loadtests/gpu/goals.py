@@ -1,4 +1,4 @@
-"""Performance goals of operations; checks whether a measurement meets its goal."""
+"""Performance goals of operations, and the check whether a measurement meets its goal."""
 
 import math
 from collections.abc import Mapping
@@ -10,13 +10,13 @@ from penstock.loadtests.gpu.bounds import Bounds
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Performance limits of an operation; every limit that is not None must be met."""
+    """Performance limits of an operation. Every limit that is not None must be met."""
 
-    most_us: float | None = None  # maximum time in microseconds
-    least_fraction: float | None = None  # minimum fraction of the speed at the device's limits
+    most_us: float | None = None  # maximum time of a call, in microseconds
+    least_fraction: float | None = None  # minimum speed as a fraction of the device's limits
     least_tflops: float | None = None
-    least_of_peer: float | None = None  # minimum fraction of the speed of the fastest peer
-    over_plain: float | None = None  # minimum speedup over the peer PLAIN, our plain variant
+    least_of_peer: float | None = None  # minimum speed as a fraction of the fastest peer's
+    over_plain: float | None = None  # minimum speedup over PLAIN, our own simple implementation
 
     def __str__(self) -> str:
         limits = (
@@ -34,16 +34,16 @@ PLAIN = "ours, plain"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurement of one operation, and its goal."""
+    """Measurement of one operation, with its goal."""
 
     name: str
     goal: Goal
     num_bytes: float
     num_flops: float
     seconds: float
-    captured: bool  # timed as a CUDA graph: see `Timing`
-    peers: Mapping[str, float]  # seconds, by name of the peer
-    absent: Mapping[str, str]  # peers that could not be measured, with the reasons
+    captured: bool  # whether a CUDA graph was timed (see `Timing`)
+    peers: Mapping[str, float]  # seconds per call of each peer, by its name
+    absent: Mapping[str, str]  # for each peer that could not be measured, the reason
 
     def figures(self, bounds: Bounds) -> dict[str, Any]:
         """Return the measurement as JSON values."""

@@ -1,7 +1,8 @@
-"""Runs the kernel tests on the device with pytest, in parallel processes if xdist is installed.
+"""Runs the kernel tests on the device with pytest.
 
-Every test appends a JSON line to a file when it ends (`pytest_lines`), so the results of a run that
-is stopped are kept. Files that need all device memory run alone, after the others.
+The tests run in parallel processes if xdist is installed. Every test appends a JSON line to a file
+when it ends (`pytest_lines`), so the results of a run that is stopped are kept. Files that need all
+device memory run alone, after the others.
 """
 
 import json
@@ -24,18 +25,19 @@ from penstock.loadtests.gpu.sections import write_figures
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDERS = ("tests/kernels", "tests/workers/gpu")
 MARKS = "interpreted or gpu"
-SECONDS = 215.0  # time limit of the section
+SECONDS = 215.0  # time limit of the section, in seconds
 INTERPRETED_SECONDS = 600.0  # time limit under Triton's interpreter, on a busy machine
-MARGIN_SECONDS = 8.0  # part of SECONDS reserved for writing the results
-SEPARATE_SECONDS = 45.0  # part of SECONDS reserved for SEPARATE_FILES
-TEST_SECONDS = 60  # time limit of one test on a GPU, if pytest-timeout is installed
-# Files with the longest tests, which are collected first.
+MARGIN_SECONDS = 8.0  # part of SECONDS that is reserved for writing the results
+SEPARATE_SECONDS = 45.0  # part of SECONDS that is reserved for SEPARATE_FILES
+TEST_SECONDS = 60  # time limit of one test on a GPU, if the plugin pytest-timeout is installed
+# pytest gets the files with the longest tests first.
 LONGEST = ("test_deterministic.py", "test_attention.py", "test_moe.py")
-SEPARATE_FILES = ("test_on_gpu.py",)  # files that need all device memory
+SEPARATE_FILES = ("test_on_gpu.py",)  # files whose tests need all device memory
 NUM_PROCESSES = max(2, min(14, (os.cpu_count() or 2) - 2))
 LINES = "kernel-tests.jsonl"
-MAX_FAILURES = 30  # failed tests whose traceback is in the results; the file of lines has all
-_NOTHING_CHOSEN, _TESTS_FAILED = 5, 1  # exit codes of pytest
+MAX_FAILURES = 30  # maximum number of tracebacks in the results; the file of lines has all
+# Pytest's exit codes for "no tests collected" and "tests failed".
+_NOTHING_CHOSEN, _TESTS_FAILED = 5, 1
 _LAST_LINES = 15
 
 
@@ -43,16 +45,16 @@ _LAST_LINES = 15
 class Results:
     """Results of the tests that ended, and problems that belong to no single test."""
 
-    # by test: the line of its failure, or else its last line
+    # For each test, the line of its failure or else its last line.
     lines: dict[str, dict[str, Any]] = field(default_factory=dict)
-    running: list[str] = field(default_factory=list)  # tests that started and did not end
+    running: list[str] = field(default_factory=list)  # tests that have started and not ended
     problems: list[str] = field(default_factory=list)
 
     def read(self, path: Path) -> None:
-        """Read the lines that were written so far."""
+        """Read the lines that the tests have written so far."""
         self.lines, started = {}, dict[str, None]()
         for text in path.read_text().splitlines() if path.exists() else ():
-            with suppress(ValueError):  # the last line may be incomplete
+            with suppress(ValueError):  # the last line of the file may be incomplete
                 line = json.loads(text)
                 started[line["test"]] = None
                 if line["outcome"] != "started" and not self._failed(line["test"]):
@@ -124,7 +126,7 @@ def run_pytest(
     if find_spec("xdist") and num_processes > 1:
         command += ["-n", str(num_processes), "--dist", "worksteal"]
     if device == "cuda" and find_spec("pytest_timeout"):
-        # "signal" would not interrupt a wait for the GPU; "thread" ends the whole process.
+        # The timeout method "signal" would not interrupt a wait for the GPU.
         command += ["--timeout", str(TEST_SECONDS), "--timeout-method", "thread"]
     command += [str(path.relative_to(ROOT)) for path in files]
     with tempfile.TemporaryFile("w+") as words:
@@ -148,7 +150,7 @@ def run_pytest(
 
 
 def measure(options: Options, ends: float) -> Iterator[dict[str, Any]]:
-    """Run all files until time `ends` (of `time.monotonic`); yield the results so far."""
+    """Run all files until time `ends` (of `time.monotonic`) and yield the results so far."""
     if find_spec("pytest") is None:
         yield {"failures": ["pytest is not installed: see `make gpu-carry` in docs/gpu.md"]}
         return

@@ -34,8 +34,8 @@ from penstock.workers.kv_transfer.shards import LayerHeadRange, Shard
 from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.kv_transfer.transport import DESTINATION, SOURCE, RankPair
 
-SECONDS = 30.0  # timeout of each process when it waits for the other one
-ALL_SECONDS = 36.0  # time limit of both processes, including their start
+SECONDS = 30.0  # seconds for which each process waits for the other one
+ALL_SECONDS = 36.0  # time limit of both processes in seconds, including their start
 FULL = (32, 8, 16, 128, 256)
 SMALL = (2, 2, 4, 8, 16)
 """Shape of the KV cache: layers, heads, block size, head dim, number of blocks."""
@@ -57,7 +57,7 @@ def kv_cache(device: torch.device, small: bool, seed: int) -> torch.Tensor:
 
 
 def sides_blocks(num_blocks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return random block ids at the source, and the ids at the destination to receive them."""
+    """Return random block ids at the source, and the ids of the destination's blocks."""
     rng = np.random.default_rng(3)
     half = num_blocks // 2
     return (
@@ -67,10 +67,13 @@ def sides_blocks(num_blocks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any,
 
 
 def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
-    """Run one of the two processes: rank SOURCE sends, rank DESTINATION receives and compares."""
+    """Run one of the two processes.
+
+    The rank SOURCE sends blocks, and the rank DESTINATION receives and compares them.
+    """
     store = connected_stores([0], SECONDS)[0]
     kv = kv_cache(device, small, seed=rank)
-    warm_up_block_moves(kv)  # as a worker does at its start
+    warm_up_block_moves(kv)  # a worker does the same at its start
     rectangle = LayerHeadRange(0, kv.shape[0], 0, kv.shape[3])
     staging = KvStaging(kv, rectangle)
     sent, received = sides_blocks(kv.shape[2])

@@ -28,23 +28,24 @@ from penstock.loadtests.gpu.transfer_process import (
 from penstock.workers.kv_transfer.transport import DESTINATION, SOURCE, PairBroken, RankPair
 
 MODULE = "penstock.loadtests.gpu.lost_peer"
-CONNECT_SECONDS = 20.0  # timeout of the rendezvous, including the start of the other process
-LOST_SECONDS = 5.0  # timeout of an operation, as in a worker
-ALL_SECONDS = 36.0  # time limit of all processes
+# Timeout of the rendezvous, in which the other process may still be starting.
+CONNECT_SECONDS = 20.0
+LOST_SECONDS = 5.0  # timeout of an operation, the same as in a worker
+ALL_SECONDS = 36.0  # time limit of all processes, in seconds
 MESSAGE_BYTES = 1 << 20
 FIRST, SECOND = 0, 1
 """Numbers of the two sources, and of their pairs with the destination."""
 
 
 def message(number: int, device: torch.device) -> torch.Tensor:
-    """Return the message of source `number`; it is the same in all processes."""
+    """Return the message of source `number`, which is the same in all processes."""
     generator = torch.Generator().manual_seed(number)
     values = torch.randint(256, (MESSAGE_BYTES,), generator=generator, dtype=torch.uint8)
     return values.to(device)
 
 
 def run_source(number: int, device: torch.device) -> dict[str, Any]:
-    """Send one message. The first source then waits until it is killed."""
+    """Send one message. The first source then waits until the parent kills it."""
     store = connected_stores([number], CONNECT_SECONDS)[number]
     pair = RankPair(SOURCE, store, device, "127.0.0.1", LOST_SECONDS)
     pair.connected().result(CONNECT_SECONDS)
@@ -57,7 +58,7 @@ def run_source(number: int, device: torch.device) -> dict[str, Any]:
 
 
 def run_destination(device: torch.device) -> dict[str, Any]:
-    """Receive from the first source, lose it, and receive from the second one."""
+    """Receive from the first source until it is killed, and then from the second one."""
     stores = connected_stores([FIRST, SECOND], CONNECT_SECONDS)
     pair = RankPair(DESTINATION, stores[FIRST], device, "127.0.0.1", LOST_SECONDS)
     try:
@@ -67,7 +68,7 @@ def run_destination(device: torch.device) -> dict[str, Any]:
     figures: dict[str, Any] = {"first": _receives(pair, FIRST, device)}
     buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=device)
     waiting = pair.receive(buffer)
-    write_line({"waiting": True})  # the parent now kills the source
+    write_line({"waiting": True})  # after this line, the parent kills the source
     began = time.monotonic()
     try:
         finish(waiting)
@@ -87,14 +88,16 @@ def run_destination(device: torch.device) -> dict[str, Any]:
 
 
 def _receives(pair: RankPair, number: int, device: torch.device) -> bool:
-    """Receive a message; return whether it is the message of source `number`."""
+    """Receive a message and return whether it is the message of source `number`."""
     buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=device)
     finish(pair.receive(buffer))
     return torch.equal(buffer, message(number, device))
 
 
 def run_processes(devices: tuple[str, str], hosts: bool) -> dict[str, Any]:
-    """Run the three processes; return the figures of the destination, and `failures`.
+    """Run the three processes.
+
+    Returns the figures of the destination, and `failures`.
 
     Args:
         devices: devices of the sources and of the destination.
@@ -116,7 +119,7 @@ def run_processes(devices: tuple[str, str], hosts: bool) -> dict[str, Any]:
     code = destination.end(ends)
     for source in sources:
         source.end(0.0)
-    thread.join(1.0)  # wait until the last report has been read
+    thread.join(1.0)  # wait until the thread has read the last report
     figures = dict(destination.figures)
     if code == 0 and "not_connected" in figures and hosts:
         return {"not_run": figures["not_connected"], "failures": []}

@@ -1,4 +1,4 @@
-"""Number of bytes that a decode step must read: all weights once, and the sequences' KV cache."""
+"""Number of bytes that a decode step must read: all weights and the sequences' KV cache."""
 
 import torch
 
@@ -17,8 +17,8 @@ def expected_fraction(num_experts: int, top_k: int, num_tokens: int) -> float:
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, batch: int) -> float:
     """Return the weight bytes read by a step with one token of each of `batch` sequences.
 
-    Of the embeddings, only the rows of the tokens count (all rows if they are tied to the head). Of
-    the experts, only the expected fraction counts.
+    The embeddings count with the rows of the tokens, or with all rows if they are tied to the head.
+    The experts count with the fraction that is expected to be used.
     """
     total = 0.0
     for name, tensor in empty_decoder(spec, dtype, torch.device("meta")).tensors().items():

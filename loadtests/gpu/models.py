@@ -21,7 +21,7 @@ class Shape:
     """A model configuration and its description."""
 
     about: str
-    config: dict[str, Any]  # content of the model's config.json
+    config: dict[str, Any]  # content of the model's `config.json`
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:

@@ -13,10 +13,10 @@ class Options:
     """Command-line options of one section."""
 
     device: torch.device
-    json: Path  # output file of the section's results
+    json: Path  # output file for the section's results
     bounds: Path | None  # result file of the bounds section; None: limits are unknown
-    model: str  # key of SHAPES; used by the engine sections
-    small: bool  # use tiny sizes, with which a CPU can test the command itself
+    model: str  # key of SHAPES for the sections that run an engine
+    small: bool  # whether to use tiny sizes, with which a CPU can test the command
     folder: Path | None = None  # existing folder for further result files, such as JSON lines
 
     @property

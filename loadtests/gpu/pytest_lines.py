@@ -23,7 +23,10 @@ CUDA_ERROR = re.compile(r"CUDA error|CUDA driver error|illegal memory access|dev
 
 
 class Lines:
-    """Appends lines to a file, in a process that gets the reports of all tests."""
+    """Appends lines to a file.
+
+    Used in the process that gets the reports of all tests.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,7 +56,7 @@ class ExitAfterCudaError:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._broken |= report.failed and bool(CUDA_ERROR.search(report.longreprtext))
 
-    @pytest.hookimpl(trylast=True)  # after xdist has sent the test's reports
+    @pytest.hookimpl(trylast=True)  # runs after the hook with which xdist sends the test's reports
     def pytest_runtest_logfinish(self) -> None:
         if self._broken:
             os._exit(1)

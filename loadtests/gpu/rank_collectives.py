@@ -1,4 +1,4 @@
-"""Checks and times the collectives of two ranks; both ranks make the same calls.
+"""Checks and times the collectives of two ranks, which make the same calls.
 
 Every result is compared with one that is computed from both ranks' inputs. On a GPU, each call is
 also captured, and the graph is replayed with other inputs.
@@ -17,7 +17,7 @@ from penstock.workers.parallel.collectives import ProcessGroup
 NUM_RANKS = 2
 SIZES = (8 << 10, 64 << 10, 1 << 20, 16 << 20)
 """Bytes of a rank's tensor. Up to 64 KiB, sums in rank order take one all-gather."""
-NUM_CALLS, NUM_ROUNDS = 20, 5  # calls per round and rounds of a measurement on a GPU
+NUM_CALLS, NUM_ROUNDS = 20, 5  # calls per round, and rounds per measurement, on a GPU
 
 Operation = Callable[[ProcessGroup, Tensor], Tensor]
 
@@ -49,7 +49,7 @@ OPERATIONS: dict[str, tuple[Operation, Callable[[list[Tensor], int], Tensor]]] =
 
 
 def inputs_of(rank: int, num_bytes: int, dtype: torch.dtype, number: int) -> Tensor:
-    """Return the input number `number` of a rank: the same in every process."""
+    """Return the input number `number` of a rank, which is the same in every process."""
     generator = torch.Generator().manual_seed(NUM_RANKS * number + rank)
     return torch.randn(num_bytes // dtype.itemsize, generator=generator).to(dtype)
 
@@ -63,7 +63,7 @@ def check_collectives(
         groups: process groups of both ranks, by order of summation, such as `in rank order`.
     """
     for order, group in groups.items():
-        # Only all-reduce depends on the order of summation, because only it adds.
+        # Only all-reduce adds numbers, so only it depends on the order of summation.
         names = OPERATIONS if group is next(iter(groups.values())) else ("all-reduce",)
         for name in names:
             for num_bytes in SIZES:
@@ -109,7 +109,7 @@ def _check(
         begin = clock.mark()
         operation(group, x)
         times = [clock.seconds(begin, clock.mark())]
-    # A sum of two numbers is rounded once; the other collectives only copy.
+    # An all-reduce rounds the sum of two numbers once. The other collectives only copy.
     limit = torch.finfo(dtype).eps / 2 if name == "all-reduce" else 0.0
     return {
         "us": 1e6 * sorted(times)[len(times) // 2],

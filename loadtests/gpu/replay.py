@@ -1,6 +1,6 @@
 """Replays a list of requests against an engine in this process, and times every token.
 
-Times are those of the host: a token counts from the moment at which the engine returned it. Both
+Times are those of the host. The time of a token is the moment at which the engine returned it. Both
 engines of a comparison run in the same loop.
 """
 
@@ -16,10 +16,11 @@ Prompt = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of a load; it arrives `arrival` seconds after the start of the load.
+    """A request of a load, which arrives `arrival` seconds after the start of the load.
 
     Attributes:
-        after: index of an earlier request; this one arrives no earlier than that one's first token.
+        after: index of an earlier request. The later request arrives no earlier than the first
+            token of the earlier one.
         background: the latency of the first token is not part of the figures.
     """
 
@@ -34,17 +35,17 @@ class TokenEngine(Protocol):
     """An engine that generates greedily, driven step by step by `replay`."""
 
     def submit(self, number: int, prompt: Prompt, max_tokens: int) -> None:
-        """Queue a request, which generates exactly `max_tokens` tokens."""
+        """Queue a request that generates exactly `max_tokens` tokens."""
 
     def advance(self) -> list[tuple[int, int]]:
-        """Wait for a step; return its tokens as (number of the request, token)."""
+        """Wait for a step and return its tokens as (number of the request, token)."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """Tokens of one request, and when they arrived, in seconds from the start of the load."""
+    """Tokens of one request and their arrival times, in seconds from the start of the load."""
 
-    arrived: float = 0.0  # when the request was due
+    arrived: float = 0.0  # time at which the request was due
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
@@ -56,7 +57,7 @@ def replay(
     clock: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Answer]:
-    """Run all requests to their ends; return their answers in the same order."""
+    """Run all requests to their ends. Return their answers in the same order."""
     answers = [Answer() for _ in requests]
     waiting, live, began = list(range(len(requests))), 0, clock()
     while waiting or live:
@@ -80,7 +81,7 @@ def replay(
 
 
 def _due(request: Request, answers: Sequence[Answer]) -> float:
-    """Return when a request arrives; infinity while request `after` has no token."""
+    """Return when a request arrives, or infinity while request `after` has no token."""
     if request.after is None:
         return request.arrival
     times = answers[request.after].times
@@ -91,7 +92,8 @@ def summary(requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str,
     """Return throughput and latencies of a load; a figure without samples is left out.
 
     `tokens_per_second` counts tokens of prompts and answers. `first_token` is the time from the
-    arrival of a request to its first token, `per_token` the time between tokens of one request.
+    arrival of a request to its first token. `per_token` is the time between two tokens of one
+    request.
     """
     pairs = list(zip(requests, answers, strict=True))
     last = max(answer.times[-1] for answer in answers)
@@ -115,7 +117,10 @@ def summary(requests: Sequence[Request], answers: Sequence[Answer]) -> dict[str,
 
 
 def speed_ratios(ours: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """Return, by figure, our speed divided by the other engine's; above 1 means faster."""
+    """Return our speed divided by the other engine's, for each figure.
+
+    A value above 1 means that our engine is faster.
+    """
     return {
         name: other[name] / value if name.endswith("_us") else value / other[name]
         for name, value in ours.items()

@@ -30,7 +30,7 @@ def flashinfer() -> Any:
 
 
 def row_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Work]:
-    """Yield the benchmarks; each reads and writes at least 64 MB unless `small`."""
+    """Yield the benchmarks. Each reads and writes at least 64 MB unless `small`."""
     tokens, hidden = (8, 64) if small else (8192, 4096)
 
     def randn(*shape: int) -> Tensor:
@@ -64,7 +64,7 @@ def _norm(randn: Callable[..., Tensor], tokens: int, hidden: int, itemsize: int)
     return Work(
         f"RMS norm of a sum, {tokens} x {hidden}",
         STREAMS,
-        4 * tokens * hidden * itemsize,  # reads: stream and x; writes: stream and result
+        4 * tokens * hidden * itemsize,  # reads stream and x; writes stream and result
         0,
         ours,
         {"torch": by_torch, "FlashInfer": by_flashinfer},

@@ -1,4 +1,4 @@
-"""Runs sections: each in a separate process with a time limit, so that failures are isolated."""
+"""Runs sections, each in its own process with a time limit, so that failures are isolated."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _LAST_WORDS = 2000  # characters of the process output that a failure report con
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A module to run in its own process; it writes its results to the file given by `--json`.
+    """A module to run in its own process, which writes its results to the file of `--json`.
 
     The section fails if its exit code is not 0, if it takes longer than `seconds`, or if its
     results contain `failures`.
@@ -33,11 +33,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a section; includes the figures even if the section failed."""
+    """Result of a section. It includes the figures even if the section failed."""
 
     name: str
     seconds: float
-    failures: list[str]  # reasons; []: the section passed
+    failures: list[str]  # reasons of the failure; empty if the section passed
     figures: dict[str, Any]
 
     @property
@@ -65,7 +65,7 @@ def run_section(section: Section, seconds_left: float) -> Outcome:
 
 
 def _wait(command: Sequence[str], environment: Mapping[str, str], words: int, limit: float) -> str:
-    """Run a process; return "" if it succeeded, else the reason of the failure.
+    """Run a process. Return "" if it succeeded, otherwise the reason of the failure.
 
     Afterwards, its whole process group is killed, so that no process stays on the device.
     """
@@ -93,7 +93,7 @@ def _last_words(path: Path) -> str:
 
 
 def read_figures(path: Path) -> dict[str, Any]:
-    """Return the results in a file; {} if the file is missing or invalid."""
+    """Return the results in a file, or {} if the file is missing or invalid."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
@@ -101,7 +101,10 @@ def read_figures(path: Path) -> dict[str, Any]:
 
 
 def write_figures(path: Path, figures: Mapping[str, Any]) -> None:
-    """Write results atomically, so that after a crash the file still has the previous results."""
+    """Write results atomically.
+
+    After a crash, the file still has the previous results.
+    """
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(figures))
     temporary.replace(path)

@@ -37,12 +37,13 @@ from penstock.loadtests.gpu.smoke_cases import EXACT, GROUPS
 from penstock.loadtests.gpu.smoke_inputs import Inputs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SECONDS = 130.0  # time limit of the section
-COMPILE_SECONDS = 60.0  # part of SECONDS for compiling; kernels that are not ready are left out
-CASE_SECONDS = 20.0  # limit of one case, after which its process is stopped
+SECONDS = 130.0  # time limit of the section, in seconds
+COMPILE_SECONDS = 60.0  # time for compiling; kernels that are not ready are left out
+CASE_SECONDS = 20.0  # seconds after which the process of a case is stopped
 INTERPRETED_CASE_SECONDS = 300.0
 INTERPRETED_SECONDS = 400.0  # time limit of the section under the interpreter
-HOPPER = DeviceInfo("sm_90", shared_bytes=227 << 10)  # the chip to compile for without a GPU
+# Chip for which kernels are compiled on a machine without a GPU.
+HOPPER = DeviceInfo("sm_90", shared_bytes=227 << 10)
 NUM_COMPILERS = max(1, min(14, (os.cpu_count() or 2) - 1))
 NUM_RUNNERS = max(1, min(4, (os.cpu_count() or 2) // 2))
 DTYPES = {"cuda": ("bfloat16",), "cpu": ("float16", "float32")}
@@ -56,14 +57,20 @@ hidden states of experts and heads, the result): 4 units of half an ulp.
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """Return the error's norm relative to that of the exact result; NaN if either has a NaN."""
+    """Return the norm of the error relative to that of the exact result.
+
+    The result is NaN if either of the tensors has a NaN.
+    """
     exact = exact.double()
     error = (found.cpu().double() - exact).norm() / exact.norm()
     return float(error)
 
 
 def run_group(name: str, inputs: Inputs, skipped: int) -> Iterator[dict[str, Any]]:
-    """Run the cases of a group after the first `skipped`; yield a line before and after each."""
+    """Run the cases of a group after the first `skipped` ones.
+
+    Yields a line before and after each case.
+    """
     limit = 0.0 if name in EXACT else LIMITS[inputs.dtype]
     dtype = str(inputs.dtype).removeprefix("torch.")
     for number, (case, compute) in enumerate(GROUPS[name](inputs)):
@@ -84,8 +91,8 @@ def run_group(name: str, inputs: Inputs, skipped: int) -> Iterator[dict[str, Any
 
 
 def child(group: str, dtype: str, options: Options, skipped: int) -> int:
-    """Run a group in this process; append its lines to the file `options.json`."""
-    # Uninitialized tensors, also those of launchers, are filled with NaN.
+    """Run a group in this process and append its lines to the file `options.json`."""
+    # The setting fills uninitialized tensors with NaN, also those of launchers.
     torch.use_deterministic_algorithms(True, warn_only=True)
     inputs = Inputs(options.device, getattr(torch, dtype), options.small)
     with options.json.open("a") as file:
@@ -103,10 +110,10 @@ def watch(
     ends: float,
     module: str = "penstock.loadtests.gpu.smoke",
 ) -> None:
-    """Run a group in processes until all cases have ended, or time `ends`; write lines to `path`.
+    """Run a group in processes until all cases have ended, or until time `ends`.
 
-    If a process crashes or hangs, its current case is recorded as failed, and another process runs
-    the remaining cases.
+    The lines are written to `path`. If a process crashes or hangs, its current case is recorded as
+    failed, and another process runs the remaining cases.
     """
     skipped = 0
     seconds = CASE_SECONDS if options.device.type == "cuda" else INTERPRETED_CASE_SECONDS
@@ -127,7 +134,7 @@ def watch(
         lines = read_lines(path)
         nothing: dict[str, Any] = {"number": skipped - 1, "outcome": "none"}
         last = lines[-1] if lines else nothing
-        if last["outcome"] != "started":  # it crashed outside of a case
+        if last["outcome"] != "started":  # the process did not crash while it ran a case
             line = {"case": f"{group}: process", "dtype": dtype, "number": last["number"]}
             _append(path, line | {"outcome": "failed", "why": f"{reason}: {words[-500:]}"})
             return
@@ -140,7 +147,7 @@ def watch(
 def _wait(
     process: "subprocess.Popen[bytes]", path: Path, seconds: float, ends: float
 ) -> tuple[str, str]:
-    """Wait for a process; return why it failed ("" if it did not) and the end of its stderr."""
+    """Wait for a process. Return why it failed ("" if it succeeded) and the end of its stderr."""
     size, changed = -1, time.monotonic()
     while True:
         try:
@@ -160,7 +167,7 @@ def _wait(
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file; [] if it does not exist."""
+    """Return the complete lines of a file, or [] if the file does not exist."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")]
@@ -172,26 +179,27 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 
 
 def compile_case(module: str, index: int, chip: DeviceInfo) -> list[dict[str, Any]]:
-    """Compile the kernels of an AOT case for a chip; return a line for each."""
+    """Compile the kernels of an AOT case for a chip and return a line for each."""
     jobs = importlib.import_module("tests.aot.jobs")
     return [asdict(report) for report in jobs.reports(jobs.Job(module, index, chip))]
 
 
 def compile_all(chip: DeviceInfo, names: Sequence[str], ends: float) -> Iterator[dict[str, Any]]:
-    """Compile the AOT cases of modules `names` until time `ends`; yield a line per kernel."""
+    """Compile the AOT cases of modules `names` until time `ends` and yield a line per kernel."""
     jobs = [
         (module, index)
         for module in (f"tests.aot.cases.{name}" for name in names)
         for index, _ in enumerate(importlib.import_module(module).aot_cases())
     ]
-    os.environ.pop("TRITON_INTERPRET", None)  # the child processes must compile, not interpret
+    # The child processes must compile kernels instead of interpreting them.
+    os.environ.pop("TRITON_INTERPRET", None)
     pool = ProcessPoolExecutor(NUM_COMPILERS, get_context("spawn"))
     futures = {pool.submit(compile_case, *job, chip): job for job in jobs}
     try:
         for future in as_completed(futures, max(0.0, ends - time.monotonic())):
             try:
                 yield from future.result()
-            except Exception as error:  # for example a crash of the compiler
+            except Exception as error:  # the compiler may crash, for example
                 case = f"{futures[future][0]}, case {futures[future][1]}"
                 why = f"does not compile: {type(error).__name__}: {error}"
                 yield {"kernel": "?", "case": case, "complaints": [why]}
@@ -204,7 +212,7 @@ def compile_all(chip: DeviceInfo, names: Sequence[str], ends: float) -> Iterator
 
 
 def figures_of(compiled: Sequence[dict[str, Any]], paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the results so far as JSON values; failed cases and compilations are failures."""
+    """Return the results so far as JSON values. Failed cases and compilations are its failures."""
     cases = [line for path in paths for line in read_lines(path) if line["outcome"] != "started"]
     complaints = [
         f"{line['kernel']} ({line['case']}): {complaint}"
@@ -232,7 +240,10 @@ def _too_wrong(line: dict[str, Any]) -> str:
 
 
 def measure(options: Options, ends: float) -> Iterator[dict[str, Any]]:
-    """Compile and run all cases until time `ends` (of `time.monotonic`); yield results so far."""
+    """Compile and run all cases until time `ends` (of `time.monotonic`).
+
+    Yields the results so far.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         compiled: list[dict[str, Any]] = []

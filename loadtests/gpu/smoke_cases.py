@@ -170,7 +170,7 @@ def _rotate(inputs: Inputs) -> Result:
     positions, frequencies = torch.arange(5, 26), 10000.0 ** -(torch.arange(32) / 32)
     table = rotary_table(frequencies, 26, torch.float32)[positions]
     x = inputs.randn(len(positions), 5, 64)
-    # The reference returns the dtype of its input.
+    # The reference result has the dtype of its input, so widen the input first.
     exact = rotate_reference(wide(x), positions, frequencies)
     table = table.to(inputs.device, torch.float32 if x.is_cuda else inputs.dtype)
     rotate_(x, table)
@@ -215,7 +215,8 @@ def _weight_only(inputs: Inputs, rows: int, kind: Kind, group: int) -> Result:
     width = size // 2 if is_narrow(kind) else size
     matrix = QuantizedMatrix(
         kind,
-        codes(120 if kind == "fp8" else 256, outputs, width),  # FP8 codes below 128 are positive
+        # FP8 codes below 128 are the positive numbers.
+        codes(120 if kind == "fp8" else 256, outputs, width),
         torch.rand(outputs, size // group, generator=generator) * size**-0.5,
         codes(16, outputs, size // group if has_zeros(kind) else 0),
         even_groups(size, group, torch.device("cpu")),
@@ -257,7 +258,7 @@ def _mix(inputs: Inputs, num_tokens: int, clamped: bool) -> Result:
 
 
 def blocks(inputs: Inputs) -> Iterator[Case]:
-    """Yield copies of KV blocks and their checksum, which must be exact."""
+    """Yield copies of KV blocks and their checksums, which must be exact."""
     yield "gather and scatter", lambda: _move(inputs)
     data = inputs.randn(1001)
     yield "checksum", lambda: (_integer(checksum(data)), _integer(_expected_checksum(data)))
@@ -280,7 +281,7 @@ def _expected_checksum(data: Tensor) -> int:
 
 
 def _integer(value: int) -> Tensor:
-    """Return an integer below 2^64 as two floats, without rounding."""
+    """Return an integer below 2^64 as two floats without rounding."""
     return torch.tensor([value >> 32, value & 0xFFFFFFFF], dtype=torch.float64)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Result: TypeAlias = tuple[Tensor, Tensor]  # result of a kernel, exact result
+Result: TypeAlias = tuple[Tensor, Tensor]  # the result of a kernel and the exact result
 Case: TypeAlias = tuple[str, Callable[[], Result]]
 Ints: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int32]]"
 
@@ -17,18 +17,18 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Makes random inputs of one dtype on the device; every run makes the same inputs."""
+    """Makes random inputs of one dtype on the device. Every run makes the same inputs."""
 
     device: torch.device
     dtype: torch.dtype
-    small: bool  # few and short sequences, for Triton's interpreter
+    small: bool  # whether to use few and short sequences, for Triton's interpreter
 
     def randn(self, *shape: int, scale: float = 1.0) -> Tensor:
         values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
         return (values * scale).to(self.device, self.dtype)
 
     def batch(self, lengths: list[tuple[int, int]]) -> tuple[tuple[Ints, Ints, Ints], int]:
-        """Return query starts, context lengths and block tables, and the number of blocks.
+        """Return query starts, context lengths, block tables and the number of blocks.
 
         `lengths` has the number of query tokens and the context length of each sequence.
         """
@@ -41,5 +41,5 @@ class Inputs:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return a copy on the host in float64."""
+    """Return a copy of a tensor on the host in float64."""
     return tensor.cpu().double()

@@ -21,7 +21,7 @@ from penstock.loadtests.gpu.smoke_inputs import Case, Inputs, Result, wide
 
 
 def sampling(inputs: Inputs) -> Iterator[Case]:
-    """Yield the cases of routing and sampling; token logits are always float32."""
+    """Yield the cases of routing and sampling. Token logits are always float32."""
     generator = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(6, 900 if inputs.small else 128_256, generator=generator)
     yield "routing", lambda: _route(inputs)
@@ -41,7 +41,7 @@ def _route(inputs: Inputs) -> Result:
 
 
 def _sample(inputs: Inputs, logits: Tensor) -> Result:
-    """Return 1 for each token that equals the token sampled on the CPU; and a tensor of ones."""
+    """Return two tensors: which tokens equal those sampled on the CPU (as 1 or 0), and ones."""
     temperature = torch.tensor([0.0, 0.7, 1.0, 1.0, 1.3, 0.9])
     cuts = FilterParams(
         torch.tensor([0, 0, 50, 0, 0, 40]),

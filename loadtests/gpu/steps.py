@@ -37,12 +37,12 @@ from penstock.workers.scheduling.table import SequenceTable
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sizes of the batches, and lengths of their sequences."""
+    """Sizes of the batches and lengths of their sequences."""
 
-    batches: tuple[int, ...] = (1, 16, 64, 256)  # numbers of sequences in the measured batches
+    batches: tuple[int, ...] = (1, 16, 64, 256)  # number of sequences in each measured batch
     input_len: int = 1000
     output_len: int = 96
-    num_warmups: int = 16  # number of decode steps of the full batch before the measurement
+    num_warmups: int = 16  # number of decode steps of the full batch that precede the measurement
     max_batched_tokens: int = 8192
 
 
@@ -82,7 +82,7 @@ class Marks:
 
 
 def summary(steps: Sequence[Step], clock: Clock, floor: float) -> dict[str, float]:
-    """Return statistics of consecutive steps: periods (end to end) and idle gaps.
+    """Return statistics of consecutive steps: periods (from end to end) and idle gaps.
 
     `floor` is the minimum time of a step, in seconds.
     """
@@ -101,7 +101,7 @@ def summary(steps: Sequence[Step], clock: Clock, floor: float) -> dict[str, floa
 
 
 def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
-    """Decode `batch` sequences to their ends; return the steps in which all of them decode."""
+    """Decode `batch` sequences to their ends. Return the steps in which all of them decode."""
     rng = np.random.default_rng(batch)
     for number in range(batch):
         prompt = rng.integers(2, engine.spec.vocab_size, load.input_len).tolist()
@@ -130,9 +130,10 @@ def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
 
 @contextmanager
 def noted_waits(device: torch.device) -> Iterator[list[str]]:
-    """Yield a list. On exit, source lines that synchronized implicitly with the device are added.
+    """Yield a list, to which the exit adds source lines that wait for the device.
 
-    The lines come from the warnings of `torch.cuda.set_sync_debug_mode`.
+    These are lines that synchronized implicitly. They come from the warnings of
+    `torch.cuda.set_sync_debug_mode`.
     """
     waits: list[str] = []
     if device.type != "cuda":
@@ -171,7 +172,8 @@ def measure(options: Options, bounds: Bounds, load: Load) -> Iterator[dict[str, 
     with forbid_fallback(options.device):
         engine.warm_up(lambda done, total: print(f"captured {done} of {total}", flush=True))
         for batch in load.batches:
-            decode(engine, clock, batch, Load((batch,), 4, 2, 0))  # warm-up, not measured
+            # The first run is a warm-up and is not measured.
+            decode(engine, clock, batch, Load((batch,), 4, 2, 0))
             with noted_waits(options.device) as waits:
                 steps = decode(engine, clock, batch, load)
             context = float(np.mean([step.context for step in steps]))

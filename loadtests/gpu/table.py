@@ -194,7 +194,7 @@ NAMED_ROWS: dict[str, tuple[Row, Callable[[str, Mapping[str, Any]], Row]]] = {
 def columns(head: Row, rows: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of an aligned table whose first column is left-aligned.
 
-    Yield nothing if there are no rows.
+    Yields nothing if there are no rows.
     """
     if not rows:
         return

@@ -75,8 +75,8 @@ def _sampling_tensors(rows: int, device: torch.device) -> SamplingTensors:
 def expert_work(device: torch.device, dtype: torch.dtype, small: bool) -> Iterator[Work]:
     """Yield benchmarks of an MoE layer for several numbers of tokens.
 
-    Results of other projects are published for this shape: 128 experts, 8 per token, hidden size
-    2816, intermediate size 704.
+    The shape has 128 experts, 8 per token, hidden size 2816 and intermediate size 704. Other
+    projects have published results for this shape.
     """
     num_experts, top_k, hidden, inner = (8, 2, 64, 32) if small else (128, 8, 2816, 704)
     goals = {1: Goal(most_us=60), 64: Goal(least_fraction=0.90), 4096: Goal(least_tflops=400)}
@@ -114,7 +114,10 @@ def _experts(
         row_weights = weights.flatten()[order].to(dtype)[:, None]
 
         def grouped() -> Tensor:
-            """Run grouped matmuls on sorted rows. Sorting is timed only in our implementation."""
+            """Run grouped matmuls on sorted rows.
+
+            The time of sorting counts only for our implementation.
+            """
             both = torch._grouped_mm(x[rows], stacks.gate_up, offs=ends)
             gate, up = both.chunk(2, -1)
             made = torch._grouped_mm(functional.silu(gate) * up, stacks.down, offs=ends)
@@ -130,5 +133,5 @@ def _experts(
         6 * tokens * top_k * hidden * (width // 2),
         ours,
         {"torch grouped product, sorted before": by_torch},
-        warm=True,  # one copy is enough, because the weights are larger than any cache
+        warm=True,  # one copy is enough, because the weights do not fit in any cache
     )

@@ -2,7 +2,7 @@
 
 The weights are those of a `Decoder` (the same memory). The baseline uses only operations of torch:
 fused projections, batched decode steps, and attention by `scaled_dot_product_attention`. Prompts
-are computed whole and one at a time; steps with a prompt alternate with decode steps. There are no
+are computed whole and one at a time. Steps with a prompt alternate with decode steps. There are no
 CUDA graphs, no paging, no prefix cache and no overlap of steps.
 """
 
@@ -21,7 +21,7 @@ from penstock.workers.layers.norm import RmsNorm
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.rotary_embedding import rotary_frequencies
 
-MASK_MULTIPLE = 64  # lengths of masked attention are rounded up to a multiple of this
+MASK_MULTIPLE = 64  # masked attention pads its length to a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class TorchModel:
         self.kv = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
 
     def prefill(self, row: int, tokens: Tensor) -> Tensor:
-        """Compute a prompt [T] into a row of the cache; return the next token, []."""
+        """Compute a prompt [T] into a row of the cache and return the next token, []."""
         length = len(tokens)
         angles = self.cos[:length, None], self.sin[:length, None]
         hidden = functional.embedding(tokens, self.embeddings)
@@ -79,12 +79,12 @@ class TorchModel:
         return self._next(hidden[-1:])[0]
 
     def decode(self, tokens: Tensor, positions: Tensor, longest: int, equal: bool) -> Tensor:
-        """Compute one token for each of the first R rows; return the next tokens, [R].
+        """Compute one token for each of the first R rows and return the next tokens, [R].
 
         Args:
             tokens: [R].
             positions: [R] position of each token.
-            longest: largest position, plus 1.
+            longest: largest position of all rows, plus 1.
             equal: whether all positions are equal, so that no mask is needed.
         """
         num_rows, mask = len(tokens), None
@@ -100,7 +100,7 @@ class TorchModel:
             keys, values = self.kv[number, :, :num_rows]
             keys[rows, :, positions] = key
             values[rows, :, positions] = value
-            # Query heads of a KV head form one matrix, so keys are not copied for each query head.
+            # The query heads of a KV head form one matrix, so that its keys are not copied.
             grouped = query.view(num_rows, self.kv_heads, -1, self.dim)
             mixed = functional.scaled_dot_product_attention(
                 grouped, keys[:, :, :longest], values[:, :, :longest], attn_mask=mask
@@ -160,18 +160,21 @@ def _weight_of(norm: object) -> Tensor:
 class _Running:
     number: int
     row: int
-    left: int  # tokens that are still to be generated
+    left: int  # number of tokens that are still to be generated
 
 
 class TorchEngine:
-    """Continuous batching over a `TorchModel`: a step computes one prompt, or one token per row."""
+    """Continuous batching over a `TorchModel`.
+
+    A step computes one prompt, or one token per row.
+    """
 
     def __init__(self, model: TorchModel) -> None:
         self._model = model
         device, num_rows = model.kv.device, model.kv.shape[2]
         self._tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
-        self._lengths = [0] * num_rows  # length of each row, known on the host; 0: free
+        self._lengths = [0] * num_rows  # length of each row, kept on the host; 0 means a free row
         self._queued: deque[tuple[int, Prompt, int]] = deque()
         self._running: list[_Running] = []
         self._prompt_was_last = False

@@ -25,13 +25,13 @@ _output_lock = threading.Lock()
 
 
 def write_line(message: Mapping[str, Any]) -> None:
-    """Send a message to the parent process; callable from any thread."""
+    """Send a message to the parent process. May be called from any thread."""
     with _output_lock:
         print(json.dumps(message), flush=True)
 
 
 def connected_stores(pairs: Sequence[int], seconds: float) -> dict[int, MirrorStore]:
-    """Return the stores of this process by pair number; a thread fills them from stdin.
+    """Return the stores of this process by pair number. A thread fills them from stdin.
 
     A wait for a value takes at most `seconds`.
     """
@@ -51,7 +51,7 @@ def _listen(lines: IO[str], stores: Mapping[int, MirrorStore]) -> None:
 
 
 def finish(operation: Operation) -> None:
-    """Wait for an operation, which fails at the timeout of its pair."""
+    """Wait until an operation ends. It fails at the timeout of its pair."""
     while not operation.ready():
         time.sleep(1e-4)
     operation.check()
@@ -102,7 +102,10 @@ class Child:
         return thread
 
     def end(self, ends: float) -> int | str:
-        """Wait until time `ends` (of `time.monotonic`), then kill; return exit code or error."""
+        """Wait until the process ends, or until time `ends`. Return the exit code or an error.
+
+        `ends` is a time of `time.monotonic`, at which the process is killed.
+        """
         began = time.monotonic()
         try:
             return self.process.wait(max(0.0, ends - began))
@@ -115,14 +118,14 @@ class Child:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if not line.startswith("{"):
-                continue  # log line of NCCL
+                continue  # the line is a log message of NCCL
             message = json.loads(line)
             if "key" in message:
                 peers[message["pair"]].forward(line)
             else:
                 self.figures = message
                 self.reported.set()
-        self.reported.set()  # the process has ended, and reports nothing more
+        self.reported.set()  # the process has ended, so that it reports nothing more
 
     def forward(self, line: str) -> None:
         """Write a line to the process, unless it has ended."""

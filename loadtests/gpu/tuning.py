@@ -7,7 +7,7 @@
    alternately.
 
 The file contains the candidates that are at least LEAST_GAIN times as fast as the default. Sections
-that run after this one use it, see `kernels/triton_common/tuned_tiles`.
+that run after this one use the file (see `kernels/triton_common/tuned_tiles`).
 """
 
 import argparse
@@ -42,22 +42,22 @@ from penstock.loadtests.gpu.smoke import (
 from penstock.loadtests.gpu.tuning_problems import Candidate, Problem, all_problems
 
 MODULE = "penstock.loadtests.gpu.tuning"
-SECONDS = 115.0  # time limit of the section, with a margin for writing the results
+SECONDS = 115.0  # time limit of the section in seconds, less a margin for writing the results
 INTERPRETED_SECONDS = 340.0
-CHECKED_FRACTION = 0.6  # fraction of SECONDS for the child processes
-NUM_CHILDREN = 2  # child processes per problem
-SWEEP_ROUNDS, SWEEP_SECONDS = 3, 0.005  # rounds of each candidate, and their duration
-NUM_PAIRS = 3  # alternating measurements of the best candidate and the default
+CHECKED_FRACTION = 0.6  # fraction of SECONDS that the child processes get
+NUM_CHILDREN = 2  # number of child processes per problem
+SWEEP_ROUNDS, SWEEP_SECONDS = 3, 0.005  # rounds of each candidate, and seconds of each round
+NUM_PAIRS = 3  # number of alternating measurements of the best candidate and the default
 LEAST_GAIN = 1.03
-FOLDER = "tiles"  # folder of the written file, inside the folder of results
+FOLDER = "tiles"  # name of the folder, inside the folder of results, for the written file
 
 
 def check_candidates(
     problem: Problem, index: int, num_children: int, skipped: int
 ) -> Iterator[dict[str, Any]]:
-    """Run every `num_children`-th candidate, except the first `skipped` of them; yield lines.
+    """Run every `num_children`-th candidate, except the first `skipped` of them.
 
-    There is a line before and after each candidate, as in `smoke.run_group`.
+    Yields a line before and after each candidate, as in `smoke.run_group`.
     """
     candidates = problem.candidates[index::num_children]
     call = problem.check()
@@ -86,7 +86,7 @@ def _result(call: Call) -> torch.Tensor:
 
 
 def child(group: str, options: Options, skipped: int) -> int:
-    """Check candidates in this process; append lines to the file `options.json`.
+    """Check candidates in this process and append lines to the file `options.json`.
 
     `group` contains the problem's name, the first candidate and the step between candidates.
     """
@@ -103,7 +103,7 @@ def child(group: str, options: Options, skipped: int) -> int:
 def check_all(
     problems: Sequence[Problem], options: Options, folder: Path, ends: float
 ) -> dict[str, list[dict[str, Any]]]:
-    """Check all candidates in child processes until time `ends`; return lines by problem."""
+    """Check all candidates in child processes until time `ends` and return lines by problem."""
     num_children = 1 if options.small else NUM_CHILDREN
     paths = {
         f"{problem.name}#{index}#{num_children}": folder / f"tuning-{number}-{index}.jsonl"
@@ -129,16 +129,17 @@ def check_all(
 def sweep(
     problem: Problem, candidates: Sequence[Candidate], device: torch.device, ends: float
 ) -> dict[str, Any]:
-    """Time candidates until time `ends`; return the figures of the best one.
+    """Time candidates until time `ends` and return the figures of the best one.
 
-    The speed of a candidate is relative to the default: the geometric mean over the workloads.
+    The speed of a candidate is relative to that of the default: the geometric mean over the
+    workloads.
     """
 
     def seconds_of(candidate: Candidate, rounds: int, seconds: float) -> dict[str, float]:
         found = {}
         for name, make in problem.workloads.items():
             with trial_tiles(problem.kernel, candidate):
-                # `make` runs here, because a plan keeps the tiles with which it was made.
+                # `make` must run with the candidate's tiles, because a plan keeps them.
                 found[name] = time_calls([make()], device, rounds, seconds).median
         return found
 
@@ -173,7 +174,7 @@ def _gain(base: dict[str, float], found: dict[str, float]) -> float:
 
 
 def write_tiles(folder: Path, product: str, swept: Sequence[dict[str, Any]]) -> Path:
-    """Write the file of tuned tiles of a product; return its path."""
+    """Write the file of tuned tiles of a product and return its path."""
     tiles: dict[str, dict[str, Candidate]] = {}
     for figures in swept:
         if figures["best"] != figures["default"] and figures["least_gain"] >= LEAST_GAIN:
@@ -186,12 +187,12 @@ def write_tiles(folder: Path, product: str, swept: Sequence[dict[str, Any]]) -> 
 
 
 def dtype_of(options: Options) -> torch.dtype:
-    """Return the dtype to tune for; the interpreter does not compute bfloat16."""
+    """Return the dtype to tune for. The interpreter does not compute bfloat16."""
     return torch.bfloat16 if options.device.type == "cuda" else torch.float16
 
 
 def measure(options: Options, began: float, seconds: float) -> Iterator[dict[str, Any]]:
-    """Check, time and write; yield the results so far."""
+    """Check and time candidates, and write the file; yield the results so far."""
     ends = began + seconds
     problems = all_problems(options.device, dtype_of(options), options.small)
     swept: dict[str, Any] = {}
@@ -220,7 +221,7 @@ def measure(options: Options, began: float, seconds: float) -> Iterator[dict[str
 
 def main() -> int:
     began = time.monotonic()
-    os.environ.pop(VARIABLE, None)  # without tuned tiles, the default is that of the launchers
+    os.environ.pop(VARIABLE, None)  # without a file, launchers use their own defaults
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--group")
     parser.add_argument("--dtype")

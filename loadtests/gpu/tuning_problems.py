@@ -1,7 +1,7 @@
 """Problems of the tuning sweep: kernels with tile sizes, for the shapes of the models.
 
 The file of tuned tiles has one entry for each problem. Workloads have the sizes that are timed. The
-check is a small workload, which uses the same compiled kernel because batch sizes are not compiled
+check is a small workload. It uses the same compiled kernel, because batch sizes are not compiled
 into kernels.
 """
 
@@ -34,12 +34,12 @@ from penstock.loadtests.gpu.models import SHAPES, small
 
 Candidate = dict[str, int]
 
-BLOCK_SIZE = 64  # the default block size on a GPU
-SMALL_CANDIDATES = 3  # number of candidates per problem if kernels are interpreted
-SMALL_ROWS = 64  # maximum rows per expert if kernels are interpreted
+BLOCK_SIZE = 64  # default block size of the KV cache on a GPU
+SMALL_CANDIDATES = 3  # number of candidates per problem under the interpreter
+SMALL_ROWS = 64  # maximum rows per expert under the interpreter
 MOE_TOKENS = {16: 64, 64: 512, 128: 4096}
 """Tokens of the timed batches by the rows of the default tiles, for 8 of 128 experts."""
-WEIGHT_ONLY = "8b"  # the model whose products are tuned with weights of 4 and 8 bits
+WEIGHT_ONLY = "8b"  # model whose products are tuned with weights of 4 and 8 bits
 CODES: tuple[tuple[Kind, int], ...] = (("int4", 128), ("fp8", 0))
 """Kinds of codes that are tuned, and the inputs per group; 0: all."""
 PRODUCT_ROWS = {triton_quantized.FEW_ROWS: (1, 16), triton_quantized.MANY_ROWS: (64, 2048)}
@@ -53,8 +53,9 @@ class Problem:
     name: str
     kernel: str  # a key of `tuned_tiles.KERNELS`
     shape: dict[str, int]
-    candidates: list[Candidate]  # the first one is the default
-    workloads: Mapping[str, Callable[[], Call]]  # each allocates inputs; returns a function to time
+    candidates: list[Candidate]  # tile sizes to compare; the first ones are the default
+    # Each function allocates inputs and returns a function to time.
+    workloads: Mapping[str, Callable[[], Call]]
     check: Callable[[], Call]
 
 
@@ -85,7 +86,7 @@ def _problems_of(
         sizes = Sizes(batch, context, heads, kv_heads, dim, prompts, block_size=BLOCK_SIZE)
 
         def make() -> Call:
-            torch.manual_seed(0)  # equal inputs for every candidate
+            torch.manual_seed(0)  # every candidate gets equal inputs
             return Paged.random(sizes, device, dtype).ours()
 
         return make
@@ -126,9 +127,10 @@ def _problems_of(
 
 
 def _first(default: Candidate, others: Sequence[Candidate], is_small: bool) -> list[Candidate]:
-    """Return the default and the other candidates; only a few of them for the interpreter.
+    """Return the default and the other candidates.
 
-    A candidate without `rows` uses the rows of the default.
+    The interpreter gets only a few candidates. A candidate without `rows` uses the rows of the
+    default.
     """
     complete = [{**default, **each} for each in others]
     candidates = [default, *(each for each in complete if each != default)]
@@ -192,7 +194,8 @@ def _expert_problems(
         if is_small:
             if rows > SMALL_ROWS:
                 continue
-            tokens = tokens * 8 * experts // (128 * top_k)  # keeps the mean rows per expert
+            # Keeps the mean number of rows per expert.
+            tokens = tokens * 8 * experts // (128 * top_k)
         default = asdict(tiles_for(dtype, tokens * top_k / experts, False))
         assert default["rows"] == rows
         shape = {"experts": experts, "size": size, "inner": inner, "rows": rows}
@@ -216,7 +219,7 @@ def _expert_problems(
 def _weight_only_problems(
     chip: DeviceInfo, device: torch.device, dtype: torch.dtype, is_small: bool
 ) -> Iterator[Problem]:
-    """Yield problems of weight-only products; all products of a layer share an entry."""
+    """Yield problems of weight-only products. All products of a layer share an entry."""
     config = SHAPES[WEIGHT_ONLY].config
     if is_small:
         config = {**small(config), "hidden_size": 128, "intermediate_size": 128}
@@ -263,10 +266,10 @@ def _products(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Callable[[], Call]:
-    """Return a function that allocates matrices of codes [outputs, inputs], and returns a call.
+    """Return a function that allocates matrices of codes [outputs, inputs] and returns a call.
 
-    The call multiplies by each matrix, so that the codes of a layer do not fit in the L2 cache. It
-    returns the last product.
+    The call multiplies by each matrix and returns the last product. With several matrices, the
+    codes do not stay in the L2 cache.
     """
 
     def make() -> Call:
@@ -282,7 +285,7 @@ def _products(
             num_groups = inputs // (group or inputs)
             scales = torch.full((outputs, num_groups), inputs**-0.5 / 8, device=device)
             zeros = codes(16, outputs, num_groups if has_zeros(kind) else 0)
-            # FP8 (e4m3) codes from 0 to 64 have values from 0 to 2.
+            # The FP8 (e4m3) codes from 0 to 64 stand for values from 0 to 2.
             values = (
                 codes(256, outputs, inputs // 2) if is_narrow(kind) else codes(65, outputs, inputs)
             )

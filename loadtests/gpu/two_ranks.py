@@ -1,8 +1,8 @@
-"""Runs collectives and an engine of two ranks: two processes, over NCCL with a GPU each.
+"""Runs collectives and an engine with two ranks, in two processes with a GPU each, over NCCL.
 
-1. The collectives of a worker's ranks: see `rank_collectives`.
-2. An engine with one rank, on the first GPU, answers two loads.
-3. A deterministic engine with two ranks must pass the check that workers make at their start, and
+1. The collectives of a worker's ranks: see `rank_collectives`. 2. An engine with one rank, on the
+first GPU, answers two loads. 3. A deterministic engine with two ranks must pass the check that
+workers make at their start, and
    give the same tokens for requests together and alone.
 4. An engine with two ranks answers the loads of the first engine.
 
@@ -44,18 +44,18 @@ from penstock.workers.rank.follower import Follower
 from penstock.workers.rank.process_tuning import NCCL_VARIABLES
 
 MODULE = "penstock.loadtests.gpu.two_ranks"
-SECONDS = 72.0  # time limit of both processes on a GPU; the section has 80 s
+SECONDS = 72.0  # time limit of both processes on a GPU in seconds; the section has 80 s
 INTERPRETED_SECONDS = 220.0
-RANKS_SECONDS = 40.0  # timeout of an operation between the ranks
-LOST_SECONDS = 3.0  # time for which a rank may continue after the other one has failed
+RANKS_SECONDS = 40.0  # timeout in seconds of an operation between the ranks
+LOST_SECONDS = 3.0  # seconds for which a rank may continue after the other one has failed
 WEIGHTS_KEY = "the weights are written"
 LOADS = {"1 request": [Request(400, 64)], "32 requests": [Request(400, 64)] * 32}
 SMALL_LOADS = {"1 request": [Request(20, 6)], "3 requests": [Request(20, 6)] * 3}
-NUM_SINGLE = 3  # requests that the deterministic engine also answers alone
+NUM_SINGLE = 3  # number of requests that the deterministic engine also answers alone
 
 
 def absent(device: str) -> str:
-    """Return what this machine lacks for two ranks; "": nothing."""
+    """Return what this machine lacks for two ranks, or "" if it lacks nothing."""
     if device == "cuda" and (count := torch.cuda.device_count()) < NUM_RANKS:
         return f"two GPUs are needed, and torch finds {count}"
     try:
@@ -66,7 +66,7 @@ def absent(device: str) -> str:
 
 
 class Rank:
-    """The engines of one rank, and the requests of the loads."""
+    """The engines of one rank, with the requests of the loads."""
 
     def __init__(self, number: int, options: Options, folder: Path) -> None:
         self._number, self._options, self._folder = number, options, folder
@@ -126,7 +126,7 @@ class Rank:
         return Engine(config, store=PrefixStore(name, self.store))
 
     def engine_of_one_rank(self) -> Engine:
-        """Write the weights, and start an engine with one rank."""
+        """Write the weights and start an engine with one rank."""
         options = self._options
         decoder = random_model(self._folder, self._config, options.dtype, options.device)
         save_weights(self._folder, decoder)
@@ -134,7 +134,7 @@ class Rank:
         return Engine(self.worker(1, False, False), decoder=decoder)
 
     def answers(self, engine: Engine, requests: Sequence[Request]) -> list[Answer]:
-        """Replay requests; equal requests get the same prompts in every engine."""
+        """Replay requests. Equal requests get the same prompts in every engine."""
         rng = np.random.default_rng(0)
         prompts = [rng.integers(2, engine.spec.vocab_size, each.prompt_len) for each in requests]
         engine.reset_scheduler(engine.limits)
@@ -146,7 +146,7 @@ class Rank:
 
     def all_answers(self, engine: Engine) -> dict[str, list[Answer]]:
         engine.warm_up()
-        for requests in self.loads.values():  # not measured
+        for requests in self.loads.values():  # the first replay is a warm-up and is not measured
             self.answers(engine, [replace(each, output_len=2) for each in requests])
         return {name: self.answers(engine, requests) for name, requests in self.loads.items()}
 
@@ -156,7 +156,7 @@ ENGINES = (("deterministic", True, False), ("plain", False, True))
 
 
 def run_leader(rank: Rank) -> Iterator[dict[str, Any]]:
-    """Run rank 0; yield the results so far after each part."""
+    """Run rank 0 and yield the results so far after each part."""
     figures: dict[str, Any] = {"collectives": {}, "loads_of_ranks": {}, "failures": []}
     for name, found in rank.collectives():
         figures["collectives"][name] = found
@@ -207,7 +207,7 @@ def compare(
     single: Mapping[str, Sequence[Answer]],
     together: Mapping[str, Sequence[Answer]],
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures of each load: one rank, two ranks, their ratios and their equal tokens."""
+    """Return the figures of each load with one and two ranks, with ratios and equal tokens."""
     found = {}
     for name, requests in loads.items():
         one, two = summary(requests, single[name]), summary(requests, together[name])
@@ -232,7 +232,7 @@ def different(loads: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def run_follower(rank: Rank) -> Iterator[dict[str, Any]]:
-    """Run rank 1; yield the results so far."""
+    """Run rank 1 and yield the results so far."""
     figures: dict[str, Any] = {"collectives": dict(rank.collectives())}
     yield figures
     rank.store.wait([WEIGHTS_KEY], timedelta(seconds=INTERPRETED_SECONDS))
@@ -244,7 +244,7 @@ def run_follower(rank: Rank) -> Iterator[dict[str, Any]]:
 
 
 def run_rank(number: int, options: Options, folder: Path) -> int:
-    """Run the section in the process of rank `number`; write its results to a file."""
+    """Run the section in the process of rank `number` and write its results to a file."""
     rank = Rank(number, options, folder)
     with forbid_fallback(options.device):
         for figures in run_follower(rank) if number else run_leader(rank):
@@ -280,7 +280,8 @@ def _start(number: int, options: Options, folder: Path) -> "subprocess.Popen[byt
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     environment = {**NCCL_VARIABLES, **os.environ, **LOOPBACK}
     if options.device.type == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = visible[number]  # as Ray does for the ranks
+        # Each rank sees one GPU, as Ray arranges for a worker's ranks.
+        environment["CUDA_VISIBLE_DEVICES"] = visible[number]
     command = [sys.executable, "-m", MODULE, "--rank", str(number), "--ranks-folder", str(folder)]
     command += ["--json", str(folder / f"{number}.json"), "--device", options.device.type]
     command += ["--model", options.model, *(["--small"] if options.small else [])]
@@ -289,7 +290,10 @@ def _start(number: int, options: Options, folder: Path) -> "subprocess.Popen[byt
 
 
 def _wait(processes: Sequence["subprocess.Popen[bytes]"], ends: float, folder: Path) -> list[str]:
-    """Wait for the ranks; return the failures. If one fails, the other one is soon killed."""
+    """Wait for the ranks and return the failures.
+
+    If one rank fails, the other one is soon killed.
+    """
     failed = False
     while any(process.poll() is None for process in processes) and time.monotonic() < ends:
         if not failed and any(process.poll() for process in processes):

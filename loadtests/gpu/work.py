@@ -1,4 +1,4 @@
-"""A benchmark of one operation: times our implementation and its peers with the same sizes."""
+"""A benchmark of one operation, which times our implementation and its peers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ MAX_CALLS = 16
 
 
 class Absent(Exception):
-    """A peer implementation is not available; the message gives the reason."""
+    """Raised if a peer implementation is not available. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One operation to measure: one row of the result table.
+    """One operation to measure, which is one row of the result table.
 
     `ours` and each of `peers` allocate new memory and return a function to time. A peer that is not
     available raises Absent.
@@ -32,10 +32,13 @@ class Work:
     num_flops: float  # FLOPs per call
     ours: Callable[[], Call]
     peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
-    warm: bool = False  # True: data may stay in the caches between calls
+    warm: bool = False  # whether data may stay in the caches between calls
 
     def measure(self, device: torch.device) -> Measured:
-        """Time all implementations. Failures of peers are recorded; a failure of ours is raised."""
+        """Time all implementations.
+
+        Failures of peers are recorded, while a failure of our implementation is raised.
+        """
         num_cold_calls = min(MAX_CALLS, max(1, round(COLD_CACHE_BYTES / self.num_bytes)))
         num_calls = 1 if self.warm or device.type == "cpu" else num_cold_calls
         own = time_calls(_calls(self.ours, num_calls), device)
@@ -46,7 +49,7 @@ class Work:
                 peers[name] = time_calls(_calls(make, num_calls), device).median
             except (Absent, ImportError) as error:
                 absent[name] = str(error)
-            except Exception as error:  # the failure of a peer must not stop the benchmark
+            except Exception as error:  # the benchmark continues if a peer fails
                 absent[name] = f"{type(error).__name__}: {error}"
         return Measured(
             self.name,

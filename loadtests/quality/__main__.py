@@ -3,8 +3,8 @@
 `python -m penstock.loadtests.quality` must run in the source tree, because it uses the questions of
 `training`. It makes a checkpoint of each form, and answers all held-out questions greedily in
 Penstock's engine. It prints two tables in Markdown. The first has exact match and perplexity of
-each form, paired with float32, with 95 % intervals (bootstrap over questions). The second has the
-error of a large matmul: see `features`.
+each form, compared with float32 on the same questions, with 95 % intervals (bootstrap over
+questions). The second has the error of a large matmul (see `features`).
 """
 
 import json
@@ -40,10 +40,10 @@ class Form:
     """A form of the weights, the function that makes it, and its goal."""
 
     about: str
-    goal: float | None  # maximum loss of exact match in points; None: no goal
-    quantization: str = "none"  # value of `--quantization`
+    goal: float | None  # maximum loss of exact match in percentage points, or None
+    quantization: str = "none"  # value of the option `--quantization`
     write: Callable[[Source, Path], Path] | None = (
-        None  # writes the checkpoint; None: use the float checkpoint
+        None  # function that writes the checkpoint; None means the float checkpoint
     )
 
 

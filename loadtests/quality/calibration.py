@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 @dataclass(slots=True)
 class Inputs:
-    """Sums over all calibration tokens of one layer's inputs x [K]."""
+    """Sums of one layer's inputs x [K] over all calibration tokens."""
 
-    products: Tensor  # [K, K] float64, sum of x xᵀ
-    sums: Tensor  # [K] float64, sum of |x|
+    products: Tensor  # sum of x xᵀ, [K, K] float64
+    sums: Tensor  # sum of |x|, [K] float64
     count: int = 0
 
     @staticmethod
@@ -30,18 +30,18 @@ class Inputs:
 
     @property
     def hessian(self) -> Tensor:
-        """Mean of x xᵀ."""
+        """Mean of x xᵀ over the calibration tokens, [K, K]."""
         return self.products / max(self.count, 1)
 
     @property
     def magnitudes(self) -> Tensor:
-        """Mean of |x|, [K] float32."""
+        """Mean of |x| over the calibration tokens, [K] float32."""
         return (self.sums / max(self.count, 1)).float()
 
 
 @torch.inference_mode()
 def collect_inputs(folder: Path, sequences: Sequence[Sequence[int]]) -> dict[str, Inputs]:
-    """Run a model on token sequences in `transformers`; return the input statistics by module.
+    """Run a model on token sequences in `transformers` and return each module's input statistics.
 
     The LM head is left out.
     """

@@ -36,7 +36,7 @@ AWQ_STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A float checkpoint with the statistics of its layers' inputs."""
+    """A float checkpoint, with the statistics of its layers' inputs."""
 
     folder: Path
     tensors: Tensors
@@ -58,7 +58,7 @@ class Source:
 
 
 def write_gptq(source: Source, folder: Path) -> Path:
-    """GPTQ with 4 bits in groups of 128, asymmetric, without act-order."""
+    """Write a checkpoint in GPTQ form: 4 bits in groups of 128, asymmetric, without act-order."""
     config = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False,
               "desc_act": False, "checkpoint_format": "gptq_v2"}  # fmt: skip
     tensors = dict(source.tensors)
@@ -74,7 +74,10 @@ def write_gptq(source: Source, folder: Path) -> Path:
 
 
 def write_awq(source: Source, folder: Path) -> Path:
-    """AWQ with 4 bits in groups of 128: scaled inputs, then clipped ranges."""
+    """Write a checkpoint in AWQ form:
+
+    4 bits in groups of 128, with scaled inputs and clipped ranges.
+    """
     config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True,
               "version": "gemm"}  # fmt: skip
     tensors, scales = dict(source.tensors), {}
@@ -100,7 +103,7 @@ def write_awq(source: Source, folder: Path) -> Path:
 
 
 def _awq_pairs(source: Source) -> list[tuple[str, list[str]]]:
-    """Return pairs: a module that absorbs scales, and the modules whose inputs they divide."""
+    """Return pairs of a module that absorbs scales and the modules with scaled inputs."""
     layers = sorted({module.rsplit(".", 2)[0] for module in source.inputs})
     pairs = []
     for layer in layers:
@@ -128,7 +131,7 @@ def _awq_factors(weights: list[Tensor], inputs: Inputs) -> Tensor:
 
 
 def write_nf4(source: Source, folder: Path) -> Path:
-    """NF4 of bitsandbytes, in blocks of 64."""
+    """Write a checkpoint in the NF4 form of bitsandbytes, in blocks of 64."""
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
               "bnb_4bit_use_double_quant": False}  # fmt: skip
     tensors = dict(source.tensors)

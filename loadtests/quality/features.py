@@ -58,7 +58,7 @@ def online(form: WeightForm) -> Callable[[Tensor, Tensor], Rounded]:
         matrix = quantize_weight(weight, form)
         found = matrix.dequantize()
         half = matrix.scales[:, matrix.groups.long()] / 2
-        if form == "fp8":  # FP8 (e4m3) has three mantissa bits
+        if form == "fp8":  # the mantissa of FP8 (e4m3) has three bits
             half = torch.maximum(found.abs().log2().floor().exp2() * 2**-4, half * 2**-9)
         return Rounded(found, half, matrix.codes, matrix.scales, matrix.zeros)
 
@@ -79,7 +79,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Rounded]] = {
 
 
 def product_errors(seed: int = 0) -> dict[str, ProductError]:
-    """Return each form's error; calibration and measurement use different features."""
+    """Return the error of each form. Calibration and measurement use different features."""
     assert NUM_INPUTS % GROUP == 0
     generator = torch.Generator().manual_seed(seed)
     features = random_features(generator)

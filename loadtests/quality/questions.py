@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = 224
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A held-out question: the tokens of its prompt and of its answer, with the end token."""
+    """A held-out question: the tokens of its prompt and of its answer, including the end token."""
 
     prompt: list[int]
     answer: list[int]
@@ -33,7 +33,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def held_out(tokenizer: Any, count: int) -> list[Question]:
-    """Return up to `count` held-out questions of each family."""
+    """Return at most `count` held-out questions of each family."""
     return [
         _question(tokenizer, example, task.accepts)
         for task in FAMILIES.values()
@@ -67,7 +67,10 @@ def _question(
 def results_of(
     folder: Path, quantization: str, tokenizer: Any, questions: Sequence[Question]
 ) -> Results:
-    """Return a model's results; the KV cache is float32, so models differ only in their weights."""
+    """Return a model's results.
+
+    The KV cache is float32, so that models differ only in their weights.
+    """
     engine = Engine(
         WorkerConfig(
             "quality", folder, quantization=quantization, kv_cache_dtype="float32",
@@ -96,7 +99,7 @@ def _answers(engine: Engine, tokenizer: Any, questions: Sequence[Question]) -> l
 
 
 def _losses(engine: Engine, questions: Sequence[Question]) -> Any:
-    """Return, by question, the sum of the expected answer's negative log-likelihoods."""
+    """Return, for each question, the negative log-likelihood of the expected answer."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     found = np.zeros(len(questions))
     for number, question in enumerate(questions):

@@ -1,4 +1,4 @@
-"""Quantizes weight matrices to published forms: by plain rounding, or calibrated (GPTQ, AWQ).
+"""Quantizes weight matrices to published forms, by plain rounding or with calibration.
 
 Sources: Frantar et al., "GPTQ" (2022); Lin et al., "AWQ" (2023); Dettmers et al., "QLoRA" (2023)
 for NF4; the block layouts of ggml-common.h for Q4_K and Q6_K.
@@ -44,7 +44,7 @@ class Rounded:
 
 
 def group_levels(part: Tensor, fraction: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return float16 scales and zero points [N] for 16 levels over part of each row's range."""
+    """Return float16 scales and zero points [N] of 16 levels for a part of each row's range."""
     low, high = part.amin(1).clamp_max(0) * fraction, part.amax(1).clamp_min(0) * fraction
     scales = ((high - low) / 15).clamp_min(1e-6).half().to(part.dtype)
     return scales, (-low / scales).round().clamp(0, 15)
@@ -55,7 +55,10 @@ def to_levels(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def gptq(weight: Tensor, hessian: Tensor) -> Rounded:
-    """Quantize column by column; later columns compensate the errors of earlier ones (GPTQ)."""
+    """Quantize one column after the other (GPTQ).
+
+    Later columns compensate the errors of earlier ones.
+    """
     work, hessian = weight.double(), hessian.double().clone()
     size = work.shape[1]
     unused = hessian.diagonal() == 0
@@ -80,7 +83,9 @@ def gptq(weight: Tensor, hessian: Tensor) -> Rounded:
 
 
 def clipped(weight: Tensor, importance: Tensor) -> Rounded:
-    """Round each group, clipped to the fraction of its range with the smallest weighted error.
+    """Round each group after clipping it to a fraction of its range.
+
+    The fraction is that with the smallest weighted error.
 
     Args:
         importance: [K] weight of each input's squared error.

@@ -26,11 +26,11 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """A model's results, one entry per question, in the same order for all models."""
+    """A model's results. Each list has one entry per question, in the same order for all models."""
 
     right: Floats  # 1 if the greedy answer is accepted, otherwise 0
     losses: Floats  # sum of the negative log-likelihoods of the expected answer's tokens
-    tokens: Floats  # number of these tokens
+    tokens: Floats  # number of tokens of the expected answer
 
     @property
     def exact_match(self) -> float:
@@ -41,7 +41,7 @@ class Results:
 def compare(found: Results, reference: Results, seed: int = 0) -> tuple[Interval, Interval]:
     """Return the difference in exact match (points) and the ratio of perplexities.
 
-    The bootstrap resamples questions, and keeps both models' results of a question together.
+    The bootstrap resamples questions. Both models' results of a question stay together.
     """
     assert np.array_equal(found.tokens, reference.tokens)
     gains, excess = found.right - reference.right, found.losses - reference.losses

@@ -27,9 +27,9 @@ def main() -> int:
     """Serve requests until stdin is closed."""
     adapter, options = sys.argv[1], json.loads(sys.argv[2])
     if options["paused"] and sys.platform == "linux":
-        # A stopped process cannot notice that its parent died, so the kernel must kill it.
+        # A stopped process cannot react to the death of its parent, so the kernel must kill it.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Redirect the engine's own output to stderr; only replies are written to the real stdout.
+    # The engine's own output goes to stderr, so that the real stdout has only replies.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -50,4 +50,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # skip the interpreter's shutdown: some engines crash or keep threads running
+    os._exit(code)  # the normal shutdown of the interpreter crashes or hangs with some engines

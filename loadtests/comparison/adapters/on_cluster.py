@@ -14,7 +14,7 @@ from penstock.protos import inference_pb2, inference_pb2_grpc
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Start a cluster; yield `generate` and the description for the report."""
+    """Start a cluster and yield `generate` and the description for the report."""
     with asyncio.Runner() as runner:
         server = serving(_arguments(options))
         running = runner.run(server.__aenter__())

@@ -7,17 +7,20 @@ from typing import Any
 
 import torch
 
-_ROWS, _WIDTH = 512, 2048  # matmul [rows, width] x [width, width]
-_READ = 64 << 20  # number of float32 elements: 256 MiB, far more than any cache
-_SECONDS = 0.6  # duration of each measurement
+_ROWS, _WIDTH = 512, 2048  # shapes of the matmul: [rows, width] x [width, width]
+_READ = 64 << 20  # float32 elements to read: 256 MiB, which is far more than any cache has
+_SECONDS = 0.6  # duration of each measurement, in seconds
 
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield a `generate` that ignores its arguments and returns [[MFLOP/s, int8 MOP/s, MB/s]]."""
+    """Yield a `generate` that measures the machine and ignores its arguments.
+
+    It returns [[MFLOP/s, int8 MOP/s, MB/s]].
+    """
     torch.set_num_threads(options["threads"])
     rows, weight = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, _WIDTH)
-    # Not measured with `torch._int_mm`: on CPUs without VNNI, it would take seconds per matmul.
+    # `torch._int_mm` is not used, since it takes seconds per matmul on CPUs without VNNI.
     int8_weight = torch.ops.quantized.linear_prepack(
         torch.quantize_per_tensor(weight, 0.05, 0, torch.qint8), None
     )
@@ -37,7 +40,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _best(work: Callable[[], Any]) -> float:
-    """Call `work` repeatedly for _SECONDS; return the duration of the fastest call in seconds."""
+    """Call `work` repeatedly for _SECONDS. Return the seconds of the fastest call."""
     work()
     seconds, stop = [], time.perf_counter() + _SECONDS
     while time.perf_counter() < stop:

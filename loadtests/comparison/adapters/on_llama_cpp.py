@@ -12,13 +12,13 @@ import gguf_file
 import llama_cpp
 import numpy as np
 
-_CHUNK = 512  # tokens per llama_decode call
-_F32 = 0  # value of GGML_TYPE_F32
+_CHUNK = 512  # maximum tokens per llama_decode call
+_F32 = 0  # value of GGML_TYPE_F32 in llama.cpp
 
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Load the model; yield `generate` and the description for the report."""
+    """Load the model and yield `generate` and the description for the report."""
     int8 = options["quantization"] == "int8"
     file = _converted(Path(options["model"]), int8)
     llama_cpp.llama_backend_init()
@@ -51,7 +51,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _converted(model: Path, int8: bool) -> Path:
-    """Return the GGUF file of the checkpoint; convert the checkpoint on first use."""
+    """Return the GGUF file of the checkpoint, which is converted on first use."""
     file = model / ("q8_0.gguf" if int8 else "f32.gguf")
     if not file.exists():
         temporary = file.with_suffix(f".{os.getpid()}")
@@ -69,7 +69,7 @@ def _context(model: Any, num_sequences: int, length: int, threads: int, int8: bo
     parameters.n_seq_max = num_sequences
     parameters.n_batch = parameters.n_ubatch = _CHUNK
     parameters.n_threads = parameters.n_threads_batch = threads
-    if not int8:  # the default KV cache is fp16
+    if not int8:  # the default KV cache of llama.cpp is fp16
         parameters.type_k = parameters.type_v = _F32
     context = llama_cpp.llama_init_from_model(model, parameters)
     if not context:
@@ -102,9 +102,10 @@ def _greedy(
 def _decode(
     context: Any, vocab_size: int, entries: list[tuple[int, int, int, bool]], last: list[int]
 ) -> None:
-    """Run one llama_decode call over `entries`: (token, position, sequence, needs logits).
+    """Run one llama_decode call over `entries`.
 
-    For each entry that needs logits, store the sequence's next token in `last`.
+    An entry is (token, position, sequence, needs logits). For each entry that needs logits, the
+    sequence's next token is stored in `last`.
     """
     batch = llama_cpp.llama_batch_init(len(entries), 0, 1)
     try:

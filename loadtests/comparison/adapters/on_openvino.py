@@ -15,7 +15,7 @@ import openvino_genai
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Load the model; yield `generate` and the description for the report."""
+    """Load the model and yield `generate` and the description for the report."""
     int8 = options["quantization"] == "int8"
     exported = _exported(Path(options["model"]), "int8" if int8 else "fp32")
     scheduler = openvino_genai.SchedulerConfig()
@@ -24,7 +24,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     scheduler.max_num_seqs = options["num_requests"]
     scheduler.enable_prefix_caching = False
     properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": options["threads"]}
-    if not int8:  # the default KV cache is 8-bit
+    if not int8:  # the default KV cache of OpenVINO is 8-bit
         properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     pipeline = openvino_genai.ContinuousBatchingPipeline(
         str(exported), scheduler, "CPU", properties
@@ -53,7 +53,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _exported(model: Path, dtype: str) -> Path:
-    """Return the checkpoint in OpenVINO's format; export it into its folder on first use."""
+    """Return the checkpoint in OpenVINO's format, which is exported on first use."""
     folder = model / f"openvino-{importlib.metadata.version('optimum-intel')}-{dtype}"
     if not folder.exists():
         from optimum.exporters.openvino import main_export

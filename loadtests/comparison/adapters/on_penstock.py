@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.workers.rank.process_tuning import tune_process
 
-tune_process()  # before torch is imported, as in a worker process
+tune_process()  # must run before torch is imported, as in a worker process
 
 import torch
 
@@ -22,7 +22,7 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Load the model; yield `generate` and the description for the report."""
+    """Load the model and yield `generate` and the description for the report."""
     config = WorkerConfig(
         name="peers",
         model=Path(options["model"]),
@@ -35,7 +35,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     )
     engine = Engine(config)
     engine.warm_up()
-    # Write to the whole KV cache now, so that measured runs have no first-write page faults.
+    # Write to the whole KV cache now, so that page faults do not slow measured runs.
     engine.cache.data.zero_()
     calls = 0
 

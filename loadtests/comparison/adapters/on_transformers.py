@@ -13,7 +13,7 @@ import transformers
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Load the model; yield `generate` and the description for the report."""
+    """Load the model and yield `generate` and the description for the report."""
     torch.set_num_threads(options["threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         options["model"], dtype=torch.float32, attn_implementation="sdpa"

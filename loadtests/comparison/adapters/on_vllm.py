@@ -9,8 +9,8 @@ from typing import Any
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Load the model; yield `generate` and the description for the report."""
-    # Without an explicit list of cores, vLLM reserves one core and runs the model on the others.
+    """Load the model and yield `generate` and the description for the report."""
+    # Without a list of cores, vLLM does not run the model on all of them.
     cores = sorted(os.sched_getaffinity(0))[: options["threads"]]
     os.environ.update(
         VLLM_CPU_OMP_THREADS_BIND=",".join(map(str, cores)),

@@ -121,7 +121,10 @@ class _Servers:
         self._num_loads = 0
 
     async def measure(self, name: str, load: LoadPlan, number: int) -> Sample:
-        """Send a load to one arrangement; prompts differ between rounds and between loads."""
+        """Send a load to one arrangement.
+
+        Its prompts differ from those of other rounds and loads.
+        """
         self._num_loads += 1
         seed = self._seed + 1_000 * self._num_loads + number
         prompts = Prompts(self._vocabulary, seed)
@@ -233,7 +236,7 @@ class _Offline:
 
 
 def _offline_figures(offline: Sequence[float], rounds: Sequence[Any]) -> dict[str, Any]:
-    """Print and return the engine's rate, and the ratio of the default arrangement's rate to it."""
+    """Print and return the engine's rate, and the default arrangement's rate relative to it."""
     print(f"engine alone: {statistics.median(offline):.0f} tokens/s")
     load = f"{_OFFLINE_REQUESTS} streams"
     found: dict[str, Any] = {"tokens_per_second": list(offline)}
@@ -260,7 +263,10 @@ async def _checked_measure(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; print and save the results; return 0, 1 (it failed), 2 (flags) or 130."""
+    """Measure, print and save the results, and return the exit code.
+
+    The code is 0 for success, 1 if it failed, 2 for wrong flags, 130 after Ctrl-C.
+    """
     about = "Throughput and latency of the default, beside other arrangements of the same cores."
     try:
         (options,) = read_flags(PROGRAM, about, (Options,), arguments)

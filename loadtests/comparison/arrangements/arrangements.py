@@ -1,4 +1,4 @@
-"""The arrangements of the same cores that are compared."""
+"""The arrangements of workers on the same cores that are compared."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ class Arrangement:
     title: str
     num_workers: int
     flags: tuple[str, ...]  # flags of `penstock serve`
-    is_static: bool = True  # True: the default is compared with the best of these
+    is_static: bool = True  # the default is compared with the best of the static arrangements
 
     def serve_arguments(self, model: str, kv_cache_mib: int, more: tuple[str, ...]) -> list[str]:
-        """Return the arguments of `penstock serve`; the workers share `kv_cache_mib`."""
+        """Return the arguments of `penstock serve`. The workers share `kv_cache_mib`."""
         per_worker = str(kv_cache_mib // self.num_workers)
         # Without canaries, an idle server leaves the cores to the measured one.
         own = ("--kv-cache-mib", per_worker, "--canary-seconds", "3600")

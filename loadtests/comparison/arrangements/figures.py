@@ -15,13 +15,13 @@ STATIC = tuple(each.name for each in ARRANGEMENTS if each.is_static)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One arrangement's measurements of one load in one round; times in milliseconds."""
+    """One arrangement's measurements of one load in one round. Times are in milliseconds."""
 
     output_per_second: float
     first_median: float
     tpot_median: float
     tpot_p99: float
-    good_per_second: float | None  # requests that met the goals; None: the load has no goals
+    good_per_second: float | None  # requests per second that met the goals; None without goals
     good_fraction: float | None
 
 
@@ -43,10 +43,11 @@ def sample_of(outcomes: Sequence[Outcome], duration: float, goals: Goals | None)
 
 
 def summary(rounds: Rounds) -> dict[str, Any]:
-    """Return, by load, each arrangement's medians and the default's ratios to the best static one.
+    """Return the medians of each arrangement, and the ratios of the default, for each load.
 
-    The best static arrangement is chosen for each round and each figure: most tokens per second,
-    earliest first token, or most requests that met the goals.
+    The ratios compare the default with the best static arrangement. The best one is chosen for each
+    round and each figure: most tokens per second, earliest first token, or most requests that met
+    the goals.
     """
     found: dict[str, Any] = {}
     for load in rounds[0]:
@@ -81,7 +82,7 @@ def _ratios(samples: Sequence[Mapping[str, Sample]]) -> dict[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """Return the summary as text: one line per arrangement, one block per load."""
+    """Return the summary as text, with one block per load and one line per arrangement."""
     lines = []
     for load, about in found.items():
         lines.append(f"{load:<32}{'tokens/s':>9}{'first ms':>10}{'TPOT ms':>9}{'p99':>7}  good")

@@ -1,4 +1,4 @@
-"""Plans the loads that every arrangement gets; all are derived from a seed."""
+"""Plans the loads that every arrangement gets. All of them are derived from a seed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,8 @@ class LoadPlan:
 
     name: str
     plan: Sequence[Planned]
-    concurrency: int | None = None  # streams of a closed loop; None: sent at their times
+    # Streams of a closed loop; None: requests are sent at their times.
+    concurrency: int | None = None
     goals: Goals | None = None
 
 
@@ -37,10 +38,10 @@ class Phase:
 
 
 PHASES = (
-    Phase(Lengths(32, 96), Lengths(96, 192)),  # short questions, long answers
-    Phase(Lengths(384, 896), Lengths(8, 24)),  # long prompts, short answers
+    Phase(Lengths(32, 96), Lengths(96, 192)),  # short questions with long answers
+    Phase(Lengths(384, 896), Lengths(8, 24)),  # long prompts with short answers
     Phase(Lengths(96, 160), Lengths(48, 80)),  # even
-    Phase(Lengths(16, 48), Lengths(8, 24)),  # many short requests
+    Phase(Lengths(16, 48), Lengths(8, 24)),  # many short requests with short answers
 )
 """Phases of the mix, in turns."""
 
@@ -59,8 +60,8 @@ def changing_mix(
     Args:
         seconds: duration of the load.
         phase_seconds: duration of a phase.
-        work: prompt tokens per second, plus `ANSWER_WEIGHT` times the answer tokens; the same in
-            every phase.
+        work: offered work per second, which is the same in every phase: prompt tokens plus
+            `ANSWER_WEIGHT` times the answer tokens.
         goals: latency limits of goodput.
         seed: seed of lengths and times.
     """
@@ -77,12 +78,12 @@ def changing_mix(
 
 @dataclass(frozen=True, slots=True)
 class Thinning:
-    """Parameters by which a trace is thinned to fit a small machine."""
+    """Parameters that thin a trace so that a small machine can serve it."""
 
-    seconds: float  # length of the replayed part, from the start of the trace
-    keep: float  # probability of keeping a request
-    divide: int  # divisor of the lengths
-    max_model_len: int  # maximum tokens of a request; longer prompts are cut
+    seconds: float  # seconds of the trace that are replayed, from its start
+    keep: float  # probability of keeping a request of the trace
+    divide: int  # number by which all lengths are divided
+    max_model_len: int  # maximum tokens of a request; longer prompts are truncated
     seed: int = 0
 
 

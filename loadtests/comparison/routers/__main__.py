@@ -4,9 +4,9 @@
 model. All stubs have the same step time: the OpenAI HTTP stub for the other routers, and a stub
 worker of our own protocol for Penstock's. Clients stream `/v1/completions` over plain sockets. The
 routers are measured in turns. CPU time is that of the router's whole process tree under load, minus
-its CPU time when idle, so other load on the machine matters little. First-token times are relative
-to the OpenAI stub without a router. They need a quiet machine, and so do the highest rates
-(`--saturate`). At such rates, a router may send several tokens in one write.
+its CPU time when idle. Other load on the machine therefore matters little. First-token times are
+relative to the OpenAI stub without a router. First-token times and the highest rates (`--saturate`)
+need a quiet machine. At such rates, a router may send several tokens in one write.
 
 The other routers forward bytes. Penstock's router also tokenizes the prompt, decodes the tokens and
 applies stop conditions, which other systems do in the engine's server.
@@ -79,7 +79,7 @@ def check_installed(routers: Sequence[Router], cache: Path) -> None:
 
 
 async def measure(options: Options, cache: Path) -> dict[str, Any]:
-    """Run the rounds, print the table, and return all results."""
+    """Run the rounds, print the table and return all results."""
     peers = [(each, python_of(each.environment, cache)) for each in options.chosen()]
     began = time.monotonic()
     results: list[dict[str, Sample]] = []
@@ -103,7 +103,10 @@ async def measure(options: Options, cache: Path) -> dict[str, Any]:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]], titles: Mapping[str, str]) -> str:
-    """Return the summary as text, one line per router: medians and 10th to 90th percentiles."""
+    """Return the summary as text.
+
+    Each router has a line with medians and 10th to 90th percentiles.
+    """
     columns = {
         "cpu_us_per_token": "CPU µs/token",
         "ratio": "to Penstock's",
@@ -134,7 +137,8 @@ def _cell(values: Quantiles) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, or install the environments, and return the exit code.
 
-    0: done; 1: a measurement failed; 2: wrong flags, or a router is not installed; 130: Ctrl-C.
+    The code is 0 for success, 1 if a measurement failed, 2 for wrong flags or a router that is not
+    installed, and 130 after Ctrl-C.
     """
     about = "Router CPU time per token and added first-token time, beside other routers."
     cache = cache_folder()

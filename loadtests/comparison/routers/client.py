@@ -1,4 +1,4 @@
-"""Reads streamed completions over plain sockets, as cheaply as the client can."""
+"""Reads streamed completions over plain sockets, with little CPU time in the client."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ KEY = "sk-comparison"
 """Sent with every request: LiteLLM does not start without a key, the other routers ignore it."""
 
 _PROMPT = "Tell me a story."
-_STREAM_SECONDS = 300.0  # limit for one stream
+_STREAM_SECONDS = 300.0  # time limit for one stream
 _CONTENT = re.compile(rb'"text": ?" ?%b"' % TOKEN.strip().encode())
 
 
@@ -22,9 +22,9 @@ _CONTENT = re.compile(rb'"text": ?" ?%b"' % TOKEN.strip().encode())
 class Answer:
     """The bytes of one response, and the times of the stream in seconds (`perf_counter`)."""
 
-    start: float = 0.0  # before the connection is opened
-    first: float = 0.0  # arrival of the first token
-    last: float = 0.0  # arrival of the last bytes
+    start: float = 0.0  # time just before the connection is opened
+    first: float = 0.0  # arrival time of the first token
+    last: float = 0.0  # arrival time of the last bytes
     data: bytes = b""
 
     @property
@@ -41,8 +41,8 @@ class Load:
     def check(self, output_len: int) -> int:
         """Return the number of HTTP chunks of all answers. Raises MeasurementFailed.
 
-        It is less than the number of tokens if a router forwarded several events in one write. A
-        router does that when it falls behind, and then needs less CPU time per token.
+        The number is less than that of the tokens if a router forwarded several events in one
+        write. A router does that when it falls behind, and then needs less CPU time per token.
         """
         return sum(check_answer(answer.data, output_len) for answer in self.answers)
 
@@ -106,7 +106,7 @@ async def read_streams(address: str, streams: int, output_len: int) -> Load:
 
 
 def check_answer(response: bytes, output_len: int) -> int:
-    """Check a streamed response; return the number of HTTP chunks in which its events came.
+    """Check a streamed response, and return the number of HTTP chunks that contained its events.
 
     Raises:
         MeasurementFailed: the response has not exactly `output_len` events with one token each, a
@@ -129,7 +129,7 @@ def check_answer(response: bytes, output_len: int) -> int:
 
 
 def dechunked(body: bytes) -> list[bytes]:
-    """Return the chunks of a chunked body, without the last one, which is empty."""
+    """Return the chunks of a chunked body. The last chunk, which is empty, is left out."""
     chunks, at = [], 0
     while (end := body.find(b"\r\n", at)) >= 0:
         size = int(body[at:end].split(b";")[0] or b"0", 16)
@@ -141,7 +141,7 @@ def dechunked(body: bytes) -> list[bytes]:
 
 
 def _events(body: bytes) -> tuple[list[str], list[str | None], bool]:
-    """Return texts and finish reasons of a stream's events, and whether it has its end mark."""
+    """Return the texts and finish reasons of a stream's events, and whether it has its end mark."""
     texts, reasons, ended = [], [], False
     for event in body.replace(b"\r\n", b"\n").split(b"\n\n"):
         kind, _, data = event.strip().partition(b":")

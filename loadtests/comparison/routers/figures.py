@@ -1,4 +1,7 @@
-"""Arithmetic of the comparison of routers: CPU time per token, ratios, and the highest rate."""
+"""Arithmetic of the comparison of routers.
+
+Computes CPU time per token and ratios, and searches for the highest rate.
+"""
 
 import math
 import statistics
@@ -14,14 +17,14 @@ DIRECT = "direct"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One router's measurements of one round; times in seconds."""
+    """One router's measurements of one round. Times are in seconds."""
 
-    cpu_per_token: float  # without the idle router's CPU time
-    idle_cores: float  # cores that the idle router uses
-    writes_per_token: float  # 1: the router wrote every token on its own
+    cpu_per_token: float  # CPU time per token, without that of the idle router
+    idle_cores: float  # average number of cores that the idle router uses
+    writes_per_token: float  # 1 if the router wrote every token separately
     first_single: float  # median time to the first token of requests one at a time
     first_burst: float  # median time to the first token of streams that start at once
-    max_rate: float | None = None  # highest sustained tokens per second; None: not measured
+    max_rate: float | None = None  # highest sustained tokens per second; None if not measured
 
 
 def cpu_used(before: Mapping[int, float], after: Mapping[int, float]) -> float:
@@ -34,12 +37,17 @@ def cpu_used(before: Mapping[int, float], after: Mapping[int, float]) -> float:
 
 
 def cpu_per_token(used: float, seconds: float, idle_cores: float, num_tokens: int) -> float:
-    """Return the CPU time per token, without that of an idle router in the same time."""
+    """Return the CPU time per token.
+
+    The CPU time that the idle router uses in the same time is subtracted.
+    """
     return (used - idle_cores * seconds) / num_tokens
 
 
 class RateSearch:
-    """Search for the highest rate that a router sustains: doubling, then halving in log space.
+    """Search for the highest rate that a router sustains.
+
+    The rate is doubled first, then the interval is halved on a logarithmic scale.
 
     Args:
         start: first rate to try, in tokens per second.
@@ -47,17 +55,17 @@ class RateSearch:
     """
 
     PRECISION = 1.1  # ratio of the two bounds at which the search ends
-    SUSTAINED = 0.95  # a rate is sustained if this fraction of the offered rate is achieved
-    LEAST = 10.0  # rate below which the search gives up
+    SUSTAINED = 0.95  # fraction of the offered rate that counts as sustained
+    LEAST = 10.0  # rate below which the search ends without a result
 
     def __init__(self, start: float, limit: float) -> None:
-        self.best = 0.0  # highest achieved rate at a sustained offered rate
+        self.best = 0.0  # highest rate that was achieved at a sustained offered rate
         self._start, self._limit = start, limit
         self._low: float | None = None  # highest offered rate that was sustained
         self._high: float | None = None  # lowest offered rate that was not sustained
 
     def next_rate(self) -> float | None:
-        """Return the rate to offer next; None: the search has ended."""
+        """Return the rate to offer next, or None at the end of the search."""
         low, high = self._low, self._high
         if high is None:
             rate = self._start if low is None else min(2 * low, self._limit)
@@ -79,7 +87,7 @@ def summary(rounds: Sequence[Mapping[str, Sample]], reference: str) -> dict[str,
     """Return medians and 10th and 90th percentiles of the rounds, by router.
 
     Ratios and added times are computed within each round. `ratio` is the router's CPU time per
-    token relative to the reference's; added times are relative to the stub without a router.
+    token relative to that of the reference. Added times are relative to the stub without a router.
     """
     rows = {}
     for name in rounds[0]:

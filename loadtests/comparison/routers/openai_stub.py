@@ -21,7 +21,7 @@ _DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 class OpenAiStub:
-    """A server of `/v1/completions` whose answers have exactly `max_tokens` tokens.
+    """A server of `/v1/completions`. Its answers have exactly `max_tokens` tokens.
 
     Args:
         step_seconds: time from one step to the next.
@@ -54,7 +54,7 @@ class OpenAiStub:
     ) -> None:
         """Start a stream, or send a whole answer if the request does not stream.
 
-        The connection is closed after the answer if `closes`.
+        If `closes` is set, the connection is closed after the answer.
         """
         number, length = next(self._ids), int(request.get("max_tokens") or 16)
         if not request.get("stream"):
@@ -106,7 +106,7 @@ class _Stream:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection of a router: parses one request after the other."""
+    """One connection of a router. Requests are parsed one after the other."""
 
     def __init__(self, stub: OpenAiStub) -> None:
         self._stub = stub
@@ -122,7 +122,7 @@ class _Connection(asyncio.Protocol):
             headers = {name.lower(): value for name, _, value in (x.partition(": ") for x in lines)}
             method, path, version = (*first.split(" "), "", "")[:3]
             if not version.startswith("HTTP/1.") or "transfer-encoding" in headers:
-                # Reject HTTP/2 (sglang-router probes workers for gRPC) and chunked bodies.
+                # Reject chunked bodies, and HTTP/2, by which sglang-router looks for gRPC workers.
                 self._transport.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
                 self._transport.close()
                 return
@@ -136,7 +136,7 @@ class _Connection(asyncio.Protocol):
         if method == "POST" and path == "/v1/completions":
             self._stub.answer(json.loads(body), self._transport, closes)
             return
-        # Other requests are health checks and model queries of a router that starts.
+        # When a router starts, it also sends health checks and model queries.
         models = [{"id": _MODEL, "object": "model", "created": 0, "owned_by": _MODEL}]
         reply = {"object": "list", "data": models, "model_path": _MODEL, "status": "ok"}
         self._transport.write(_json_response(reply))
@@ -154,7 +154,7 @@ def _completion(number: int, text: str, finish_reason: str | None) -> dict[str, 
 
 
 def _chunk(reply: Mapping[str, Any]) -> bytes:
-    """Return an SSE event as one chunk of a chunked response."""
+    """Return a server-sent event as one chunk of a chunked response."""
     event = b"data: " + json.dumps(reply, separators=(",", ":")).encode() + b"\n\n"
     return b"%x\r\n%b\r\n" % (len(event), event)
 

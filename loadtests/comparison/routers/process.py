@@ -25,12 +25,12 @@ _ADAPTERS = Path(__file__).parent / "adapters"
 _MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
 _START_SECONDS = 240.0
 _STOP_SECONDS = 30.0
-_LOG_TAIL = 2000  # number of characters of the log that an error contains
+_LOG_TAIL = 2000  # characters of the log that an error contains
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server that clients send requests to: a router, or a stub that clients reach directly."""
+    """A server to which clients send requests: a router, or a stub without a router."""
 
     name: str
     title: str
@@ -49,7 +49,7 @@ class Target:
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """Return a process and all its descendants; [] if it has exited."""
+    """Return a process and all its descendants, or [] if it has exited."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]
@@ -67,9 +67,9 @@ async def penstock_router(router: Router, worker: str) -> AsyncIterator[Target]:
 
 @asynccontextmanager
 async def peer_router(router: Router, python: Path, stub: str) -> AsyncIterator[Target]:
-    """Run another router in front of the OpenAI stub; end its whole process tree on exit.
+    """Run another router in front of the OpenAI stub.
 
-    Raises MeasurementFailed if the router does not start.
+    On exit, its whole process tree is ended. Raises MeasurementFailed if the router does not start.
     """
     port, second_port = free_ports(2)
     address = f"127.0.0.1:{port}"
@@ -83,7 +83,7 @@ async def peer_router(router: Router, python: Path, stub: str) -> AsyncIterator[
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            start_new_session=True,  # Ctrl-C in the terminal reaches only this process
+            start_new_session=True,  # keeps Ctrl-C in the terminal from ending the router first
         )
         try:
             about = await _description(router, process, log)

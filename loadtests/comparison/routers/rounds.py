@@ -1,4 +1,4 @@
-"""Rounds of measurements of all routers, in turns within one run."""
+"""Rounds of measurements of all routers, which take turns within one run."""
 
 import asyncio
 import statistics
@@ -20,12 +20,12 @@ from penstock.loadtests.comparison.routers.process import Target, peer_router, p
 from penstock.loadtests.comparison.routers.routers import PENSTOCK, Router
 from penstock.loadtests.comparison.routers.stubs import Stub, stub
 
-_WARM_UP_LEN = 20  # tokens per stream
+_WARM_UP_LEN = 20  # tokens per stream of the warm-up
 _PROBE_LEN = 2
-_START_RATE = 1000.0  # tokens per second
+_START_RATE = 1000.0  # first rate of the search for the highest rate, in tokens per second
 _MAX_RATE = 100_000.0
 _TRIAL_SECONDS = 1.5
-_MIN_TRIAL_LEN = 10  # tokens per stream
+_MIN_TRIAL_LEN = 10  # minimum tokens per stream of a trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,10 @@ class Rounds:
         await self._stack.aclose()
 
     async def run(self, number: int, report: Callable[[str], None]) -> dict[str, Sample]:
-        """Measure every target once, in an order that rotates from round to round."""
+        """Measure every target once.
+
+        The order of the targets rotates from round to round.
+        """
         shift = number % len(self.targets)
         targets = [*self.targets[shift:], *self.targets[:shift]]
         report("first tokens")

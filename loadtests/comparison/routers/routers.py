@@ -14,7 +14,7 @@ class Router:
     name: str
     title: str
     environment: Environment
-    adapter: str = ""  # name of a module in `adapters`; Penstock's router needs none
+    adapter: str = ""  # name of a module in `adapters`; empty for Penstock's router
     settings: dict[str, bool] = field(default_factory=dict)  # options of the adapter
 
 

@@ -1,4 +1,4 @@
-"""Runs a stub in a process of its own: the OpenAI HTTP stub or a stub worker.
+"""Runs the OpenAI HTTP stub or a stub worker in a process of its own.
 
 `python -m penstock.loadtests.comparison.routers.stubs KIND STEP_MS` prints its address, then sets
 the step time to each number of milliseconds that it reads from stdin. It exits at the end of stdin.
@@ -18,7 +18,7 @@ from penstock.loadtests.micro.stub_workers import StubWorker
 
 WORKER_NAME = "mixed-0"
 _MODULE = "penstock.loadtests.comparison.routers.stubs"
-_TOKEN_ID = 269  # " a" (`openai_stub.TOKEN`) in the tokenizer of the bundled model
+_TOKEN_ID = 269  # id of " a" (`openai_stub.TOKEN`) in the tokenizer of the bundled model
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,17 @@ class Stub:
     address: str  # host:port
 
     def set_step(self, step_ms: float) -> None:
-        """Set the step time; must not be called while streams are running."""
+        """Set the step time. No stream may be running."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{step_ms}\n".encode())
 
 
 @asynccontextmanager
 async def stub(kind: str, step_ms: float) -> AsyncIterator[Stub]:
-    """Run a stub of kind "openai" or "worker"; stop it on exit. Raises MeasurementFailed."""
+    """Run a stub of kind "openai" or "worker" while the context is active.
+
+    Raises MeasurementFailed.
+    """
     async with child_server(_MODULE, kind, str(step_ms)) as (process, address):
         yield Stub(process, address)
 

@@ -1,4 +1,4 @@
-"""Host process of one router: prints the router's address, stops the router at the end of stdin.
+"""Host process of one router, which prints the router's description and ends with its stdin.
 
 Runs as `python host.py ADAPTER OPTIONS` under the router's own interpreter, and therefore imports
 only the standard library. An adapter is a module in this folder with
@@ -33,7 +33,10 @@ _STOP_SECONDS = 10.0
 def running(
     command: Sequence[str], ready_url: str, variables: Mapping[str, str] | None = None
 ) -> Iterator[None]:
-    """Run a server from the time it answers at `ready_url`. Raises RuntimeError if it does not."""
+    """Run a server while the context is active.
+
+    The context begins when the server answers at `ready_url`. Raises RuntimeError if it does not.
+    """
     process = subprocess.Popen(command, env={**os.environ, **(variables or {})})
     try:
         deadline = time.monotonic() + _START_SECONDS
@@ -62,7 +65,7 @@ def _answers(url: str) -> bool:
 def main() -> int:
     """Run the router until stdin is closed."""
     adapter, options = sys.argv[1], json.loads(sys.argv[2])
-    # Redirect the router's own output to stderr; only the description goes to the real stdout.
+    # The router's own output goes to stderr, so that the real stdout has only the description.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with importlib.import_module(adapter).router(options) as about:
@@ -72,5 +75,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.modules["host"] = sys.modules["__main__"]  # adapters import `running` from here
+    # Adapters import `running` from the module "host".
+    sys.modules["host"] = sys.modules["__main__"]
     sys.exit(main())

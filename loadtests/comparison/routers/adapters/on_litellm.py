@@ -1,4 +1,7 @@
-"""The proxy of LiteLLM with one worker process and no database, in front of one OpenAI server."""
+"""Adapter for the proxy of LiteLLM, with one worker process and no database.
+
+The proxy forwards to one OpenAI server.
+"""
 
 import contextlib
 import json
@@ -12,7 +15,7 @@ from typing import Any
 from host import running
 
 _VARIABLES = {
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # do not download the table of prices
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # prevents a download of the table of prices
     "LITELLM_LOG": "ERROR",
     "LITELLM_MODE": "PRODUCTION",
 }
@@ -20,7 +23,7 @@ _VARIABLES = {
 
 @contextlib.contextmanager
 def router(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run the proxy; yield its version."""
+    """Run the proxy and yield its version."""
     model = {
         "model": "text-completion-openai/stub",
         "api_base": f"http://{options['stub']}/v1",
@@ -33,7 +36,7 @@ def router(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     host, port = options["address"].split(":")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
-        path.write_text(json.dumps(config))  # valid YAML, because YAML includes JSON
+        path.write_text(json.dumps(config))  # JSON is valid YAML
         command = [
             *(str(Path(sys.executable).parent / "litellm"), "--config", str(path)),
             *("--host", host, "--port", port, "--num_workers", "1", "--telemetry", "False"),

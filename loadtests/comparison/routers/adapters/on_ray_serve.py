@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Forward:
-    """The deployment: streams the response of the stub to the client."""
+    """The Serve deployment, which streams the response of the stub to the client."""
 
     def __init__(self, stub: str) -> None:
         import aiohttp
@@ -43,7 +43,7 @@ class Forward:
 
 @contextlib.contextmanager
 def router(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Start a Ray cluster and Serve with the deployment; yield the version and the settings."""
+    """Start a Ray cluster and Serve with the deployment; yield its version and settings."""
     if options["throughput"]:
         os.environ |= {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

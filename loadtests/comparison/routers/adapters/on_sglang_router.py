@@ -1,4 +1,4 @@
-"""sglang-router with its defaults, in front of one HTTP worker."""
+"""Adapter for sglang-router with its defaults, in front of one HTTP worker."""
 
 import contextlib
 import sys
@@ -11,7 +11,7 @@ from host import running
 
 @contextlib.contextmanager
 def router(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run the router; yield its version."""
+    """Run the router and yield its version."""
     host, port = options["address"].split(":")
     command = [
         *(sys.executable, "-m", "sglang_router.launch_router", "--log-level", "warn"),
