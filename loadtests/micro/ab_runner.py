@@ -43,7 +43,7 @@ class Setup:
 
 
 class MeasurementFailed(RuntimeError):
-    """The measurement gave no valid result; the message gives the reason."""
+    """Raised if the measurement gave no valid result. The message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,10 +73,11 @@ def checked(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
 
 
 def steady_rate(outcomes: Sequence[Outcome]) -> float:
-    """Return the tokens per second while all of these requests were decoding.
+    """Return the tokens per second during the time in which all of these requests were decoding.
 
-    The interval starts when each request has received at least two messages (the first contains the
-    results of prefill). It ends when the first request receives its last message.
+    The interval starts when each request has received at least two messages, because the first
+    message contains the results of prefill. It ends when the first request receives its last
+    message.
 
     Raises:
         MeasurementFailed: a request failed, or there is no such interval.
@@ -108,7 +109,8 @@ def run(
 ) -> int:
     """Run `measure`, write its results to `save_json` unless empty, and return the exit code.
 
-    The exit code is 0, 1 (the measurement failed; the reason is printed) or 130 (Ctrl-C).
+    The exit code is 0 for success, 1 if the measurement failed (the reason is printed), or 130
+    after Ctrl-C.
     """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -56,7 +56,7 @@ async def _serve(step_seconds: float) -> None:
 def bare_server(
     step_ms: float,
 ) -> AbstractAsyncContextManager[tuple[asyncio.subprocess.Process, str]]:
-    """Run the bare server in its own process; yield the process and the server's address.
+    """Run the bare server in its own process. Yield the process and the server's address.
 
     Raises:
         MeasurementFailed: the server did not start.
@@ -65,7 +65,10 @@ def bare_server(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the server until stdin is closed; the argument is the time between tokens in ms."""
+    """Run the server until stdin is closed.
+
+    The command-line argument is the time between tokens in ms.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(float(arguments[0]) / 1000))
     return 0

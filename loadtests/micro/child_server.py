@@ -12,7 +12,7 @@ from penstock.loadtests.micro.ab_runner import MeasurementFailed
 async def child_server(
     module: str, *arguments: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """Run `python -m module arguments`; yield the process and the server's address, host:port.
+    """Run `python -m module arguments`. Yield the process and the server's address (host:port).
 
     The process prints its address first, and exits at the end of its stdin.
 

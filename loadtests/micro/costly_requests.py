@@ -2,8 +2,8 @@
 
 `python -m penstock.loadtests.micro.costly_requests` runs one real router process and one stub
 worker without a model. It sends requests that are as large as a request may be, or too large, one
-kind at a time, and calls `/health` every few milliseconds meanwhile. The longest call shows for how
-long the event loop was held. The bound of 50 ms is for a quiet machine.
+kind at a time, and calls `/health` every few milliseconds meanwhile. The longest call shows how
+long the event loop was busy with one request. The bound of 50 ms is for a quiet machine.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ def write_model(folder: Path) -> None:
 
 
 async def _call(address: str, head: str, body: bytes) -> int:
-    """Send a request on a new connection, read the whole answer and return its status."""
+    """Send a request on a new connection. Read the whole answer and return its status."""
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"{head} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n".encode())
@@ -146,7 +146,7 @@ async def _measure_kind(address: str, pid: int, name: str, options: Options) -> 
 
 
 async def measure(options: Options) -> dict[str, Any]:
-    """Send each kind of request; print and return the longest call of /health for each."""
+    """Send each kind of request. Print and return the longest call of /health for each kind."""
     rows: dict[str, dict[str, float]] = {}
     async with AsyncExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory()))

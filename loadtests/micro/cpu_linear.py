@@ -98,7 +98,7 @@ def _pack_weight_only(weight: Tensor, form: WeightForm) -> Callable[[Tensor], Te
 def seconds(
     products: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor], threads: int
 ) -> float:
-    """Run all linear layers once; return the seconds (CPU time if there is one thread)."""
+    """Run all linear layers once and return the seconds (CPU time with one thread)."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     begin = clock()
     for product, x in zip(products, inputs, strict=True):

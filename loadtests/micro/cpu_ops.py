@@ -33,13 +33,13 @@ class Operation:
     """An operation and the variants to compare."""
 
     name: str
-    variants: dict[str, Call]  # by name; the first variant is the one used in serving
+    variants: dict[str, Call]  # functions by name; serving uses the first variant
 
 
 def attention(name: str, lengths: Sequence[tuple[int, int]]) -> Operation:
     """Return the variants of attention for one layer: 12 query heads, 4 KV heads, 64 features each.
 
-    `lengths` has a pair (new tokens, context length) for each sequence.
+    `lengths` has the number of new tokens and the context length of each sequence.
     """
     starts = np.cumsum([0, *(new for new, _ in lengths)]).astype(np.int32)
     contexts = np.array([context for _, context in lengths], np.int32)
@@ -231,7 +231,7 @@ def least_ms(operation: Operation, rounds: int) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure all operations and print the times; return the exit code."""
+    """Measure all operations, print the times and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m penstock.loadtests.micro.cpu_ops")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--small", action="store_true", help="tiny sizes, to test the command")

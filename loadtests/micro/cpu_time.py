@@ -1,4 +1,4 @@
-"""CPU time of processes in nanoseconds; `psutil` reads it in ticks of 10 ms."""
+"""CPU time of processes in nanoseconds. (`psutil` reads it in ticks of 10 ms.)"""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ _libc = ctypes.CDLL(None)
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process and of all its descendants, in seconds.
 
-    The time of threads that have ended is included, the time of processes that have ended is not.
+    The time of ended threads is included. The time of ended processes is not included.
 
     Raises OSError or psutil.NoSuchProcess if the process does not exist.
     """

@@ -1,4 +1,4 @@
-"""Measures the cost of `--deterministic`: one engine runs with it and one without it, alternating.
+"""Measures the cost of `--deterministic` with two engines that take turns.
 
 `python -m penstock.loadtests.micro.determinism` runs a batch of requests, a single request and a
 long prompt on both engines in this process. The engines take turns in going first. For each round,
@@ -27,7 +27,7 @@ from penstock.workers.engine.engine import Engine
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of the measurement; the model is a random Llama with 125 million parameters."""
+    """Settings of the measurement. The model is a random Llama with 125 million parameters."""
 
     threads: int = option(2, "threads of each engine; one engine computes at a time")
     rounds: int = option(5, "measured rounds, after one warm-up round")
@@ -40,12 +40,12 @@ class Options:
     save_json: str = option("", "write the results to this file")
 
 
-# Name, batch size, settings, and a function that returns the compared time of a round.
+# Name, batch size, settings, and the function that returns the time to compare.
 Cell = tuple[str, int, one.Options, Callable[[one.RoundTimes], float]]
 
 
 def cells(options: Options) -> list[Cell]:
-    """Return the cells to measure on both engines."""
+    """Return the cells (name, batch size, settings) to measure on both engines."""
     batched = one.Options(
         input_len=options.input_len, output_len=options.output_len, cpu_time=options.cpu_time
     )
@@ -64,7 +64,7 @@ def _step(times: one.RoundTimes) -> float:
 
 
 def run_round(engines: Sequence[Engine], wanted: Sequence[Cell], number: int) -> dict[str, float]:
-    """Run all cells once; return, by cell, the second engine's time divided by the first's."""
+    """Run all cells once. For each cell, return the second engine's time divided by the first's."""
     measured: dict[tuple[int, int], list[one.RoundTimes]] = {}
     ratios = {}
     for name, batch, cell_options, seconds in wanted:

@@ -34,7 +34,7 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of the measurement; the model is a random Llama with 125 million parameters."""
+    """Settings of the measurement. The model is a random Llama with 125 million parameters."""
 
     threads: int = option(2, "threads of the engine")
     rounds: int = option(5, "measured rounds, after one warm-up round")
@@ -59,7 +59,7 @@ class Limits:
     """The machine's limits, measured just before a round."""
 
     flops: float  # FLOP/s of one large float32 matmul
-    bytes: float  # bytes per second read from memory
+    bytes: float  # bytes per second that are read from memory
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,11 +68,11 @@ class RoundTimes:
 
     seconds: float = 0.0  # duration of the whole run
     decode_steps: list[float] = dataclasses.field(default_factory=list)  # seconds per step
-    prefill_seconds: float = 0.0  # sum over the steps that computed prompt tokens
+    prefill_seconds: float = 0.0  # seconds of all steps that computed prompt tokens
 
 
 def measure_limits(clock: Callable[[], float], seconds: float = 0.5) -> Limits:
-    """Measure both limits: the fastest of all calls within `seconds` for each limit."""
+    """Measure both limits. Each is that of the fastest call within `seconds`."""
     a, b = torch.randn(1024, 2048), torch.randn(2048, 2048)
     memory = torch.ones(64 << 20)
     product = _fastest(lambda: torch.mm(a, b), clock, seconds)
@@ -115,7 +115,7 @@ def run_round(engine: Engine, options: Options, batch: int, seed: int) -> RoundT
 
 @dataclasses.dataclass(slots=True)
 class Figures:
-    """Measured values by name; each list has one value per round."""
+    """Measured values by name. Each list has one value per round."""
 
     values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
@@ -168,7 +168,7 @@ async def _measure(options: Options) -> dict[str, Any]:
         )
         engine = Engine(config)
     engine.warm_up()
-    engine.cache.data.zero_()  # no first-write page faults in measured runs
+    engine.cache.data.zero_()  # so that measured runs have no page faults of first writes
     figures = Figures()
     for number in range(options.rounds + 1):
         limits = measure_limits(options.clock)

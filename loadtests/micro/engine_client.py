@@ -1,4 +1,4 @@
-"""Calls the engine directly in this process: the baseline for measurements of `penstock serve`."""
+"""Calls the engine directly in this process, as a baseline for `penstock serve`."""
 
 import time
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class EngineClient:
         return self._engine.spec.vocab_size
 
     def prefill(self, prompt: list[int]) -> float:
-        """Return the seconds from submitting a prompt (token ids) to its first answer token."""
+        """Return the seconds from submitting a prompt (token ids) until its first answer token."""
         return self.run([prompt], 1)[0].ttft
 
     def run(self, prompts: Sequence[list[int]], output_len: int) -> list[Outcome]:

@@ -1,7 +1,8 @@
-"""Prints the engine and scheduler ratios of the source tree on PYTHONPATH, as one line of JSON.
+"""Prints the engine and scheduler ratios of a source tree as one line of JSON.
 
-`python -P engine_probe.py MODULE ROUNDS THREADS` runs this file as a script. MODULE is the
-regression check of the source tree, which may belong to another commit than this file.
+`python -P engine_probe.py MODULE ROUNDS THREADS` runs this file as a script. PYTHONPATH contains
+the source tree. MODULE is the regression check of the source tree, which may belong to another
+commit than this file.
 """
 
 import importlib
@@ -10,7 +11,7 @@ import sys
 
 
 def main(module: str, rounds: str, threads: str) -> None:
-    """Run the check's `measure` with `rounds` rounds; do not measure `penstock serve`.
+    """Run the check's `measure` with `rounds` rounds, without measuring `penstock serve`.
 
     The number of rounds is a module constant, whose name differs between commits.
     """

@@ -55,7 +55,7 @@ async def burst_rates(setup: Setup, bursts: Bursts) -> tuple[list[float], float]
 
 
 def _plan(bursts: Bursts, number: int) -> list[Planned]:
-    """Plan one burst; every request has a unique prompt, so that the prefix cache never hits."""
+    """Plan one burst. Every request has a unique prompt, so that the prefix cache never hits."""
     first = number * bursts.requests
     return [
         Planned(each, 0.0, bursts.input_len, bursts.output_len)

@@ -1,9 +1,9 @@
 """Measures the idle time between two steps of the engine.
 
 `python -m penstock.loadtests.micro.gaps` measures the time from sampling in one step to the start
-of the model in the next step, while a fixed number of sequences decodes. It alternates between two
-modes: steps one by one, and overlap stepping as in a worker, where each step is planned while the
-previous step is in flight.
+of the model in the next step, while a fixed number of sequences decodes. Two modes alternate. One
+runs the steps one by one. The other is overlap stepping as in a worker, which plans each step while
+the previous step is in flight.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from penstock.workers.engine.results import StepResult
 from penstock.workers.engine.stepper import OverlapStepper
 from penstock.workers.scheduling.sequence import NewSequence
 
-_NUM_WARMUPS = 4  # first steps of a run that are not counted
+_NUM_WARMUPS = 4  # number of first steps of a run that do not count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class StepGaps:
         self._engine = engine
         self._began = time.perf_counter()
         self.gaps: list[float] = []  # idle seconds before each step
-        self.steps: list[float] = []  # seconds, each from the end of a step to the end of the next
+        self.steps: list[float] = []  # seconds from the end of each step to the end of the next
 
     def note(self, result: StepResult) -> None:
         now = time.perf_counter()
@@ -86,7 +86,7 @@ def run_round(
 
 
 def figures(rounds: Sequence[StepGaps]) -> dict[str, Any]:
-    """Summarize runs: percentiles of the gaps, quantiles of idle fraction and step time."""
+    """Summarize runs by percentiles of the gaps, and quantiles of idle fraction and step time."""
     gaps = np.concatenate([each.gaps[_NUM_WARMUPS:] for each in rounds])
     fractions = [sum(each.gaps[_NUM_WARMUPS:]) / sum(each.steps[_NUM_WARMUPS:]) for each in rounds]
     means = [float(np.mean(each.steps[_NUM_WARMUPS:])) * 1000 for each in rounds]

@@ -1,4 +1,4 @@
-"""Compares the formats of the KV cache: error of attention, time of attention, greedy answers.
+"""Compares the formats of the KV cache by error of attention, time of attention, and answers.
 
 `python -m penstock.loadtests.micro.kv_cache_formats` prints a line per format.
 
@@ -68,7 +68,7 @@ class Options:
 
 
 def features(options: Options, has_outliers: bool) -> Tensor:
-    """Return keys and values [2, N, H, S, D]; N x S are the positions of one sequence."""
+    """Return keys and values [2, N, H, S, D]. One sequence has N x S positions."""
     generator = torch.Generator().manual_seed(options.seed)
     num_blocks = -(-options.context // BLOCK_SIZE)
     found = torch.randn(2, num_blocks, 8, BLOCK_SIZE, options.head_dim, generator=generator)
@@ -91,7 +91,7 @@ def attention_error(options: Options, name: str, has_outliers: bool) -> float:
 
 
 def attention_seconds(options: Options) -> dict[str, float]:
-    """Return, by format, the CPU seconds of attention in one step."""
+    """Return the CPU seconds of attention in one step, by format."""
     one = features(options, has_outliers=False)
     num_blocks, calls = one.shape[1], {}
     starts = np.arange(options.batch + 1, dtype=np.int32)
@@ -103,7 +103,8 @@ def attention_seconds(options: Options) -> dict[str, float]:
         plan = plan_attention(starts, contexts, tables.reshape(options.batch, -1), layer)
         calls[name] = partial(paged_attention, query, layer, plan)
     least = dict.fromkeys(calls, np.inf)
-    for number in range(options.rounds + 1):  # the first round compiles the loops
+    # The first round compiles the loops and does not count.
+    for number in range(options.rounds + 1):
         for name, call in calls.items():
             began = time.thread_time()
             call()

@@ -24,7 +24,7 @@ from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.sequence import NewSequence
 
 _DRAWN = 7
-_CHECK_EVERY = 256  # number of steps between checks of all block reference counts
+_CHECK_EVERY = 256  # steps between two checks of the reference counts of all blocks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,12 +42,12 @@ class Options:
 
 @dataclasses.dataclass(slots=True)
 class Waste:
-    """Numbers of slots, summed over all steps."""
+    """Numbers of slots, each summed over all steps."""
 
     steps: int = 0
-    unwritten: int = 0  # slots of used blocks that have no data
-    allocated: int = 0  # all slots of used blocks
-    most: float = 0.0  # largest fraction of unwritten slots in any step
+    unwritten: int = 0  # slots without data in used blocks
+    allocated: int = 0  # all slots in used blocks
+    most: float = 0.0  # highest fraction of unwritten slots in a step
 
     def note(self, load: WorkerLoad, block_size: int) -> None:
         allocated = load.used_blocks * block_size
@@ -63,7 +63,7 @@ class Waste:
 
 
 def sequences(rows: Sequence[TraceRow], max_model_len: int) -> Iterator[NewSequence]:
-    """Yield the requests of the trace; prompts share prefixes as given by the trace's blocks."""
+    """Yield the requests of the trace. Their prompts share prefixes as the trace's blocks do."""
     for number, row in enumerate(rows):
         blocks = row.blocks or (number,)
         draws = [np.random.default_rng(block).integers(0, 32_000, TRACE_BLOCK) for block in blocks]

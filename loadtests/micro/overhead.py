@@ -37,8 +37,8 @@ class Requests:
 class RoundTimes:
     """Times of each request in milliseconds, in the order of sending."""
 
-    ttft: list[float] = dataclasses.field(default_factory=list)  # through `penstock serve`
-    prefill: list[float] = dataclasses.field(default_factory=list)  # engine called directly
+    ttft: list[float] = dataclasses.field(default_factory=list)  # times through `penstock serve`
+    prefill: list[float] = dataclasses.field(default_factory=list)  # times of the engine alone
 
     def without(self, count: int) -> "RoundTimes":
         """Return these times without the first `count` requests."""
@@ -48,7 +48,7 @@ class RoundTimes:
         return [whole - bare for whole, bare in zip(self.ttft, self.prefill, strict=True)]
 
     def figures(self) -> dict[str, Any]:
-        """Return quantiles over the requests: of both times, and of their difference."""
+        """Return quantiles, over the requests, of both times and of their difference."""
         columns = {"added_ms": self.added(), "ttft_ms": self.ttft, "prefill_ms": self.prefill}
         return {name: dataclasses.asdict(Quantiles.of(values)) for name, values in columns.items()}
 
@@ -78,7 +78,10 @@ def _clients(server: Running) -> dict[str, Client]:
 async def _run_rounds(
     clients: dict[str, Client], engine: EngineClient, prompts: Prompts, requests: Requests
 ) -> dict[str, RoundTimes]:
-    """Alternately send a request and run its prompt on the engine directly; drop the warm-ups."""
+    """Send each request, and run its prompt on the engine directly, in turn.
+
+    The warm-up requests are left out of the result.
+    """
     times = {name: RoundTimes() for name in clients}
     for client in clients.values():
         await client.describe()

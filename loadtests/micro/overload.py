@@ -1,16 +1,16 @@
 """Measures a real router under more load than its workers can serve.
 
-`python -m penstock.loadtests.micro.overload` runs one router process, stub workers with fixed step
-times and a bounded number of sequences, and an open-loop load. The capacity is the highest rate at
-which 99% of the requests keep both goals: the first token within 1 s, and 50 ms per further token.
-The figures and goals are those of `penstock simulate overload`, in wall time:
+`python -m penstock.loadtests.micro.overload` runs one router process and sends it an open-loop
+load. Its stub workers have fixed step times and a bounded number of sequences. The capacity is the
+highest rate at which 99% of the requests keep both goals: the first token within 1 s, and 50 ms per
+further token. The figures and goals are those of `penstock simulate overload`, in wall time:
 
 - at three times the capacity, the goodput is at most 5% lower, and the p99 of the first token of
   admitted requests is at most twice as high;
 - one greedy tenant among ten costs the others at most 5% of their goodput.
 
-Steps are slow and slots are few, so that neither the router nor the clients limit the capacity.
-The result is one JSON object; the exit code is 1 if a goal is missed. Use a quiet machine.
+Steps are slow and slots are few, so that neither the router nor the clients limit the capacity. The
+result is one JSON object. The exit code is 1 if a goal is missed. Use a quiet machine.
 """
 
 import asyncio
@@ -83,7 +83,7 @@ class Bench:
     workers: WorkerOptions
 
     def estimate(self) -> float:
-        """Return the approximate rate at which all sequence slots of the workers are in use."""
+        """Return the request rate at which about all sequence slots of the workers are in use."""
         num_running = self.workers.count * self.workers.max_sequences
         lengths = Lengths.parse(self.load.output_len)
         tokens = (lengths.low + lengths.high) / 2
@@ -160,13 +160,16 @@ async def _send(stub: Any, call: Call, tenant: str, began: float, random_: rando
 async def send_load(
     address: str, load: Sequence[Planned], tenants: Sequence[str], seed: int
 ) -> list[Call]:
-    """Send each request when it is due, whether or not others have ended; return all calls."""
+    """Send each request when it is due and return all calls.
+
+    A request does not wait for the end of earlier ones.
+    """
     calls, random_ = [Call(each) for each in load], random.Random(seed)
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
         await stub.ListModels(
             pb.ListModelsRequest(), metadata=(("authorization", f"Bearer {key_of('')}"),)
-        )  # connect before measuring
+        )  # connects before the measurement begins
         began = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             for call, tenant in zip(calls, tenants, strict=True):
@@ -176,7 +179,10 @@ async def send_load(
 
 
 def counted_calls(calls: Sequence[Call], tenants: Sequence[str]) -> list[Call]:
-    """Return the calls to evaluate; leave out the greedy tenant's if there are other tenants."""
+    """Return the calls to evaluate.
+
+    If there are several tenants, those of the greedy tenant are left out.
+    """
     others = set(tenants) - {GREEDY}
     if not others:
         return list(calls)
@@ -184,7 +190,7 @@ def counted_calls(calls: Sequence[Call], tenants: Sequence[str]) -> list[Call]:
 
 
 async def run_load(bench: Bench, rates: Rates) -> Outcome:
-    """Send one load; wait for its answers, and then until the router has released all requests."""
+    """Send one load, and wait until all answers have ended and the router is idle again."""
     options = bench.load
     shape = Overload(
         input_len=options.input_len,
@@ -204,7 +210,7 @@ async def run_load(bench: Bench, rates: Rates) -> Outcome:
 
 
 async def find_capacity(bench: Bench) -> tuple[float, Outcome]:
-    """Find by bisection the highest rate at which the share `KEPT` of requests keeps its goals."""
+    """Find the highest rate at which a fraction `KEPT` of the requests keeps its goals."""
     low, high, best = 0.0, 1.25 * bench.estimate(), None
     for number in range(bench.load.tries):
         rate = 0.8 * bench.estimate() if number == 0 else (low + high) / 2
@@ -248,7 +254,7 @@ async def measure(load: LoadOptions, workers: WorkerOptions) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print its figures and return the exit code.
+    """Run the measurement, print its figures and return the exit code.
 
     Returns:
         0 if all goals are reached, 1 if one is missed or the measurement failed, 2 for wrong

@@ -22,13 +22,13 @@ from penstock.protos import worker_pb2 as pb
 
 
 class BoundedWorker(StubWorker):
-    """A worker that limits its sequences, and the prompt tokens of a step."""
+    """A worker that limits its sequences and the prompt tokens of each step."""
 
     def __init__(self, name: str, options: "WorkerOptions") -> None:
         super().__init__(name, options.step_ms / 1000)
         self.options = options
         self.num_steps = 0
-        self.num_prompt_tokens = 0  # prompt tokens computed since the start
+        self.num_prompt_tokens = 0  # number of prompt tokens that the worker has computed
         self.prompt_seconds = 0.0
 
     def session(self, router: str) -> "BoundedSession":

@@ -1,11 +1,11 @@
 """Measures the time of a placement decision with a large prefix index.
 
 `python -m penstock.loadtests.micro.placement` fills the index of a router with the blocks of many
-conversations and then places prompts that extend them. It prints the CPU time of a decision (match
-of the prompt and choice of the worker), of the match alone, and of hashing the prompt. It also
-prints the memory of the index for each block. Prompts share a system prompt that all workers have
-cached. With `--split`, half of the workers are prefill workers and the others decode workers, with
-measured speeds and KV transfers.
+conversations and then places prompts that extend them. It prints the CPU time of a decision, which
+matches the prompt and chooses the worker. It also prints the CPU time of the match alone and of
+hashing the prompt, and the memory of the index for each block. Prompts share a system prompt that
+all workers have cached. With `--split`, half of the workers are prefill workers and the others
+decode workers, with measured speeds and KV transfers.
 """
 
 import gc
@@ -62,14 +62,14 @@ class Figures:
     decision: float
     decision_p10: float
     decision_p90: float
-    decision_warm: float  # the same decisions again, with their blocks in the CPU's caches
+    decision_warm: float  # time of the same decisions again, with their blocks in the CPU's caches
     match: float
     bytes_per_block: float
     pairs: int  # number of (block, worker) pairs
 
 
 class Fixture:
-    """A router's index and workers, and the conversations that the workers have cached."""
+    """A router's index and workers, with the conversations that the workers have cached."""
 
     def __init__(self, load: Load, num_workers: int) -> None:
         self.rng = random.Random(load.seed)
@@ -116,7 +116,7 @@ class Fixture:
             self._store(name, system, START)
         num_blocks, own = SYSTEM_BLOCKS, load.depth - SYSTEM_BLOCKS - NEW_BLOCKS
         while num_blocks < load.blocks:
-            # Each document is shared by two conversations and cached by a few workers.
+            # Two conversations share each document, which a few workers have cached.
             document = self._new_blocks(own // 2)
             names = self.rng.sample(self.names, min(3, len(self.names)))
             for name in names:
@@ -136,14 +136,17 @@ class Fixture:
         self.num_pairs += len(blocks)
 
     def request(self, number: int) -> Request:
-        """Return a request that extends a conversation, with newly created hash objects."""
+        """Return a request that extends a conversation. Its hashes are newly created objects."""
         blocks, _ = self.rng.choice(self.chats)
         hashes = [int(str(block)) for block in blocks] + self._new_blocks(NEW_BLOCKS)
         prompt = range(len(hashes) * BLOCK + 5)
         return Request(number, prompt, SamplingParams(), prompt_hashes={BLOCK: hashes})
 
     def decide(self, request: Request) -> str:
-        """Return the worker for a request: the part of `Placer` that is measured."""
+        """Return the worker for a request.
+
+        This is the part of `Placer` that is measured.
+        """
         cached = self.knowledge.cached_tokens(request, 1.0)
         demand = Demand(
             request.id,
@@ -209,14 +212,14 @@ def warm_microseconds(fixture: Fixture) -> float:
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
-    """Return the CPU seconds that `work` takes in this thread, and its result."""
+    """Return the CPU seconds that `work` takes in this thread, and the result of `work`."""
     start = time.thread_time()
     result = work()
     return time.thread_time() - start, result
 
 
 def bytes_per_block(load: Load, num_workers: int) -> float:
-    """Return the bytes of memory per (block, worker) pair, measured on a smaller index."""
+    """Return the bytes of memory per (block, worker) pair. They are measured on a smaller index."""
     small = Load(load.workers, min(load.blocks, 100_000), load.depth)
     tracemalloc.start()
     fixture = Fixture(small, num_workers)
@@ -235,7 +238,7 @@ def hash_microseconds(depth: int) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 if a decision takes longer than its goal, otherwise 0.
+    """Run the command. Return 1 if a decision takes longer than its goal, otherwise 0.
 
     With `--split` there are no goals.
     """

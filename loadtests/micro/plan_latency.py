@@ -1,8 +1,8 @@
 """Measures the latency of step plans from rank 0 to the followers.
 
 `python -m penstock.loadtests.micro.plan_latency` measures the time from before rank 0 encodes a
-plan until the last follower has decoded the plan; each rank is a process. It alternates between two
-transports: shared memory, and gloo over loopback (the transport between nodes).
+plan until the last follower has decoded the plan. Each rank is a process. Two transports alternate:
+shared memory, and gloo over loopback (the transport between nodes).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from penstock.workers.parallel.step_codec import decode, encode, max_plan_bytes
 from penstock.workers.scheduling.sequence import StepPlan
 
 _HOST = "127.0.0.1"
-_NUM_WARMUPS = 20  # number of first plans that are not counted
+_NUM_WARMUPS = 20  # number of first plans that do not count
 _SECONDS = 60.0
 _TRANSPORTS = ("shared memory", "gloo")
 
@@ -58,7 +58,7 @@ def make_plan(load: Load, number: int) -> StepPlan:
 
 
 def follow(pipe: Connection, address: str, load: Load, rank: int, way: str) -> None:
-    """Run a follower: receive all plans, then send the monotonic time at which each was decoded."""
+    """Run a follower: receive all plans, then send the monotonic times of their decoding."""
     node = "near" if way == _TRANSPORTS[0] else f"node {rank}"
     reader = connect_plan_reader(RemoteStore(address, None), rank, load.followers + 1, node, _HOST)
     pipe.send("ready")

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Llama model; the defaults give 125 million parameters."""
+    """Sizes of a Llama model. The defaults give 125 million parameters."""
 
     hidden: int = 768
     inner: int = 2048
@@ -32,7 +32,7 @@ class Shape:
 
 
 def write_random_llama(folder: Path, shape: Shape = Shape(), seed: int = 0) -> Path:
-    """Write a float32 checkpoint without a tokenizer; return its folder."""
+    """Write a float32 checkpoint without a tokenizer and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {

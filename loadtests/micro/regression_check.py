@@ -1,12 +1,11 @@
 """Performance regression check: measures a few ratios and compares them with recorded values.
 
 `python -m penstock.loadtests.micro.regression_check` prints the change of each ratio, and exits
-with 1 if one got worse. With `--record`, the current values are recorded instead. The check uses
-ratios, not times: both sides of a ratio are measured alternately in one run, so other load affects
-both.
+with 1 if one got worse. With `--record`, the current values are recorded instead. The two sides of
+a ratio are measured alternately in one run, so that other load affects both.
 
-With `--against DIR`, the check compares the current tree with another checkout instead; see
-`tree_comparison`.
+With `--against DIR`, the check compares the current tree with another checkout instead (see
+`tree_comparison`).
 """
 
 import asyncio
@@ -55,10 +54,10 @@ RATIOS = {
 }
 """Descriptions of the ratios; for each ratio, higher is better."""
 
-_RUNS_TO_RECORD = 3  # values vary more between runs than within a run
+_RUNS_TO_RECORD = 3  # several runs, because values vary more between runs than within a run
 _ROUNDS = 7
 _SEQUENCES, _SCHEDULED, _PROMPT, _ANSWER, _LONG = 16, 256, 64, 48, 1024
-_PRODUCT = 512, 1024  # matmul [rows, width] x [width, width]
+_PRODUCT = 512, 1024  # shape of the matmul: [rows, width] x [width, width]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class CheckOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RatioChange:
-    """One ratio: the recorded values and the values measured now."""
+    """One ratio, with its recorded values and the values measured now."""
 
     name: str
     before: Quantiles
@@ -83,7 +82,7 @@ class RatioChange:
 
     @property
     def by(self) -> float:
-        """Relative change of the median; negative if the ratio got worse."""
+        """Relative change of the median, which is negative if the ratio got worse."""
         return self.now.median / self.before.median - 1
 
     @property
@@ -109,7 +108,7 @@ def compare(before: dict[str, list[float]], now: dict[str, list[float]]) -> list
 
 
 def measure(threads: int) -> dict[str, list[float]]:
-    """Measure all ratios in one short run; return one value per round for each ratio."""
+    """Measure all ratios in one short run. Return one value per round for each ratio."""
     engine, cost = EngineClient(SHIPPED_MODEL, threads), Cost.of(SHIPPED_MODEL)
     prompts = Prompts(ordinary_tokens(engine.vocab_size), seed=0)
     steps = _scheduler_steps()
@@ -119,12 +118,12 @@ def measure(threads: int) -> dict[str, list[float]]:
         first = round_number * (_SEQUENCES + 1)
         tokens = [_prompt(prompts, first + n, _PROMPT) for n in range(_SEQUENCES)]
         decoded = steady_rate(engine.run(tokens, _ANSWER))
-        # Attention FLOPs are left out: they grow by only a few percent during an answer.
+        # The FLOPs of attention are ignored: they grow by a few percent during an answer.
         decode = decoded * 2 * (cost.body + cost.head) / product
         long = engine.prefill(_prompt(prompts, first + _SEQUENCES, _LONG))
         prefill = cost.prefill(_LONG) / long / product
         scheduler = _numpy_seconds() / steps()
-        if round_number:  # round 0 is a warm-up
+        if round_number:  # round 0 is a warm-up and does not count
             for name, value in zip(ratios, (decode, prefill, scheduler), strict=True):
                 ratios[name].append(value)
     return {**ratios, "path": _path(threads)}
@@ -187,7 +186,7 @@ def _scheduler_steps() -> Callable[[], float]:
 
 
 def _least(work: Callable[[], Any], count: int, clock: Callable[[], float]) -> float:
-    """Call `work` `count` times; return the 10th percentile of its durations in seconds.
+    """Call `work` `count` times and return the 10th percentile of its durations in seconds.
 
     Disturbed calls are slower, so they do not change the 10th percentile.
     """
@@ -200,9 +199,10 @@ def _least(work: Callable[[], Any], count: int, clock: Callable[[], float]) -> f
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, then record or compare.
+    """Measure, then record or compare, and return the exit code.
 
-    Returns the exit code: 0, 1 (error, or a ratio got worse), 2 (invalid flags) or 130 (Ctrl-C).
+    The exit code is 0 for success, 1 after an error or if a ratio got worse, 2 for invalid flags,
+    and 130 after Ctrl-C.
     """
     about = "Measure a few performance ratios and report which got worse."
     (guard,) = read_flags(PROGRAM, about, (CheckOptions,), arguments)

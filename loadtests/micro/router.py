@@ -58,8 +58,10 @@ class FanIn:
 class Received:
     """Latencies measured by the clients, in seconds."""
 
-    first: list[float] = dataclasses.field(default_factory=list)  # until the first token
-    ages: list[float] = dataclasses.field(default_factory=list)  # per token, since its generation
+    # Seconds until the first token of each request.
+    first: list[float] = dataclasses.field(default_factory=list)
+    # Seconds from the generation of each token to its arrival.
+    ages: list[float] = dataclasses.field(default_factory=list)
     num_failed: int = 0
 
 
@@ -85,7 +87,7 @@ class CpuUsage:
 
 @asynccontextmanager
 async def stub_workers(count: int, fan: FanIn) -> AsyncIterator[dict[str, str]]:
-    """Run `count` stub workers in several processes; yield their addresses by name."""
+    """Run `count` stub workers in several processes and yield their addresses by name."""
     processes: list[asyncio.subprocess.Process] = []
     addresses: dict[str, str] = {}
     num_processes = min(fan.processes, count)
@@ -116,9 +118,9 @@ async def stub_workers(count: int, fan: FanIn) -> AsyncIterator[dict[str, str]]:
 
 
 async def until_ready(admin: str, count: int) -> float:
-    """Wait until all workers are ready at the router with this port for operators.
+    """Wait until all workers are ready at a router and return the seconds of waiting.
 
-    Return the seconds of waiting.
+    `admin` is the address of the router's port for operators.
     """
     began = time.perf_counter()
     while time.perf_counter() - began < _READY_SECONDS:
@@ -148,12 +150,12 @@ async def _one(stub: Any, fan: FanIn, random_: random.Random, seen: Received) ->
 
 
 async def load(router: StandaloneRouter, fan: FanIn, seconds: float) -> Received:
-    """Send requests with Poisson arrivals for `seconds`, then wait for the answers."""
+    """Send requests with Poisson arrivals for `seconds`, then wait for their answers."""
     seen, random_ = Received(), random.Random(fan.seed)
     due, end = 0.0, time.perf_counter() + seconds
     async with grpc.aio.insecure_channel(router.grpc) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
-        await stub.ListModels(pb.ListModelsRequest())  # connect before measuring
+        await stub.ListModels(pb.ListModelsRequest())  # connects before the measurement begins
         async with asyncio.TaskGroup() as tasks:
             began = time.perf_counter()
             while (now := time.perf_counter()) < end:

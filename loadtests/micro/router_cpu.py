@@ -1,11 +1,11 @@
 """Measures the CPU time of a router per streamed token, and its parts.
 
 `python -m penstock.loadtests.micro.router_cpu` runs one real router process, one stub worker
-without a model and 64 concurrent streams, alternating between HTTP and gRPC. In every round, a bare
-grpc.aio server without Penstock's code also sends the same replies at the same rate. The router's
-CPU time over gRPC is reported as a multiple of the bare server's CPU time. With `--against FOLDER`,
-the router of another source tree takes turns with this one; every second round has the reverse
-order.
+without a model and 64 concurrent streams. The streams alternate between HTTP and gRPC. In every
+round, a bare grpc.aio server without Penstock's code also sends the same replies at the same rate.
+The router's CPU time over gRPC is reported as a multiple of the bare server's CPU time. With
+`--against FOLDER`, the router of another source tree takes turns with this one. Every second round
+has the reverse order.
 
 CPU time is that of the server process and its helper processes, so that other load on the machine
 matters little. A round has three loads with different numbers of requests, steps and tokens. Their
@@ -43,9 +43,9 @@ _ROOT = Path(penstock.__file__).parent.parent
 _MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
 _PROMPT = "Tell me a story."
 _TERMS = ("request", "step", "token")
-# The load for the cost of a step has one stream for every so many streams of the first load.
+# Streams of the first load per stream of the second load, which gives the cost of a step.
 _STREAMS_OF_FEW = 16
-_BURSTS = 8  # repeats of the load for the cost of a request
+_BURSTS = 8  # repeats of the third load, which gives the cost of a request
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """Streams that begin together; they are repeated once all of them have ended."""
+    """Streams that begin together. They are repeated once all of them have ended."""
 
     streams: int
     output_len: int
@@ -74,7 +74,7 @@ class Load:
 
     @property
     def amounts(self) -> tuple[int, int, int]:
-        """Numbers of requests, steps and tokens; a request's first token is not counted."""
+        """Numbers of requests, steps and tokens. A request's first token is not counted."""
         steps = self.repeats * (self.output_len - 1)
         return self.repeats * self.streams, steps, self.streams * steps
 
@@ -90,7 +90,7 @@ def loads_of(options: Options) -> tuple[Load, ...]:
 
 
 def terms_of(loads: Sequence[Load], seconds: Sequence[float]) -> Mapping[str, float]:
-    """Return the CPU µs of a request, a step and a token, solved from those of three loads."""
+    """Return the CPU time (µs) of a request, a step and a token, solved from three loads."""
     solved = np.linalg.solve(np.array([load.amounts for load in loads], float), np.array(seconds))
     return {name: 1e6 * float(value) for name, value in zip(_TERMS, solved, strict=True)}
 
@@ -99,7 +99,7 @@ def terms_of(loads: Sequence[Load], seconds: Sequence[float]) -> Mapping[str, fl
 
 
 async def http_load(address: str, streams: int, output_len: int) -> int:
-    """Read streamed completions over plain sockets; return the number of tokens."""
+    """Read streamed completions over plain sockets and return the number of tokens."""
     body = json.dumps(
         {"model": "stub", "prompt": _PROMPT, "max_tokens": output_len, "stream": True}
         | {"ignore_eos": True, "seed": 1}
@@ -121,7 +121,7 @@ async def http_load(address: str, streams: int, output_len: int) -> int:
 
 
 async def grpc_load(address: str, streams: int, output_len: int) -> int:
-    """Read streams over one gRPC channel; return the number of replies with tokens."""
+    """Read streams over one gRPC channel and return the number of replies with tokens."""
     sampling = pb.Sampling(max_tokens=output_len, ignore_eos=True, seed=1)
     request = pb.GenerateRequest(text=_PROMPT, sampling=sampling)
     async with grpc.aio.insecure_channel(address) as channel:
@@ -138,7 +138,7 @@ async def grpc_load(address: str, streams: int, output_len: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Server:
-    """A measured server, with the API over which it is measured."""
+    """A measured server, with the API (HTTP or gRPC) over which it is measured."""
 
     pid: int
     address: str
@@ -161,7 +161,10 @@ class Server:
 
 
 async def _start(stack: AsyncExitStack, options: Options) -> Mapping[str, Server]:
-    """Start all servers; return them by name, with "http" and "grpc" of this tree."""
+    """Start all servers and return them by name.
+
+    The servers of this tree are "http" and "grpc".
+    """
     fan = FanIn(step_ms=options.step_ms, processes=1)
     workers = await stack.enter_async_context(stub_workers(1, fan))
     trees = {"": SourceTree.at(_ROOT)}
@@ -181,7 +184,7 @@ async def _start(stack: AsyncExitStack, options: Options) -> Mapping[str, Server
 
 
 def _ratios(row: Mapping[str, float]) -> Mapping[str, float]:
-    """Return the ratios of a round's figures."""
+    """Return the ratios of a round's CPU times."""
     found = {"ratio": row["grpc"] / row["bare"]}
     if "against_http" in row:
         found |= {f"{api}_ratio": row[api] / row[f"against_{api}"] for api in ("http", "grpc")}
@@ -193,7 +196,7 @@ def _median(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 async def measure(options: Options) -> dict[str, Any]:
-    """Measure all servers alternately, and print a row of results per round."""
+    """Measure all servers alternately and print a row of results per round."""
     loads = loads_of(options)
     rows: list[dict[str, float]] = []
     async with AsyncExitStack() as stack:

@@ -8,7 +8,7 @@ three ways with the tokenizer of the bundled model:
   too long. An answer that ends must be valid by `jsonschema`.
 - Valid document: the masks must accept it up to its end. Otherwise the third check would prove
   nothing.
-- Invalid document: in the valid document, a value is made wrong, or a property is renamed or
+- Invalid document: a valid document in which a value is made wrong, or a property is renamed or
   removed. The masks must refuse a token no later than the one with the first character after the
   mistake.
 
@@ -40,9 +40,9 @@ KEYWORDS = (
     *("exclusiveMinimum", "exclusiveMaximum", "anyOf", "$ref", "$defs"),
 )
 MAX_DEPTH = 4
-END = 2  # end token of the bundled model
+END = 2  # id of the end token of the bundled model
 WORDS = ("red", "Grün", "a b", 'q"t', "x\\y", "ligne\n", "", "日本", "on/off", "7")
-PATTERNS = {  # pattern -> (a matching string, a string that does not match)
+PATTERNS = {  # for each pattern, a matching string and one that does not match
     "^[A-Z]{3}-[0-9]{2,4}$": ("ABC-123", "ABC_123"),
     "^(yes|no|maybe)$": ("maybe", "never"),
     r"^\d{4}-\d{2}$": ("2026-11", "2026/11"),
@@ -88,7 +88,10 @@ class Drawn:
         return schema, document
 
     def value(self, path: tuple[str | int, ...], depth: int) -> tuple[Schema, Any]:
-        """Return a random schema and a valid value for it; record an invalid value for the path."""
+        """Return a random schema and a valid value for it.
+
+        An invalid value is recorded for the path.
+        """
         if depth < MAX_DEPTH and self.numbers.random() < 0.4:
             nested = self.numbers.choice((self.object, self._array))
             self.wrong[path] = self.numbers.choice((17, "text", None, True))
@@ -171,9 +174,9 @@ def with_value(document: Any, path: Sequence[str | int], value: Any) -> tuple[st
 def mistake(document: dict[str, Any], drawn: Drawn) -> tuple[str, int]:
     """Return the JSON text of an invalid document, and the index of the end of the mistake.
 
-    In the outer object, a property is missing or has another name; or any value is wrong. An answer
-    must have its properties in the order of the schema. After a missing property, the mistake is
-    therefore the name of the next property.
+    The mistake is a missing or renamed property of the outer object, or a wrong value anywhere. An
+    answer must have its properties in the order of the schema. After a missing property, the
+    mistake is therefore the name of the next property.
     """
     numbers, names = drawn.numbers, list(document)
     chosen, kind = numbers.randrange(len(names)), numbers.random()
@@ -187,7 +190,7 @@ def mistake(document: dict[str, Any], drawn: Drawn) -> tuple[str, int]:
     }
     wrong_name = "other" if kind < 0.85 else (*names, "")[chosen + 1]
     text = json.dumps(changed, ensure_ascii=False)
-    if not wrong_name:  # the last property is missing, so the closing brace is the mistake
+    if not wrong_name:  # the last property is missing, so that the closing brace is the mistake
         return text, len(text)
     name = json.dumps(wrong_name, ensure_ascii=False)
     before = list(changed)[: list(changed).index(wrong_name)]
@@ -206,7 +209,7 @@ class Checker:
         self._closing = np.array([text[:1] in b'",]}:' and bool(text) for text in texts])
 
     def failures(self, seed: int) -> Iterator[str]:
-        """Yield a line per failed check of the schema of `seed`; last "" if the answer ended."""
+        """Yield a line per failed check of the schema of `seed`; then "" if the answer ended."""
         schema, document, drawn = draw(seed)
         validator = jsonschema.Draft202012Validator(schema)
         grammar = self.vocabulary.compile(json_schema(schema))
@@ -229,7 +232,10 @@ class Checker:
             yield ""
 
     def random_answer(self, grammar: CompiledGrammar, numbers: random.Random) -> str | None:
-        """Draw tokens until the end token is allowed; return the text, or None if too long."""
+        """Draw tokens until the end token is allowed.
+
+        Return the text, or None if it is too long.
+        """
         matcher, tokens = grammar.matcher(), list[int]()
         words = np.zeros(num_words(self.tokenizer.vocab_size), np.int32)
         while len(tokens) < self.max_tokens:
@@ -239,7 +245,8 @@ class Checker:
             if allowed[END]:
                 return self.tokenizer.token_bytes.decode(tokens)
             closing = allowed & self._closing
-            if closing.any() and numbers.random() < 0.5:  # so that answers end
+            # Prefer closing tokens, so that answers end.
+            if closing.any() and numbers.random() < 0.5:
                 allowed = closing
             token = int(numbers.choice(np.flatnonzero(allowed)))
             if not matcher.advance([token]):
@@ -263,7 +270,7 @@ class Checker:
 
 
 async def check(options: Options) -> dict[str, Any]:
-    """Check all schemas and print the results; raise MeasurementFailed if a check failed."""
+    """Check all schemas and print the results. Raise MeasurementFailed if a check failed."""
     checker, num_failed, num_ended = Checker(options.max_tokens), 0, 0
     properties, depths = list[int](), list[int]()
     for seed in range(options.first, options.first + options.schemas):

@@ -22,13 +22,16 @@ from penstock.loadtests.micro.source_tree import SourceTree
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.05
-_LOWEST_PORT = 20000  # `ray start` uses ports 10002 to 19999 for its workers
+_LOWEST_PORT = 20000  # lowest port to use, since `ray start` uses 10002 to 19999 for its workers
 _OWN_PORTS = "PENSTOCK_FREE_PORTS"
 """Environment variable with a port range LOW-HIGH, so that concurrent runs use separate ports."""
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start, or it exited; the message contains the end of its output."""
+    """Raised if the server did not start, or if it exited.
+
+    The message contains the end of the server's output.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,8 @@ class Running:
     """A server that is ready for requests."""
 
     grpc_address: str  # host:port
-    http_address: str  # http://host:port
-    metrics_address: str  # http://host:port
+    http_address: str  # address for clients, as http://host:port
+    metrics_address: str  # address of the metrics, as http://host:port
     pid: int
     ready_seconds: float  # seconds from the start of the server until it was ready
 
@@ -49,7 +52,7 @@ async def serving(
     """Run `penstock serve` with these arguments and free ports. Raises ServerFailed.
 
     Args:
-        tree: the source tree to run; None: the tree of this process.
+        tree: the source tree to run; None means the tree of this process.
     """
     http_port, grpc_port, metrics_port = free_ports(3)
     ports = ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
@@ -62,7 +65,7 @@ async def serving(
         output_path = Path(folder) / "output"
         began = time.perf_counter()
         with output_path.open("wb") as output:
-            # In its own session, so that Ctrl-C in the terminal does not interrupt the server.
+            # The server gets its own session, so that Ctrl-C in the terminal does not interrupt it.
             process = subprocess.Popen(
                 command,
                 stdout=output,
@@ -82,7 +85,7 @@ async def serving(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGINT so that the server drains; after STOP_SECONDS, kill its process group."""
+    """Send SIGINT so that the server drains. After STOP_SECONDS, kill its process group."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
     try:
@@ -94,7 +97,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_ports(count: int, run: int = 1) -> list[int]:
-    """Return `count` different ports; each is the first of `run` consecutive free ports.
+    """Return `count` different ports. Each is the first of `run` consecutive free ports.
 
     Ports in the ranges of ephemeral ports and of Ray workers are not returned, because another
     process could take such a port before the server binds it.

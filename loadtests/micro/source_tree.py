@@ -1,4 +1,7 @@
-"""Runs programs of another source tree of Penstock, which may be an older commit."""
+"""Runs programs of another source tree of Penstock.
+
+The tree may be an older commit.
+"""
 
 import asyncio
 import json
@@ -19,7 +22,7 @@ _LINE_BYTES = 1 << 20
 
 
 class ProgramFailed(RuntimeError):
-    """A program of a source tree failed; the message says which program, and the reason."""
+    """Raised if a program of a source tree failed. The message gives the program and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,10 @@ class SourceTree:
 
     @property
     def has_admin_port(self) -> bool:
-        """True if `penstock serve` of this tree has `--admin-port`; if not, HTTP has metrics."""
+        """True if `penstock serve` of this tree has `--admin-port`.
+
+        Otherwise, the HTTP port has metrics.
+        """
         return "admin_port" in (self.root / "penstock/cluster/configs.py").read_text("utf-8")
 
     def module(self, names: tuple[str, ...]) -> str:
@@ -59,7 +65,7 @@ class SourceTree:
         )
 
     async def run(self, *arguments: str) -> Any:
-        """Run Python with `arguments`; return the last line of its output, parsed as JSON.
+        """Run Python with `arguments` and return the last line of its output, parsed as JSON.
 
         Raises ProgramFailed if the process fails.
         """
@@ -83,7 +89,7 @@ class SourceTree:
     async def running(
         self, module: str, *arguments: str, config: Any = None
     ) -> AsyncIterator[tuple[int, Any]]:
-        """Run a module that prints one line of JSON when it is ready; kill it on exit.
+        """Run a module that prints one line of JSON when it is ready. It is killed on exit.
 
         Args:
             config: written to stdin as one line of JSON.

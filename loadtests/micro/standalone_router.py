@@ -35,7 +35,7 @@ class StandaloneRouter:
 async def standalone_router(
     model: Path, workers: Mapping[str, str], **config: Any
 ) -> AsyncIterator[StandaloneRouter]:
-    """Run a router with these workers on free ports; stop the router on exit.
+    """Run a router with these workers on free ports. The router is stopped on exit.
 
     Raises RuntimeError if the router does not start.
     """

@@ -1,6 +1,7 @@
-"""Measures time, CPU time and memory of one start of `penstock serve`, and finds leftovers.
+"""Measures time, CPU time and memory of one start of `penstock serve`, and looks for leftovers.
 
-`python -m penstock.loadtests.micro.start [ARGUMENTS OF serve]` prints one JSON object.
+`python -m penstock.loadtests.micro.start [ARGUMENTS OF serve]` prints one JSON object. Leftovers
+are files, processes and shared memory that remain after the server has ended.
 """
 
 import json
@@ -30,12 +31,13 @@ _SHARED = Path("/dev/shm")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure one start; return 0 if the server started, exited with 0 and left nothing behind."""
+    """Measure one start. Return 0 if the server started, exited with 0 and left nothing behind."""
     segments, load = shared_memory(), os.getloadavg()[0]
     ports = free_ports(2)
     with tempfile.TemporaryDirectory(prefix="start-") as folder:
         output = Path(folder, "output")
-        temp = Path(folder, "t")  # short, because socket paths in this folder have a length limit
+        # A short name, because the paths of sockets in this folder have a length limit.
+        temp = Path(folder, "t")
         temp.mkdir()
         run = _run(arguments, ports, temp, output)
         run["left_behind"] |= {
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run(
     arguments: Sequence[str], ports: Sequence[int], temp: Path, output: Path
 ) -> dict[str, Any]:
-    """Start the server, wait until it is ready, measure its memory, stop it; return the results."""
+    """Start the server, measure its memory when it is ready, stop it, and return the results."""
     command = [sys.executable, "-m", "penstock.cli", "serve", *arguments]
     command += ["--http-port", str(ports[0]), "--grpc-port", str(ports[1]), "--admin-port", "0"]
     began = time.monotonic()
@@ -87,7 +89,7 @@ def _run(
 def _wait_until_ready(
     serving: "subprocess.Popen[bytes]", output: Path, began: float
 ) -> float | None:
-    """Wait until the server reports that it is ready; return the seconds, or None on failure."""
+    """Wait until the server reports that it is ready. Return the seconds, or None on failure."""
     while time.monotonic() - began < READY_WITHIN and serving.poll() is None:
         if READY_WORDS in output.read_text():
             return round(time.monotonic() - began, 2)
@@ -96,7 +98,7 @@ def _wait_until_ready(
 
 
 def _stop(serving: "subprocess.Popen[bytes]") -> tuple[int | None, float]:
-    """Stop the server with SIGINT, as Ctrl-C does; return its exit code and the seconds it took."""
+    """Stop the server with SIGINT, as Ctrl-C does. Return its exit code and the seconds it took."""
     began = time.monotonic()
     with suppress(ProcessLookupError):
         os.killpg(serving.pid, signal.SIGINT)
@@ -123,12 +125,16 @@ def _cpu_seconds(root: int) -> float:
     seconds = 0.0
     for process in _tree(root):
         with suppress(psutil.NoSuchProcess):
-            seconds += sum(process.cpu_times()[:4])  # user and system, also of ended children
+            # User and system time, including that of ended children.
+            seconds += sum(process.cpu_times()[:4])
     return round(seconds, 1)
 
 
 def _memory(root: int) -> dict[str, float]:
-    """Return the PSS in MB of `root` and all its descendants, by process name."""
+    """Return the PSS in MB of `root` and all its descendants.
+
+    The sum is given for each name of a process.
+    """
     sizes: dict[str, float] = {}
     for process in _tree(root):
         with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Stub workers without a model; one process can run any number of them.
+"""Stub workers without a model. One process can run any number of them.
 
 `python -m penstock.loadtests.micro.stub_workers` runs workers that use the real stream protocol
 with any number of routers. Their token ids encode the time at which they were generated (`age_of`).
@@ -23,7 +23,7 @@ from penstock.protos import worker_pb2 as pb
 from penstock.protos import worker_pb2_grpc
 
 _UNIT_NANOS = 50_000
-_SPAN = 1 << 15  # token ids repeat after this many 50 µs units: 1.6 s
+_SPAN = 1 << 15  # number of 50 µs units (1.6 s) after which token ids repeat
 _HEARTBEAT_SECONDS = 0.5
 _NUM_BLOCKS = 16384
 
@@ -31,12 +31,15 @@ Requests = AsyncIterator[pb.ToWorker]
 
 
 def token_of_now() -> int:
-    """Return a token id that encodes the current monotonic time, which all processes share."""
+    """Return a token id that encodes the current monotonic time.
+
+    All processes of a machine share this clock.
+    """
     return time.monotonic_ns() // _UNIT_NANOS % _SPAN
 
 
 def age_of(token: int) -> float:
-    """Return the seconds since a token was generated, modulo 1.6 s, in steps of 50 µs."""
+    """Return the seconds since a token was generated, in steps of 50 µs, modulo 1.6 s."""
     return (token_of_now() - token) % _SPAN * _UNIT_NANOS / 1e9
 
 
@@ -46,11 +49,13 @@ class Run:
 
     submit: pb.Submit
     choice: int
-    position: int  # index of the next token
+    position: int  # token index of the next token
 
 
 class StubWorker(worker_pb2_grpc.WorkerServicer):
-    """A stub worker of role mixed: sends an answer's first token at once, then one token per step.
+    """A stub worker of role mixed.
+
+    It sends an answer's first token at once, and then one token per step.
 
     Args:
         name: the worker's name.
@@ -76,7 +81,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
 
     @property
     def running(self) -> int:
-        """Number of running sequences, of all routers together."""
+        """Number of running sequences of all routers together."""
         return sum(len(session.runs) for session in self.sessions)
 
     def load(self) -> pb.Load:
@@ -137,7 +142,8 @@ class Session:
 
     def __init__(self, worker: StubWorker, router: str) -> None:
         self.router = router
-        self.runs: dict[tuple[int, int, int], Run] = {}  # by (request, attempt, choice)
+        # Running choices by (request, attempt, choice).
+        self.runs: dict[tuple[int, int, int], Run] = {}
         self._worker = worker
         self._out: deque[pb.ToRouter] = deque([pb.ToRouter(welcome=worker.welcome())])
         self._to_write = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Measures decode throughput through `penstock serve`, relative to the engine alone.
+"""Measures decode throughput through `penstock serve` relative to the engine alone.
 
 `python -m penstock.loadtests.micro.throughput` alternately sends a batch of requests through
 `penstock serve`, and runs the same batch on an engine in this process. It measures the tokens per
@@ -33,10 +33,11 @@ class Requests:
 
 @dataclasses.dataclass(slots=True)
 class Rates:
-    """Tokens per second of one side; each list has one value per round."""
+    """Tokens per second of one side. Each list has one value per round."""
 
-    steady: list[float] = dataclasses.field(default_factory=list)  # while all requests decode
-    whole: list[float] = dataclasses.field(default_factory=list)  # of the whole run, with prefill
+    steady: list[float] = dataclasses.field(default_factory=list)  # rate while all requests decode
+    # Rate of the whole run, including prefill.
+    whole: list[float] = dataclasses.field(default_factory=list)
 
     def note(self, outcomes: Sequence[Outcome]) -> None:
         self.steady.append(steady_rate(outcomes))
@@ -70,7 +71,7 @@ async def _measure(setup: Setup, requests: Requests) -> dict[str, Any]:
 
 
 def _plan(requests: Requests, round_number: int) -> list[Planned]:
-    """Plan the requests of one round; every prompt is new, so that the prefix cache never hits."""
+    """Plan the requests of one round. Every prompt is new, so that the prefix cache never hits."""
     first = round_number * requests.concurrency
     return [
         Planned(number, 0.0, requests.input_len, requests.output_len)

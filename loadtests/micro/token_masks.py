@@ -125,7 +125,7 @@ def write_ranks(folder: Path, file: Path) -> int:
 
 
 def _write(folder: Path, vocab: dict[str, int]) -> None:
-    """Write a tokenizer with the tokens of `vocab` and an end token."""
+    """Write a tokenizer that has the tokens of `vocab` and an end token."""
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -134,7 +134,7 @@ def _write(folder: Path, vocab: dict[str, int]) -> None:
 
 
 def _pieces(numbers: random.Random, space: str) -> Iterator[str]:
-    """Yield digits, then pieces of JSON punctuation, then an endless sequence of random words."""
+    """Yield digits, pieces of JSON punctuation, and then random words without end."""
     yield from (f"{number:0{digits}}" for digits in (2, 3) for number in range(10**digits))
     signs = ('{"', '":', '",', '"}', "[{", "}]", '":"', '","', '"},', "}}", "]}", '{"')
     yield from (lead + sign for sign in signs for lead in ("", space))
@@ -147,7 +147,7 @@ def _pieces(numbers: random.Random, space: str) -> Iterator[str]:
 
 
 def fill_times(vocabulary: GrammarVocabulary, schema: dict[str, Any], load: Load) -> list[float]:
-    """Return the processor seconds to fill each mask along random answers."""
+    """Return the CPU seconds to fill each mask along random answers."""
     grammar, times = vocabulary.compile(json_schema(schema)), list[float]()
     words = np.zeros(num_words(vocabulary.tokens.vocab_size), np.int32)
     for seed in range(load.answers):
@@ -164,7 +164,10 @@ def fill_times(vocabulary: GrammarVocabulary, schema: dict[str, Any], load: Load
 
 
 def measure_fills(load: Load, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the figures of each vocabulary: random words by `sizes`, then `load.ranks`."""
+    """Return the figures of each vocabulary.
+
+    These are vocabularies of random words with the given `sizes`, and then `load.ranks`.
+    """
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -199,10 +202,10 @@ def _fill_figures(load: Load, folder: Path, size: int) -> dict[str, Any]:
 
 
 def measure_others(setup: Setup, load: Load) -> dict[str, Any]:
-    """Return the CPU time per token of an unconstrained and a half constrained batch.
+    """Return the CPU time per token of an unconstrained batch and of a half constrained batch.
 
-    The time of the threads that fill masks is returned separately, as `masks_us`; `ratio` does not
-    include it.
+    The time of the threads that fill masks is returned separately, as `masks_us`. `ratio` does not
+    include this time.
     """
     engine = Engine(WorkerConfig("masks", setup.model_folder, threads=setup.threads))
     engine.warm_up()
@@ -226,11 +229,12 @@ def measure_others(setup: Setup, load: Load) -> dict[str, Any]:
         began, began_here, num_tokens = time.process_time(), time.thread_time(), 0
         while (output := engine.step().output) is not None:
             num_tokens += len(output.keys)
-        if number >= 2:  # the first run of each mode warms up
+        if number >= 2:  # the first run of each mode is a warm-up
             spent, here = time.process_time() - began, time.thread_time() - began_here
             costs[mode].append((spent / num_tokens * 1e6, (spent - here) / num_tokens * 1e6))
     (plain, others), (half, with_masks) = (np.median(each, axis=0) for each in costs.values())
-    masks = float(with_masks - others)  # without the engine's other threads
+    # CPU time of the mask threads, without other threads of the engine.
+    masks = float(with_masks - others)
     found = {"plain_us": float(plain), "half_us": float(half), "masks_us": masks}
     found["ratio"] = float((half - masks) / plain)
     print(f"processor time per token, half of the batch constrained: {json.dumps(found)}")
@@ -238,7 +242,10 @@ def measure_others(setup: Setup, load: Load) -> dict[str, Any]:
 
 
 def measure_forced(setup: Setup, load: Load) -> dict[str, Any]:
-    """Return steps and CPU time per answer, without and with `MAX_FORCED` extra forced tokens."""
+    """Return steps and CPU time per answer without and with extra forced tokens.
+
+    With them, a step adds up to `MAX_FORCED` forced tokens.
+    """
     engine = Engine(WorkerConfig("masks", setup.model_folder, threads=setup.threads))
     engine.warm_up()
     wanted = json_schema(RECORD)
@@ -249,14 +256,14 @@ def measure_forced(setup: Setup, load: Load) -> dict[str, Any]:
         most = list(costs)[number % 2]
         engine.executor.sampler.masks.max_forced = most
         began, num_steps = time.process_time(), 0
-        for index in range(load.answers):  # one request at a time
+        for index in range(load.answers):  # the requests run one at a time
             tokens = prompts.tokens(Planned(index, 0.0, 16, 1))
             params = SamplingParams(seed=index, max_tokens=400, structured_outputs=wanted)
             params = params.with_end_tokens(engine.spec.eos_tokens)
             engine.submit(NewSequence(number, tokens, len(tokens), params, grammar=grammar))
             while engine.step().output is not None:
                 num_steps += 1
-        if number >= 2:  # the first run of each mode warms up
+        if number >= 2:  # the first run of each mode is a warm-up
             spent = time.process_time() - began
             costs[most].append((num_steps / load.answers, spent / load.answers * 1e3))
     found = {

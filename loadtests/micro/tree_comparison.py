@@ -43,7 +43,7 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Comparison:
-    """One figure of both trees; `then` and `now` have one value per round."""
+    """One figure of both trees. `then` and `now` have one value per round."""
 
     name: str
     then: Sequence[float]
@@ -51,18 +51,18 @@ class Comparison:
 
     @property
     def ratio(self) -> Quantiles:
-        """Ratio of the current tree to the other tree (now / then), one value per round."""
+        """Ratio of the current tree's value to the other tree's (now / then), for each round."""
         return Quantiles.of([now / then for then, now in zip(self.then, self.now, strict=True)])
 
     @property
     def within_tree(self) -> Quantiles:
-        """Ratio of consecutive rounds of the same tree, in both orders."""
+        """Ratios of consecutive rounds of the same tree, in both orders."""
         pairs = [*itertools.pairwise(self.then), *itertools.pairwise(self.now)]
         return Quantiles.of([ratio for a, b in pairs for ratio in (a / b, b / a)])
 
     @property
     def verdict(self) -> str:
-        """`same`, `better` or `worse`."""
+        """Whether the current tree is `same`, `better` or `worse` than the other one."""
         median, within = self.ratio.median, self.within_tree
         if within.low <= median <= within.high:
             return "same"
@@ -106,7 +106,8 @@ async def compare_trees(
             name = f"round {round_number} of {rounds}" if round_number else "warm-up"
             report(f"{name}: {tree.root}")
             figures = await measure(tree)
-            if round_number:  # the warm-up fills the caches of compiled kernels
+            # The first round is a warm-up, which fills the caches of compiled kernels.
+            if round_number:
                 values[side].append(figures)
     return [
         Comparison(name, *([each[name] for each in values[side]] for side in ("then", "now")))

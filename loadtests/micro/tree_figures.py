@@ -51,7 +51,7 @@ _TRANSFERRED_BYTES = re.compile(r"^penstock_(?:kv_transfer|handover)_bytes\S* (\
 """Metric of the router: the current name, and the name in older commits."""
 _PREFILL_WORKER = "prefill-0"
 _WARMUP_TOKENS = 20
-_TRANSFER_ANSWER = 4  # answer tokens; from the second on, the decode worker generates them
+_TRANSFER_ANSWER = 4  # answer tokens, of which the decode worker generates all but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Amounts:
     """Amount of work in one measurement of a tree."""
 
     engine_rounds: int = 3
-    streams: int = 64  # concurrent streams at the router, each of `stream_tokens` tokens
+    streams: int = 64  # concurrent streams at the router, each with `stream_tokens` tokens
     stream_tokens: int = 200
     path_rounds: int = 3
     path_requests: int = 16
@@ -112,9 +112,10 @@ async def measure_router(tree: SourceTree, amounts: Amounts) -> Figures:
 
 
 async def measure_serving(tree: SourceTree, amounts: Amounts) -> Figures:
-    """Run `penstock serve` with prefill and decode workers; return start, path and transfer.
+    """Run `penstock serve` with prefill and decode workers and return the figures of this server.
 
-    Both trees serve the same checkpoint, the bundled model of this tree.
+    The figures are those of its start, its request path and its KV transfers. Both trees serve the
+    same checkpoint, the bundled model of this tree.
     """
     arguments = [str(SHIPPED_MODEL), "--threads", str(amounts.threads)]
     async with serving(arguments, tree) as server:
@@ -142,14 +143,14 @@ async def _path(client: Client, prompts: Prompts, amounts: Amounts) -> float:
             for number in range(first, first + amounts.path_requests)
         ]
         rates.append(steady_rate(await _send(client, prompts, plan)))
-    return statistics.median(rates[1:])  # round 0 is a warm-up
+    return statistics.median(rates[1:])  # round 0 is a warm-up and does not count
 
 
 async def _transfer(server: Running, client: Client, prompts: Prompts, amounts: Amounts) -> float:
     """Return the workers' CPU time per MB of transferred KV blocks, in ms.
 
     The requests are sent twice. The first time, they end at the prefill worker after one token, and
-    the prefix cache keeps their blocks. Only the second time is measured: the prefill worker then
+    the prefix cache keeps their blocks. Only the second time is measured. The prefill worker then
     computes only a few tokens of each prompt, and the decode worker receives all its blocks.
 
     Routers of newer commits may let a prefill worker generate answers, but not if an operator
@@ -206,7 +207,7 @@ async def _send(
 async def _cpu_seconds(
     processes: Sequence[psutil.Process], work: Coroutine[Any, Any, _T]
 ) -> tuple[float, _T]:
-    """Run `work`; return the CPU seconds that the processes used in that time, and its result."""
+    """Run `work`. Return the CPU seconds that the processes used in that time, and its result."""
     before = sum(map(_cpu_used, processes))
     result = await work
     return sum(map(_cpu_used, processes)) - before, result

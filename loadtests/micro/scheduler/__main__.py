@@ -1,8 +1,9 @@
-"""Compares the CPU time of Penstock's batcher and of vLLM's scheduler.
+"""Compares the CPU time of Penstock's batcher with that of vLLM's scheduler.
 
 `python -m penstock.loadtests.micro.scheduler` runs both schedulers in the same cells, without a
-model and with dummy tokens. Each scheduler runs in its own process, because they need different
-environments. The two alternate in each cell, and their thread CPU time is measured.
+model and with dummy tokens. A cell is an initial state and a number of steps. Each scheduler runs
+in its own process, because they need different environments. The two alternate in each cell, and
+their thread CPU time is measured.
 """
 
 import contextlib
@@ -43,13 +44,16 @@ class Options:
 
 
 def microseconds(cell: Cell, measured: dict[str, Any]) -> float:
-    """Return the mean CPU time per step; includes the submission if `submission_counts`."""
+    """Return the mean CPU time per step.
+
+    It includes the time of the submission if `submission_counts`.
+    """
     submitted = measured["submit_ns"] if cell.submission_counts else 0
     return float(submitted + sum(measured["step_ns"])) / len(measured["step_ns"]) / 1000
 
 
 def checked(cell: Cell, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raise MeasurementFailed unless both sides did the same work, as required by the cell."""
+    """Raise MeasurementFailed unless both sides did the same work, as much as the cell requires."""
     for side, measured in (("ours", ours), ("vLLM's", theirs)):
         if measured["preempted"] < cell.least_preempted:
             raise MeasurementFailed(
@@ -84,7 +88,7 @@ def _both() -> Iterator[dict[str, Scheduler]]:
 def _alternate(
     cell: Cell, sides: dict[str, Scheduler], rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Measure both sides alternately (A B A B); drop the first round, which is a warm-up."""
+    """Measure both sides alternately (A B A B). The first round is a warm-up and left out."""
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(rounds + 1):
         for name, side in sides.items():
@@ -94,7 +98,7 @@ def _alternate(
 
 
 def _figures(cell: Cell, taken: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return quantiles over the rounds: each side's CPU microseconds per step, and their ratio."""
+    """Return quantiles over the rounds of each side's CPU µs per step, and of their ratio."""
     means = {name: [microseconds(cell, each) for each in taken[name]] for name in taken}
     medians = {
         name: [statistics.median(each["step_ns"]) / 1000 for each in taken[name]] for name in taken

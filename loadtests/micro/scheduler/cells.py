@@ -1,4 +1,7 @@
-"""Cells of the scheduler benchmark: each is an initial state and a number of steps to measure."""
+"""Cells of the scheduler benchmark.
+
+A cell is an initial state of a scheduler and a number of steps to measure.
+"""
 
 from dataclasses import dataclass
 
@@ -9,28 +12,28 @@ BLOCK_SIZE = 16
 class Cell:
     """An initial state of a scheduler, and the number of steps to measure from there.
 
-    The first `shared` tokens of all prompts are equal; the other tokens are random. The lengths of
-    the running sequences are spread evenly over one block. Thus the same number of sequences needs
-    a new block in every step.
+    The first `shared` tokens of all prompts are equal, and the other tokens are random. The lengths
+    of the running sequences are spread evenly over one block. Thus the same number of sequences
+    needs a new block in every step.
     """
 
     name: str
     about: str
     running: int = 0  # number of sequences that already decode at the start
-    running_len: int = 512  # prompt tokens of each running sequence; 0 to 15 are added
+    running_len: int = 512  # prompt tokens of each running sequence, to which 0 to 15 are added
     output_len: int = 512  # answer tokens of each running sequence
     arriving: int = 0  # number of requests submitted at the start
     arriving_len: int = 0  # prompt tokens of each arriving request
-    first_len: int = 0  # prompt tokens of the first arriving request; 0: `arriving_len`
-    shared: int = 0  # number of first prompt tokens that are in the prefix cache
+    first_len: int = 0  # prompt tokens of the first arriving request; 0 means `arriving_len`
+    shared: int = 0  # number of leading prompt tokens that are in the prefix cache
     arriving_output_len: int = 1
     max_model_len: int = 2048
     max_sequences: int = 1024
     max_batched_tokens: int = 2048
     num_blocks: int = 65536
-    num_steps: int = 0  # number of measured steps; 0: until all sequences have finished
-    least_preempted: int = 0  # each side must preempt at least this often in the measured steps
-    submission_counts: bool = True  # include the time of the submission in the steps
+    num_steps: int = 0  # number of measured steps; 0 means until all sequences have finished
+    least_preempted: int = 0  # preemptions that each side must have in the measured steps
+    submission_counts: bool = True  # whether the steps include the time of the submission
 
 
 def _decoding(count: int) -> Cell:

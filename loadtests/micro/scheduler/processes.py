@@ -18,11 +18,11 @@ from penstock.loadtests.micro.ab_runner import MeasurementFailed
 from penstock.loadtests.micro.scheduler.cells import Cell
 
 _ADAPTERS = Path(__file__).parent / "adapters"
-_LAST_WORDS = 1500  # number of characters of stderr that an error contains
+_LAST_WORDS = 1500  # characters of stderr that an error contains
 
 
 class Scheduler:
-    """A running scheduler process; `about` is the description that its adapter returned."""
+    """A running scheduler process. `about` is the description that its adapter returned."""
 
     def __init__(self, name: str, process: "subprocess.Popen[str]", words: IO[bytes]) -> None:
         self.name = name
@@ -31,7 +31,7 @@ class Scheduler:
         self.about: dict[str, Any] = self._answer()["about"]
 
     def measure(self, cell: Cell) -> dict[str, Any]:
-        """Measure a cell; return the result of `host.drive`.
+        """Measure a cell and return the result of `host.drive`.
 
         Raises MeasurementFailed if the process exited.
         """
@@ -51,7 +51,7 @@ class Scheduler:
 
 
 def interpreters() -> dict[str, Path]:
-    """Return the Python interpreter of each side; install vLLM first if it is missing.
+    """Return the Python interpreter of each side. vLLM is installed first if it is missing.
 
     Raises NotInstalled.
     """
@@ -64,10 +64,14 @@ def interpreters() -> dict[str, Path]:
 
 @contextmanager
 def started(adapter: str, python: Path) -> Iterator[Scheduler]:
-    """Run a scheduler process; kill it on exit. Raises MeasurementFailed if it does not start."""
+    """Run a scheduler process, which is killed on exit.
+
+    Raises MeasurementFailed if it does not start.
+    """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     variables.pop("PYTHONPATH", None)
-    if python == Path(sys.executable):  # import from this tree, not from an installed package
+    # Makes the process import Penstock from this tree, not from a package.
+    if python == Path(sys.executable):
         variables["PYTHONPATH"] = str(Path(penstock.__file__).parent.parent)
     with (
         tempfile.TemporaryFile() as words,

@@ -1,10 +1,10 @@
 """Moves the KV of a long prompt between two processes, and compares with bare gloo.
 
 `python -m penstock.loadtests.micro.transfer` starts a source and a destination process on this
-machine. They have random KV and no model, and transfer blocks as two workers do: control channel,
-rank pair, checksums, copies between cache and message buffers. Between the transfers, the same two
-processes send the same number of bytes from one buffer into another over gloo. Each round measures
-both (A B A B ...), so other load on the machine affects both.
+machine. They have random KV and no model. They transfer blocks as two workers do, with control
+channel, rank pair, checksums, and copies between cache and message buffers. Between the transfers,
+the same two processes send the same number of bytes from one buffer into another over gloo. Each
+round measures both (A B A B ...), so other load on the machine affects both.
 
 The result is the ratio of the times, bare / transfer, of each round. With `--against DIR`, another
 source tree is measured too, alternating with this one. It may be as old as commit 61ff4b3.
@@ -57,7 +57,7 @@ class Program:
 
 
 async def measure(program: Program, work: Work) -> dict[str, Any]:
-    """Measure this tree, alternating with the tree of `--against` if given; print the figures.
+    """Measure this tree, alternating with the tree of `--against` if given. Print the figures.
 
     Raises MeasurementFailed, ProgramFailed or ValueError.
     """
@@ -132,7 +132,10 @@ def _merged(runs: Sequence[Figures]) -> Figures:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: 0, 1 (the measurement failed), 2 (invalid flags) or 130 (Ctrl-C)."""
+    """Run the comparison and return its exit code.
+
+    The code is 0 for success, 1 if the measurement failed, 2 for invalid flags, 130 after Ctrl-C.
+    """
     about = "Measure KV transfers between two processes beside bare gloo."
     program, amounts = read_flags(PROGRAM, about, (Program, Amounts), arguments)
     config = dataclasses.asdict(amounts)

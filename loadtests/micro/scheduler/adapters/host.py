@@ -28,7 +28,7 @@ DRAWN = 7  # token id of every sampled token
 
 
 def drive(side: Any, cell: dict[str, Any]) -> dict[str, Any]:
-    """Bring a new scheduler into the initial state of the cell, then measure its steps."""
+    """Bring a new scheduler into the initial state of the cell and measure its steps."""
     draw = random.Random(0)
     prefix = draw.choices(range(VOCAB), k=cell["shared"])
 
@@ -61,7 +61,7 @@ def drive(side: Any, cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(side: Any, num_steps: int) -> tuple[list[int], int]:
-    """Run and measure steps; return the nanoseconds of each step and the number of tokens computed.
+    """Run and measure steps. Return the nanoseconds of each step and the number of computed tokens.
 
     If `num_steps` is 0, steps are run until no sequences are left.
     """
@@ -83,7 +83,7 @@ def run_out(side: Any, prompts: list[list[int]]) -> None:
 
 def main() -> int:
     """Serve requests until stdin is closed."""
-    # Redirect the engine's own output to stderr; only replies are written to the real stdout.
+    # The engine's own output goes to stderr, so that the real stdout has only replies.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -102,4 +102,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # exit without waiting for threads that engines leave running
+    os._exit(code)  # exits without waiting for threads that engines leave running

@@ -14,7 +14,7 @@ from penstock.workers.scheduling.sequence import Finished, NewSequence
 
 
 class Adapter:
-    """Penstock's scheduler for one cell; see `host` for the methods."""
+    """Penstock's scheduler for one cell. The module `host` specifies the methods."""
 
     def __init__(self, cell: dict[str, Any]) -> None:
         self._batcher = Batcher(

@@ -1,4 +1,4 @@
-"""Adapter for vLLM's scheduler and KV cache manager; runs in vLLM's environment."""
+"""Adapter for vLLM's scheduler and KV cache manager. It runs in vLLM's environment."""
 
 import atexit
 import importlib.metadata
@@ -40,7 +40,7 @@ MODEL = {
 
 
 class Adapter:
-    """vLLM's scheduler for one cell; see `host` for the methods."""
+    """vLLM's scheduler for one cell. The module `host` specifies the methods."""
 
     def __init__(self, cell: dict[str, Any]) -> None:
         config = _config(cell)
@@ -50,7 +50,8 @@ class Adapter:
         self._scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
-                num_blocks=cell["num_blocks"] + 1,  # one more, because vLLM reserves block 0
+                # One additional block, because vLLM reserves block 0.
+                num_blocks=cell["num_blocks"] + 1,
                 kv_cache_tensors=[],
                 kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
             ),

@@ -37,23 +37,23 @@ from penstock.protos import transfer_pb2_grpc
 from penstock.workers.parallel.communicator import Communicator, connect
 
 PROGRAM = Path(__file__).with_name("tuned.py")
-SECONDS = 60.0  # timeout of the processes when they wait for each other
-BARE_BYTES = 32 << 20  # size of a bare message
+SECONDS = 60.0  # seconds for which the processes wait for each other
+BARE_BYTES = 32 << 20  # bytes of a message of the bare measurement
 HOST = "127.0.0.1"
 SOURCE, DESTINATION = 0, 1
-WARM_UPS = 2  # rounds that are not counted
+WARM_UPS = 2  # number of first rounds that do not count
 
 
 class TransferFailed(RuntimeError):
-    """A transfer failed or changed a byte; the message gives the reason."""
+    """Raised if a transfer failed or changed a byte. The message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """The blocks to transfer: `num_blocks` random blocks of a cache with twice as many blocks."""
+    """The blocks to transfer: `num_blocks` random blocks of a cache with twice as many."""
 
     num_tokens: int
-    block_shape: Sequence[int]  # layers, KV heads, block_size, head_dim
+    block_shape: Sequence[int]  # layers, KV heads, block_size and head_dim
     rounds: int
 
     @property
@@ -62,18 +62,18 @@ class Work:
 
     @property
     def cache_shape(self) -> tuple[int, ...]:
-        """Shape of the cache: layers, 2, blocks, KV heads, block_size, head_dim."""
+        """Shape of the cache: [layers, 2, blocks, KV heads, block_size, head_dim]."""
         layers, heads, block_size, head_dim = self.block_shape
         return layers, 2, 2 * self.num_blocks, heads, block_size, head_dim
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a transfer."""
+        """Number of bytes of a transfer."""
         return self.num_blocks * 2 * math.prod(self.block_shape) * torch.float32.itemsize
 
 
 class Side:
-    """One of the two processes, with its KV cache and bare gloo to the other process."""
+    """One of the two processes, with its KV cache and a bare gloo connection to the other one."""
 
     def __init__(self, rank: int, work: Work, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -106,7 +106,7 @@ class Side:
 
 
 async def run_destination(work: Work, folder: Path) -> None:
-    """Receive the transfers that lines on stdin request; reply with JSON lines on stdout."""
+    """Receive the transfers that lines on stdin request. Reply with JSON lines on stdout."""
     side = Side(DESTINATION, work, folder)
 
     def done(reason: str, num_bytes: int) -> None:
@@ -174,7 +174,7 @@ class DestinationProcess:
 
 @dataclasses.dataclass(slots=True)
 class Times:
-    """Wall time of each counted round, and CPU time of both processes, in seconds."""
+    """Times in seconds: wall time of each counted round, and CPU time of both processes."""
 
     wall: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
@@ -244,7 +244,7 @@ def load_adapter() -> Any:
     """Return the adapter for the tree from which this process imports Penstock."""
     workers = Path(penstock.__file__).parent / "workers"
     name = "on_kv_transfer" if (workers / "kv_transfer").is_dir() else "on_transfer"
-    # Loaded by path, because this folder does not belong to the imported tree.
+    # The module is loaded by path, because this folder does not belong to the imported tree.
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -254,7 +254,7 @@ def load_adapter() -> Any:
 
 
 def main() -> None:
-    """Run one process; the arguments are in the docstring of this module."""
+    """Run one process. The docstring of this module describes the arguments."""
     work = Work(**json.loads(sys.argv[1]))
     if sys.argv[2:]:
         asyncio.run(run_destination(work, Path(sys.argv[2])))

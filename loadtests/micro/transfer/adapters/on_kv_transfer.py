@@ -1,4 +1,4 @@
-"""Adapter for `workers/kv_transfer`, the package of this tree."""
+"""Adapter for `workers/kv_transfer`, the package for KV transfers in this tree."""
 
 from collections.abc import Callable
 
@@ -17,14 +17,14 @@ from penstock.workers.kv_transfer.shards import LayerHeadRange
 from penstock.workers.kv_transfer.staging import KvStaging, WorkerIdentity
 from penstock.workers.scheduling.sequence import Ints
 
-# Older trees with this package have a constant.
+# Older trees with this package have a constant instead of a function.
 MESSAGE_BYTES = getattr(sender, "MESSAGE_BYTES", 0) or sender.max_data_bytes("gloo")
 SOURCE, DESTINATION = ("source", "i"), ("destination", "i")
 SECRET = "transfer"
 
 
 class Source:
-    """The sending worker."""
+    """The worker that sends blocks."""
 
     def __init__(self, kv: torch.Tensor, host: str, seconds: float) -> None:
         identity = WorkerIdentity(*SOURCE, "layout", host, "")
@@ -41,7 +41,10 @@ class Source:
 
 
 class Destination:
-    """The receiving worker; `done` gets the reason of a failure or "", and the received bytes."""
+    """The worker that receives blocks.
+
+    `done` gets the reason of a failure (or "") and the number of received bytes.
+    """
 
     def __init__(
         self, kv: torch.Tensor, host: str, seconds: float, done: Callable[[str, int], None]
@@ -51,7 +54,7 @@ class Destination:
         self._done = done
 
     def open(self, num_tokens: int, blocks: Ints) -> int:
-        """Expect a transfer into `blocks`; return its epoch."""
+        """Expect a transfer into `blocks` and return its epoch."""
 
         def done(result: TransferResult) -> None:
             self._done(result.reason, result.num_bytes)
