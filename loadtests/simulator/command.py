@@ -27,14 +27,14 @@ MODULES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one kind of simulation; return its exit code, or 2 if the kind is unknown.
+    """Run one kind of simulation and return its exit code, or 2 if the kind is unknown.
 
     With `--help`, print the usage and exit with 0.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h"):
         print(usage())
-        sys.exit(0)  # as argparse does in the other commands
+        sys.exit(0)  # argparse also exits after --help
     if name not in KINDS:
         known = ", ".join(KINDS)
         print(f"penstock simulate: unknown kind {name!r}; known kinds: {known}", file=sys.stderr)

@@ -58,16 +58,20 @@ class Calibrating:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Everything that a calibration load measures."""
+    """All measurements of a calibration load."""
 
     steps: Steps
-    singles: Sequence[Outcome]  # requests that ran alone
+    singles: Sequence[Outcome]  # requests that ran one at a time
     burst: Sequence[Outcome]  # requests of one token that arrived together
     arrangement: Arrangement
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 (the server cannot be measured), 2 (options) or 130."""
+    """Run the command and return its exit code.
+
+    The code is 0 for success, 1 if the server cannot be measured, 2 for wrong options, 130 after
+    Ctrl-C.
+    """
     about = "Fit the time model of the simulator to the steps of a running server."
     (given,) = read_flags("penstock simulate calibrate", about, (Calibrating,), arguments)
     try:
@@ -89,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def numbers_of(text: str) -> list[int]:
-    """Parse `1,4,16`. Raises ValueError."""
+    """Parse a list of numbers such as `1,4,16`. Raises ValueError."""
     numbers = [int(word) if word.strip().isdigit() else 0 for word in text.split(",")]
     if min(numbers) < 1:
         raise ValueError(f"{text!r}: expected numbers of 1 or more, such as 1,4,16")
@@ -148,7 +152,7 @@ async def _measure(given: Calibrating, batches: Sequence[int], prompts: Sequence
 
 
 def together(count: int, input_len: int, output_len: int) -> list[Planned]:
-    """Plan requests that are all sent at once."""
+    """Plan requests that are all sent at the same time."""
     return [Planned(number, 0.0, input_len, output_len) for number in range(count)]
 
 
@@ -181,14 +185,14 @@ def fitted_timing(measured: Measured, chunk: int) -> StepFit:
 
 
 def yaml_lines(fitted: StepFit) -> Iterator[str]:
-    """Yield the lines of the timing file."""
+    """Yield the lines of the timing file, in YAML."""
     yield f"# fitted to {fitted.num_steps} steps; mean error {fitted.mean_error:.1%}\n"
     for each in fields(Timing):
         yield f"{each.name}: {getattr(fitted.timing, each.name):.6g}\n"
 
 
 def report(measured: Measured, fitted: StepFit) -> Iterator[str]:
-    """Yield the fitted values, and measured and predicted times of groups of steps."""
+    """Yield lines with the fitted values, and measured and predicted times of groups of steps."""
     yield from (line.rstrip() for line in yaml_lines(fitted))
     yield f"predicted / measured time of all steps: {fitted.total_ratio:.3f}"
     yield f"{'steps':<28}{'number':>8}{'measured':>12}{'predicted':>12}{'error':>8}"
@@ -204,7 +208,7 @@ def report(measured: Measured, fitted: StepFit) -> Iterator[str]:
 
 
 def groups(steps: Steps) -> Iterator[tuple[str, np.ndarray[tuple[int], np.dtype[np.bool_]]]]:
-    """Yield groups of similar steps that are not empty: a name and a mask [n]."""
+    """Yield groups of similar steps that are not empty, each as a name and a mask [n]."""
     decodes = steps.tokens == steps.sequences
     bounds = (0, 1, 4, 16, 64, 10**9)
     for low, high in pairwise(bounds):

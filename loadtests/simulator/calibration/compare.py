@@ -39,7 +39,7 @@ _FIGURES = ("due", "input_len", "output_len")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The server."""
+    """The server to measure."""
 
     address: str = option(
         "http://127.0.0.1:8000", "grpc://HOST:PORT or http[s]://HOST:PORT", positional=True
@@ -53,7 +53,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Playing:
-    """The load, and the results."""
+    """The load and the results."""
 
     timing: Path | None = option(None, "time model, from penstock simulate calibrate")  # noqa: RUF009
     recorded: Path | None = option(  # noqa: RUF009
@@ -73,7 +73,7 @@ class Playing:
 
 
 class WrongOptions(ValueError):
-    """Options that cannot be used; the message is one line."""
+    """Raised if options cannot be used. The message is one line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,7 +134,7 @@ def recorded_load(path: Path) -> list[Planned]:
 
 
 def thinned(path: Path, seconds: float, keep: float, divide: int, seed: int) -> list[Planned]:
-    """Return the first `seconds` of a trace; keep each request with probability `keep`."""
+    """Return the first `seconds` of a trace, with each request kept with probability `keep`."""
     random = np.random.Generator(np.random.Philox(key=[seed, 5]))
     rows = [row for row in read_trace(path) if row.at <= seconds]
     kept = [row for row, drawn in zip(rows, random.random(len(rows)), strict=True) if drawn < keep]
@@ -155,7 +155,7 @@ def simulated(
         max_sequences=arrangement.max_sequences,
         max_batched_tokens=served.max_batched_tokens,
     )
-    # If workers slowed each other down in the calibration, they share the cores of one machine.
+    # A calibration in which workers slowed each other down shows that they share cores.
     # Routers then also learn step times, to compare one busy worker with several.
     is_shared = timing.sharing > 0
     plan = ClusterPlan(
@@ -213,7 +213,7 @@ def _write(
     measured: Sequence[Latencies],
     predicted: Latencies,
 ) -> None:
-    """Write the page and the figures, if they are wanted."""
+    """Write the HTML page and the JSON file, if their options are set."""
     title = _title(arrangement, len(predicted.due))
     if playing.page is not None:
         about = [f"{title}. A prediction is met within 10%, or between the measured runs."]

@@ -15,16 +15,16 @@ HEADER = ("", "measured", "predicted", "error", "spread of the runs", "")
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latencies of one run, in seconds: one entry per request, in order of arrival."""
+    """Latencies of one run in seconds. Each list has one entry per request, in order of arrival."""
 
     due: Sequence[float]
     ttft: Sequence[float]
-    tpot: Sequence[float]  # only of answers with more than one token
+    tpot: Sequence[float]  # times per token of the answers with more than one token
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure: its measured values, one per run, and its prediction; all in seconds."""
+    """One figure with its measured values (one per run) and its prediction, in seconds."""
 
     name: str
     measured: Sequence[float]
@@ -41,12 +41,12 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """Difference of the highest and the lowest run, relative to their mean."""
+        """Difference between the highest and the lowest run, relative to the mean of the runs."""
         return (max(self.measured) - min(self.measured)) / self.mean if self.mean else 0.0
 
     @property
     def is_met(self) -> bool:
-        """Whether the prediction is close to the mean or lies between the measured runs."""
+        """Whether the prediction is close to the mean of the runs, or lies between the runs."""
         within = min(self.measured) <= self.predicted <= max(self.measured)
         return within or abs(self.error) <= TOLERANCE
 
@@ -74,7 +74,7 @@ def compare(measured: Sequence[Latencies], predicted: Latencies) -> list[Row]:
 
 
 def charts_of(measured: Sequence[Latencies], predicted: Latencies) -> list[Chart]:
-    """Return charts: the distributions of both latencies, and first-token times by arrival time."""
+    """Return charts of the distributions of both latencies, and of first tokens by arrival time."""
     runs = {f"measured, run {number}": run for number, run in enumerate(measured, start=1)}
     named = {**runs, "simulated": predicted}
     return [
@@ -103,7 +103,7 @@ def _percentile(values: Sequence[float], percentile: float) -> float:
 
 
 def _distribution(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Return (percentile, value) points."""
+    """Return the points (percentile, value) of a distribution."""
     points = np.linspace(0, 100, 101)
     drawn = np.percentile(values, points) if values else np.zeros(len(points))
     return list(zip(points.tolist(), drawn.tolist(), strict=True))

@@ -1,8 +1,8 @@
 """Fits the time model to measured steps, by weighted least squares with nonnegative parameters.
 
-A step takes `launch + sequence x sequences + max(compute, memory)`. If it is known which of compute
-and memory is larger, the time is linear in the parameters. The fit therefore alternates: it fits
-the parameters, then chooses for each step the larger of the two under these parameters.
+A step takes `launch + sequence x sequences + max(compute, memory)`. For a known choice of the
+larger one, compute or memory, the time is linear in the parameters. The fit therefore alternates.
+It fits the parameters, and then chooses the larger one for each step under these parameters.
 """
 
 from collections.abc import Sequence
@@ -38,12 +38,12 @@ LONGEST_GAP = 0.02
 
 
 class BadCalibration(ValueError):
-    """The measurements cannot be used; the message gives the reason."""
+    """Raised if the measurements cannot be used. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Measured steps as columns [n]; `seconds` includes the engine's time between two steps.
+    """Measured steps as columns [n]. `seconds` includes the engine's time between two steps.
 
     `others` is the mean number of other workers that computed during the step; it defaults to 0.
     """
@@ -83,13 +83,17 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """A fitted time model and its residuals."""
+    """A fitted time model with its residuals."""
 
     timing: Timing
     num_steps: int
-    mean_error: float  # mean of |predicted - measured| / measured
-    median_error: float  # median of the same
-    total_ratio: float  # sum of the predicted times / sum of the measured times
+    # Mean of |predicted - measured|
+    # Measured over the steps.
+    mean_error: float
+    # Median of |predicted - measured|
+    # Measured over the steps.
+    median_error: float
+    total_ratio: float  # sum of the predicted times divided by that of the measured times
 
 
 def with_engine_time(ended: Floats, steps: Steps) -> Steps:
@@ -113,7 +117,7 @@ def with_engine_time(ended: Floats, steps: Steps) -> Steps:
 
 
 def fit_steps(steps: Steps, base: Timing) -> StepFit:
-    """Fit the parameters of steps; the other parameters are those of `base`.
+    """Fit the parameters of steps. The other parameters are those of `base`.
 
     Raises BadCalibration if there are too few steps.
     """
@@ -210,7 +214,7 @@ def grouped(steps: Steps) -> tuple[Steps, Floats]:
 
 
 def _groups(steps: Steps) -> tuple[npt.NDArray[np.intp], Floats]:
-    """Return, for each step [n], the number of its group and its capped seconds."""
+    """Return, for each step [n], the number of its group and its seconds after capping."""
     keys = np.stack((steps.tokens, steps.sequences, np.rint(2 * np.log2(steps.positions + 1))))
     _, group = np.unique(keys, axis=1, return_inverse=True)
     group = group.reshape(-1)
@@ -225,7 +229,7 @@ def predicted_seconds(steps: Steps, timing: Timing) -> Floats:
 
 
 def fit_line(x: Floats, seconds: Floats) -> tuple[float, float]:
-    """Return (fixed, per_unit), both at least 0, of `seconds = fixed + per_unit x x`, robustly."""
+    """Return (fixed, per_unit), both at least 0, of a robust fit of `fixed + per_unit x x`."""
     design = np.stack((np.ones(len(x)), x), axis=1)
     fixed, slope = _robust(design, seconds, np.ones(len(x)))
     return float(fixed), float(slope)
@@ -297,7 +301,10 @@ def _robust(design: Floats, target: Floats, weights: Floats) -> Floats:
 
 
 def _nonnegative(design: Floats, target: Floats, weights: Floats) -> Floats:
-    """Return the exact nonnegative least squares solution: the best over all subsets of columns."""
+    """Return the exact nonnegative least squares solution.
+
+    This is the best solution over all subsets of columns.
+    """
     scaled, aim = design * weights[:, None], target * weights
     sizes = np.sqrt((scaled**2).sum(axis=0))
     usable = np.flatnonzero(sizes > 0)
@@ -307,7 +314,8 @@ def _nonnegative(design: Floats, target: Floats, weights: Floats) -> Floats:
     for count in range(1, len(usable) + 1):
         for chosen in map(list, combinations(range(len(usable)), count)):
             found = np.linalg.lstsq(gram[np.ix_(chosen, chosen)], right[chosen], rcond=None)[0]
-            loss = float(-(right[chosen] @ found))  # without the constant |aim|^2
+            # Loss without |aim|^2, which is the same for all subsets.
+            loss = float(-(right[chosen] @ found))
             if (found >= 0).all() and loss < best_loss - 1e-15:
                 best, best_loss = np.zeros(len(usable)), loss
                 best[chosen] = found

@@ -1,4 +1,4 @@
-"""A running server: its status and step records, and loads that are sent to it."""
+"""A running server, with its status, its step records and the loads that are sent to it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,18 +25,18 @@ Records = Mapping[str, Mapping[str, Sequence[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Workers of a server, as its /status reports them."""
+    """Workers of a server, as the server's /status reports them."""
 
     pools: Mapping[str, int]  # number of ready workers by role
-    max_sequences: int  # maximum per worker
-    kv_blocks: int  # number per worker
-    kv_bytes: float  # bytes per position in recent KV transfers; 0: no transfers
-    transfer_bandwidth: float  # bytes per second; 0: no transfers
-    transfer_seconds: float  # fixed time of a KV transfer
+    max_sequences: int  # maximum sequences per worker
+    kv_blocks: int  # number of KV blocks per worker
+    kv_bytes: float  # bytes per position in recent KV transfers; 0 without transfers
+    transfer_bandwidth: float  # bytes per second of KV transfers; 0 without transfers
+    transfer_seconds: float  # fixed seconds of each KV transfer
 
 
 def admin_address(address: str) -> str:
-    """Return the operators' address that belongs to a client address by default."""
+    """Return the default operators' address of a server with this client address."""
     split = urlsplit(address)
     port = {9000: 8001}.get(split.port or 0, (split.port or 8000) + 1)
     return f"http://{split.hostname}:{port}"
@@ -62,7 +62,7 @@ def arrangement_of(status: Mapping[str, Any]) -> Arrangement:
 
 
 class MeasuredServer:
-    """A server with its clients' address and its operators' address.
+    """A running server, with its addresses for clients and for operators.
 
     Args:
         target: address and key for clients.
@@ -79,7 +79,7 @@ class MeasuredServer:
         self.max_model_len = 0
 
     async def connect(self) -> None:
-        """Ask the server for its model. Raises ServerUnusable."""
+        """Ask the server for its model and return the description. Raises ServerUnusable."""
         served = await self._client.describe()
         if served.vocab_size is None or served.max_model_len is None:
             raise ServerUnusable("the server does not report its vocabulary size and context")
@@ -90,11 +90,11 @@ class MeasuredServer:
         await self._client.close()
 
     async def play(self, plan: Sequence[Planned]) -> list[Outcome]:
-        """Send a load with new prompts; return the outcomes by request number.
+        """Send a load with new prompts and return the outcomes by request number.
 
         Raises ServerUnusable if a request fails, because the figures would be incomplete.
         """
-        self._num_loads += 1  # avoids prefix cache hits on prompts of earlier loads
+        self._num_loads += 1  # gives each load new prompts, which the prefix cache does not contain
         prompts = Prompts(self._vocabulary, self._seed * 10_000 + self._num_loads)
         load = Load(self._client, prompts, plan)
         await load.run()
@@ -130,7 +130,7 @@ def _grpc(target: Target) -> GrpcClient:
 
 
 def steps_of(records: Records, after: Mapping[str, float]) -> Steps:
-    """Return all workers' steps with numbers above `after`; durations include engine time."""
+    """Return all workers' steps with numbers above `after`. Their durations include engine time."""
     every: list[Steps] = []
     arrays: dict[str, dict[str, Floats]] = {
         worker: {name: np.asarray(column, np.float64) for name, column in columns.items()}
@@ -161,7 +161,8 @@ def steps_of(records: Records, after: Mapping[str, float]) -> Steps:
 def busy_fraction(ended: Floats, seconds: Floats, others: Floats, durations: Floats) -> Floats:
     """Return the fraction [n] of each step in which another worker computed.
 
-    The times of both workers must be from the same clock, which is so for workers that share cores.
+    The times of both workers must be from the same clock. Workers that share cores have the same
+    clock.
 
     Args:
         ended: [n] ends of the steps of one worker.
@@ -173,7 +174,8 @@ def busy_fraction(ended: Floats, seconds: Floats, others: Floats, durations: Flo
         return np.zeros(len(ended))
     starts = np.maximum(others - durations, np.concatenate(((-np.inf,), others[:-1])))
     times = np.stack((starts, others), axis=1).reshape(-1)
-    total = np.concatenate(((0.0,), (others - starts).cumsum()))  # busy seconds up to each end
+    # Sum of the busy seconds up to the end of each step.
+    total = np.concatenate(((0.0,), (others - starts).cumsum()))
     busy = np.stack((total[:-1], total[1:]), axis=1).reshape(-1)
     within = np.interp(ended, times, busy) - np.interp(ended - seconds, times, busy)
     fraction: Floats = within / np.maximum(seconds, 1e-9)

@@ -1,4 +1,7 @@
-"""Random constraints with short answers, and a check of answers that is independent of grammars."""
+"""Random constraints with short answers, and a check of answers.
+
+The check does not use grammars, so that it is independent of the code under test.
+"""
 
 import json
 import re

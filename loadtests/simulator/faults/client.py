@@ -18,11 +18,13 @@ class HashModelClient:
         self.plan = plan
         self.number = plan.number
         self.answers: list[list[int]] = [[] for _ in range(plan.num_choices)]
-        self.how = ""  # final status of the request; "" while the request is running
-        self.at: tuple[Router, int] | None = None  # current router, and the request's id there
-        self._counted: tuple[Router, int] | None = None  # `at` when `deliver_cached` ran
+        self.how = ""  # final status of the request, or "" while it is running
+        # Current router, and the id of the request at this router.
+        self.at: tuple[Router, int] | None = None
+        self._counted: tuple[Router, int] | None = None  # value of `at` when `deliver_cached` ran
         self._finished = [False] * plan.num_choices
-        self._cutting: set[int] = set()  # choices that the client has cut, and the router not yet
+        # Choices that the client has cut and the router has not yet cut.
+        self._cutting: set[int] = set()
         wanted = plan.constraint
         grammar = None if wanted is None else grammars().compile(wanted)
         answers = [
@@ -40,7 +42,7 @@ class HashModelClient:
         return sum(map(len, self.answers))
 
     def deliver(self, choice: int, position: int, token: int, finish: int) -> int | None:
-        """Take a new token; return the answer's length if the client cuts the choice here.
+        """Take a new token. Return the answer's length if the client cuts the choice here.
 
         Raises AssertionError for a repeated, out-of-order or wrong token.
         """
@@ -66,25 +68,28 @@ class HashModelClient:
             self._finished[end.choice] = True
 
     def deliver_cached(self, num_tokens: int) -> None:
-        """Take the number of cached prompt tokens, which comes once for each call."""
+        """Take the number of cached prompt tokens. It comes once for each call."""
         assert self.how == LEFT or self._counted != self.at, f"client {self.number}: counted twice"
         assert num_tokens <= len(self.plan.prompt), f"client {self.number}: more than the prompt"
         self._counted = self.at
 
     def _is_expected(self, choice: int, position: int) -> bool:
-        """Return False for a delivery to ignore. Raises AssertionError if it is out of order."""
+        """Return whether to process a delivery.
+
+        False means that the delivery must be ignored. Raises AssertionError if it is out of order.
+        """
         if self.how == LEFT:
-            return False  # the router has not processed the disconnect yet
+            return False  # the router has not yet processed the disconnect
         who, here = f"client {self.number}, choice {choice}", len(self.answers[choice])
         assert not self.over, f"{who}: tokens after the end"
         if choice in self._cutting:
-            return False  # rest of the same message, which the production router drops too
+            return False  # rest of a message after the cut, which the production router also drops
         assert not self._finished[choice], f"{who}: tokens after the finish reason"
         assert position == here, f"{who}: position {position}, expected {here}"
         return True
 
     def on_choice_stopped(self, choice: int) -> None:
-        """Record that the router has processed the cut; later tokens of `choice` are errors."""
+        """Record that the router has processed the cut. Later tokens of `choice` are errors."""
         self._cutting.discard(choice)
 
     def end(self, end: EndRequest) -> None:
@@ -112,7 +117,7 @@ class HashModelClient:
             assert answer[-1] != END or is_valid(wanted, text), f"{who}: {text!r} is not valid"
 
     def leave(self) -> None:
-        """Disconnect; from now on, ignore everything that is delivered."""
+        """Disconnect. From now on, all deliveries are ignored."""
         if not self.over:
             self.how = LEFT
 
@@ -120,7 +125,7 @@ class HashModelClient:
         """Raise AssertionError if the plan does not explain the final status.
 
         Args:
-            undisturbed: the schedule has no faults, so fewer statuses are allowed.
+            undisturbed: whether the schedule has no faults, so that fewer statuses are allowed.
         """
         allowed = {"ok", LEFT, "deadline", "overloaded", "invalid"}
         assert self.over, f"client {self.number}: the request never ended"

@@ -17,7 +17,7 @@ class FaultInjector:
     """Applies faults to workers and to their network connections.
 
     Args:
-        workers: current worker by name; a dead worker stays until its replacement has started.
+        workers: current worker by name. A dead worker stays until its replacement has started.
         restart: starts a new worker with the given name.
     """
 
@@ -54,7 +54,7 @@ class FaultInjector:
         """Kill the process of a worker.
 
         Args:
-            seen: if True, the host survives and closes the streams, so that peers notice at once.
+            seen: whether the host survives and closes the streams, so that peers notice at once.
         """
         if not worker.process.alive:
             return
@@ -66,7 +66,7 @@ class FaultInjector:
         self._clock.after(RESTART_SECONDS, lambda: self._restart(worker.info.worker))
 
     def slow(self, worker: Worker, factor: float, until: float) -> None:
-        """Multiply the step times of a worker by `factor` until the time `until`."""
+        """Multiply the step times of a worker by `factor` until the virtual time `until`."""
         worker.steps.catch_up()
         if worker.executor.slowness < inf:
             worker.executor.slowness = factor
@@ -79,13 +79,16 @@ class FaultInjector:
         self._clock.at(until, over)
 
     def make_stuck(self, worker: Worker, until: float) -> None:
-        """Make the next step hang; at `until`, the worker's own watchdog kills the worker."""
+        """Make the next step of a worker hang.
+
+        At `until`, the worker's own watchdog kills the worker.
+        """
         worker.steps.catch_up()
         worker.executor.slowness = inf
         self._clock.at(until, lambda: self.kill(worker, seen=True))
 
     def drain(self, worker: Worker) -> None:
-        """Drain a worker; kill it when it is idle, or after `DRAIN_SECONDS`."""
+        """Drain a worker. It is killed when it is idle, or after `DRAIN_SECONDS`."""
         if not worker.process.alive or worker.draining:
             return
         worker.process.take(worker.drain)

@@ -31,12 +31,12 @@ PROGRESS_SECONDS = 10.0
 
 
 class WrongOptions(ValueError):
-    """Contradictory or out-of-range options; the message names the option."""
+    """Raised for contradictory or out-of-range options. The message names the option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """The schedules to run."""
+    """The fault schedules to run."""
 
     seed: int | None = option(None, "run only this schedule and print its events")
     requests: str | None = option(None, "with --seed: run only these requests, as 0,3,7 (or none)")
@@ -93,7 +93,7 @@ def _chosen(play: Play) -> Schedule:
 
 
 def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | None:
-    """Parse `0,3,7` or `none`; return None if the option was not given."""
+    """Parse numbers such as `0,3,7`, or `none`. Return None if the option was not given."""
     if text is None:
         return None
     try:
@@ -110,7 +110,7 @@ def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | N
 
 
 def write_events(schedule: Schedule, out: TextIO) -> str:
-    """Run a schedule and write its events to `out`; return its failure, or "" if it passed."""
+    """Run a schedule and write its events to `out`. Return its failure, or "" if it passed."""
     try:
         ScheduleRun(schedule, lambda line: print(line, file=out)).play()
     except InvariantViolated as broken:
@@ -132,7 +132,7 @@ def _play_one(schedule: Schedule, log: Path | None) -> int:
 
 
 def play_seeds(seeds: range) -> tuple[RunCounts, list[int]]:
-    """Run the schedules of these seeds; return the sums of their counts, and the failed seeds."""
+    """Run the schedules of these seeds. Return the sums of their counts, and the failed seeds."""
     counts, failed = RunCounts(), []
     for seed in seeds:
         world = ScheduleRun(schedule_of(seed))
@@ -170,7 +170,7 @@ def _play_many(options: Play) -> int:
 
 
 class Progress:
-    """Prints progress to stderr, and one line per failed schedule to `out`."""
+    """Prints the progress to stderr, and a line for each failed schedule to `out`."""
 
     def __init__(self, count: int, num_before: int, out: TextIO) -> None:
         self._out = out
@@ -198,7 +198,10 @@ class Progress:
         )
 
     def failures(self, seeds: Sequence[int]) -> None:
-        """Print a line for each failed seed; shrink the first few schedules, which can be slow."""
+        """Print a line for each failed seed.
+
+        The first few schedules are shrunk, which can be slow.
+        """
         for seed in seeds:
             schedule = schedule_of(seed)
             if self._num_failed < _SHOWN_FAILURES:

@@ -1,4 +1,4 @@
-"""Checks that routers know the cached blocks of workers exactly."""
+"""Checks that routers know exactly the blocks that workers have cached."""
 
 from penstock.common.block_hash import short_hashes
 from penstock.loadtests.simulator.world.router import Router

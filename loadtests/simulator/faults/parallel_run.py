@@ -1,4 +1,7 @@
-"""Runs batches of schedules in several processes, and records results so that a run can resume."""
+"""Runs batches of schedules in several processes.
+
+The results are recorded, so that a later run can resume.
+"""
 
 import json
 import signal
@@ -18,7 +21,7 @@ BATCH_SIZE = 50
 
 
 class BadRecord(ValueError):
-    """The record file cannot be parsed; the message names the file and the line."""
+    """Raised if the record file cannot be parsed. The message names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ Play = Callable[[range], tuple[RunCounts, list[int]]]
 
 
 def play_batches(seeds: Sequence[range], play: Play, processes: int) -> Iterator[SeedBatch]:
-    """Run the batches, and yield the result of each batch as soon as it is complete.
+    """Run the batches and yield the result of each batch as soon as it is complete.
 
     If `processes` is 1, the batches run in this process. Raises OSError if a process dies.
     """
@@ -47,7 +50,7 @@ def play_batches(seeds: Sequence[range], play: Play, processes: int) -> Iterator
         for seed_range in seeds:
             yield SeedBatch(seed_range.start, len(seed_range), *play(seed_range))
         return
-    deaf = (signal.SIGINT, signal.SIG_IGN)  # only this process handles Ctrl-C, and ends the others
+    deaf = (signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the other processes
     executor = ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, deaf)
     try:
         waiting = {executor.submit(play, seed_range): seed_range for seed_range in seeds}
@@ -79,7 +82,7 @@ class RunRecord:
         self._path = path
 
     def read(self, seeds: range) -> list[SeedBatch]:
-        """Return the recorded batches within `seeds`; remove the last line if it is incomplete.
+        """Return the recorded batches within `seeds`. The last line is removed if it is incomplete.
 
         Raises BadRecord and OSError.
         """
@@ -102,7 +105,7 @@ class RunRecord:
         return batches
 
     def add(self, batch: SeedBatch) -> None:
-        """Append a batch to the file at once. Raises OSError."""
+        """Append a batch to the file immediately. Raises OSError."""
         entry = {"first": batch.first, "count": batch.count, "failed": list(batch.failed)}
         line = json.dumps({**entry, "counts": counts_of(batch.counts)})
         with self._path.open("a", encoding="utf-8") as out:

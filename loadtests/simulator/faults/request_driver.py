@@ -1,4 +1,7 @@
-"""Sends the requests of a fault schedule to routers, cancels them and resumes them elsewhere."""
+"""Sends the requests of a fault schedule to routers.
+
+It also cancels requests, and resumes those of dead routers at other routers.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +29,8 @@ class RequestDriver:
         self._clock = clock
         self._routers = routers
         self._note = note
-        self._num_sent: Counter[Router] = Counter()  # number of requests, and latest request id
+        # Number of requests of each router, which is also its latest request id.
+        self._num_sent: Counter[Router] = Counter()
 
     def running(self) -> list[int]:
         """Return the numbers of the clients whose requests have not ended."""
@@ -40,7 +44,7 @@ class RequestDriver:
         self._plan_leave(client, plan.at + plan.leaves_after)
 
     def on_moved(self, router: str, request: int) -> None:
-        """Let the client disconnect at its planned time after a KV transfer of its request."""
+        """Let the client disconnect at its planned time after the start of a KV transfer."""
         for client in self.clients:
             at = client.at
             if at is not None and (at[0].name, at[1]) == (router, request):
@@ -91,7 +95,7 @@ class RequestDriver:
         router.process.take(lambda: router.cancel(number))
 
     def _retry_elsewhere(self, client: HashModelClient) -> None:
-        """Resubmit a dead router's request to a live router if the client resumes; else end it."""
+        """Resubmit a dead router's request if its client resumes requests; otherwise, end it."""
         live = [router for router in self._routers if router.process.alive]
         client.at = None
         if not client.plan.resumes:

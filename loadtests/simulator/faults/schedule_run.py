@@ -1,4 +1,4 @@
-"""Runs one fault schedule: routers, workers, clients and faults on one virtual clock.
+"""Runs one fault schedule with its routers, workers, clients and faults, on one virtual clock.
 
 An invariant that does not hold raises `InvariantViolated`.
 """
@@ -39,7 +39,7 @@ END_WITHIN_SECONDS = 150.0
 REST_SECONDS = 15.0
 """Seconds after the last request's end until all resources must be released."""
 WAIT_WITHOUT_WORKERS = 20.0
-STUCK_SECONDS = 8.0  # longer than a KV transfer's timeout, as in `RouterConfig.stuck_seconds`
+STUCK_SECONDS = 8.0  # longer than the timeout of a KV transfer (see `RouterConfig.stuck_seconds`)
 BLOCK_BYTES = 1 << 20
 HASH_KEY = bytes(range(32))
 
@@ -47,7 +47,7 @@ Log = Callable[[str], None]
 
 
 class InvariantViolated(Exception):
-    """An invariant does not hold; the message says which."""
+    """Raised if an invariant does not hold. The message names the invariant."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class RunCounts:
 
     requests: int = 0
     tokens: int = 0
-    constrained: int = 0  # complete answers of constrained requests
+    constrained: int = 0  # number of complete answers of constrained requests
     kv_transfers: int = 0
     failovers: int = 0
     ends: Counter[str] = field(default_factory=Counter)
@@ -77,7 +77,8 @@ class ScheduleRun:
 
     Args:
         log: called with one line of text per event.
-        fast_forwards: combine quiet steps into one event. Times then change, but invariants hold.
+        fast_forwards: whether to combine quiet steps into one event. Times then change, but
+            invariants hold.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class ScheduleRun:
         self._routers: list[Router] = []
         self._requests = RequestDriver(self.clock, self._routers, self.note)
         self._injector = FaultInjector(self.clock, self.network, self._workers, self._start_worker)
-        self._roles: dict[str, str] = {}  # roles assigned by `role` faults, by worker name
+        self._roles: dict[str, str] = {}  # roles that `role` faults assigned, by worker name
         for plan in schedule.workers:
             self._start_worker(plan.name)
         for number in range(schedule.num_routers):
@@ -135,7 +136,10 @@ class ScheduleRun:
         self._check_rest()
 
     def _run_until_caches_are_known(self) -> None:
-        """Run until routers have the snapshots that they need, for which they may have to wait."""
+        """Run until routers have the snapshots of cached blocks that they need.
+
+        Routers may have to wait before they request a snapshot.
+        """
         bound = self.clock.now + 2 * MAX_RESYNC_SECONDS
         while self.clock.now < bound and not all(
             router.dispatcher.cache_feed.is_current(worker.info.worker)
@@ -279,13 +283,16 @@ class ScheduleRun:
                 injector.disturb(name, others[fault.other], fault, until)
 
     def _on_given_up(self, worker: Worker) -> None:
-        """Replace a worker that a router reported as stuck; check that it really was stuck."""
+        """Replace a worker that a router reported as stuck, and check that it really was stuck."""
         if worker.process.alive and worker.executor.slowness < inf:
             raise InvariantViolated(f"{worker.info.worker} was called stuck while it progressed")
         self.clock.after(0.0, lambda: self._injector.kill(worker, seen=True))
 
     def _assign(self, name: str, role: str) -> None:
-        """Assign a role at all routers, as an operator does; routers started later also get it."""
+        """Assign a role at all routers, as an operator does.
+
+        Routers that start later also get it.
+        """
         self._roles[name] = role
         for router in self._routers:
             if router.process.alive:

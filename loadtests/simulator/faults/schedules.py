@@ -47,9 +47,9 @@ class WorkerPlan:
     max_queued: int
     step_seconds: float
     token_seconds: float
-    write_seconds: float  # time to write the blocks of one message
-    message_blocks: int  # number of blocks in the largest message
-    max_forced: int  # number of forced tokens that a sequence takes in one step
+    write_seconds: float  # seconds to write the blocks of one message
+    message_blocks: int  # maximum number of blocks in a message
+    max_forced: int  # maximum forced tokens that a sequence takes in one step
     forced_per_other_row: float
 
 
@@ -65,11 +65,12 @@ class RequestPlan:
     salt: bytes
     tenant: str
     priority: int
-    deadline: float  # seconds from the request's arrival
-    cut: int  # number of tokens after which a stop string matches; 0: never
-    leaves_after: float  # seconds from arrival until the client disconnects; inf: never
-    leaves_moving: float  # seconds from the start of its KV transfer until the client disconnects
-    resumes: bool  # the client resubmits to another router if its router dies
+    deadline: float  # time limit, in seconds from the request's arrival
+    cut: int  # number of tokens after which a stop string matches; 0 means never
+    leaves_after: float  # seconds from arrival until the client disconnects; infinite: never
+    # Seconds from the start of a KV transfer of the request until its client disconnects.
+    leaves_moving: float
+    resumes: bool  # whether the client resubmits to another router if its router dies
     constraint: StructuredOutputs | None = None
     min_tokens: int = 0
     thinking_budget: ThinkingBudget | None = None
@@ -90,10 +91,11 @@ class Fault:
     number: int
     at: float
     kind: str
-    one: int  # index of the worker; for router faults: index of the router
-    other: int  # for network faults: index of the second process
-    seconds: float  # duration of the fault
-    size: float  # kind "slow": step times are multiplied by 1 + 10 size; "delay": seconds
+    one: int  # index of the worker or, for a router fault, of the router
+    other: int  # for a network fault, the index of the second process
+    seconds: float  # duration of the fault in seconds
+    # For kind "slow", step times are multiplied by 1 + 10 size; for "delay", seconds of latency.
+    size: float
 
     def __str__(self) -> str:
         return (
@@ -119,10 +121,11 @@ class Schedule:
     num_routers: int
     latency: float
     bandwidth: float
-    max_queued: int  # queue limit of each router, in requests
-    ttft_slo_seconds: float  # SLO of the queue order; 0: ordered by arrival
-    reports_step_seconds: bool  # routers learn step times, which some placement decisions need
-    same_machine: bool  # all workers share the cores of one machine
+    max_queued: int  # maximum number of queued requests of each router
+    ttft_slo_seconds: float  # SLO of the queue order; 0 means order of arrival
+    # Whether routers learn step times, which some placement decisions need.
+    reports_step_seconds: bool
+    same_machine: bool  # whether all workers share the cores of one machine
     workers: tuple[WorkerPlan, ...]
     requests: tuple[RequestPlan, ...]
     faults: tuple[Fault, ...]
@@ -130,14 +133,17 @@ class Schedule:
     def only(
         self, requests: Collection[int] | None = None, faults: Collection[int] | None = None
     ) -> "Schedule":
-        """Return a copy with only the requests and faults of these numbers; None keeps all."""
+        """Return a copy with only the requests and faults of these numbers.
+
+        None keeps all of them.
+        """
         kept = tuple(one for one in self.requests if requests is None or one.number in requests)
         left = tuple(one for one in self.faults if faults is None or one.number in faults)
         return replace(self, requests=kept, faults=left)
 
 
 def schedule_of(seed: int) -> Schedule:
-    """Generate the schedule of a seed; equal seeds give equal schedules."""
+    """Generate the schedule of a seed. Equal seeds give equal schedules."""
     rng = Random(f"schedule {seed}")
     roles = rng.choice(ROLES)
     num_routers = rng.choice((1, 1, 1, 2))
@@ -202,13 +208,13 @@ def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
         if rng.random() < 0.25
         else float("inf"),
         leaves_moving=rng.choice((0.01, 0.1, 0.4)) if rng.random() < 0.15 else float("inf"),
-        # Only one choice can resume: the new request cannot state which choices had already ended.
+        # A request with several choices cannot resume, since it cannot state which have ended.
         resumes=rng.random() < 0.7 and num_choices == 1,
     )
 
 
 def _constrained(seed: int, plan: RequestPlan) -> RequestPlan:
-    """Return the request, with a constraint if its schedule and its own generator draw one."""
+    """Return the request with a constraint, if its schedule and its own generator draw one."""
     rng = Random(f"constraint {seed} {plan.number}")
     if Random(f"constraints {seed}").random() >= CONSTRAINED_SCHEDULES or rng.random() < 0.4:
         return plan
@@ -222,7 +228,7 @@ def _constrained(seed: int, plan: RequestPlan) -> RequestPlan:
 
 
 def _limited(seed: int, plan: RequestPlan) -> RequestPlan:
-    """Return the request, with a thinking budget if it draws one and has no constraint."""
+    """Return the request with a thinking budget, if it draws one and has no constraint."""
     rng = Random(f"thinking {seed} {plan.number}")
     if plan.constraint is not None or rng.random() < 0.8:
         return plan

@@ -16,7 +16,10 @@ def failure_of(schedule: Schedule) -> str:
 
 
 def shrunk(schedule: Schedule, fails: Callable[[Schedule], object] = failure_of) -> Schedule:
-    """Return a minimal failing part: it passes if any one of its requests or faults is removed."""
+    """Return a minimal failing part of a schedule.
+
+    The part passes if any one of its requests or faults is removed.
+    """
     size = -1
     while size != len(schedule.requests) + len(schedule.faults):
         size = len(schedule.requests) + len(schedule.faults)
@@ -37,9 +40,9 @@ def _without_requests(schedule: Schedule, fails: Callable[[Schedule], object]) -
 
 
 def _fewest(numbers: list[int], fails: Callable[[Sequence[int]], object]) -> list[int]:
-    """Remove halves, then quarters, and so on down to single numbers; return the remaining numbers.
+    """Remove parts of `numbers` while the rest still fails, and return the rest.
 
-    A part is removed only if the remaining numbers still fail.
+    The parts are halves, then quarters, and so on down to single numbers.
     """
     step = len(numbers)
     while step:

@@ -1,4 +1,4 @@
-"""Simulated models and devices: step times, sampled tokens and contents of blocks."""
+"""Simulated models and devices, with step times, sampled tokens and contents of blocks."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -18,7 +18,7 @@ from penstock.workers.scheduling.table import SequenceTable
 class Executor(Protocol):
     """Interface of a simulated model with its KV cache."""
 
-    slowness: float  # step times are multiplied by this; inf: steps hang
+    slowness: float  # factor of step times; infinite if steps hang
 
     def admit(self, row: int, params: SamplingParams) -> None:
         """Set the sampling parameters of a new sequence in its row of the sequence table."""
@@ -37,7 +37,7 @@ class Executor(Protocol):
         ...
 
     def predict(self, plan: StepPlan, num: int) -> Ints | None:
-        """Return the tokens [num, B] of the next `num` steps, or None if the steps must be run."""
+        """Return the tokens [num, B] of the next `num` steps; None if the steps must be run."""
         ...
 
     def read(self, blocks: Ints) -> Sequence[int]:
@@ -49,12 +49,12 @@ class Executor(Protocol):
         ...
 
     def poison(self, blocks: Ints) -> None:
-        """Overwrite free blocks, so that reading them later is detected."""
+        """Overwrite free blocks, so that a later read of them is detected."""
         ...
 
 
 class TimedHashModel:
-    """The hash model with simulated step times; its tokens depend on the KV slots that are read.
+    """The hash model with simulated step times. Its tokens depend on the KV slots that are read.
 
     Rows with a constraint or a thinking budget draw from the tokens that the product's masks allow.
     A step adds up to `max_forced` forced tokens to such a row.
@@ -72,7 +72,8 @@ class TimedHashModel:
         self.slowness = 1.0
         self._num_rows = num_rows
         self._max_forced = max_forced
-        self._masks: TokenMasks | None = None  # created for the first sequence that needs masks
+        # Masks, which are created for the first sequence that needs them.
+        self._masks: TokenMasks | None = None
         self._model = HashModel(num_blocks, block_size)
         self._step_seconds = step_seconds
         self._token_seconds = token_seconds

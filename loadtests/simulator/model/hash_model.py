@@ -1,4 +1,4 @@
-"""The hash model: each token is a hash of the contents of the KV slots that are read.
+"""The hash model, in which each token is a hash of the contents of the KV slots that are read.
 
 The value of a position is a hash of its token, its index and the value in the slot before it. A
 sampled token is a hash of the values in all slots of the sequence, read through the block table in
@@ -72,7 +72,7 @@ class HashModel:
     def run(
         self, plan: StepPlan, choices: Ints | None = None, masks: StepMasks | None = None
     ) -> Ints:
-        """Copy blocks, write the step's slots, and return the tokens [S] of the sampling rows.
+        """Copy blocks and write the step's slots; return the tokens [S] of the sampling rows.
 
         Args:
             choices: choice index of each row of the sequence table; None means 0 for all rows.
@@ -81,7 +81,7 @@ class HashModel:
         return draw(self.hash(plan), plan, choices, masks)
 
     def hash(self, plan: StepPlan) -> list[int]:
-        """Copy blocks and write the step's slots; return the hashes [S] of the sampling rows."""
+        """Copy blocks and write the step's slots. Return the hashes [S] of the sampling rows."""
         hashes = []
         self.copy(plan.copies)
         for b in range(len(plan.rows)):
@@ -96,7 +96,7 @@ class HashModel:
         return hashes + [hashes[at] for at in plan.forks[:, 0]]
 
     def copy(self, pairs: Ints) -> None:
-        """Copy blocks; `pairs` [C, 2] contains the source and the destination of each copy.
+        """Copy blocks. `pairs` [C, 2] has the source and the destination of each copy.
 
         All sources are read before any destination is written.
         """
@@ -131,7 +131,7 @@ def copy_blocks(source: HashModel, blocks: Ints, to: HashModel, into: Ints) -> N
 
 
 class _ConstrainedAnswer:
-    """Draws the tokens of one answer; its matcher advances once per token."""
+    """Draws the tokens of one answer. Its matcher advances once per token."""
 
     def __init__(self, params: SamplingParams, grammar: CompiledGrammar) -> None:
         self._params = params
@@ -153,7 +153,7 @@ class _ConstrainedAnswer:
 
 
 class _Reasoning:
-    """Reads an answer token by token, and determines when the reasoning must end."""
+    """Reads an answer token by token and determines when the reasoning must end."""
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget

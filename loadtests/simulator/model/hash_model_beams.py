@@ -1,4 +1,7 @@
-"""Beam search over the hash model; the hash of a beam determines its next-token probabilities."""
+"""Beam search over the hash model.
+
+The hash of a beam determines the probabilities of its next token.
+"""
 
 from collections.abc import Hashable, Sequence
 from typing import TypeAlias
@@ -21,12 +24,12 @@ Answer: TypeAlias = tuple[list[int], FinishReason]
 
 
 def _candidates(hashes: Sequence[int], held_back: Sequence[Sequence[int]]) -> Candidates:
-    """Return the log probabilities [R, VOCAB] of the next tokens, given `hashes` [R].
+    """Return the log probabilities [R, VOCAB] of the beams' next tokens, given `hashes` [R].
 
     The tokens in `held_back[r]` get -inf in row r.
     """
     tokens = np.tile(np.arange(VOCAB, dtype=np.int32), (len(hashes), 1))
-    # The log probabilities differ so much that beams are often replaced.
+    # The log probabilities differ much, so that the search often replaces beams.
     logprobs = [
         [-((hashed >> 9) * (token + 3) ** 3 % 1009) / 64 for token in range(VOCAB)]
         for hashed in hashes
@@ -50,13 +53,16 @@ class HashModelBeams:
         self._params: dict[Hashable, SamplingParams] = {}
 
     def open(self, new: NewSequence) -> None:
-        """Start the search of a submitted sequence; does nothing if it does not use beam search."""
+        """Start the search of a submitted sequence.
+
+        Does nothing for a sequence without beam search.
+        """
         if new.params.use_beam_search:
             self._params[new.key] = new.params
             self._searches.open(new.key, new.params, self._max_model_len - new.num_prompt)
 
     def close(self, key: Hashable) -> list[Answer]:
-        """End the search of `key` and return the answers found so far; [] if the key is unknown."""
+        """End the search of `key` and return the answers so far, or [] if the key is unknown."""
         self._params.pop(key, None)
         search = self._searches.close(key)
         return [] if search is None else [(each.tokens, each.finish) for each in search.best]
@@ -94,7 +100,10 @@ class HashModelBeams:
 def reference_beams(
     prompt: Sequence[int], params: SamplingParams, max_model_len: int
 ) -> list[Answer]:
-    """Run a beam search on plain token lists, without blocks or batches; return its answers."""
+    """Run a beam search on plain token lists and return its answers.
+
+    No blocks and batches are used.
+    """
     search = BeamSearch(params, params.answer_limit(len(prompt), max_model_len))
     values: list[int] = []
     for token in prompt:

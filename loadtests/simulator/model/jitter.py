@@ -1,6 +1,7 @@
 """Random variation of step times, as a function of seed, worker and step number.
 
-Steps therefore have the same times in every run with the same seed, also within a fast-forward.
+Steps therefore have the same times in every run with the same seed, even if they are
+fast-forwarded.
 """
 
 from functools import lru_cache
@@ -15,7 +16,7 @@ NUM_FACTORS = 1 << 16
 
 
 class StepJitter:
-    """Factors of a worker's step times: independent, log-normal, with mean 1.
+    """Factors of a worker's step times. They are independent and log-normal, with mean 1.
 
     Args:
         deviation: standard deviation of the logarithm of a step's time.
@@ -27,7 +28,7 @@ class StepJitter:
         self._factors = _drawn(deviation, seed)
         number = crc32(worker.encode())
         self._first = number
-        self._stride = (number >> 15) | 1  # odd, so that a worker uses every factor
+        self._stride = (number >> 15) | 1  # an odd stride makes a worker use every factor
 
     def factors(self, step: int, num: int) -> Floats:
         """Return the factors [num] of consecutive steps from number `step` on."""

@@ -1,4 +1,4 @@
-"""A simulated device of which only the step times matter."""
+"""A simulated device that models only the times of steps."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from penstock.workers.scheduling.table import SequenceTable
 
 
 class TimedModel:
-    """A model of which only step times are simulated; every sampled token is 0.
+    """A model of step times only, in which every sampled token is 0.
 
     Args:
         timing: the time model.

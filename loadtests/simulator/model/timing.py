@@ -24,12 +24,12 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class BadTiming(ValueError):
-    """The timing file cannot be used; the message gives the reason."""
+    """Raised if the timing file cannot be used. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Parameters of the time model; the defaults are Llama 3 70B in 16 bits on four H100.
+    """Parameters of the time model. The defaults are for Llama 3 70B in 16 bits on four H100.
 
     The defaults are calculated, not measured: 140 GB of weights read at 4 x 2.7 TB/s, 140 GFLOP per
     token at 4 x 450 TFLOP/s, 320 KiB of KV per token. Router and engine take no time by default.
@@ -40,13 +40,13 @@ class Timing:
     pair: float = 1.5e-9
     weights: float = 0.013
     kv_token: float = 30e-9
-    kv_bytes: float = 320 * 1024.0  # bytes of KV per position, for KV transfers
-    sequence: float = 0.0  # seconds per sequence of a step: scheduling, sampling, sending
-    transfer: float = 0.0  # fixed seconds of each KV transfer; 0: that of `TransferTiming`
-    bandwidth: float = 0.0  # bytes per second of KV transfers; 0: that of the simulated cluster
-    request: float = 0.0  # seconds per request outside of the engine: client, network, router
-    request_token: float = 0.0  # further seconds per prompt token of a request
-    router: float = 0.0  # seconds per request at the router, which handles one at a time
+    kv_bytes: float = 320 * 1024.0  # bytes of KV per position, which a KV transfer sends
+    sequence: float = 0.0  # seconds per sequence of a step, for scheduling, sampling and sending
+    transfer: float = 0.0  # fixed seconds of each KV transfer; 0 means that of `TransferTiming`
+    bandwidth: float = 0.0  # bytes per second of KV transfers; 0 means that of the cluster
+    request: float = 0.0  # seconds per request outside of the engine (client, network, router)
+    request_token: float = 0.0  # additional seconds per prompt token of a request
+    router: float = 0.0  # seconds per request at the router, one request at a time
     sharing: float = 0.0  # relative slowdown of a step for each other worker that computes
     jitter: float = 0.0  # standard deviation of the logarithm of a step's time
 
@@ -82,7 +82,10 @@ class Timing:
 
 
 def read_timing(path: Path) -> Timing:
-    """Read a YAML file that sets some of the parameters. Raises BadTiming and OSError."""
+    """Read a YAML file that sets some of the parameters and return all of them.
+
+    Raises BadTiming and OSError.
+    """
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -97,7 +100,7 @@ def _number(path: Path, name: object, value: Any, names: list[str]) -> float:
     if name not in names:
         raise BadTiming(f"{path}: unknown name {name!r}; known names: {', '.join(names)}")
     try:
-        number = float(value)  # YAML 1.1 parses 78e-6 as a string
+        number = float(value)  # YAML 1.1 parses a number such as 78e-6 as a string
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not 0 <= number < math.inf:

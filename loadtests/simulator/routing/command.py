@@ -2,8 +2,8 @@
 
 All strategies serve the same loads in virtual time. The simulation uses the product's dispatcher,
 placement, prefix index and block pool. The time model is simpler than that of the other
-simulations: a worker computes prompts first come, first served, at a fixed number of uncached
-tokens per second, and answers have one token. Published comparisons use the same model.
+simulations, as in published comparisons. A worker computes prompts first come, first served, at a
+fixed number of uncached tokens per second. Answers have one token.
 """
 
 import json
@@ -41,7 +41,7 @@ MAX_SHORT_RATIO = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Cluster and load."""
+    """The cluster and its load."""
 
     trace: str = option("", "Mooncake trace (JSON lines)", positional=True)
     workers: int = option(16, "number of workers")
@@ -55,16 +55,17 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Results of one strategy on one load; times to first token in seconds."""
+    """Results of one strategy on one load. Times to first token are in seconds."""
 
     hit_rate: float
-    infinite_ratio: float  # cached tokens relative to those of an infinite cache; 0: it has none
+    # Cached tokens relative to those of an infinite cache, or 0 if that has none.
+    infinite_ratio: float
     mean: float
     p50: float
     p90: float
     p99: float
-    short_mean: float  # mean of the prompts of at most `SHORT_TOKENS` tokens
-    busiest: float  # tokens computed by the busiest worker, relative to the mean
+    short_mean: float  # mean time of the prompts with at most `SHORT_TOKENS` tokens
+    busiest: float  # tokens that the busiest worker computed, relative to the mean
 
 
 Table: TypeAlias = Mapping[str, Mapping[str, Figures]]
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _loads(options: Options) -> Mapping[str, tuple[Sequence[Prompt], float]]:
-    """Return prompts and load factor by the name of the load.
+    """Return the prompts and the load factor of each load, by its name.
 
     Raises:
         ValueError: an option is wrong.

@@ -13,14 +13,14 @@ NUM_MIXED = 8_000
 
 
 def prompts_of(rows: Sequence[TraceRow]) -> list[Prompt]:
-    """Return the prompts of a trace with hash ids; only full blocks can be shared."""
+    """Return the prompts of a trace with hash ids. Only full blocks can be shared."""
     return [
         Prompt(row.at, row.input_len, row.blocks[: row.input_len // TRACE_BLOCK]) for row in rows
     ]
 
 
 def without_sharing(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the same arrivals and lengths, with blocks that no other prompt has."""
+    """Return the same arrivals and lengths, but blocks that no other prompt has."""
     first, unshared = 0, []
     for prompt in prompts:
         unshared.append(
@@ -31,7 +31,10 @@ def without_sharing(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def long_and_short(seed: int) -> list[Prompt]:
-    """Return short prompts and a few long ones in random order, 20 per second on average."""
+    """Return a load of short prompts and a few long ones, in random order.
+
+    On average, 20 prompts arrive per second.
+    """
     rng, at, prompts = random.Random(seed), 0.0, []
     for _ in range(NUM_MIXED):
         at += rng.expovariate(20.0)
@@ -41,7 +44,7 @@ def long_and_short(seed: int) -> list[Prompt]:
 
 
 def infinite_cache_tokens(prompts: Sequence[Prompt]) -> int:
-    """Return the number of cached tokens of one cache that never evicts a block."""
+    """Return the number of cached tokens with one cache that never evicts a block."""
     seen: set[int] = set()
     total = 0
     for prompt in prompts:

@@ -32,7 +32,7 @@ class Job:
     attempt: int
     num_tokens: int
     digests: Sequence[bytes]
-    num_uncached: int  # when the prompt arrived
+    num_uncached: int  # uncached tokens of the prompt at its arrival
 
 
 class PrefillWorker:
@@ -41,9 +41,9 @@ class PrefillWorker:
     Args:
         info: name and size.
         tokens_per_second: rate of prompt computation.
-        index: is called with the stored and evicted blocks when a prompt ends.
-        schedule: calls a function later.
-        report: is called with the worker's messages.
+        index: called with the stored and evicted blocks when a prompt ends.
+        schedule: calls a function at a later time.
+        report: called with the worker's messages.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PrefillWorker:
         self._pool = BlockPool(info.num_blocks)
         self._pool.published.changes = self._changes = BlockChanges()
         self._jobs: deque[Job] = deque()
-        self._left = 0  # uncached tokens of the first job that are not computed yet
+        self._left = 0  # uncached tokens of the first job that are still to be computed
         self._num_steps = 0
         self.computed_tokens = 0
         self.cached_tokens = 0
@@ -89,7 +89,7 @@ class PrefillWorker:
             self._start(now)
 
     def _start(self, now: float) -> None:
-        """Start the first job: take its blocks and compute the uncached tokens."""
+        """Start the first job. It takes its blocks and computes the uncached tokens."""
         job = self._jobs[0]
         found = self._pool.published.match(job.digests)
         self._pool.retain(found, State.USED)
@@ -132,7 +132,7 @@ class PrefillWorker:
         self._report(Stepped(self.info.worker, columns, load), now)
 
     def _release(self, job: Job) -> None:
-        """Publish the full blocks of a computed prompt, and report what has changed."""
+        """Publish the full blocks of a computed prompt and report the changes."""
         full = len(job.digests)
         num_found = self._num_found
         parents = [b"", *job.digests][num_found:full]

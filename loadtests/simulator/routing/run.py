@@ -22,11 +22,11 @@ from penstock.router.routing.placement.routing_strategies import policy_of
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request of the load; only its prompt takes time."""
+    """A request of the load. Only its prompt takes time."""
 
     at: float  # seconds
     num_tokens: int
-    blocks: Sequence[int]  # ids of the full blocks; equal ids are equal prefixes
+    blocks: Sequence[int]  # ids of the full blocks; prefixes with equal ids are equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,18 @@ class Plan:
     """The cluster that serves the load."""
 
     num_workers: int
-    num_blocks: int  # of one worker
+    num_blocks: int  # number of KV blocks of one worker
     block_size: int
-    tokens_per_second: float  # of one worker
+    tokens_per_second: float  # prompt tokens that one worker computes per second
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Results of a run."""
 
-    seconds: Sequence[float]  # time to first token of each prompt
+    seconds: Sequence[float]  # seconds to the first token of each prompt
     placed_at: Sequence[str]  # worker of each prompt
-    jobs_ahead: Sequence[int]  # prompts already at the worker when the prompt arrived there
+    jobs_ahead: Sequence[int]  # number of prompts at the worker when the prompt arrived there
     cached_tokens: int
     computed_tokens: Mapping[str, int]  # by worker
 
@@ -75,7 +75,7 @@ class RoutingRun:
             self._handle(WorkerUp(info), 0.0)
 
     def play(self, prompts: Sequence[Prompt]) -> Outcome:
-        """Run until all prompts are computed."""
+        """Run the simulation until all prompts are computed."""
         self._arrived_at = [prompt.at for prompt in prompts]
         self._seconds = [0.0] * len(prompts)
         self._placed_at = [""] * len(prompts)

@@ -10,13 +10,13 @@ from penstock.router.routing import events as ev
 
 @dataclass(slots=True)
 class Call:
-    """One request as seen by its client; times are seconds of virtual time."""
+    """One request as its client sees it. Times are seconds of virtual time."""
 
     planned: Planned
     first: float = float("nan")  # time of the first token
     last: float = float("nan")
     num_tokens: int = 0
-    status: str = ""  # final status; "" while the request is running
+    status: str = ""  # final status, or "" while the request is running
 
     @property
     def ttft(self) -> float:
@@ -24,7 +24,7 @@ class Call:
 
     @property
     def tpot(self) -> float:
-        """Seconds per token after the first; 0 for an answer of one token."""
+        """Seconds per token after the first one; 0 for an answer of one token."""
         return (self.last - self.first) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
 
 
@@ -48,7 +48,7 @@ class RecordingClient:
         self._call.num_tokens += num
 
     def deliver_end(self, end: ev.DeliverEnd) -> None:
-        """Do nothing, because the end of a choice has no token."""
+        """Do nothing, because the end of a choice adds no token."""
 
     def deliver_cached(self, num_tokens: int) -> None:
         """Do nothing, because only times are recorded."""

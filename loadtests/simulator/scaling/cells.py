@@ -1,4 +1,7 @@
-"""Simulates a large cluster as cells, each with a router and workers of its own, in parallel."""
+"""Simulates a large cluster as cells that run in parallel.
+
+Each cell has its own router and workers.
+"""
 
 import signal
 import time
@@ -23,7 +26,7 @@ class Cell:
 
     calls: Sequence[Call]
     samples: Sequence[Sample]
-    seconds: float  # virtual time of the end
+    seconds: float  # virtual time at the end of the cell, in seconds
     worker_seconds: float
     busy_seconds: float
     num_steps: int
@@ -32,7 +35,7 @@ class Cell:
 
 
 def run_cells(plan: ClusterPlan, load: Sequence[Planned], num: int) -> list[Cell]:
-    """Split workers and load evenly among `num` cells; run each cell in a process of its own.
+    """Split workers and load evenly among `num` cells, and run each cell in its own process.
 
     The workers of each role must be divisible by `num`. Request i goes to cell i modulo `num`.
     Raises RuntimeError if requests never end, and OSError if a process dies.
@@ -41,7 +44,7 @@ def run_cells(plan: ClusterPlan, load: Sequence[Planned], num: int) -> list[Cell
     loads = [load[first::num] for first in range(num)]
     if num == 1:
         return [run_cell(cell_plan, loads[0])]
-    deaf = (signal.SIGINT, signal.SIG_IGN)  # only this process handles Ctrl-C, and ends the others
+    deaf = (signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the other processes
     with ProcessPoolExecutor(num, get_context("spawn"), signal.signal, deaf) as executor:
         try:
             return list(executor.map(partial(run_cell, cell_plan), loads))
@@ -67,7 +70,7 @@ def run_cell(plan: ClusterPlan, load: Sequence[Planned]) -> Cell:
 
 
 def figures_of_cells(cells: Sequence[Cell], plan: ClusterPlan) -> Figures:
-    """Summarize all cells as one cluster; a cell's workers count until the cell ends."""
+    """Summarize all cells as one cluster. The workers of a cell count until the cell ends."""
     return figures_of(
         list(chain.from_iterable(cell.calls for cell in cells)),
         plan,

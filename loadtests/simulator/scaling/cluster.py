@@ -1,7 +1,7 @@
 """Simulates a cluster under load: scaled pools, their cost, and the latencies that clients see.
 
-The cluster has one router. A worker costs GPU time from its request until it has stopped: a new
-worker serves only after its cold start, and a surplus worker is drained before it stops.
+The cluster has one router. A worker costs GPU time from the request for it until it has stopped. A
+new worker serves only after its cold start, and a surplus worker is drained before it stops.
 """
 
 import math
@@ -54,20 +54,21 @@ END_SECONDS = 3600.0
 class ClusterPlan:
     """Settings of the simulated cluster."""
 
-    pools: Mapping[str, int]  # initial number of workers, by role
-    limits: SchedulerConfig  # equal for all workers
+    pools: Mapping[str, int]  # initial number of workers of each role
+    limits: SchedulerConfig  # limits of each worker
     timing: Timing
     cold_start: float = 30.0  # seconds
     bandwidth: float = BANDWIDTH
-    ttft_slo_seconds: float = 0.0  # SLO by which the router orders its queue; 0: order of arrival
-    router: RouterLimits | None = None  # None: unbounded queue and `ttft_slo_seconds`
-    single_steps: bool = False  # True: every step is a separate event
-    # Whether routers learn the times of steps. Results then depend slightly on fast-forwards,
-    # because a fast-forward reports the mean of its steps.
+    ttft_slo_seconds: float = 0.0  # SLO of the router's queue order; 0 means order of arrival
+    router: RouterLimits | None = None  # None means an unbounded queue with `ttft_slo_seconds`
+    single_steps: bool = False  # whether every step is a separate event
+    # Whether routers learn step times.
+    # A fast-forward reports the mean of its steps, so that results then depend slightly on it.
     reports_step_seconds: bool = False
-    is_one_machine: bool = False  # all workers share the cores of one machine: see `Timing.sharing`
-    routing: str = DEFAULT_STRATEGY  # placement strategy
-    seed: int = 0  # seed of the steps' jitter
+    # Whether all workers share the cores of one machine (see `Timing.sharing`).
+    is_one_machine: bool = False
+    routing: str = DEFAULT_STRATEGY  # name of the placement strategy
+    seed: int = 0  # seed of the random variation of step times
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Sample:
     serving: int
     pending: int
     draining: int
-    queued: int  # number of requests queued in the router and in the workers
+    queued: int  # number of queued requests, in the router and in the workers
     running: int
     kv_usage: float
 
@@ -96,7 +97,7 @@ class _Pool:
 
 
 class Cluster:
-    """A simulated cluster; after `run`, `calls`, `samples` and `worker_seconds` have the results.
+    """A simulated cluster. After `run`, `calls`, `samples` and `worker_seconds` have the results.
 
     `policy` places requests; None means the strategy of the plan. `tenants` contains the tenant of
     each request of the load; if it is empty, all requests have the same tenant.
@@ -134,7 +135,7 @@ class Cluster:
         limits = plan.router or RouterLimits(
             10**6, 10**12, 10**12, ttft_slo_seconds=plan.ttft_slo_seconds
         )
-        # No process fails here, so liveness is not checked: heartbeats would be most of the events.
+        # Heartbeats would be most of the events. No process fails, so liveness is not checked.
         limits = replace(limits, bounds=LivenessBounds(math.inf, math.inf, stuck_after=math.inf))
         self._plan = replace(plan, limits=_fitting(plan.limits, load))
         self._clients: dict[int, RecordingClient] = {}
@@ -173,12 +174,15 @@ class Cluster:
     # ------------------------------------------------------------ calls
 
     def _arrive(self, number: int) -> None:
-        """Schedule one call's arrival, which then schedules the next, so the heap stays small."""
+        """Schedule one call's arrival.
+
+        It then schedules the next one, so that the heap stays small.
+        """
         if number < len(self.calls):
             self.clock.at(self.calls[number].planned.due, lambda: self._receive(number))
 
     def _receive(self, number: int) -> None:
-        """Submit a call after the time that it takes outside of the engine."""
+        """Submit a call after the time that it spends outside of the engine."""
         timing, planned = self._plan.timing, self.calls[number].planned
         self._router_free_at = max(self._router_free_at, self.clock.now) + timing.router
         delay = timing.request + timing.request_token * planned.input_len
@@ -239,7 +243,10 @@ class Cluster:
         self._serve(pool)
 
     def _scale_to(self, pool: str, wanted: int) -> None:
-        """Scale a pool to `wanted` workers: request new workers or drain serving ones."""
+        """Scale a pool to `wanted` workers.
+
+        New workers are requested, or serving ones are drained.
+        """
         self._accrue_cost()
         state = self._pools[pool]
         self.num_scalings += wanted != state.count
@@ -250,7 +257,7 @@ class Cluster:
             self._drain(state)
 
     def _drain(self, state: _Pool) -> None:
-        """Drain the pool's worker with the fewest sequences."""
+        """Drain the serving worker of a pool that has the fewest sequences."""
         worker = min(state.serving, key=lambda one: one.load.running + one.load.queued)
         state.serving.remove(worker)
         state.draining.append(worker)
@@ -258,7 +265,7 @@ class Cluster:
         self.clock.after(1.0, lambda: self._remove_when_idle(worker, state))
 
     def _remove_when_idle(self, worker: Worker, state: _Pool) -> None:
-        """Remove a draining worker once it has no sequences; until then, check every second."""
+        """Remove a draining worker when it has no sequences. This is checked every second."""
         if not worker.idle:
             self.clock.after(1.0, lambda: self._remove_when_idle(worker, state))
             return
@@ -303,7 +310,7 @@ class Cluster:
 
     def _pool_view(self, name: str, now: float) -> PoolView:
         pool, dispatcher = self._pools[name], self.router.dispatcher
-        # Count queued requests for the same pool as `router/observability/snapshot` does.
+        # Queued requests count for the same pool as in `router/observability/snapshot`.
         first = "prefill" if "prefill" in self._pools else "mixed"
         waits = name in (set(dispatcher.short_of) & self._pools.keys() or {first})
         state = PoolInputs(

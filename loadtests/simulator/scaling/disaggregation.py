@@ -2,8 +2,9 @@
 
 Prefill and decode pools serve several loads in virtual time. Under the policy "rule", the router's
 rule decides for each prompt whether the prefill pool computes it ("apart"). Under "always", the
-prefill pool computes all prompts, and under "never" none. The rule is judged by the mean time from
-a request to the end of its answer, and by the share of requests that meet the goals in `goals`.
+prefill pool computes all prompts. Under "never", it computes no prompts. The rule is judged by the
+mean time from a request to the end of its answer, and by the share of requests that meet the goals
+in `goals`.
 """
 
 import math
@@ -32,7 +33,7 @@ SLACK = 0.02
 """Tolerance of the comparison, as a fraction, because runs differ by chance."""
 
 LIMITS = SchedulerConfig(
-    num_blocks=6250,  # 400,000 tokens
+    num_blocks=6250,  # blocks for 400,000 tokens
     max_model_len=1 << 17,
     block_size=64,
     max_sequences=64,
@@ -42,14 +43,14 @@ LIMITS = SchedulerConfig(
 
 
 class _Fixed(DisaggregationPolicy):
-    """A fixed policy; answers are never generated on a prefill worker."""
+    """A fixed policy. Prefill workers never generate answers."""
 
     def kept_decision(self, *_: object) -> None:
         return None
 
 
 class Always(_Fixed):
-    """Computes every prompt on a prefill worker."""
+    """A policy that computes every prompt on a prefill worker."""
 
     def decide(
         self,
@@ -62,7 +63,7 @@ class Always(_Fixed):
 
 
 class Never(_Fixed):
-    """Computes every prompt on the worker that decodes its answer."""
+    """A policy that computes every prompt on the worker that decodes its answer."""
 
     def decide(
         self,
@@ -83,10 +84,10 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A load, and the number of workers that serve it."""
+    """A load with the number of workers that serve it."""
 
     name: str
-    rate: Callable[[float], float]  # requests per second, as a function of the time in seconds
+    rate: Callable[[float], float]  # requests per second at a time in seconds
     most: float
     inputs: str
     outputs: str
@@ -109,7 +110,7 @@ CASES: Sequence[Case] = (
 
 @dataclass(frozen=True, slots=True)
 class Playing:
-    """Duration and seed of a run."""
+    """Duration and seed of a simulation."""
 
     seconds: float = option(120.0, "seconds during which requests arrive")
     seed: int = option(0, "the same seed gives the same runs")
@@ -121,8 +122,8 @@ class Outcome:
     """Results of one case under one policy."""
 
     figures: Figures
-    seconds: float  # mean time from a request to the end of its answer
-    apart: float  # share of prompts computed on a prefill worker
+    seconds: float  # mean seconds from a request to the end of its answer
+    apart: float  # fraction of the prompts that a prefill worker computed
 
 
 Outcomes: TypeAlias = Mapping[str, Outcome]

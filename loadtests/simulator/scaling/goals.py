@@ -24,7 +24,7 @@ WINDOW_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Results of one simulation; times are in seconds, shares from 0 to 1."""
+    """Results of one simulation. Times are in seconds, and shares are from 0 to 1."""
 
     kept: float  # share of requests that met both goals
     ttft_p50: float
@@ -69,7 +69,7 @@ def figures_of(
     most_workers: int,
     scalings_an_hour: float,
 ) -> Figures:
-    """Summarize finished calls; `worker_seconds` is the sum of the running times of workers."""
+    """Summarize finished calls. `worker_seconds` is the sum of the running times of workers."""
     chunk = plan.limits.max_batched_tokens
     kept = sum(is_kept(call, plan.timing, chunk) for call in calls)
     good = [call for call in calls if call.status == "ok"]
@@ -91,12 +91,13 @@ def figures_of(
 def workers_needed(
     load: Sequence[Planned], timing: Timing, chunk: int, slot: float, busy: float = BUSY
 ) -> list[int]:
-    """Return the mixed workers needed in each slot of `slot` seconds, for known arrivals.
+    """Return the number of mixed workers needed in each slot of `slot` seconds.
 
-    The work of a request is the prefill time of its prompt, plus the time of its answer tokens. An
-    answer token takes 1/`chunk` of a step of `chunk` tokens. The work that arrives within a window
-    of slots must be done within the window plus `TTFT_SECONDS`. Workers compute for the fraction
-    `busy` of this time. All windows of up to `WINDOW_SECONDS` are considered.
+    All arrivals must be known. The work of a request is the prefill time of its prompt, plus the
+    time of its answer tokens. An answer token takes 1/`chunk` of a step of `chunk` tokens. The work
+    that arrives within a window of slots must be done within the window plus `TTFT_SECONDS`.
+    Workers compute for the fraction `busy` of this time. All windows of up to `WINDOW_SECONDS` are
+    considered.
     """
     last = load[-1].due if load else 0.0
     work = np.zeros(int(last / slot) + 1)

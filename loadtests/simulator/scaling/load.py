@@ -200,7 +200,7 @@ def needs_of(load: Sequence[Planned], plan: ClusterPlan, busy: float = BUSY) -> 
 def simulate(
     kind: Kind, load: Sequence[Planned], plan: ClusterPlan, most: int, busy: float = BUSY
 ) -> tuple[Cluster, Figures]:
-    """Run the simulation to its end; `busy` is used by the clairvoyant scaler only.
+    """Run the simulation to its end. Only the clairvoyant scaler uses `busy`.
 
     Raises RuntimeError if requests never end.
     """
@@ -262,9 +262,9 @@ def _compare(load: Sequence[Planned], plan: ClusterPlan, serving: Serving) -> in
 def static_peak(load: Sequence[Planned], plan: ClusterPlan, most: int) -> int:
     """Return the smallest static number of mixed workers that meets the goals of 99.5% of requests.
 
-    Return `most` if a smaller number is not enough.
+    Returns `most` if no smaller number is enough.
     """
-    # Search outwards from an estimate, because simulating a much too small cluster takes long.
+    # Simulating a much too small cluster takes long, so the search starts from an estimate.
     low, high, step = 1, most, 1
     middle = max(needs_of(load, plan, busy=1.0))
     while low < high:
@@ -317,7 +317,7 @@ def _draw(serving: Serving, rows: Sequence[Sequence[str]], of: Mapping[str, Clus
 
 
 def charts_of(clusters: Mapping[str, Cluster]) -> list[Chart]:
-    """Return charts of workers, queues and latencies over time; each cluster is one line."""
+    """Return charts of workers, queues and latencies over time. Each cluster is one line."""
     named = clusters.items()
     return [
         Chart("Workers paid for", "", [_workers(name, of) for name, of in named]),

@@ -14,12 +14,12 @@ KINDS: Sequence[Kind] = ("static", "penstock", "queue", "cpu", "clairvoyant")
 
 
 class WrongOptions(ValueError):
-    """Contradictory or out-of-range options; the message names the option."""
+    """Raised for contradictory or out-of-range options. The message names the option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """Requests that arrive."""
+    """Options of the requests that arrive."""
 
     trace: Path | None = option(None, "Mooncake JSON lines or an Azure CSV")  # noqa: RUF009
     shape: Literal["steps", "sinusoid"] = option("sinusoid", "load curve without --trace")
@@ -37,7 +37,7 @@ class Arriving:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Workers and scaler."""
+    """Options of the workers and the scaler."""
 
     mixed: int = option(2, "mixed workers at the start")
     prefill: int = option(0, "prefill workers at the start (with --decode, instead of --mixed)")

@@ -42,7 +42,7 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """Cluster and load."""
+    """The cluster and its load."""
 
     workers: int = option(4, "mixed workers")
     max_sequences: int = option(64, "most running sequences per worker")
@@ -58,13 +58,13 @@ class Overload:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Figures of one simulation; times are in seconds."""
+    """Figures of one simulation. Times are in seconds."""
 
-    rate: float  # requests per second that arrived
+    rate: float  # arriving requests per second
     goodput: float  # requests per second that kept both goals
-    kept: float  # share of the requests
-    refused: float  # share of the requests
-    ttft_p50: float  # of the requests that were served
+    kept: float  # fraction of the requests that kept both goals
+    refused: float  # fraction of the requests that were refused
+    ttft_p50: float  # median time to the first token of the served requests
     ttft_p99: float
     tpot_p99: float
 
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(overload: Overload) -> dict[str, object]:
-    """Return the figures of all simulations and the goals that are missed. Raises ValueError."""
+    """Return the figures of all simulations and the missed goals. Raises ValueError."""
     numbers = (overload.max_sequences, overload.max_batched_tokens, overload.workers)
     if min(*numbers, overload.tries, overload.seed + 1) < 1:
         raise ValueError("the numbers must be at least 1, and --seed must not be negative")
@@ -129,7 +129,7 @@ def missed(outcomes: dict[str, Outcome]) -> list[str]:
 
 
 def find_capacity(overload: Overload) -> tuple[float, Outcome]:
-    """Find by bisection the highest rate at which the share `KEPT` of requests keeps its goals."""
+    """Find the highest rate at which a fraction `KEPT` of the requests keeps its goals."""
     low, high = 0.0, 2.0 * estimate(overload)
     best = Outcome(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     for _ in range(overload.tries):
@@ -155,9 +155,9 @@ def estimate(overload: Overload) -> float:
 
 
 def run(overload: Overload, rates: Sequence[tuple[str, float]]) -> Outcome:
-    """Simulate tenants with the given rates; the outcome excludes a greedy tenant."""
+    """Simulate tenants with the given rates. The outcome excludes a greedy tenant."""
     limits = SchedulerConfig(
-        num_blocks=6250,  # 400,000 tokens
+        num_blocks=6250,  # blocks for 400,000 tokens
         max_model_len=1 << 17,
         block_size=BLOCK_SIZE,
         max_sequences=overload.max_sequences,

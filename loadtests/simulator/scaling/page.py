@@ -1,4 +1,7 @@
-"""Writes a simulation as one self-contained HTML page with charts over time as inline SVG."""
+"""Writes a simulation as one self-contained HTML page.
+
+The page has charts over time as inline SVG.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +23,11 @@ text{font:11px system-ui,sans-serif;fill:#52606d} .note{color:#52606d;font-size:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a chart; points are (seconds, value), with ascending times."""
+    """One line of a chart. Its points are (seconds, value), with ascending times."""
 
     name: str
     points: Sequence[tuple[float, float]]
-    stepped: bool = False  # True: the line keeps each value until the next point
+    stepped: bool = False  # whether the line keeps each value until the next point
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Chart:
     title: str
     unit: str
     lines: Sequence[Line]
-    percent: bool = False  # True: points are (percentile, value) instead of (seconds, value)
+    percent: bool = False  # whether points are (percentile, value) instead of (seconds, value)
 
 
 def page(
@@ -115,12 +118,12 @@ def _axes(span: float, top: float, chart: Chart) -> str:
 
 
 def _time(seconds: float, span: float) -> str:
-    """Format a time, in hours on an axis of 3 h or more, otherwise in minutes."""
+    """Format a time in hours on an axis of 3 h or more, otherwise in minutes."""
     return f"{seconds / 3600:.1f} h" if span >= 3 * 3600 else f"{seconds / 60:.1f} min"
 
 
 def _round_up(value: float) -> float:
-    """Round up to 1, 2, 4 or 8 times a power of ten; a quarter of that has few digits."""
+    """Round up to 1, 2, 4 or 8 times a power of ten, so that a quarter has few digits."""
     if value <= 0:
         return 1.0
     power = 10.0 ** len(str(int(value))) / 10 if value >= 1 else 0.001

@@ -22,7 +22,7 @@ class PoolView:
     """State of a pool at a scaler's decision."""
 
     state: PoolInputs
-    utilization: float  # fraction of the time since the last decision in which workers ran steps
+    utilization: float  # fraction of the time since the last decision in which workers computed
 
 
 class Scaler(Protocol):
@@ -55,7 +55,10 @@ class PenstockScaler:
 
 
 class QueueThreshold:
-    """Adds a worker above `most` queued requests per worker; removes one after 60 s of none."""
+    """Adds a worker if more than `most` requests are queued per worker.
+
+    It removes a worker after 60 s without queued requests.
+    """
 
     def __init__(self, limits: Mapping[str, PoolLimits], most: int = 4) -> None:
         self._limits = limits
@@ -81,7 +84,10 @@ class QueueThreshold:
 
 
 class CpuTarget:
-    """Kubernetes' HPA on utilization: target 70%, tolerance 10%, 300 s window for scaling down."""
+    """Kubernetes' HPA on utilization.
+
+    The target is 70%, the tolerance 10%, and the window for scaling down 300 s.
+    """
 
     TARGET, TOLERANCE, WINDOW = 0.7, 0.1, 300.0
 
@@ -123,7 +129,7 @@ class Clairvoyant:
         self._ahead = ahead
 
     def decide(self, pools: Mapping[str, PoolView], now: float) -> Mapping[str, int]:
-        first = max(int(now / self._slot) - 1, 0)  # work of the previous slot may still run
+        first = max(int(now / self._slot) - 1, 0)  # the work of the previous slot may still run
         last = int((now + self._ahead) / self._slot) + 1
         return {
             name: min(max(needs[first : last + 1], default=1), self._most)

@@ -30,7 +30,7 @@ from penstock.loadtests.simulator.scaling.load_options import Arriving, Kind, Se
 from penstock.loadtests.simulator.scaling.page import Chart, page
 
 JUDGED_COLD_START = 30.0  # seconds
-# Relative to the number of requests that meet their goals with static peak capacity.
+# Fraction of the requests that meet their goals with static peak capacity.
 LEAST_KEPT = 0.99
 SCALERS: Sequence[Kind] = ("penstock", "queue", "cpu")
 BUSY_FRACTIONS = (1.1, 1.0, 0.9, 0.8, 0.7)
@@ -46,7 +46,7 @@ ABOUT = (
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Traces, and a generated wave and steps."""
+    """The traces, a generated wave, and generated steps."""
 
     code: Path | None = option(None, "Azure's code trace")  # noqa: RUF009
     conversation: Path | None = option(None, "Azure's conversation trace")  # noqa: RUF009
@@ -72,11 +72,11 @@ class Trying:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One load, and the limits on worker hours at a cold start of 30 s."""
+    """One load, with the limits on worker hours at a cold start of 30 s."""
 
     name: str
     arriving: Arriving
-    of_peak: float | None = None  # limit, relative to the worker hours of static peak capacity
+    of_peak: float | None = None  # limit as a fraction of the worker hours of static peak capacity
     of_clairvoyant: float | None = None
 
 
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cases(loads: Loads) -> list[Case]:
-    """Return the loads to run. Raises WrongOptions if there are no loads."""
+    """Return the loads to run. Raises WrongOptions if there are none."""
     trace = Arriving(copies=loads.copies, seconds=loads.seconds)
     found = [
         Case(name, replace(trace, trace=path), of_peak, of_clairvoyant)
@@ -200,7 +200,7 @@ def _play(case: Case, cold_start: float, trying: Trying) -> dict[str, tuple[Clus
 def _cheapest_clairvoyant(
     load: Sequence[Planned], plan: ClusterPlan, most: int, enough: float
 ) -> tuple[Cluster, Figures]:
-    """Run the clairvoyant with decreasing utilization until enough requests meet their goals."""
+    """Run the clairvoyant with falling utilization until enough requests meet their goals."""
     for busy in BUSY_FRACTIONS:
         cluster, of = simulate("clairvoyant", load, plan, most, busy)
         if of.kept >= enough:

@@ -29,16 +29,16 @@ def from_trace(
 def replicated(
     plan: Sequence[Planned], copies: float, seed: int, own_blocks: bool = False
 ) -> list[Planned]:
-    """Return `copies` times as many requests; copies of a request are delayed by up to 5 s.
+    """Return `copies` times as many requests. Copies of a request are delayed by up to 5 s.
 
-    This models more users. Replaying the trace faster would shorten its bursts.
+    The copies model more users. Replaying the trace faster would shorten its bursts.
 
     Args:
         plan: the requests to copy.
-        copies: number of copies; the fraction is the probability of one more.
+        copies: number of copies. The fraction is the probability of one more copy.
         seed: the same seed gives the same delays.
-        own_blocks: each copy of the plan has blocks of its own, which it shares as the plan does,
-            but not with another copy. False: all copies of a prompt are equal.
+        own_blocks: whether each copy of the plan has blocks of its own, shared only within the
+            copy. If False, all copies of a prompt are equal.
     """
     random = np.random.Generator(np.random.Philox(key=[seed, 1]))
     stride = own_blocks * (1 + max((block for one in plan for block in one.blocks), default=0))
@@ -93,7 +93,7 @@ def varying(
 
 
 def prompt_of(planned: Planned) -> "array[int]":
-    """Return prompt tokens; prompts with equal first blocks get equal first tokens.
+    """Return prompt tokens. Prompts with equal first blocks get equal first tokens.
 
     The result is an array, because traces have many tokens. Batchers and hashes then read them
     without a loop.

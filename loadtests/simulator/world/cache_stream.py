@@ -1,4 +1,7 @@
-"""Sends routers the cached blocks of a simulated worker, like `workers/service/cache_stream`."""
+"""Sends routers the cached blocks of a simulated worker.
+
+Models `workers/service/cache_stream`.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,8 +41,9 @@ class CacheStream:
         self._reporter = CacheReporter(pool.published)
         self._awaiting: dict[int, Session] = {}
         self._live: dict[int, Session] = {}
-        self._next_number = 0  # number of the next change
-        self._faults: dict[str, Counter[str]] = {}  # router to the count left of each fault
+        self._next_number = 0  # number of the next change of the cache
+        # For each router, how many faults of each kind are left.
+        self._faults: dict[str, Counter[str]] = {}
 
     def open(self, session: Session) -> None:
         """Subscribe a router."""
@@ -47,7 +51,7 @@ class CacheStream:
         self._post(self._reporter.request_snapshot)
 
     def resync(self, session: Session) -> None:
-        """Send a new snapshot to a router, unless one is on its way already."""
+        """Send a new snapshot to a router, unless a snapshot is already on its way."""
         if self._live.pop(session.number, None) is not None:
             self.open(session)
 
@@ -58,7 +62,7 @@ class CacheStream:
             self._post(self._reporter.stop)
 
     def send(self) -> None:
-        """Send what has changed since the last call, and snapshots to the routers that need one."""
+        """Send the changes since the last call, and snapshots to the routers that need one."""
         report = self._reporter.report()
         if report is None:
             return

@@ -8,7 +8,7 @@ from penstock.workers.scheduling.sequence import StepPlan
 
 
 def check(batcher: Batcher, plan: StepPlan | None) -> None:
-    """Raise AssertionError if block counts are wrong, or if a block being written is shared."""
+    """Raise AssertionError if block counts are wrong, or if a sequence writes a shared block."""
     batcher.check()
     load, limits = batcher.load(), batcher.limits
     held = load.used_blocks + load.leased_blocks + load.reserved_blocks

@@ -14,8 +14,8 @@ Act: TypeAlias = Callable[[], None]
 def rare_collections() -> Iterator[None]:
     """Run the garbage collector less often within this context.
 
-    A long run holds millions of small tuples; with Python's default thresholds, garbage collection
-    takes a fifth of its time.
+    A long run holds millions of small tuples. With Python's default thresholds, garbage collection
+    takes a fifth of the run's time.
     """
     before = gc.get_threshold()
     gc.set_threshold(200_000, 50, 1000)
@@ -26,7 +26,7 @@ def rare_collections() -> Iterator[None]:
 
 
 class Clock:
-    """A virtual clock with a heap of events; events of equal time run in scheduling order."""
+    """A virtual clock with a heap of events. Events of equal time run in scheduling order."""
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds
@@ -44,7 +44,7 @@ class Clock:
 
     @property
     def next(self) -> float:
-        """Time of the next event; inf if there is none."""
+        """Time of the next event, or infinity if there is none."""
         return self._heap[0][0] if self._heap else float("inf")
 
     @property
@@ -65,18 +65,18 @@ class Clock:
 
 
 def _undisturbed(time: float) -> None:
-    """Do nothing: used for processes that do not fast-forward."""
+    """Do nothing. Used for processes that do not fast-forward."""
 
 
 class Process:
-    """A simulated process: actions queue while it is stopped, and are lost when it is killed."""
+    """A simulated process. Actions queue while it is stopped, and are lost when it is killed."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name = name
         self.clock = clock
         self.alive = True
-        # Called with the arrival time before a message or signal arrives. A process that has
-        # fast-forwarded past that time must then return to single steps.
+        # Called before a message or signal arrives, with its arrival time.
+        # A process that has fast-forwarded past this time must then return to single steps.
         self.disturbed: Callable[[float], None] = _undisturbed
         self._stopped = False
         self._backlog: deque[Act] = deque()
@@ -90,7 +90,7 @@ class Process:
         self.clock.at(time, lambda: self.take(act))
 
     def take(self, act: Act) -> None:
-        """Run `act` in this process: now, or, if the process is stopped, when it continues."""
+        """Run `act` in this process now, or when the process continues if it is stopped."""
         if self._stopped:
             self._backlog.append(act)
         elif self.alive:

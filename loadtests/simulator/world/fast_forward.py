@@ -1,7 +1,7 @@
 """Fast-forward over decode steps that need no scheduling decision.
 
-In these steps no sequence arrives, ends, yields or loses blocks, so the state after the steps
-follows from the state before the steps.
+In these steps no sequence arrives, ends, yields or loses blocks. The state after the steps
+therefore follows from the state before them.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 
 class FastForward:
-    """Fast-forward of a batcher: counts the steps that can be skipped and commits these at once."""
+    """Fast-forward of a batcher. Counts the steps that can be skipped and commits them at once."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -36,12 +36,12 @@ class FastForward:
         while num > 1 and self._num_missing(last, num - 1) > state.pool.num_available:
             num //= 2
         if len(state.waiting) and self._table.num_free_rows:
-            # The next published block may extend the cached prefix of a waiting sequence.
+            # Stop at a block boundary: a full block may extend a waiting sequence's cached prefix.
             num = min(num, self._fast_path.num_until_boundary)
         return max(num, 0)
 
     def skip(self, drawn: Ints) -> None:
-        """Plan and commit the next steps at once; no step may be in flight.
+        """Plan and commit the next steps at once. No step may be in flight.
 
         Args:
             drawn: [steps, B] sampled tokens. None of these steps may need a scheduling decision.
@@ -66,9 +66,9 @@ class FastForward:
         state.totals.steps += len(drawn)
 
     def _skip_within_blocks(self, last: StepPlan, drawn: Ints) -> StepPlan:
-        """Commit n steps with tokens `drawn` [n, B]; these steps need no new block.
+        """Commit n steps with tokens `drawn` [n, B] and return the last plan.
 
-        Return the last plan.
+        These steps must need no new block.
         """
         table, num = self._table, len(drawn)
         lengths = last.context_lens + num
@@ -91,7 +91,7 @@ class FastForward:
         return plan
 
     def _skip_one(self, last: StepPlan, drawn: Ints) -> StepPlan:
-        """Plan the next step and commit it with the sampled tokens `drawn` [B]; return its plan."""
+        """Plan the next step, commit it with the sampled tokens `drawn` [B] and return its plan."""
         plan = self._fast_path.next(last.number + 1, ahead=False)
         if plan is None or self._fast_path.commit(plan, drawn) is None:
             raise ValueError("cannot fast-forward: blocks ran out, or a sequence may end")

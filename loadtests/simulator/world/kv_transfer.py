@@ -57,7 +57,10 @@ class KvTransfer:
         )
 
     def send(self, session: Session, command: Send) -> None:
-        """Send the blocks of a lease, or an abort if the lease is gone; runs at a step boundary."""
+        """Send the blocks of a lease, or an abort if the lease is gone.
+
+        Must run at a step boundary.
+        """
         key = Key(session.number, command.request, command.attempt)
         outgoing = self._pin_lease(session, key, command)
 
@@ -76,15 +79,18 @@ class KvTransfer:
         self._sender.send(to, outgoing or OutgoingTransfer.aborting(command.epoch), on_read, on_end)
 
     def set_peers(self, session: Session, command: ConnectPeers) -> None:
-        """Connect to the workers that may receive KV from this worker, as listed by a router."""
+        """Connect to the workers that may receive KV from this worker.
+
+        A router has sent the list of these workers.
+        """
         self._sender.set_peers(session.number, list(map(_peer, command.destinations)))
 
     def forget_peers(self, session: Session) -> None:
-        """Remove the peers that a router listed, because its stream has ended."""
+        """Remove the peers that a router listed, since the router's stream has ended."""
         self._sender.forget_peers(session.number)
 
     def _pin_lease(self, session: Session, key: Key, command: Send) -> OutgoingTransfer | None:
-        """Pin the lease's blocks; return None if it is gone or has no positions after `have`."""
+        """Pin the lease's blocks. Return None if it is gone or has no positions after `have`."""
         have, held = command.have, session.held.get(key)
         if held is None or not have < held.kv_len:
             return None
@@ -125,7 +131,7 @@ class KvTransfer:
         self._sender.break_channels()
 
     def _on_result(self, session: Session, key: Key, result: TransferResult) -> None:
-        """Report the end of an incoming transfer; nothing is written to its blocks afterwards."""
+        """Report the end of an incoming transfer. Nothing is written to its blocks afterwards."""
         about = (self._name[0], key.request, key.attempt, result.epoch)
         if key not in session.held:
             self._post(lambda: self._batcher.transfer_drained(key))
@@ -144,13 +150,13 @@ class KvTransfer:
         assert not self._sender.num_unfinished, f"{self._name[0]} has not ended a transfer"
 
     def _write(self, blocks: seq.Ints, content: Sequence[int]) -> None:
-        """Write received blocks; check that they are reserved for the transfer."""
+        """Write received blocks after checking that they are reserved for the transfer."""
         states = self._batcher.pool.state[blocks]
         assert (states == State.RESERVED).all(), "a transfer writes blocks that are not its own"
         self._executor.write(blocks, content)
 
     def _read(self, blocks: seq.Ints) -> Sequence[int]:
-        """Read blocks to send; check that they are still held."""
+        """Return the contents of blocks to send, after checking that they are still held."""
         states = self._batcher.pool.state[blocks]
         assert (states <= State.LEASED).all(), "a transfer reads blocks that are not held"
         return self._executor.read(blocks)

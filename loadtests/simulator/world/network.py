@@ -16,7 +16,7 @@ LATE_SECONDS = 0.05
 class MessageFault(NamedTuple):
     """A fault of one message. The fault "late" sends a second copy `seconds` after the first."""
 
-    how: str  # reorder, duplicate, late or corrupt
+    how: str  # one of reorder, duplicate, late and corrupt
     seconds: float
 
 
@@ -37,7 +37,7 @@ class Network:
         self.bandwidth = bandwidth
         self._latency = latency
         self._extra: dict[Way, float] = defaultdict(float)
-        self._cut: dict[Way, float] = {}  # for each path: time until which it is cut
+        self._cut: dict[Way, float] = {}  # for each path, the time until which it is cut
         self._message_faults: dict[Way, deque[MessageFault]] = defaultdict(deque)
 
     def latency(self, way: Way) -> float:
@@ -53,7 +53,7 @@ class Network:
         self.clock.at(until, over)
 
     def cut(self, way: Way, until: float) -> None:
-        """Cut a path until the time `until`; messages sent before then arrive at `until`."""
+        """Cut a path until the time `until`. Messages that are sent meanwhile arrive at `until`."""
         self._cut[way] = max(until, self._cut.get(way, 0.0))
 
     def cut_until(self, way: Way) -> float:
@@ -81,7 +81,7 @@ class Network:
 
 
 class Pipe:
-    """One direction of a stream of numbered messages; a message out of order breaks the stream.
+    """One direction of a stream of numbered messages. A message out of order breaks the stream.
 
     Args:
         broken: called at the reader if the number of a message is not the expected one.
@@ -102,7 +102,7 @@ class Pipe:
         self.closed = False
 
     def arrival(self, sent: float) -> float:
-        """Return the arrival time of a message sent at `sent`; messages arrive in order."""
+        """Return the arrival time of a message sent at `sent`. Messages arrive in order."""
         return max(self._due, sent + self._network.latency(self._way))
 
     def send(self, act: Act, sent: float | None = None, disturbs: bool = True) -> None:
@@ -110,8 +110,8 @@ class Pipe:
 
         Args:
             sent: time at which the message was sent, if not now.
-            disturbs: the message may change what the reader does, so the reader's fast-forward must
-                stop.
+            disturbs: whether the message may change the reader's plans, so that its fast-forward
+                must stop.
         """
         if self.closed:
             return
@@ -147,7 +147,7 @@ class Pipe:
 
 
 class Stream:
-    """One connection between a router and a worker; a new connection gets a new stream."""
+    """One connection between a router and a worker. A new connection gets a new stream."""
 
     def __init__(
         self,
@@ -162,5 +162,5 @@ class Stream:
         self.up = Pipe(network, back, router, lambda: router_broken(self))
 
     def close(self) -> None:
-        """Close both directions; messages that have not arrived are discarded."""
+        """Close both directions. Messages that have not arrived are discarded."""
         self.down.closed = self.up.closed = True

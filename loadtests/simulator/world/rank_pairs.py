@@ -24,14 +24,14 @@ Report = Callable[[Moved], None]
 class TransferTiming:
     """Durations and message size of KV transfers."""
 
-    silence: float = 5.0  # seconds without progress after which an operation or a transfer fails
+    silence: float = 5.0  # seconds without progress after which an operation fails
     write: float = 0.001  # seconds to write the blocks of one message
     message_bytes: int = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """The bytes of one message, with its trailer: epoch, index and checksum."""
+    """The bytes of one message, with a trailer that has epoch, index and checksum."""
 
     epoch: int
     index: int
@@ -40,7 +40,7 @@ class Data:
 
 
 class DataPath:
-    """The connection of a rank pair: delivers data in order, unless a fault is injected."""
+    """The connection of a rank pair. It delivers data in order unless a fault is injected."""
 
     def __init__(
         self, network: Network, source: str, to: Process, arrive: Callable[[Data], None]
@@ -65,7 +65,7 @@ class DataPath:
 
 
 class SendingEnd:
-    """The end of a rank pair at the source: sends one piece after the other.
+    """The end of a rank pair at the source. It sends one piece after the other.
 
     Args:
         read: returns the contents of blocks.
@@ -91,7 +91,7 @@ class SendingEnd:
         self.closed = False
 
     def send(self, piece: Piece) -> None:
-        """Send a piece after the earlier ones; its blocks are read when its last byte is sent."""
+        """Send a piece after the earlier ones. Its blocks are read when its last byte is sent."""
         seconds = self._shape.num_bytes(piece.shard) / self._bandwidth
         self._free_at = max(self._process.clock.now, self._free_at) + seconds
         self._process.at(self._free_at, lambda: self._sent(piece))
@@ -106,7 +106,7 @@ class SendingEnd:
 
 
 class ReceivingEnd:
-    """The end of a rank pair at the destination: receives one piece after the other.
+    """The end of a rank pair at the destination. It receives one piece after the other.
 
     Args:
         gates: the rank's gates, which keep it from writing into blocks of a closed epoch.
@@ -129,7 +129,8 @@ class ReceivingEnd:
         self._gates = gates
         self._write = write
         self._report = report
-        self._pieces: deque[tuple[Piece, WriteGate]] = deque()  # the first one is being received
+        # Pieces to receive, of which the first one is in progress.
+        self._pieces: deque[tuple[Piece, WriteGate]] = deque()
         self._arrived: deque[Data] = deque()
         self._writing = False
         self._closed = False
@@ -150,13 +151,16 @@ class ReceivingEnd:
             self._verify()
 
     def close(self, reason: str = "the pair is closed") -> None:
-        """Stop receiving and fail the waiting pieces; complete a piece that is being written."""
+        """Stop receiving and fail the waiting pieces.
+
+        A piece that is being written is completed.
+        """
         self._closed = True
         while len(self._pieces) > self._writing:
             self._fail(self._pieces.pop()[0], reason)
 
     def _begin(self) -> None:
-        """Begin to receive the next piece, which fails if no bytes arrive in time."""
+        """Begin to receive the next piece. It fails if no bytes arrive in time."""
         if not self._closed and self._pieces:
             piece = self._pieces[0][0]
             self._process.after(self._timing.silence, lambda: self._time_out(piece))
@@ -177,7 +181,8 @@ class ReceivingEnd:
         elif data.checksum != hash_of(data.content):
             self._end(piece, f"checksum mismatch in message {piece.index}")
         elif not gate.enter():
-            self._end(piece)  # the epoch has been closed in the meantime: discard the bytes
+            # The epoch was closed during the transfer, so that the bytes are discarded.
+            self._end(piece)
         else:
             self._writing = True
             self._process.after(self._timing.write, lambda: self._written(piece, gate, data))
@@ -199,9 +204,9 @@ class ReceivingEnd:
         self._later(Moved(piece.epoch, piece.index, 0, broken=reason))
 
     def _later(self, moved: Moved) -> None:
-        # Deferred, like a report from another thread: the receiver may be executing commands.
+        # The report is deferred, because the receiver may be executing commands.
         self._process.after(0.0, lambda: self._report(moved))
 
 
 def hash_of(content: Sequence[int]) -> int:
-    return hash(tuple(content))  # hashes of ints are the same in every process
+    return hash(tuple(content))  # Python hashes ints to the same values in every process

@@ -26,10 +26,10 @@ PAUSE_SECONDS = 0.2
 
 
 class Client(Protocol):
-    """Interface of a request's client."""
+    """Interface of the client of a request."""
 
     def deliver(self, choice: int, position: int, token: int, finish: int) -> int | None:
-        """Take a new token; return the length of the answer if a stop string ends the choice."""
+        """Take a new token. Return the length of the answer if a stop string ends the choice."""
         ...
 
     def deliver_end(self, end: ev.DeliverEnd) -> None:
@@ -39,13 +39,13 @@ class Client(Protocol):
         """Take the number of cached prompt tokens."""
 
     def on_choice_stopped(self, choice: int) -> None:
-        """Note that the router has processed the cut of `choice`."""
+        """Record that the router has processed the cut of `choice`."""
 
     def end(self, end: ev.EndRequest) -> None: ...
 
 
 class Link:
-    """A router's link to one worker; after each loss it reconnects with a new stream."""
+    """A router's link to one worker. After each loss it reconnects with a new stream."""
 
     def __init__(
         self,
@@ -59,14 +59,15 @@ class Link:
         self._network = network
         self._find = find
         self._stream: Stream | None = None
-        self._session: Session | None = None  # set once connected
+        # The session at the worker, or None until the link is connected.
+        self._session: Session | None = None
         self._worker_process: Worker | None = None
         self._last_sent_at = 0.0
         self._wanted = True
         self._connect()
 
     def send(self, command: ev.WorkerCommand | None) -> None:
-        """Send a command, or a heartbeat if None; lost if the link is not connected."""
+        """Send a command, or a heartbeat for None. It is lost if the link is not connected."""
         stream, session, worker = self._stream, self._session, self._worker_process
         if stream is None or session is None or worker is None:
             return
@@ -74,7 +75,7 @@ class Link:
         stream.down.send(lambda: worker.handle(session, command), disturbs=command is not None)
 
     def close(self) -> None:
-        """Close the stream; the link reconnects after a pause."""
+        """Close the stream. The link reconnects after a pause."""
         stream, session, worker = self._stream, self._session, self._worker_process
         if stream is None:
             return
@@ -168,9 +169,9 @@ class Router:
     Args:
         find: returns a worker by name, or None if the worker is not running.
         on_event: called with the router's name, each event, and the resulting commands.
-        check: check the dispatcher's invariants after each event.
-        heartbeats: send heartbeats to workers.
-        run_clients: the clients, if all of them can take several tokens at once; otherwise None.
+        check: whether to check the dispatcher's invariants after each event.
+        heartbeats: whether to send heartbeats to workers.
+        run_clients: the clients if all of them can take several tokens at once, otherwise None.
         hash_key: secret that keys the block hashes. If it is b"", prompts are not hashed, and
             workers do not report their cached blocks.
     """
@@ -192,7 +193,8 @@ class Router:
         self.heartbeats = heartbeats
         self.name = name
         self.hash_key = hash_key
-        self.block_sizes: set[int] = set()  # block sizes of all workers since the router's start
+        # Block sizes of all workers that connected since the router's start.
+        self.block_sizes: set[int] = set()
         self.process = Process(name, network.clock)
         self.dispatcher = Dispatcher(policy, limits)
         self.clients: dict[int, Client] = {}
@@ -241,7 +243,7 @@ class Router:
             self.post(ev.ClientDisconnected(request))
 
     def append_runs(self, event: ev.Event | SteppedRuns) -> ev.Event:
-        """Append runs of tokens at once if the clients allow it; return the remaining event."""
+        """Append runs of tokens at once if the clients allow it, and return the remaining event."""
         if not isinstance(event, SteppedRuns):
             return event
         if self._run_clients is None or self._handling:
@@ -311,5 +313,8 @@ class Router:
 
 @lru_cache(maxsize=256)
 def _short_hashes(root: bytes, tokens: bytes, block_size: int) -> Sequence[int]:
-    """Return `short_prefix_hashes` of int32 tokens; cached for prompts that occur several times."""
+    """Return `short_prefix_hashes` of int32 tokens.
+
+    Hashes of prompts that occur several times are cached.
+    """
     return short_prefix_hashes(root, np.frombuffer(tokens, np.int32), block_size)

@@ -1,4 +1,7 @@
-"""The sending side of a simulated worker's KV transfers, like `workers/kv_transfer/sender`."""
+"""The sending side of a simulated worker's KV transfers.
+
+Models `workers/kv_transfer/sender`.
+"""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -19,7 +22,7 @@ from penstock.workers.scheduling.sequence import Ints
 
 
 class Sender:
-    """The sending side of a worker's KV transfers: one channel per destination.
+    """The sending side of a worker's KV transfers, with one channel per destination.
 
     Args:
         read: returns the contents of blocks.
@@ -45,7 +48,7 @@ class Sender:
         self._find = find
         self._table: PeerTable[SendChannel] = PeerTable()
         self._check_time = inf  # time of the next check of connections that were opened early
-        # Closed channels with unfinished transfers, because a rank still sends.
+        # Closed channels whose transfers have not ended, because a rank still sends.
         self._closed: list[SendChannel] = []
 
     @property
@@ -65,7 +68,7 @@ class Sender:
 
         Args:
             on_read: called once, when the blocks are no longer read.
-            on_end: called once, when the transfer has ended: with a reason if it broke, else "".
+            on_end: called once when the transfer has ended, with the reason of a failure or "".
         """
         channel, reason = self._table.use(to), "UNAVAILABLE"
         if channel is None:
@@ -74,7 +77,7 @@ class Sender:
                 self._close(replaced, "another destination needs its slot")
             if has_slot:
                 channel = self._open(to, early=False)
-            else:  # here a transfer fails; the product waits for a slot
+            else:  # the transfer fails here, while the product would wait for a free slot
                 reason = "all channels to other workers are busy"
         if channel is None:
             on_read()
@@ -88,7 +91,7 @@ class Sender:
         self._check_soon()
 
     def forget_peers(self, stream: object) -> None:
-        """Remove the peers that a router listed, because its stream has ended."""
+        """Remove the peers that a router listed, since the router's stream has ended."""
         self._table.forget(stream)
 
     def break_channels(self) -> None:
@@ -129,7 +132,7 @@ class Sender:
 
     def _check_peers(self, time: float) -> None:
         if time != self._check_time:
-            return  # the check was moved to an earlier time
+            return  # the check has been moved to an earlier time
         self._check_time = inf
         due = self._table.due(time)
         for channel, reason in due.closing:

@@ -45,7 +45,7 @@ def send_steps(
 def send_yielded(
     worker: str, sessions: Mapping[int, Session], key: Key, kv_len: int, now: float
 ) -> None:
-    """Send that a sequence has yielded; keep it in the session if it has KV."""
+    """Send that a sequence has yielded. The session keeps it if it has KV."""
     session = sessions.get(key.session)
     if session is None or key not in session.held:
         return

@@ -1,4 +1,4 @@
-"""Settings of a simulated worker, and its state for each router's stream."""
+"""Settings of a simulated worker, and the worker's state for each router's stream."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from penstock.workers.scheduling.config import SchedulerConfig
 
 
 class Key(NamedTuple):
-    """Key of a sequence; `session` is the number of the session."""
+    """Key of a sequence. `session` is the number of the session."""
 
     session: int
     request: int
@@ -24,11 +24,11 @@ class Key(NamedTuple):
 
 @dataclass(slots=True)
 class HeldSequence:
-    """A sequence that a worker holds for a router: queued, running or under a lease."""
+    """A sequence that a worker holds for a router. It is queued, running or under a lease."""
 
     source: WorkerId | None = None
-    epoch: int = 0  # epoch of the incoming transfer; 0: none
-    kv_len: int = 0  # number of positions under a lease; 0: no lease
+    epoch: int = 0  # epoch of the incoming transfer; 0 without a transfer
+    kv_len: int = 0  # number of positions under a lease; 0 without a lease
     sends: list[OutgoingTransfer] = field(default_factory=list)
 
 
@@ -42,11 +42,11 @@ class Session:
     deliver: Callable[[Any], None]  # runs at the router when an event arrives
     ended: Act  # runs at the router when the stream ends
     last_received_at: float
-    last_sent_at: float  # time of the last event that was sent
-    load_sent_at: float = 0.0  # time at which a load was last sent
-    load: WorkerLoad | None = None  # last load that was sent
+    last_sent_at: float  # time at which the last event was sent
+    load_sent_at: float = 0.0  # time at which the load was last sent
+    load: WorkerLoad | None = None  # the load that was last sent
     held: dict[Key, HeldSequence] = field(default_factory=dict)
-    # cached tokens of sequences admitted since the last step message
+    # cached prompt tokens of the sequences that were admitted since the last step message
     num_cached: dict[Key, int] = field(default_factory=dict)
 
     def take_cached(self) -> list[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""Workers of one machine that share its cores, so that they slow each other down."""
+"""Workers of one machine that share its cores and thereby slow each other down."""
 
 from typing import Protocol
 
@@ -12,10 +12,10 @@ class Runner(Protocol):
 
 
 class SharedCores:
-    """The workers of one machine that are computing, from their first step until they are idle.
+    """The workers of one machine that are computing.
 
-    As in `workers/rank/core_sharing.py`, a step keeps its cores until it ends, even if another
-    worker begins or becomes idle meanwhile.
+    A worker computes from its first step until it is idle. As in `workers/rank/core_sharing.py`, a
+    step keeps its cores until it ends, even if another worker begins or becomes idle meanwhile.
 
     Args:
         sharing: relative slowdown of a step for each other worker that computes when it begins.
@@ -26,7 +26,10 @@ class SharedCores:
         self._computing: dict[Runner, None] = {}
 
     def set_computing(self, runner: Runner, is_computing: bool) -> None:
-        """Record that a worker begins to compute or becomes idle; end the others' fast-forwards."""
+        """Record that a worker begins to compute or becomes idle.
+
+        The fast-forwards of others end.
+        """
         if is_computing == (runner in self._computing):
             return
         others = [each for each in self._computing if each is not runner]
@@ -38,5 +41,5 @@ class SharedCores:
             other.catch_up()
 
     def slowdown(self, runner: Runner) -> float:
-        """Return the factor by which a worker's steps that begin now take longer."""
+        """Return the factor by which steps of a worker that begin now take longer."""
         return 1 + self._sharing * (len(self._computing) - (runner in self._computing))

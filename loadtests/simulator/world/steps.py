@@ -1,9 +1,9 @@
 """Runs the steps of a worker in virtual time: one event per step, or one for many quiet steps.
 
 `FastForward` returns how many steps will need no scheduling decision. These quiet steps become one
-event, a fast-forward; their times are the same as if they ran one by one. If a message arrives
-during a fast-forward, the steps that have ended by then are committed, and the step that is then in
-progress continues as a single step.
+event, a fast-forward. Their times are the same as if they ran one by one. If a message arrives
+during a fast-forward, the steps that have ended by then are committed. The step in progress
+continues as a single step.
 """
 
 from collections import deque
@@ -40,34 +40,34 @@ class StepListener(Protocol):
         ...
 
     def on_plan(self) -> None:
-        """Handle the batcher's events, since planning a step may have produced events."""
+        """Handle the batcher's events, which planning a step may have produced."""
         ...
 
     def is_load_known(self) -> bool:
-        """Return True if the routers know the load, except for changes made by quiet steps."""
+        """Return True if the routers know the load, apart from the changes of quiet steps."""
         ...
 
     def on_idle(self) -> None:
-        """Handle that no step is due after the messages were processed."""
+        """Called when no step is due after the messages were processed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class QuietSteps:
-    """A fast-forward: consecutive quiet steps that end with one event."""
+    """A fast-forward, which runs consecutive quiet steps as one event."""
 
     id: int
     plan: StepPlan  # plan of the first step
-    seconds: Floats  # [n] duration of each step
-    ends: Floats  # [n] end time of each step
+    seconds: Floats  # duration of each step, [n]
+    ends: Floats  # end time of each step, [n]
 
 
 class StepRunner:
     """Runs steps while there is work, and posted actions between the steps.
 
     Args:
-        fast_forwards: combine steps in which no request arrives or ends into one event.
-        check_every: number of steps between checks of the block invariants; 0: never check.
+        fast_forwards: whether to combine steps in which no request arrives or ends into one event.
+        check_every: number of steps between checks of the block invariants; 0 means never.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class StepRunner:
         self.num_steps = 0
         self.num_tokens = 0
         self.busy_seconds = 0.0
-        self.prompt_seconds = 0.0  # sum over all steps with prefill tokens
-        self.last_seconds = 0.0  # duration of the last step
-        self.cores: SharedCores | None = None  # None: the worker has its cores for itself
+        self.prompt_seconds = 0.0  # seconds of all steps with prefill tokens
+        self.last_seconds = 0.0  # seconds of the last step
+        self.cores: SharedCores | None = None  # None if the worker has its cores for itself
         self._process = process
         self._batcher = batcher
         self._skips = FastForward(batcher.state)
@@ -96,7 +96,7 @@ class StepRunner:
         self._in_step = False
         self._quiet_steps: QuietSteps | None = None
         self._numbers = count()
-        self._single_until = 0.0  # do not combine steps before this time, when a message arrives
+        self._single_until = 0.0  # time of the next message, before which steps are not combined
 
     def post(self, act: Act) -> None:
         """Run `act` at the next step boundary, which may be now."""
@@ -105,7 +105,7 @@ class StepRunner:
         self._wake()
 
     def disturb(self, time: float) -> None:
-        """Prepare for a message that arrives at `time`: do not combine steps until then."""
+        """Prepare for a message that arrives at `time`. Until then, steps are not combined."""
         self.catch_up(passed=True)
         self._single_until = max(self._single_until, time)
 
@@ -114,7 +114,10 @@ class StepRunner:
         return self._quiet_steps is not None
 
     def catch_up(self, passed: bool = False) -> None:
-        """End a fast-forward: commit its ended steps; finish the current one as a single step."""
+        """End a fast-forward.
+
+        The steps that have ended are committed, and the current one finishes as a single step.
+        """
         leap, self._quiet_steps = self._quiet_steps, None
         if leap is None:
             return
@@ -133,7 +136,7 @@ class StepRunner:
             self._process.after(0.0, self._boundary)
 
     def _boundary(self) -> None:
-        """Run the posted actions, then begin the next step if there is work."""
+        """Run the posted actions. Then begin the next step if there is work."""
         has_messages, now = bool(self._inbox), self._process.clock.now
         while self._inbox:
             self._inbox.popleft()()
@@ -193,7 +196,7 @@ class StepRunner:
     # ------------------------------------------------------------ fast-forward
 
     def _fast_forward(self, plan: StepPlan, now: float) -> bool:
-        """Run this step and the quiet steps after it as one event; return False if none follow."""
+        """Run this step and the quiet steps after it as one event. Return False if none follow."""
         num = self._skips.num_skippable() if self.fast_forwards else 0
         if num < 2 or not self._listener.is_load_known():
             return False
@@ -228,7 +231,7 @@ class StepRunner:
         self._listener.on_steps(output, tokens, ends, passed)
 
     def _compute_each(self, first: StepOutput, starts: Floats) -> Ints:
-        """Run quiet steps one by one, for executors that cannot predict; return tokens [n, B].
+        """Run quiet steps one by one, for executors that cannot predict. Return the tokens [n, B].
 
         starts: start time of each step.
         """

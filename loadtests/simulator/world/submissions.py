@@ -1,4 +1,7 @@
-"""Converts submissions of routers into sequences of the batcher, like `workers/service/codec`."""
+"""Converts submissions of routers into sequences of the batcher.
+
+Models `workers/service/codec`.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -40,7 +43,7 @@ def new_sequence(key: Key, submit: Submit, worker: WorkerInfo) -> seq.NewSequenc
 
 
 def _joined(prompt: Sequence[int], answer: Sequence[int]) -> Sequence[int]:
-    """Return prompt and answer; an array stays an array, because lists are slow to read."""
+    """Return prompt and answer as one sequence. An array stays an array, since lists are slow."""
     if isinstance(prompt, array):
         return prompt + array("i", answer)
     return [*prompt, *answer]

@@ -31,7 +31,7 @@ class SteppedRuns(NamedTuple):
     first: int
     end: int
     load: WorkerLoad | None
-    cached: Sequence[tuple[int, int, int]] = ()  # as in `Stepped`
+    cached: Sequence[tuple[int, int, int]] = ()  # cached prompt tokens of requests, as in `Stepped`
 
     def whole(self) -> Stepped:
         """Return the message with all tokens."""
@@ -46,7 +46,7 @@ class SteppedRuns(NamedTuple):
 def append_runs(
     runs: SteppedRuns, dispatcher: Dispatcher, clients: Mapping[int, RunClient]
 ) -> Stepped:
-    """Append all steps except the last; return the message that the dispatcher must still handle.
+    """Append all steps except the last. Return the message that the dispatcher must still handle.
 
     If a token might change more than the log, nothing is appended and the whole message is
     returned.

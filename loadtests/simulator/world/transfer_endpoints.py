@@ -61,11 +61,11 @@ PAIR: PairKey = (0, 0)
 
 
 class ControlChannel:
-    """The connection of a source to a destination: ordered messages in both directions."""
+    """The connection of a source to a destination, with ordered messages in both directions."""
 
     def __init__(self, network: Network, source: "SendChannel", to: "Receiver") -> None:
         here, there = source.process, to.process
-        self.generation = 0  # set when the destination accepts
+        self.generation = 0  # generation of the channel, set when the destination accepts it
         self._source = source
         self._to = to
         self._down = Pipe(network, (here.name, there.name), there, lambda: None, faulty=False)
@@ -84,13 +84,13 @@ class ControlChannel:
         self._send(self._up, lambda: self._source.on_message(message))
 
     def close_source(self) -> None:
-        """Close the source's end; the destination notices it after its earlier messages."""
+        """Close the source's end. The destination notices it after its earlier messages."""
         self._up.closed = True
         reason = "the source closed the channel"
         self._send(self._down, lambda: self._to.disconnect(self.generation, reason))
 
     def close_destination(self) -> None:
-        """Close the destination's end; the source notices it after the earlier messages."""
+        """Close the destination's end. The source notices it after the earlier messages."""
         self._down.closed = True
         self._send(self._up, lambda: self._source.close("the destination closed the channel"))
 
@@ -102,7 +102,7 @@ class ControlChannel:
 
 
 class _DeadlineTimer:
-    """Checks the deadlines of a protocol, as long as there are any.
+    """Checks the deadlines of a protocol while it has any.
 
     Args:
         check: ends overdue operations; returns the time of the next check, or None.
@@ -138,7 +138,7 @@ class _DeadlineTimer:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A connected source."""
+    """A source that has connected to this destination."""
 
     channel: ControlChannel
     end: ReceivingEnd
@@ -164,7 +164,7 @@ class Receiver:
         self._write = write
         self._gates = WriteGates()
         self._protocol = ReceiveProtocol(shape, [WHOLE], timing.silence)
-        self._sources: dict[int, _Source] = {}  # by generation
+        self._sources: dict[int, _Source] = {}  # connected sources, by generation of their channels
         self._callbacks: dict[int, Callable[[TransferResult], None]] = {}  # by epoch
         self._timer = _DeadlineTimer(
             process, self._protocol.check_deadlines, self._execute, timing.silence
@@ -176,7 +176,7 @@ class Receiver:
         return self._protocol.num_unfinished
 
     def open(self, expected: ExpectedTransfer, done: Callable[[TransferResult], None]) -> int:
-        """Open an epoch and return it; `done` is called after the last write to its blocks."""
+        """Open an epoch and return it. `done` is called after the last write to its blocks."""
         epoch = self._protocol.open(expected, self.process.clock.now)
         self._callbacks[epoch] = done
         self._timer.start()
@@ -217,7 +217,7 @@ class Receiver:
         self._execute()
 
     def on_data(self, generation: int, data: Data) -> None:
-        """Handle bytes on a source's rank pair; ignore them if the pair is closed."""
+        """Handle bytes on a source's rank pair. They are ignored if the pair is closed."""
         if generation in self._sources:
             self._sources[generation].end.arrive(data)
 
@@ -246,7 +246,7 @@ class Receiver:
             case ReceivePiece(generation, _, piece):
                 self._sources[generation].end.receive(piece)
             case DrainRank(rank, epoch):
-                # Reports and results are deferred: the caller has not finished its own action.
+                # Reports and results are deferred until the caller has finished its own action.
                 drained = lambda: self._on_drained(rank, epoch)  # noqa: E731
                 self._gates.drain(epoch, lambda: self.process.after(0.0, drained))
             case CloseSource(generation):
@@ -263,10 +263,13 @@ class Receiver:
 
 @dataclass(frozen=True, slots=True)
 class TransferCallbacks:
-    """Callbacks of a transfer: when its blocks are no longer read, and when it has ended."""
+    """Callbacks for two moments of a transfer.
+
+    The first is called when its blocks are no longer read, and the second when it has ended.
+    """
 
     on_read: Callable[[], None]
-    on_end: Callable[[str], None]  # called with the reason if the channel broke, else ""
+    on_end: Callable[[str], None]  # called with the reason if the channel broke, otherwise with ""
 
 
 class SendChannel:
@@ -318,7 +321,7 @@ class SendChannel:
 
     @property
     def broken(self) -> str:
-        """Reason why the channel is broken; empty if it is not broken."""
+        """Reason why the channel is broken, or an empty string if it is not."""
         return self._protocol.broken
 
     @property

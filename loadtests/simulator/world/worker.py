@@ -59,8 +59,9 @@ class Worker:
     Args:
         find: returns a worker by name and incarnation, or None if the worker is not running.
         check_every: number of steps between checks of the block invariants; 0: never check.
-        fast_forwards: combine quiet steps into one event.
-        heartbeats: send heartbeats and close silent streams. If False, call `report_load` instead.
+        fast_forwards: whether to combine quiet steps into one event.
+        heartbeats: whether to send heartbeats and close silent streams. If False, the caller must
+            call `report_load`.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Worker:
         )
         self.process.disturbed = self.steps.disturb
         self.cache_stream = CacheStream(shape.info, self.batcher.pool, self.clock, self.steps.post)
-        self.load = self._load()  # load after the last step
+        self.load = self._load()  # load of the worker after its last step
         self._num_sessions = 0
         self._heartbeats = heartbeats
         self._new: dict[Key, seq.NewSequence] = {}
@@ -107,7 +108,10 @@ class Worker:
     def attach(
         self, router: str, stream: Stream, deliver: Callable[[Any], None], ended: Act
     ) -> Session:
-        """Open a session for a router's new stream; close the router's earlier session, if any."""
+        """Open a session for a router's new stream.
+
+        The router's earlier session, if any, is closed.
+        """
         self.steps.catch_up()
         for earlier in list(self.sessions.values()):
             if earlier.router == router:
@@ -138,7 +142,7 @@ class Worker:
             self._release(session, list(session.held))
 
     def drain(self) -> None:
-        """Reject new requests from now on, notify the routers, and stop fast-forwarding."""
+        """Reject new requests from now on. The routers are notified, and fast-forwarding stops."""
         self.steps.catch_up()
         self.steps.fast_forwards = False
         self.draining = True
@@ -172,7 +176,7 @@ class Worker:
     # ------------------------------------------------------------ messages from the router
 
     def handle(self, session: Session, command: WorkerCommand | None) -> None:
-        """Handle one message from a router; None is a heartbeat."""
+        """Handle one message from a router, where None is a heartbeat."""
         if session.number not in self.sessions:
             return
         session.last_received_at = self.clock.now
@@ -203,7 +207,7 @@ class Worker:
             self._reject(session, key, "the worker is draining", False)
             return
         new = new_sequence(key, submit, self.info)
-        # Release earlier attempts, except leases: one of them may be the source of this attempt.
+        # Release earlier attempts except leases, one of which may be the source of this attempt.
         self._release(session, [other for other in others if not session.held[other].kv_len])
         source = submit.source
         taken = source is not None and new.source_len
@@ -234,7 +238,7 @@ class Worker:
             self.steps.post(lambda: self.batcher.drop_choice(key, choice))
 
     def _release(self, session: Session, keys: list[Key]) -> None:
-        """Drop sequences in any state, and abort their transfers."""
+        """Drop sequences, which may be in any state, and abort their transfers."""
         if not keys:
             return
         self.steps.post(lambda: self._drop(keys))
@@ -260,7 +264,7 @@ class Worker:
         self.on_plan()
 
     def is_load_known(self) -> bool:
-        """Return True if the routers know the load, except for changes made by quiet steps."""
+        """Return True if the routers know the load, apart from the changes of quiet steps."""
         load, reported = self.batcher.load(), self.load
         now = load.queued, load.queued_tokens, load.running
         return now == (reported.queued, reported.queued_tokens, reported.running)
@@ -299,7 +303,7 @@ class Worker:
                         session.held.pop(key, None)
 
     def check_rest(self) -> None:
-        """Raise AssertionError if anything is still held after all requests have ended."""
+        """Raise AssertionError if the worker holds anything after all requests have ended."""
         check_rest(self.batcher, self.info.worker)
         assert self.idle, f"{self.info.worker} holds sequences for a router"
         self.kv_transfer.check_rest()
@@ -311,7 +315,10 @@ def _receiver_of(find: Find, name: WorkerId) -> Receiver | None:
 
 
 def report_load(worker: Worker) -> None:
-    """Send the load to each router that does not know it; to be called every HEARTBEAT_SECONDS."""
+    """Send the load to each router that does not know it.
+
+    Must be called every HEARTBEAT_SECONDS.
+    """
     latest = worker.clock.now - HEARTBEAT_SECONDS * 0.99
     for session in worker.sessions.values():
         if session.load is not worker.load and session.last_sent_at <= latest:
