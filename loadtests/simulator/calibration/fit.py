@@ -87,11 +87,9 @@ class StepFit:
 
     timing: Timing
     num_steps: int
-    # Mean of |predicted - measured|
-    # Measured over the steps.
+    # Mean relative error of the predicted times of steps.
     mean_error: float
-    # Median of |predicted - measured|
-    # Measured over the steps.
+    # Median relative error of the predicted times of steps.
     median_error: float
     total_ratio: float  # sum of the predicted times divided by that of the measured times
 
