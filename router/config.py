@@ -96,13 +96,13 @@ class RouterConfig:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 << 20  # prompt tokens of all queued requests
     max_queued_cost: int = 32 << 20  # prompt and answer tokens of all queued sequences
-    routing: str = "cost"  # a name of `placement.routing_strategies`
+    routing: str = "cost"  # name of the placement strategy (see `placement.routing_strategies`)
     max_wait_seconds: float = 60.0  # maximum time in the queue; with 0 only `timeout` applies
     # SLO on the time to first token; 0 orders prompts by arrival (see `queue.slo_order`).
     ttft_slo_seconds: float = 0.0
-    # SLO on the time per output token of running answers; 0 disables it.
+    # SLO on the time per output token of running answers; 0 means no SLO
     tpot_slo_seconds: float = 0.0
-    vllm_metrics: bool = False  # whether to export metrics under vLLM's names too
+    vllm_metrics: bool = False  # whether to export the metrics under vLLM's names as well
     waits_for_both: bool = False  # ready only with prefill and decode workers (see `readiness`)
     wakes_workers: bool = False  # whether queued requests start workers of empty pools
     worker_timeout_seconds: float = 10.0  # a worker that sends nothing for longer counts as lost

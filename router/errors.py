@@ -55,7 +55,7 @@ def renamed(error: ServingError, names: Mapping[str, str]) -> ServingError:
     if error.param is None or error.param not in names:
         return error
     own, name = error.param, names[error.param]
-    # The word "prompt" is also an ordinary word of messages, so it is not replaced.
+    # In messages, "prompt" is also an ordinary word, so the word is not replaced.
     message = error.message if own == "prompt" else re.sub(rf"\b{own}\b", name, error.message)
     return ServingError(error.code, message, name, error.retry_after, error.reason)
 

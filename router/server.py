@@ -207,7 +207,7 @@ def read_model_limits(config: RouterConfig, tokenizer: ModelTokenizer) -> ModelL
     model = config.model
     own = config_of(model) if is_gguf(model) else _read_json(model / "config.json")
     inner = own.get("text_config")
-    if isinstance(inner, dict):  # multimodal models nest these fields
+    if isinstance(inner, dict):  # the configurations of multimodal models nest these fields
         own = {**own, **inner}
     lengths = [own.get("max_position_embeddings"), own.get("n_positions"), config.max_model_len]
     known = [length for length in lengths if isinstance(length, int)]

@@ -59,7 +59,7 @@ class Explainer:
 
         Args:
             request_id: the client's id of the requests.
-            tenant: the tenant whose requests the caller may see; None: those of all tenants.
+            tenant: the tenant whose requests the caller may see, or None for all tenants.
             authorization: the caller's Authorization header, which other routers check again.
             is_forwarded: another router has already searched.
 

@@ -81,7 +81,7 @@ def port_limits(config: RouterConfig) -> PortLimits:
         handshake_seconds=config.bounds.receive_seconds,
         idle_seconds=bounds.grpc_idle_seconds,
         age_seconds=bounds.grpc_age_seconds,
-        # Running calls of a connection that is too old may finish; none exceeds `timeout`.
+        # The running calls of a connection that is too old may finish, within `timeout` seconds.
         age_grace_seconds=config.timeout + 60,
     )
 

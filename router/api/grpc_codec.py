@@ -68,7 +68,7 @@ def sampling_params(request: pb.GenerateRequest, defaults: GenerationDefaults) -
 
 
 def structured_outputs(wire: pb.Sampling) -> StructuredOutputs | None:
-    """Return the form that a request's answers must have; None: any."""
+    """Return the form that a request's answers must have, or None if any form is allowed."""
     match wire.WhichOneof("structured_outputs"):
         case None:
             return None

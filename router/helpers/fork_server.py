@@ -145,7 +145,7 @@ def serve_forks(control: socket.socket) -> StartedHelper | None:
             connection, status = descriptors
             try:
                 pid = os.fork()
-            except OSError as error:  # too little memory, or too many processes
+            except OSError as error:  # the system lacks memory, or has too many processes
                 print(f"a helper process cannot be forked: {error}", file=sys.stderr)
                 os.close(connection)
                 os.close(status)
@@ -171,6 +171,6 @@ def _report_ended(statuses: dict[int, int]) -> None:
             return
         descriptor = statuses.pop(pid, None)
         if descriptor is not None:
-            with suppress(BrokenPipeError):  # the router has closed its end
+            with suppress(BrokenPipeError):  # the router has already closed its end of the pipe
                 os.write(descriptor, status.to_bytes(STATUS_BYTES, "little"))
             os.close(descriptor)

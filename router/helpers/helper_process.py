@@ -31,7 +31,7 @@ class Job:
     Attributes:
         frame: the job as a packed frame.
         name: name of the job's input in error messages, such as "the body".
-        param: request field that an error names; None: no field.
+        param: request field that an error names, or None.
         done: future of the job's reply.
         was_tried: whether a process has ended during this job without exceeding a limit.
     """

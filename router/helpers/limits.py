@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+_SET_PARENT_DEATH_SIGNAL = 1  # value of PR_SET_PDEATHSIG in Linux, for prctl(2)
 MAX_OPEN_FILES = 64
 
 

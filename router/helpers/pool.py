@@ -85,7 +85,7 @@ class HelperPool:
             items: arguments of the handler.
             tenant: the tenant for whom the job is done.
             name: name of the job's input in error messages, such as "the body".
-            param: request field that an error names; None: no field.
+            param: request field that an error names, or None.
 
         Raises:
             ServingError: the handler's error; INVALID if the job exceeds the limits; OVERLOADED if

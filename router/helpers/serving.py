@@ -25,7 +25,7 @@ SetUp: TypeAlias = Callable[[HelperSettings], tuple[Work, list[bytes]]]
 
 
 def serve_jobs(connection: socket.socket, set_up: SetUp) -> int:
-    """Do jobs in order until the router closes the connection; return the exit code.
+    """Do jobs in order until the router closes the connection, and return the exit code.
 
     The first frame contains the settings. `set_up` returns the function that does the jobs, and the
     items of the first reply.

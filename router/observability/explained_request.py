@@ -79,7 +79,7 @@ class ExplainedRequest:
         self.num_cached = 0  # prompt tokens that the first worker found in its prefix cache
         self.num_tokens = 0  # generated tokens, which are set at the end of the request
         self.prefill_steps = 0  # steps in which the first worker computed the prompt; 0 if unknown
-        self.first_token = 0.0  # seconds from the arrival to the first token; 0 before it
+        self.first_token = 0.0  # seconds from the arrival to the first token; 0 without a token
         self.seconds = 0.0  # seconds from the arrival to the end
         self.num_preemptions = 0
         self.num_failovers = 0
@@ -94,7 +94,7 @@ class ExplainedRequest:
         self._phase = Spent.QUEUE
         self._reason = ""  # reason of the next submission
         self._placement: ExplainedEvent | None = None  # placement that is not yet submitted
-        # Attempt and its worker's step count at the admission to the batch.
+        # The attempt and the worker's step count at the admission to the batch.
         self._admitted: tuple[int, int] | None = None
         self._started = 0  # attempt that sent the latest first token
         self._received = 0  # attempt whose KV blocks have arrived at its worker

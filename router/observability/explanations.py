@@ -82,7 +82,7 @@ class Explanations(DecisionListener):
 
         Args:
             request_id: the client's id.
-            tenant: the tenant whose requests are returned; None: those of all tenants.
+            tenant: the tenant whose requests are returned, or None for all tenants.
         """
         found = self._by_id.get(request_id, {})
         return [

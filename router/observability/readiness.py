@@ -9,10 +9,10 @@ PARTIAL_SECONDS = 30.0
 class Readiness:
     """Determines the readiness of a router from the roles of its ready workers.
 
-    A router is ready if any worker is ready, because workers of one role can do all the work.
-    However, a new router in a cluster with prefill and decode pools first waits for a worker of
-    each role, for at most `PARTIAL_SECONDS`. Otherwise an early burst of requests would go to the
-    worker that started first, and stay there to the end.
+    In general, a router is ready if any worker is ready, because workers of one role can do all the
+    work. A new router in a cluster with prefill and decode pools first waits for a worker of each
+    role, but at most `PARTIAL_SECONDS`. Otherwise an early burst of requests would go to the worker
+    that started first, and stay there to the end.
 
     Args:
         waits_for_both: whether the cluster always has at least one prefill and one decode worker.

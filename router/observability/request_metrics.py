@@ -26,7 +26,7 @@ REASONS: Mapping[ev.Status, str] = {
     ev.Status.UNAVAILABLE: "unavailable",
     ev.Status.INTERNAL: "error",
 }
-OTHER_TENANT = "other"  # name in metrics for tenants that have no name of their own
+OTHER_TENANT = "other"  # name in metrics of all tenants that have no name
 
 
 class Histogram:
@@ -76,8 +76,8 @@ class _OpenRequest:
     request: ev.Request
     choices: Sequence[DeliveredTokens]
     arrived_at: float
-    submitted_at: float | None = None  # time of the first submission to a worker, or None before it
-    # Time at which the first token was delivered, or None before it.
+    submitted_at: float | None = None  # time of the first submission to a worker, or None
+    # Time at which the first token was delivered, or None.
     first_token_at: float | None = None
 
     @property

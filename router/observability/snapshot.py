@@ -124,14 +124,15 @@ class PoolScaling:
     given_up: int = 0  # workers that failed to start and will be retried later
     # Number of workers that the pool's load requires, for each scaling term (queue, occupancy).
     terms: Mapping[str, float] = field(default_factory=dict)
-    waits: Sequence[str] = ()  # for each starting or draining worker, why and how long it waits
+    # For each starting or draining worker, the reason and duration of its wait.
+    waits: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
     """A change of a pool's desired number of workers."""
 
-    at: float  # seconds since 1970
+    at: float  # time of the change, in seconds since 1970
     pool: str
     text: str  # the old number, the new number and the reason
 

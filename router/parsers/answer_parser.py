@@ -121,7 +121,7 @@ class AnswerParsers:
     """Makes the parsers for the answers of a model.
 
     Args:
-        template: source of the model's chat template; empty: it has none.
+        template: source of the model's chat template, or empty without one.
         tools: name of the parser of tool calls, `auto` (by the template) or `none`.
         reasoning: name of the parser of reasoning, `auto` or `none`.
 

@@ -46,7 +46,7 @@ class HarmonyParser(Reader):
             self._kind = ARGUMENTS
             self._add_call(recipient[1].removeprefix(FUNCTIONS))
         elif recipient or (channel and channel[1] == "analysis"):
-            self._kind = REASONING  # calls of built-in tools count as reasoning, too
+            self._kind = REASONING  # calls of built-in tools also count as reasoning
         else:
             self._kind = CONTENT
 

@@ -54,7 +54,7 @@ class FairLine(Generic[J]):
         self._max_size = max_size
         self._slot_size = slot_size
         self._size = 0
-        self._clock = 0  # the value of `served` that the last chosen tenant had then
+        self._clock = 0  # the amount of service that the last chosen tenant had received
         self._slots = [_Slot() for _ in range(num_slots)]
         self._tenants: dict[str, _Tenant[J]] = {}  # tenants with waiting jobs
         self._served: dict[str, int] = {}  # recently served tenants without waiting jobs
@@ -96,7 +96,7 @@ class FairLine(Generic[J]):
         if first is not None and idle is not None:
             return self._begin(first, idle)
         for name in sorted(bound.keys() & self._tenants.keys(), key=self._service):
-            # Let a slot run empty for a tenant without a slot that has had less service.
+            # Leave the slot empty for tenant `first`, which has no slot and has had less service.
             if first is not None and self._service(first) < self._service(name):
                 return None
             slot = self._slots[bound[name]]

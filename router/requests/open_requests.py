@@ -60,8 +60,8 @@ class OpenRequests:
     def deliver(self, tokens: ev.TokenColumns, now: float) -> None:
         """Deliver the tokens of a step. This runs for every token: keep it fast."""
         outputs, logprobs = self._outputs, tokens.logprobs
-        # The tokens before those of a step often have the same time: count equal gaps together.
-        counts: dict[float, int] = {}  # number of tokens by time of their previous token
+        # Many tokens of a step have the same time of the previous token: count them together.
+        counts: dict[float, int] = {}  # number of tokens for each time of the previous token
         for row, (request, _, choice, position, token, finish) in enumerate(tokens.rows()):
             output = outputs.get(request)
             if output is None:

@@ -42,7 +42,7 @@ class PromptEncoder:
         self._model = model
         self._helpers = helpers
         self._line = EncodingLine(config.bounds.max_encoding_chars)
-        self.run_in_line = self._line.run  # also runs other long work on prompts
+        self.run_in_line = self._line.run  # the same threads also run other long work on prompts
 
     @property
     def num_waiting(self) -> int:

@@ -42,8 +42,8 @@ class RequestOutput:
         detokenizers: one per choice.
         stop_tokens: the client's own stop token ids.
         on_stop_string: called with a choice and its number of tokens when a stop string matches.
-        ranker: selects the most likely choices; None: all choices are returned.
-        finished_before: end of each choice in an earlier call; None: not ended.
+        ranker: selects the most likely choices, or None to return all choices.
+        finished_before: end of each choice in an earlier call, or None if it had not ended.
 
     Attributes:
         choices: the output side of each choice.

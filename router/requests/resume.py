@@ -14,7 +14,7 @@ from penstock.router.requests.request import (
 )
 from penstock.router.requests.slices import Slices
 
-TOKENS_PER_SLICE = 64  # with 16 stop strings, this number of tokens takes about 2 ms
+TOKENS_PER_SLICE = 64  # tokens per slice: with 16 stop strings, one slice takes about 2 ms
 FINISHES = ("", "stop", "length")
 
 

@@ -111,7 +111,7 @@ def check_json(name: str, value: object, max_bytes: int, max_depth: int | None =
         name: name of the field.
         value: its content.
         max_bytes: largest size as JSON.
-        max_depth: maximum nesting of lists and objects; None: the limit of the JSON parser.
+        max_depth: maximum nesting of lists and objects, or None for the JSON parser's limit.
     """
     if not value:
         return

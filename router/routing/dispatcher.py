@@ -71,7 +71,7 @@ class DispatcherLimits:
     max_wait_seconds: float = math.inf
     # SLO on the time to first token; 0 orders prompts by arrival (see `slo_order`).
     ttft_slo_seconds: float = 0.0
-    # SLO on the time per output token of running answers; 0 disables it.
+    # SLO on the time per output token of running answers; 0 means no SLO
     tpot_slo_seconds: float = 0.0
     no_worker_timeout_seconds: float = 60.0  # time without workers after which requests fail
     # Maximum number of recomputed requests of lost workers, per worker.

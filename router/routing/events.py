@@ -35,7 +35,7 @@ class Status(Enum):
     DEADLINE = "deadline"
     INVALID = "invalid"  # the request can never fit on any worker
     OVERLOADED = "overloaded"  # no room in the queue; the client may retry after `retry_after`
-    UNAVAILABLE = "unavailable"  # no worker is connected
+    UNAVAILABLE = "unavailable"  # no worker is connected to the router
     INTERNAL = "internal"
 
 
@@ -79,7 +79,7 @@ class WorkerInfo:
     max_model_len: int
     max_sequences: int
     step_bounds: tuple[float, ...] = ()  # bucket bounds of `WorkerLoad.step_counts` in seconds
-    # The workers of a machine share its cores; empty if the worker shares no cores.
+    # Workers with the same value share the cores of a machine; empty means no sharing.
     machine: str = ""
     # Where other workers send KV blocks; None if not reported.
     transfer: TransferEndpoint | None = None
@@ -326,7 +326,7 @@ class Submit:
     attempt: int
     log: Sequence[Sequence[int]]  # tokens of the answers so far, one list per choice
     finished: Sequence[bool]  # for each choice, whether it has ended
-    source: Source | None  # source of KV blocks; None: the worker computes all tokens
+    source: Source | None  # source of KV blocks, or None to compute all tokens
     yield_after: int  # new tokens after which the worker yields; 0 means never
     prompt_known: int = 1  # logprobs of prompt positions [1, prompt_known) are known
 
@@ -418,7 +418,7 @@ class CloseStream:
     worker: str
     incarnation: str
     reason: str
-    # Whether the worker is alive but completes no steps, so that it must be replaced.
+    # Whether the worker must be replaced, because it is alive but completes no steps.
     stuck: bool = False
 
 

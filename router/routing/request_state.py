@@ -109,7 +109,7 @@ class RequestState(Submissions):
         """
         if not self._is_pending(worker, attempt):
             return AppendResult.DUPLICATE
-        if self.running is not None:  # the pending worker is behind, because it recomputes tokens
+        if self.running is not None:  # the pending worker still recomputes earlier tokens
             self._fail_live_migration(out)
             return AppendResult.MOVED
         self._promote_pending(out)

@@ -38,10 +38,10 @@ class Submission:
         self.yields_after_prefill = yields_after_prefill
         self.started = False  # whether a token of this submission was accepted
         self.yielding = False  # whether a Yield command was sent
-        # Epoch of the KV transfer to this worker; None before the transfer.
+        # Epoch of the KV transfer to this worker, or None before the transfer.
         self.epoch: int | None = None
         self.source_lost = False  # whether the last check found that the transfer's source is lost
-        # Clock time from which the worker can run this; infinite if it cannot.
+        # Clock time from which the worker can run this submission; infinite if it cannot.
         self.runnable_since = inf
 
     def matches(self, worker: str, attempt: int) -> bool:
@@ -135,7 +135,7 @@ class Submissions:
         """
         lease = self.lease
         if lease and (lease.worker == info.worker or lease.layout != info.layout):
-            self._drop_lease(out)  # the same worker still has the blocks in its prefix cache
+            self._drop_lease(out)  # the same worker has the blocks in its prefix cache
         hold = self._submit(info, self.lease, yield_after, out)
         if self.lease is None:
             self.running = hold

@@ -16,10 +16,10 @@ class AppendResult(Enum):
     """Result of appending a token to a log."""
 
     APPENDED = 0  # the token was appended, and nothing else changed
-    STATE_CHANGED = 1  # appended: the token is the first of its attempt, or ends a choice
+    STATE_CHANGED = 1  # the token was appended, and is its attempt's first or ends a choice
     MOVED = 2  # no token was appended, but the request's state changed
-    DUPLICATE = 3  # ignored: the token is already known, or of an old attempt
-    GAP = 4  # refused: earlier positions or the choice are missing
+    DUPLICATE = 3  # ignored, since the token is already known or of an old attempt
+    GAP = 4  # refused, since earlier tokens or the choice are missing
 
 
 class TokenLog:

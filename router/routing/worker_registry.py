@@ -37,7 +37,7 @@ class WorkerRegistry:
         self.queues_at_router = queues_at_router
         self.tpot_slo_seconds = tpot_slo_seconds
         self._views: dict[str, WorkerView] = {}
-        # Fleet of `_views`; None if `views` must make it.
+        # The fleet made from `_views`, or None if `views` must make a new one.
         self._fleet: Fleet[WorkerView] | None = None
         self._roles: dict[str, str] = {}  # roles assigned by operators, by worker name
         self.transfer_costs = TransferCostModel()
@@ -70,7 +70,7 @@ class WorkerRegistry:
         lost_at = self._lost_at.get(info.worker, float("-inf"))
         role = self._roles.get(info.worker)
         view = WorkerView(info, load, now, lost_at, role, self.queues_at_router)
-        # A stuck worker that reconnects is still stuck if it has completed no step since.
+        # A stuck worker that reconnects remains stuck if it has completed no step since.
         view.stuck = self._stuck_workers.pop(info.worker, None) == (
             info.incarnation,
             load.num_steps,

@@ -67,20 +67,21 @@ class WorkerView:
         self.stuck = False  # whether the worker was found to be stuck, reset after a completed step
         self.backed_off_at: float | None = None  # time of a rejection after the last load report
         self.num_gaps = 0
-        self.num_assigned = 0  # requests placed here since the worker connected
+        self.num_assigned = 0  # requests placed on this worker since it connected
         self.assigned_tokens = 0  # tokens that the worker must compute for the assigned requests
         # Usage by request id, or None if the worker only keeps KV blocks under a lease.
         self.requests: dict[int, ResourceUsage | None] = {}
-        self.num_sequences = 0  # total sequences of `requests`
-        self.num_answers = 0  # sequences of `requests` that generate their answer here
-        self.num_blocks = 0  # total blocks of `requests`
+        self.num_sequences = 0  # total number of sequences of `requests`
+        self.num_answers = 0  # sequences of `requests` whose answers this worker generates
+        self.num_blocks = 0  # total number of blocks of `requests`
         self.new_tokens = 0  # tokens to compute of requests placed since the last load report
         self.new_sequences = 0  # sequences placed since the last load report
         self.unseen_tokens = 0  # tokens to compute of requests that the last report did not count
         self.num_foreign_sequences = 0  # sequences of other routers; estimated from load reports
         self.num_foreign_blocks = 0  # blocks in use by other routers; estimated from load reports
         self._load_table: LoadTable | None = None  # table with a copy of the load
-        self._row = self._position = 0  # row of this worker in the table, and index in the fleet
+        # Row of this worker in the table, and its index in the fleet.
+        self._row = self._position = 0
         self._update_foreign()
         self._update_sort_keys()
 

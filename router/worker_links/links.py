@@ -30,9 +30,9 @@ class WorkerLinks:
         self._links: dict[str, WorkerLink] = {}
         # Last Welcome message of each connected worker.
         self._welcomes: dict[str, worker_pb2.Welcome] = {}
-        # The last argument `own` and its result.
+        # The last argument `own`, and the result for it.
         self._limits: tuple[ModelLimits, ModelLimits] | None = None
-        # None if no worker is connected, or if it must be computed.
+        # None if no worker is connected, or if it must be computed again.
         self._fingerprint: str | None = None
 
     def __len__(self) -> int:

@@ -26,7 +26,8 @@ HEARTBEAT_SECONDS = 0.5
 IDLE_HEARTBEAT_SECONDS = 2.0
 STEPS_SECONDS = 5.0  # timeout of a call that fetches step records
 CONNECT_SECONDS = 10.0  # longest time from opening the call to the worker's Welcome message
-MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 2.0  # between connection attempts
+# Shortest and longest pause between attempts to connect.
+MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 2.0
 MAX_UNSENT = 65536  # maximum number of queued messages; a longer queue closes the stream
 MAX_EVENT_TOKENS = 512  # tokens of a step that are handled without a pause, in about 2 ms
 OPTIONS: Sequence[tuple[str, int]] = (
@@ -53,16 +54,16 @@ class RouterIdentity:
 class WorkerLink:
     """A connection to one worker that reconnects until `stop` is called.
 
-    For each stream, the link posts `WorkerUp` when the stream is open, then the worker's messages
-    as events, and `WorkerLost` when the stream ends.
+    For each stream, the link first posts `WorkerUp`, then the worker's messages as events, and at
+    the end `WorkerLost`.
 
     Args:
         worker: expected name of the worker; a worker with another name is refused.
         address: `host:port`.
         identity: name, incarnation and token that this router sends to the worker.
         post: receives the events; called in the event loop and must not block.
-        on_welcome: receives the Welcome message before `WorkerUp` is posted; raises `ValueError`
-            if the worker cannot be used.
+        on_welcome: receives the Welcome message before `WorkerUp` is posted; raises `ValueError` if
+            the worker cannot be used.
     """
 
     def __init__(
@@ -248,7 +249,8 @@ class WorkerLink:
     async def _post_in_slices(self, event: ev.Stepped) -> None:
         """Post a large step as several events; other callbacks run between them."""
         for each in codec.slices_of(event, MAX_EVENT_TOKENS):
-            await asyncio.sleep(0)  # also pause before the first part, since decoding took time
+            # The pause before the first part is useful too, since decoding took time.
+            await asyncio.sleep(0)
             self._post(each)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:

@@ -13,7 +13,7 @@ from penstock.router.requests.answer_parsing import AnswerParsing
 from penstock.router.requests.json_text import dumps
 from penstock.router.requests.response_stream import Delta
 
-CHARS_PER_FRAGMENT = 4096  # the parser takes about 2 ms for this number of characters
+CHARS_PER_FRAGMENT = 4096  # characters per call of the parser, which takes about 2 ms for them
 
 STOP_REASONS: Mapping[str, str] = {"stop": "end_turn", TOOL_CALLS: "tool_use"}
 """Stop reason for each finish reason; `length` has two."""
@@ -61,7 +61,7 @@ class MessageFormatter:
 
     Args:
         context: data of the call.
-        parsing: makes the parser of the answer; None: all of its text is content.
+        parsing: makes the parser of the answer, or None if all of its text is content.
     """
 
     def __init__(self, context: MessageContext, parsing: AnswerParsing | None) -> None:

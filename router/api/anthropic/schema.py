@@ -96,7 +96,7 @@ class CountTokensBody(ChatBody):
         return conversation(self.system, self.messages)
 
     def template_tools(self) -> Sequence[Mapping[str, Any]]:
-        # With the choice "none", hide the tools from the model so that it cannot try to call them.
+        # For the choice "none", hide the tools from the model, so that it cannot try to call them.
         choice = self.tool_choice
         return () if choice is not None and choice.type == "none" else self._functions()
 
@@ -185,7 +185,7 @@ class MessagesBody(CountTokensBody):
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
         """Return the sampling parameters; absent fields get the `defaults`."""
         named = {
-            # The engine generates at least one token; `only_prompt` hides it for 0.
+            # The engine generates at least one token. For 0, `only_prompt` hides this token.
             "max_tokens": max(self.max_tokens, 1),
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -10,7 +10,7 @@ class AnswerPieces:
     """Splits the text of one answer into pieces as it arrives.
 
     Args:
-        parser: parser of the answer; None: all of its text is content.
+        parser: parser of the answer, or None if all of its text is content.
     """
 
     def __init__(self, parser: OutputParser | None) -> None:

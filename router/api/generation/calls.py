@@ -32,9 +32,9 @@ class CallOptions:
         priority: see `GenerationRequest`.
         cache_salt: see `GenerationRequest`.
         prompt_copies: see `GenerationRequest`.
-        parsing: options for the parsing of a chat's answers; None: not a chat.
+        parsing: options for the parsing of a chat's answers, or None without a chat.
         client_names: maps our name of a field to the name that the client sent for it.
-        thinking_budget: the maximum number of reasoning tokens; None: no limit.
+        thinking_budget: the maximum number of reasoning tokens, or None for no limit.
     """
 
     name: str
@@ -57,7 +57,7 @@ class SubmittedCall:
         prompts: token ids of each prompt.
         sampling: sampling parameters of all requests.
         answers: the answers; must be closed.
-        parsing: makes the parser of each answer; None: all text is content.
+        parsing: makes the parser of each answer, or None if all text is content.
         shown_tokens: special tokens that the text of the answers contains.
     """
 
@@ -142,7 +142,7 @@ class GenerationCalls:
             raise renamed(error, body.client_names()) from error
         if chat.tools and not schema:
             self._parsers.check_tools()
-        # If the whole answer must have a form, it cannot contain calls.
+        # An answer whose whole text must have a given form cannot contain calls.
         if chat.strict_calls and sampling.structured_outputs is None:
             is_parallel = body.parsing_options(chat).is_parallel
             form = self._parsers.strict_form(prompt, chat.strict_calls, is_parallel)

@@ -35,9 +35,9 @@ class ResponseFormatter(Protocol):
     def token_chunk(self) -> Callable[[int, int, str], bytes | None]:
         """Return a function that makes the chunk for a token that only adds text.
 
-        Its arguments are the request's index, the choice and the text. It returns None if `chunk`
-        must send the token, and empty bytes if there is nothing to send yet. It must be fast,
-        because it sends most tokens.
+        Its arguments are the request's index, the choice and the text. The function returns None if
+        `chunk` must send the token. It returns empty bytes if there is nothing to send yet. The
+        function must be fast, because it sends most tokens.
         """
         ...
 
@@ -112,7 +112,7 @@ class GenerationResponse(Response):
         body: BodyWriter = scope["extensions"][BODY_WRITER]
         body.watch(self._deltas.close)
         try:
-            # Wait for the first tokens, because a call that fails before them gets an error status.
+            # A call that fails before its first tokens gets an error status, so wait for them.
             first = await self._next_delta(send)
             if self._stream:
                 await self._send_stream(first, send, body)

@@ -94,7 +94,7 @@ class Message(StrictModel):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's name for `reasoning_content`
+    reasoning: str | None = None  # the name that vLLM uses for `reasoning_content`
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form for chat templates."""

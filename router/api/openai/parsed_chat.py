@@ -23,7 +23,7 @@ from penstock.router.parsers.pieces import (
 from penstock.router.requests.answer_parsing import AnswerParsing
 from penstock.router.requests.response_stream import Delta
 
-CHARS_PER_FRAGMENT = 4096  # the parser takes about 2 ms for this number of characters
+CHARS_PER_FRAGMENT = 4096  # characters per call of the parser, which takes about 2 ms for them
 
 FIELDS = {CONTENT: "content", REASONING: "reasoning_content"}
 

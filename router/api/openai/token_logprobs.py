@@ -23,7 +23,7 @@ def logprobs_json(
     Args:
         token_bytes: the bytes of the model's tokens.
         token: the token.
-        entry: its log probabilities; None: they are unknown.
+        entry: the token's log probabilities, or None if they are unknown.
         as_ids: whether tokens are named by their ids instead of their texts.
     """
 

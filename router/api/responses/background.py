@@ -31,7 +31,7 @@ class BackgroundRun:
         response: the constant members of the response.
         call: the submitted call.
         formatter: reports the response when it has ended.
-        events: gets the events of the response; None: it has none.
+        events: gets the events of the response, or None if they are not stored.
     """
 
     def __init__(
@@ -96,7 +96,8 @@ class BackgroundRun:
         async for delta in self._answers:
             self._status = "in_progress"
             await events.add(self._formatter.chunk(delta), slices)
-            if delta.finish:  # the only choice has ended, so a cancel has no effect from here on
+            # The only choice has ended, so that the response cannot be canceled now.
+            if delta.finish:
                 return
 
     async def _end_early(self, outcome: Outcome, slices: Slices) -> None:
@@ -170,7 +171,7 @@ class BackgroundRuns:
         self._ended_logs.delete(tenant, name)
 
     async def cancel(self, tenant: str, name: str) -> None:
-        """Cancel a response if it is running, and wait until it has ended."""
+        """Cancel a response if it is running. Wait until it has ended."""
         run = self.get(tenant, name)
         if run is not None and run.task is not None:
             run.cancel()

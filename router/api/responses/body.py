@@ -222,7 +222,7 @@ class ResponsesRequest(ChatBody):
         return self.parallel_tool_calls is not False
 
     def num_logprobs(self) -> int | None:
-        """Return the number of alternatives per token; None: no logprobs."""
+        """Return the number of alternatives per token, or None without logprobs."""
         if LOGPROBS in (self.include or ()):
             return self.top_logprobs or 0
         if self.top_logprobs:

@@ -19,7 +19,7 @@ from penstock.router.errors import ServingError
 from penstock.router.parsers.pieces import CALL, CONTENT, Piece
 from penstock.router.requests.response_stream import Delta
 
-CHARS_PER_FRAGMENT = 4096  # the parser takes about 2 ms for this number of characters
+CHARS_PER_FRAGMENT = 4096  # characters per call of the parser, which takes about 2 ms for them
 
 NO_PIECES: tuple[Sequence[Piece], Sequence[str]] = ((), ())
 

@@ -59,7 +59,7 @@ def check_extra(
     Args:
         fields: the members.
         permitted: accepted values by member; other members must be null.
-        parent: name of the body's field that is the object; empty: the body itself.
+        parent: name of the body's field that is the object, or empty for the body itself.
     """
     for name, value in fields.items():
         if value is None or any(value == one for one in permitted.get(name, ())):

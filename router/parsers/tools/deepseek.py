@@ -113,7 +113,7 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
         return f'"function" {separator} "{name}\\n```json\\n" {arguments} "\\n```"'
 
     def _begin(self, name: str, call_id: str = "") -> None:
-        # The type precedes the separator and is not used; the name follows on a line of its own.
+        # The type before the separator is not used. The name follows on a line of its own.
         self._head = ""
         self._state = self._read_name
 

@@ -38,7 +38,7 @@ class FunctionGemmaParser(Reader):
     def __init__(self) -> None:
         super().__init__()
         self._head = ""
-        self._bare = ""  # text outside of strings
+        self._bare = ""  # text read so far that is outside of strings
         self._brackets: list[str] = []  # closing brackets that are still missing
         self._is_key = False  # whether the next text is the name of a member
 

@@ -25,7 +25,7 @@ class PythonicParser(Reader):
 
     Args:
         strict_tools: the tools whose calls are read without a marker, because the grammar of
-            `call_forms` constrains them; None: all tools.
+            `call_forms` constrains them; None means all tools.
     """
 
     markers = (BEGIN, END)
@@ -190,7 +190,7 @@ class PythonicParser(Reader):
         if self._state == self._read_value or (
             self._state == self._read_key and self._num_arguments
         ):
-            # A call has begun, so its rest cannot be content and is dropped.
+            # The rest of a call that has begun cannot be content, so drop it.
             self._text = self._raw = ""
         self._text, self._raw = self._raw + self._text, ""
         super()._end()

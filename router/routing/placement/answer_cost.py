@@ -36,8 +36,8 @@ class StepTimeModel:
 
     def __init__(self) -> None:
         self._count = self._sizes = self._seconds = self._squares = self._products = 0.0
-        self.is_calibrated = False  # whether there are enough measurements for an estimate
-        # Intercept and slope; None if they must be fitted again.
+        self.is_calibrated = False  # whether there are enough measurements to predict step times
+        # Intercept and slope of the model, or None if they must be fitted again.
         self._line: tuple[float, float] | None = (0.0, 0.0)
 
     def add(self, num_sequences: int, seconds: float) -> None:

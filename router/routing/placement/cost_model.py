@@ -85,7 +85,8 @@ class TransferCostModel:
         self._bytes = 0.0
         self.seconds_per_token = 0.0  # slope of the model; 0 before the first transfer
         self.fixed_seconds = 0.0  # intercept of the model; 0 before the first transfer
-        self.is_calibrated = False  # whether there are enough measurements for an estimate
+        # Whether there are enough measurements to predict transfer times.
+        self.is_calibrated = False
 
     def add(self, num_tokens: int, num_bytes: int, seconds: float) -> None:
         """Add a completed KV transfer; `seconds` is the time from Submit or Ready to Received."""

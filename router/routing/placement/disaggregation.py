@@ -33,16 +33,18 @@ on a prefill worker: a margin, because both costs are estimates."""
 class Reason(Enum):
     """Main reason of a decision."""
 
-    UNMEASURED = "unmeasured"  # a prefill worker computes: speed or KV transfer time is unknown
-    INTERFERENCE = "harm"  # a prefill worker computes: running sequences would be delayed
-    DECODE_QUEUE = "decode queue"  # a prefill worker computes: the decode worker has a queue
-    # A prefill worker computes: running sequences would exceed their time per token.
+    # A prefill worker computes, since speeds or transfer times are unknown.
+    UNMEASURED = "unmeasured"
+    INTERFERENCE = "harm"  # a prefill worker computes, since running sequences would be delayed
+    DECODE_QUEUE = "decode queue"  # a prefill worker computes, since the decode worker has a queue
+    # A prefill worker computes, since running sequences would exceed their time per token.
     TPOT_SLO = "tpot slo"
-    NO_GAIN = "even"  # a prefill worker computes: the decode worker is hardly faster
-    PREFILL_QUEUE = "prefill queue"  # the decode worker computes: long wait for prefill workers
-    TRANSFER = "transfer"  # the decode worker computes: the KV transfer takes too long
-    PROMPT = "prompt"  # the decode worker computes, because it is faster
-    ANSWER = "answer"  # a prefill worker also generates the answer, because it is faster
+    NO_GAIN = "even"  # a prefill worker computes, since the decode worker is hardly faster
+    # The decode worker computes, since prefill workers have long queues.
+    PREFILL_QUEUE = "prefill queue"
+    TRANSFER = "transfer"  # the decode worker computes, since the KV transfer takes too long
+    PROMPT = "prompt"  # the decode worker computes, since it is faster
+    ANSWER = "answer"  # a prefill worker also generates the answer, since it is faster
     CORES = "cores"  # one worker uses all cores of its machine for both prompt and answer
 
 

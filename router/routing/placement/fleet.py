@@ -40,12 +40,13 @@ class LoadTable:
         self.reads = columns[1]  # KV tokens that a decode step reads: see `WorkerView.by_cost`
         # Cost in prompt tokens: `queued`, plus `reads` for each of `MAX_READS` decode steps.
         self.cost = columns[2]
-        self.delayed = columns[3]  # sequences that a new prompt would delay, its own included
+        # Sequences that a new prompt would delay, including those of the prompt.
+        self.delayed = columns[3]
         # Ranks workers of equal cost by their sequences, then by their assigned tokens.
         self.ties = columns[4]
         self.utilization = columns[5]  # fraction of the sequence slots in use
         self.filled = columns[6]  # fraction of the blocks in use
-        self.num_assigned = columns[7]  # number of assigned requests
+        self.num_assigned = columns[7]  # requests that this router has assigned to the worker
         self.free_sequences = columns[8]  # free sequence slots; infinite without a limit
         self.free_blocks = columns[9]
         self.speed = columns[10]  # prompt tokens per second; 0 if not measured

@@ -76,8 +76,8 @@ class RequestMigrator:
     ) -> None:
         """Move a request off its running worker `view`, which drains or became a prefill worker.
 
-        A live migration keeps the pause short. If no live migration is possible, the request yields
-        if the worker drains, and stays if the worker became a prefill worker.
+        A live migration keeps the pause short. Without a live migration, the request of a draining
+        worker yields. The request of a new prefill worker stays where it is.
         """
         running = state.running
         if running is None or running.yielding or state.pending is not None:

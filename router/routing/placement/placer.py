@@ -76,7 +76,7 @@ class Placer:
         self._queue = queue
         self._throttle = throttle
         self.states: dict[int, RequestState] = {}
-        # For each request, the workers whose views contain it.
+        # For each request, the workers whose views count the request.
         self._holders: dict[int, list[str]] = {}
         self.num_ended: Counter[Status] = Counter()
         # Number of decisions by `str(PrefillDecision)`.

@@ -58,7 +58,7 @@ class RecentPrompts:
             self._ending.append((now + KEPT_SECONDS, request, prompt[0]))
 
     def remove(self, request: int) -> None:
-        """Remove a record at once, because no worker computes the prompt any more."""
+        """Remove a record at once, because no worker will compute the prompt."""
         prompt = self._prompts.pop(request, None)
         if prompt is None:
             return

@@ -17,7 +17,7 @@ class CacheChange:
 
     evicted: Sequence[int] = ()
     stored: Sequence[int] = ()  # the stored blocks of all chains
-    # For each chain, the block before it; 0 if it has none or that block is not cached.
+    # For each chain, the block before it; 0 if there is none or it is not cached.
     parents: Sequence[int] = ()
 
 

@@ -46,7 +46,7 @@ class _Feed:
     next_chunk: int = 0  # number of the next expected chunk of the snapshot
     reason: str = ""  # why the index of the worker is stale
     resync_at: float = 0.0  # earliest time of the next request for a snapshot, in clock seconds
-    # Seconds between the next request and the one after it.
+    # Pause that follows the next request for a snapshot, in seconds.
     resync_seconds: float = MIN_RESYNC_SECONDS
 
 

@@ -21,7 +21,7 @@ class PrefixIndex:
     Hashes are unsigned 64-bit integers: see `short_hash` of `penstock.common.block_hash`.
 
     Args:
-        slots: the numbers that represent workers in sets; None: the index has its own numbers.
+        slots: the numbers that represent workers in sets, or None for numbers of its own.
     """
 
     def __init__(self, slots: WorkerSlots | None = None) -> None:
@@ -29,7 +29,7 @@ class PrefixIndex:
         self._slots: dict[str, int] = {}  # slot of each worker of this index
         self.workers: Workers = 0  # set of the workers of this index
         self._num_blocks: dict[int, int] = {}  # number of blocks of each worker, by slot
-        self._tree = RadixTree()  # the reachable blocks
+        self._tree = RadixTree()  # tree of the reachable blocks
         self._loose = _LooseBlocks()
 
     def slot(self, worker: str) -> int:

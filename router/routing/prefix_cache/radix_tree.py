@@ -128,7 +128,7 @@ class RadixTree:
     """The nodes of the tree, for all prompts."""
 
     def __init__(self) -> None:
-        self.nodes: dict[int, Node] = {}  # node of each block
+        self.nodes: dict[int, Node] = {}  # for each block, the node that contains it
         # For each worker, the nodes in which the worker has blocks.
         self._of_slot: dict[int, set[Node]] = {}
 

@@ -43,7 +43,7 @@ class DequeueRate:
 
     @property
     def last_measured(self) -> float | None:
-        """Cost per second until the last request left, or None if measured for too short a time."""
+        """Cost per second until the last request left, or None without enough measurements."""
         return self._cost / self._seconds if self._measured >= self.NEEDED else None
 
     def value(self, now: float) -> float:
@@ -55,7 +55,7 @@ class DequeueRate:
         return max(cost / seconds, 1.0)
 
     def _uncounted(self, now: float) -> float:
-        """Return the seconds since the last record, if requests wait."""
+        """Return the seconds since the last record, or 0 while no request waits."""
         return 0.0 if self._counted_until is None else now - self._counted_until
 
     def _sums(self, waited: float) -> tuple[float, float]:

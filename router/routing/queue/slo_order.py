@@ -44,7 +44,7 @@ class PrefillCapacity:
 class QueuedPrompt(NamedTuple):
     """Arrival time and compute time of a queued prompt."""
 
-    arrived_at: float  # clock seconds
+    arrived_at: float  # time of arrival, in clock seconds
     seconds: float  # compute time of the prompt in a batch with other prompts
 
     def due(self, ttft_slo: float) -> float:
@@ -60,7 +60,7 @@ def prefill_capacity(views: Sequence[WorkerView]) -> PrefillCapacity | None:
     """
     usable = [view for view in views if view.is_usable]
     found = [view for view in usable if view.role != "decode"] or usable
-    # Decode workers count too, because they may compute prompts (see `disaggregation`).
+    # Decode workers are included, because they may compute prompts (see `disaggregation`).
     if not any(view.has_prefill_slot for view in usable):
         return None
     speeds = [view.prefill_rate for view in usable if view.prefill_rate.is_calibrated]

@@ -15,7 +15,7 @@ class QueuedRequest:
     tenant: str
     priority: int  # as in vLLM, a tenant's requests with lower values go first
     num_tokens: int  # prompt tokens, which are added to the tenant's counter
-    is_requeued: bool = False  # placed before, so that it goes first and queue bounds do not apply
+    is_requeued: bool = False  # placed before: it goes first, and the queue's bounds do not apply
     arrived_at: float = 0.0  # time of arrival, in clock seconds
     cost: int = 0  # upper bound of the prompt and answer tokens of all sequences
 
@@ -29,7 +29,7 @@ class TenantQueue:
         self.requeued: OrderedDict[int, QueuedRequest] = OrderedDict()
         # Requests that were never placed, by priority; priorities without requests are removed.
         self._new: dict[int, OrderedDict[int, QueuedRequest]] = {}
-        self.num_dequeued = 0  # new requests taken from this queue so far
+        self.num_dequeued = 0  # number of new requests that were taken from this queue
 
     def __bool__(self) -> bool:
         return bool(self.requeued or self._new)
